@@ -22,7 +22,7 @@ from rich.table import Table
 from bench.pipeline_cluster import BROKERS, DIRECT, PARTITIONS, VIA_PROXY, WAYS, Cluster, Topic, cluster
 from bench.table import judged
 from kproxy.demo.flights import KEY_COLUMN, NULL, TOTAL_ROWS, locate_archive, write_files
-from kproxy.demo.stream import flights_schema
+from kproxy.demo.stream import SCHEMA
 
 GOAL_PERCENT = 98.0
 PAIRS = 7
@@ -94,7 +94,7 @@ def _ready(session: Any) -> _Work:
 
 def _flights(session: Any, directory: Path) -> _Work:
     flights = write_files(locate_archive(), directory, rows=TOTAL_ROWS, files=1)
-    reader = session.read.schema(flights_schema()).option("header", True).option("nullValue", NULL)
+    reader = session.read.schema(SCHEMA).option("header", True).option("nullValue", NULL)
     rows = _held(reader.csv(str(flights.directory)).repartition(PARTITIONS))
     value = f"to_json(struct({', '.join(rows.columns)})) as value"
     return _Work("flights, made JSON on the way", rows.selectExpr(f"{KEY_COLUMN} as key", value), TOTAL_ROWS)

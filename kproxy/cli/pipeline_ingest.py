@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import click
 from kproxy.address import Address
 from kproxy.cli import start_logging
 from kproxy.cli.options import Asked, bootstrap_option
-from kproxy.cli.pipeline import check_master, kafka_flags, kafka_options, session_options, spark_flags
+from kproxy.cli.pipeline import F, check_master, kafka_flags, kafka_options, session_options, spark_flags
 from kproxy.config import parse_address
 from kproxy.config.parsing import read_file
 from kproxy.errors import StartupError
@@ -20,15 +20,8 @@ from kproxy.pipeline.ingest.options import (
     DEFAULT_MESSAGE_BYTES,
     DEFAULT_OFFSETS,
     DEFAULT_ROWS_PER_SECOND,
-    FileSource,
     IngestOptions,
-    KafkaSource,
-    RateSource,
-    Source,
-    parse_dead_letters,
     parse_pair,
-    parse_source,
-    parse_trigger,
 )
 from kproxy.pipeline.preflight import check_reachable
 from kproxy.pipeline.spark import SparkFailed, pyspark_home
@@ -37,36 +30,45 @@ MAX_SCHEMA_BYTES = 1 << 20
 INTERRUPTED = 130
 
 
+def _flag(names: str, metavar: str, text: str, **more: Any) -> Callable[[F], F]:
+    return click.option(*names.split(), metavar=metavar, help=text, **more)
+
+
+def _repeatable(name: str, metavar: str, text: str) -> Callable[[F], F]:
+    return _flag(name, metavar, f"{text} (repeatable)", multiple=True)
+
+
+def _number(name: str, default: int, text: str) -> Callable[[F], F]:
+    return _flag(name, "N", text, type=int, default=default, show_default=True)
+
+
+def _choice(name: str, default: str, choices: str, text: str) -> Callable[[F], F]:
+    return click.option(name, type=click.Choice(choices.split()), default=default, show_default=True, help=text)
+
+
 @click.command(
     "ingest",
     epilog="Exit status 0 when all rows were written or the job was stopped, 1 if it failed, 2 if it did not start.",
 )
-@click.option(
-    "--from", "source", metavar="FORMAT:WHERE", required=True, help="csv:, json: or parquet:DIR, kafka:TOPIC, rate."
-)
-@click.option("--topic", metavar="NAME", help="The topic to write to.")
-@click.option("--topic-column", metavar="COLUMN", help="Or: the column that names the topic of each row.")
-@click.option(
-    "--checkpoint", metavar="DIR", required=True, help="The directory for the job's progress; of this job alone."
-)
+@_flag("--from source", "FORMAT:WHERE", "csv:, json: or parquet:DIR, kafka:TOPIC, rate.", required=True)
+@_flag("--topic", "NAME", "The topic to write to.")
+@_flag("--topic-column", "COLUMN", "Or: the column that names the topic of each row.")
+@_flag("--checkpoint", "DIR", "The directory for the job's progress; of this job alone.", required=True)
 @bootstrap_option("The proxy to write to.")
-@click.option("--partitions", metavar="N", type=int, help="Create missing topics with this number of partitions.")
+@_flag("--partitions", "N", "Create missing topics with this number of partitions.", type=int)
 @click.option(
     "--select", metavar="SQL", multiple=True, help="A column of the rows, such as 'upper(a) AS a'. (repeatable) [all]"
 )
-@click.option("--key", metavar="COLUMN[,COLUMN...]", help="The key: a column as text, or several as JSON. [no key]")
-@click.option("--value", metavar="COLUMN[,COLUMN...]", help="The columns of the value, as JSON. [all]")
-@click.option("--value-column", metavar="COLUMN", help="The column that is the value, unchanged.")
-@click.option(
+@_flag("--key", "COLUMN[,COLUMN...]", "The key: a column as text, or several as JSON. [no key]")
+@_flag("--value", "COLUMN[,COLUMN...]", "The columns of the value, as JSON. [all]")
+@_flag("--value-column", "COLUMN", "The column that is the value, unchanged.")
+@_choice(
     "--on-new-columns",
-    type=click.Choice(["fail", "dead-letter", "ignore", "add"]),
-    default="dead-letter",
-    show_default=True,
-    help="Rows with fields that the schema lacks; add: values are JSON documents as they stand in the source.",
+    "dead-letter",
+    "fail dead-letter ignore add",
+    "Rows with fields that the schema lacks; add: values are JSON documents as they stand in the source.",
 )
-@click.option(
-    "--header", "headers", metavar="NAME=SQL", multiple=True, help="A header; *=ARRAY: all of an array. (repeatable)"
-)
+@_repeatable("--header headers", "NAME=SQL", "A header; *=ARRAY: all of an array.")
 @click.option(
     "--keep-timestamps/--no-keep-timestamps",
     default=True,
@@ -74,59 +76,19 @@ INTERRUPTED = 130
     help="From kafka: keep the records' timestamps.",
 )
 @click.option("--keep-partitions", is_flag=True, help="From kafka: keep the records' partition numbers.")
-@click.option("--schema", metavar="DDL|@FILE", help="The columns. [inferred once; of a topic: Spark's]")
-@click.option("--source-option", metavar="K=V", multiple=True, help="A Spark reader option. (repeatable)")
-@click.option("--from-bootstrap", metavar="H:P[,H:P...]", help="From kafka: its cluster. [--bootstrap]")
-@click.option(
-    "--starting-offsets",
-    type=click.Choice(["earliest", "latest"]),
-    default="earliest",
-    show_default=True,
-    help="From kafka: where a new job starts.",
-)
-@click.option(
-    "--trigger", metavar="WHEN", help="available-now, or an interval such as 10s. [available-now; of rate 1s]"
-)
-@click.option(
-    "--max-files-per-trigger",
-    metavar="N",
-    type=int,
-    default=DEFAULT_FILES,
-    show_default=True,
-    help="The most files in a micro-batch.",
-)
-@click.option(
-    "--max-offsets-per-trigger",
-    metavar="N",
-    type=int,
-    default=DEFAULT_OFFSETS,
-    show_default=True,
-    help="From kafka: the most records in a micro-batch.",
-)
-@click.option(
-    "--rows-per-second",
-    metavar="N",
-    type=int,
-    default=DEFAULT_ROWS_PER_SECOND,
-    show_default=True,
-    help="From rate.",
-)
-@click.option(
-    "--dead-letters",
-    metavar="json:DIR|topic:NAME",
-    help="Where to put rows that cannot be written. [none: the job fails]",
-)
-@click.option(
-    "--max-message-bytes",
-    metavar="N",
-    type=int,
-    default=DEFAULT_MESSAGE_BYTES,
-    show_default=True,
-    help="Treat a larger message as a dead letter.",
-)
-@click.option("--tasks", metavar="N", type=int, help="The number of writing tasks. [the number of Spark's cores]")
+@_flag("--schema", "DDL|@FILE", "The columns. [inferred once; of a topic: Spark's]")
+@_repeatable("--source-option source_options", "K=V", "A Spark reader option.")
+@_flag("--from-bootstrap", "H:P[,H:P...]", "From kafka: its cluster. [--bootstrap]")
+@_choice("--starting-offsets", "earliest", "earliest latest", "From kafka: where a new job starts.")
+@_flag("--trigger", "WHEN", "available-now, or an interval such as 10s. [available-now; of rate 1s]")
+@_number("--max-files-per-trigger", DEFAULT_FILES, "The most files in a micro-batch.")
+@_number("--max-offsets-per-trigger", DEFAULT_OFFSETS, "From kafka: the most records in a micro-batch.")
+@_number("--rows-per-second", DEFAULT_ROWS_PER_SECOND, "From rate.")
+@_flag("--dead-letters", "json:DIR|topic:NAME", "Where to put rows that cannot be written. [none: the job fails]")
+@_number("--max-message-bytes", DEFAULT_MESSAGE_BYTES, "Treat a larger message as a dead letter.")
+@_flag("--tasks", "N", "The number of writing tasks. [the number of Spark's cores]", type=int)
 @kafka_flags("A Kafka producer option.")
-@click.option("--metrics", metavar="H:P", help="The listen address of metrics for Prometheus.")
+@_flag("--metrics", "H:P", "The listen address of metrics for Prometheus.")
 @spark_flags
 @click.pass_context
 def command(context: click.Context, /, bootstrap: Asked, metrics: str | None, **given: Any) -> int:
@@ -147,12 +109,18 @@ def command(context: click.Context, /, bootstrap: Asked, metrics: str | None, **
     start_logging(context, default="warning")
     spark = {name: given.pop(name) for name in ("master", "memory", "conf")}
     bootstrap.addresses()
-    options = _options(bootstrap=bootstrap.text, **given)
+    given["kafka_options"] = kafka_options(given.pop("kafka_option"), given.pop("command_config"))
+    given["headers"] = tuple(parse_pair(text, "--header") for text in given["headers"])
+    given["source_options"] = dict(parse_pair(text, "--source-option") for text in given["source_options"])
+    given["schema"] = _read_schema(given["schema"])
+    for name in ("key", "value"):
+        given[name] = tuple(column.strip() for column in (given[name] or "").split(",") if column.strip())
+    options = IngestOptions(bootstrap=bootstrap.text, **given)
     options.check()
     pyspark_home()
     check_reachable(options.bootstrap, bootstrap.source)
-    if isinstance(options.source, KafkaSource):
-        check_reachable(options.source.bootstrap, "--from-bootstrap")
+    if options.reads_kafka:
+        check_reachable(options.source_bootstrap, "--from-bootstrap")
     session = session_options("kproxy ingest", **spark)
     check_master(session)
     try:
@@ -179,56 +147,6 @@ def _run(options: IngestOptions, session: Any, listen: str | None) -> int:
             starting.finish(f"version {opened.session.version}")
             run(opened.session, options, report, metrics, stop)
     return 0
-
-
-def _options(
-    *,
-    headers: Sequence[str],
-    key: str | None,
-    value: str | None,
-    dead_letters: str | None,
-    kafka_option: Sequence[str],
-    command_config: Path | None,
-    trigger: str | None,
-    bootstrap: str,
-    source: str,
-    schema: str | None,
-    source_option: Sequence[str],
-    from_bootstrap: str | None,
-    starting_offsets: Any,
-    max_files_per_trigger: int,
-    max_offsets_per_trigger: int,
-    rows_per_second: int,
-    **same: Any,
-) -> IngestOptions:
-    """The options that the flags give. Raises StartupError."""
-    name, where = parse_source(source)
-    reader = dict(parse_pair(text, "--source-option") for text in source_option)
-    columns = _read_schema(schema)
-    found: Source
-    if name == "rate":
-        found = RateSource(rows_per_second)
-    elif name == "kafka":
-        found = KafkaSource(
-            from_bootstrap or bootstrap, where, columns, starting_offsets, max_offsets_per_trigger, reader
-        )
-    else:
-        found = FileSource(name, where, columns, max_files_per_trigger, reader)
-    return IngestOptions(
-        found,
-        bootstrap=bootstrap,
-        key=_columns(key),
-        value_columns=_columns(value),
-        headers=tuple(parse_pair(text, "--header") for text in headers),
-        dead_letters=None if dead_letters is None else parse_dead_letters(dead_letters),
-        processing_time=parse_trigger(trigger or ("1s" if name == "rate" else "available-now")),
-        kafka_options=kafka_options(kafka_option, command_config),
-        **same,
-    )
-
-
-def _columns(text: str | None) -> tuple[str, ...]:
-    return () if text is None else tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _read_schema(text: str | None) -> str | None:

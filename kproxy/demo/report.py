@@ -22,9 +22,7 @@ class KilledOwner:
     """The broker that was killed in mid-stream, and the recovery of its partitions; times in seconds since the kill.
 
     `rows_before`: about how many rows had been written. For its partitions: `taken_s`, when each had an owner again;
-    `taken_by`, that owner; `written_s`, when newer records could be read. A missing partition never got that far. For
-    the partitions of others: `shrunk_s`, when the broker left the ISR; until then acks=all waited for it.
-    `in_sync_s` None: it had not caught up when the demo stopped waiting.
+    `taken_by`, that owner. A missing partition never got that far. `back_s`: when the broker served again.
     """
 
     broker: int
@@ -32,10 +30,7 @@ class KilledOwner:
     owners_before: Mapping[int, int]
     taken_by: Mapping[int, int]
     taken_s: Mapping[int, float]
-    written_s: Mapping[int, float]
-    shrunk_s: Mapping[int, float]
     back_s: float
-    in_sync_s: float | None
 
     @property
     def partitions(self) -> list[int]:
@@ -112,14 +107,7 @@ def _add_killed(table: Table, killed: KilledOwner) -> None:
     takers = set(killed.taken_by.values())
     until = "it was back itself" if takers == {killed.broker} else f"{brokers_in_words(takers)} took over"
     table.add_row("without an owner", _all_by(killed.taken_s, killed), f"until {until}" if takers else "")
-    table.add_row("written again", _all_by(killed.written_s, killed), "after the kill, the last of them")
-    if killed.shrunk_s:
-        table.add_row(
-            "others waited", f"{max(killed.shrunk_s.values()):.1f} s", "for it to leave the ISR of what they own"
-        )
-    table.add_row("broker back", f"{killed.back_s:.1f} s", "after the kill")
-    in_sync = "not yet" if killed.in_sync_s is None else f"{killed.in_sync_s:.1f} s"
-    table.add_row("caught up", in_sync, "after the kill", end_section=True)
+    table.add_row("broker back", f"{killed.back_s:.1f} s", "after the kill", end_section=True)
 
 
 def _all_by(times_s: Mapping[int, float], killed: KilledOwner) -> Text:

@@ -17,6 +17,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import signal
 import sys
@@ -31,13 +32,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
+import msgspec
+from kafka import KafkaConsumer, TopicPartition
 from kafka.admin import KafkaAdminClient
 from kafka.errors import KafkaError
 from rich.console import Console
 
 from kproxy.config import DEFAULT_PREFIX
+from kproxy.config.audit import DEFAULT_TOPIC
 from kproxy.demo import flights
 from kproxy.demo.judge import Judge
 from kproxy.demo.owner_kill import OwnerKill, OwnerNotKilled, StreamGate
@@ -52,22 +56,10 @@ from kproxy.pipeline.preflight import check_reachable, check_report
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.session import OpenSession, SessionOptions, open_session
 from kproxy.pipeline.spark import SparkFailed, pyspark_home
-
-if TYPE_CHECKING:
-    from kproxy.demo.stream import Written
-    from kproxy.pipeline.audit.report_facts import Facts
-
-
-import logging
-from typing import TYPE_CHECKING, Any
-
-import msgspec
-from kafka import KafkaConsumer, TopicPartition
-
-from kproxy.config.audit import DEFAULT_TOPIC
 from kproxy.trail.rows import Begin, End, Mark, Row, decode_page
 
 if TYPE_CHECKING:
+    from kproxy.demo.stream import Written
     from kproxy.pipeline.audit.report_facts import Facts
 
 
@@ -375,7 +367,7 @@ class _Run:
         from kproxy.demo import stream
 
         stage = self._report.stage("writing", "planning", total=data.rows)
-        gate = StreamGate(data.file_rows, asyncio.get_running_loop())
+        gate = StreamGate(len(data.file_rows), asyncio.get_running_loop())
         to_kill = target.cluster if self._options.kill_owner else None
         if to_kill is None:
             gate.release()
@@ -384,30 +376,25 @@ class _Run:
             stage.advance_to(rows)
             gate.advance_to(rows)
 
-        writing = self._call(
-            lambda: stream.write(
-                self._spark.session,
-                data,
-                bootstrap=target.bootstrap,
-                topic=self._topic,
-                partitions=PARTITIONS,
-                checkpoint=self._work_dir / "checkpoint",
-                on_rows=on_rows,
-                before_batch=gate.before_batch,
-                kafka=target.secured.kafka,
-            )
-        )
-
         async def until_written() -> Written:
-            written = await writing
-            gate.ended.set()
+            written = await self._call(
+                lambda: stream.write(
+                    self._spark.session,
+                    data.directory,
+                    bootstrap=target.bootstrap,
+                    topic=self._topic,
+                    checkpoint=self._work_dir / "checkpoint",
+                    on_rows=on_rows,
+                    before_batch=gate.before_batch,
+                    kafka=target.secured.kafka,
+                )
+            )
             stage.finish(f"{written.sent:,} rows")
             return written
 
         if to_kill is None:
             return await until_written(), None
-        client = target.secured.python
-        kill = OwnerKill(to_kill, target.prefix, self._topic, gate, self._report, self._call, client)
+        kill = OwnerKill(to_kill, target.prefix, self._topic, gate, self._report)
         return await _both(until_written(), kill.run())
 
 

@@ -5,17 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 from kproxy.pipeline.ingest import sources, transforms
-from kproxy.pipeline.ingest.options import FileSource, IngestOptions
+from kproxy.pipeline.ingest.options import IngestOptions
 
 BATCH_TIMEOUT_S = 240
 
 
-def read_files(spark: Any, source: FileSource, **options: Any) -> list[Any]:
+def options_of(source: str, schema: str | None = None, **options: Any) -> IngestOptions:
+    return IngestOptions(source, "ck", topic="t", schema=schema, **options)
+
+
+def infer(spark: Any, source: str, **source_options: str) -> Any:
+    """The schema that is inferred from all files that are there."""
+    return sources.infer_schema(spark, options_of(source, source_options=source_options))
+
+
+def read_files(spark: Any, source: str, schema: str, **options: Any) -> list[Any]:
     """The rows of all files that are there, `encoded`."""
     seen: list[Any] = []
-    asked = IngestOptions(source, "ck", topic="t", **options)
+    asked = options_of(source, schema, **options)
     session = sources.own_session(spark)
-    rows = sources.read(session, asked, sources.parse_schema(str(source.schema)))
+    rows = sources.read(session, asked, sources.parse_schema(schema))
 
     def take(batch: Any, _: int) -> None:
         seen.extend(transforms.encoded(transforms.placed(batch), asked, batch="b").collect())

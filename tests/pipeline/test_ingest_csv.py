@@ -16,8 +16,7 @@ import pytest
 
 from kproxy.errors import StartupError
 from kproxy.pipeline.ingest import sources, transforms
-from kproxy.pipeline.ingest.options import FileSource
-from tests.pipeline.ingest_rows import read_files
+from tests.pipeline.ingest_rows import infer, read_files
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
 
@@ -55,7 +54,7 @@ PANDAS = b'id,name,n\n1,"say ""hi""",1.5\n2,"two\nlines",\n3,,"a,b"\n'
 
 
 def read(spark: Any, directory: Path, **options: str) -> list[Any]:
-    return read_files(spark, FileSource("csv", str(directory), SCHEMA, options=options))
+    return read_files(spark, f"csv:{directory}", SCHEMA, source_options=options)
 
 
 def of_file(rows: list[Any], name: str) -> list[Any]:
@@ -106,7 +105,7 @@ def test_quoted_nothing_is_a_text_of_no_length(spark: Any, tmp_path: Path) -> No
     assert (tmp_path / "pandas.csv").read_bytes() == EMPTY["pandas"][0]
     for name, (content, _) in EMPTY.items():
         (tmp_path / f"{name}.csv").write_bytes(content)
-    rows = read_files(spark, FileSource("csv", str(tmp_path), "id INT, name STRING, n LONG"))
+    rows = read_files(spark, f"csv:{tmp_path}", "id INT, name STRING, n LONG")
     assert [row[transforms.REASON] for row in rows] == [None] * 2 * (len(EMPTY) + 1)
     told = {name: [row["name"] for row in rows if f"/{quote(name)}.csv" in row[transforms.FILE]] for name in EMPTY}
     assert told == {name: names for name, (_, names) in EMPTY.items()}
@@ -115,7 +114,7 @@ def test_quoted_nothing_is_a_text_of_no_length(spark: Any, tmp_path: Path) -> No
 
     (tmp_path / "na.csv").write_text('id,name,n\n1,NA,NA\n2,"",\n')
     options = {"nullValue": "NA", "pathGlobFilter": "na.csv"}
-    named = read_files(spark, FileSource("csv", str(tmp_path), "id INT, name STRING, n LONG", options=options))
+    named = read_files(spark, f"csv:{tmp_path}", "id INT, name STRING, n LONG", source_options=options)
     assert [(row["name"], row["n"]) for row in named] == [(None, None), ("", None)]
 
 
@@ -158,7 +157,7 @@ def test_text_is_the_value_it_says_or_corrupt(spark: Any, tmp_path: Path) -> Non
         cases += [(name, text, "corrupt") for text in bad]
     lines = [",".join(text if name == each else "" for each in names) for name, text, _ in cases]
     (tmp_path / "a.csv").write_text("\n".join([",".join(names), *lines, ""]))
-    rows = read_files(spark, FileSource("csv", str(tmp_path), schema))
+    rows = read_files(spark, f"csv:{tmp_path}", schema)
     assert len(rows) == len(cases)
     for (name, text, value), line, row in zip(cases, lines, rows, strict=True):
         if value == "corrupt":
@@ -171,11 +170,11 @@ def test_text_is_the_value_it_says_or_corrupt(spark: Any, tmp_path: Path) -> Non
 def test_formats_and_names_of_numbers_are_options(spark: Any, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("d,f\n02.01.2026,1.5\n2026-01-02,2\n,nan\n,inf\n")
     options = {"dateFormat": "dd.MM.yyyy", "nanValue": "nan"}
-    rows = read_files(spark, FileSource("csv", str(tmp_path), "d DATE, f DOUBLE", options=options))
+    rows = read_files(spark, f"csv:{tmp_path}", "d DATE, f DOUBLE", source_options=options)
     assert [row[transforms.REASON] for row in rows] == [None, "corrupt", "not finite", "corrupt"]
     assert rows[0]["d"] == date(2026, 1, 2)
     with pytest.raises(StartupError, match="--source-option locale is not taken"):
-        read_files(spark, FileSource("csv", str(tmp_path), "d DATE, f DOUBLE", options={"locale": "de-DE"}))
+        read_files(spark, f"csv:{tmp_path}", "d DATE, f DOUBLE", source_options={"locale": "de-DE"})
 
 
 def test_spreadsheet_csv_options_are_respected(spark: Any, tmp_path: Path) -> None:
@@ -230,8 +229,13 @@ def test_invalid_utf_8_row_is_reported_without_encoding(spark: Any, tmp_path: Pa
             "pair.csv": [("corrupt", "1")],
         }
     assert values(of_file(rows, "middle.csv")[2]) == ["3", "é", "\0"]
-    binary = FileSource("csv", str(tmp_path), SCHEMA.replace("n STRING", "n BINARY"), options={"pathGlobFilter": "m*"})
-    assert [row[transforms.REASON] for row in read_files(spark, binary)] == [None, "corrupt", None]
+    binary = read_files(
+        spark,
+        f"csv:{tmp_path}",
+        SCHEMA.replace("n STRING", "n BINARY"),
+        source_options={"pathGlobFilter": "m*"},
+    )
+    assert [row[transforms.REASON] for row in binary] == [None, "corrupt", None]
     assert of_file(rows, "latin.csv")[0][transforms.CORRUPT] == "1,\ufffd,x"
 
     named = {"encoding": "ISO-8859-1", "pathGlobFilter": "latin.csv"}
@@ -249,8 +253,8 @@ def test_header_in_unnamed_encoding_infers_no_schema(spark: Any, tmp_path: Path)
     for encoding in ("utf-16", "latin-1"):
         (tmp_path / "a.csv").write_bytes("id,é,n\n1,a,x\n".encode(encoding))
         with pytest.raises(StartupError, match=r"is not UTF-8: name its encoding with --source-option encoding="):
-            sources.infer_schema(spark, FileSource("csv", str(tmp_path)))
-    found = sources.infer_schema(spark, FileSource("csv", str(tmp_path), options={"encoding": "ISO-8859-1"}))
+            infer(spark, f"csv:{tmp_path}")
+    found = infer(spark, f"csv:{tmp_path}", encoding="ISO-8859-1")
     assert found.names == ["id", "é", "n"]
 
 
@@ -259,11 +263,11 @@ def test_header_with_a_name_twice_is_refused(spark: Any, tmp_path: Path, header:
     (tmp_path / "a.csv").write_text(f"{header}\n1,2\n")
     name = header.partition(",")[0]
     with pytest.raises(StartupError, match=f"has the name {name} twice.*--schema with other names.*enforceSchema=true"):
-        sources.infer_schema(spark, FileSource("csv", str(tmp_path)))
+        infer(spark, f"csv:{tmp_path}")
     with pytest.raises(StartupError, match=f"--schema has the name {name} twice"):
         sources.parse_schema(header.replace(",", " INT, ") + " INT")
     options = {"enforceSchema": "true"}
-    (row,) = read_files(spark, FileSource("csv", str(tmp_path), "a INT, b INT", options=options))
+    (row,) = read_files(spark, f"csv:{tmp_path}", "a INT, b INT", source_options=options)
     assert (row["a"], row["b"]) == (1, 2)
 
 
@@ -279,5 +283,10 @@ def test_one_line_rows_are_split_on_request(spark: Any, tmp_path: Path, monkeypa
 
 def test_schema_is_inferred_from_multi_line_rows(spark: Any, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(written(rows=[(1, "two\nlines", 1.5), (2, 'a "b"', 2)]))
-    found = sources.infer_schema(spark, FileSource("csv", str(tmp_path)))
+    found = infer(spark, f"csv:{tmp_path}")
     assert found.simpleString() == "struct<id:int,name:string,n:double>"
+
+
+def test_time_alone_is_inferred_as_text(spark: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("t,at\n10:00,2026-01-02T03:04:05Z\n11:30,2026-01-02 03:04:05.5\n")
+    assert infer(spark, f"csv:{tmp_path}").simpleString() == "struct<t:string,at:timestamp>"

@@ -11,8 +11,7 @@ import pytest
 
 from kproxy.errors import StartupError
 from kproxy.pipeline.ingest import documents, sources, transforms
-from kproxy.pipeline.ingest.options import FileSource, IngestOptions, KafkaSource
-from tests.pipeline.ingest_rows import read_files
+from tests.pipeline.ingest_rows import infer, options_of, read_files
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
 
@@ -63,7 +62,7 @@ def told(rows: list[Any]) -> list[Any]:
 
 def test_document_is_read_whole_or_reported(spark: Any, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("\ufeff" + "".join(f"{line}\n" for line, _ in LINES))
-    rows = read_files(spark, FileSource("json", str(tmp_path), SCHEMA))
+    rows = read_files(spark, f"json:{tmp_path}", SCHEMA)
     expected = [row for _, rows in LINES for row in rows]
     expected[0] = {**expected[0], "many": [{"a": 1}, None], "by": {"k": {"a": 2}}}
     assert told(rows) == expected
@@ -72,7 +71,8 @@ def test_document_is_read_whole_or_reported(spark: Any, tmp_path: Path) -> None:
     assert corrupt == [line for line, rows in LINES if rows == ["corrupt"]]
 
 
-# As LINES: what Spark's own reader would round, cut off, or replace.
+AT = "2026-01-02T03:04:05.000000Z"
+# As LINES: what Spark's own reader would round, cut off, replace, or take the day of the run for.
 STRICT: tuple[tuple[str, list[Any]], ...] = (
     ('{"m":1.23,"d":"2026-01-02","deep":{"m":0.5}}', [{"m": 1.23, "d": "2026-01-02", "deep": {"m": 0.5}}]),
     ('{"m":1.2300,"d":"2026-1-2"}', [{"m": 1.23, "d": "2026-01-02"}]),
@@ -86,6 +86,18 @@ STRICT: tuple[tuple[str, list[Any]], ...] = (
     ('{"d":"2026-01-01T23:59:59"}', ["corrupt"]),
     ('{"d":"2026-01-04 junk"}', ["corrupt"]),
     ('{"f":"1f"}', ["corrupt"]),
+    ('{"at":"2026-01-02T03:04:05Z","local":"2026-1-2 03:04"}', [{"at": AT, "local": "2026-01-02T03:04:00.000000"}]),
+    ('{"at":"2026-01-02 04:04:05+01:00"}', [{"at": AT}]),
+    ('{"at":"2026-01-02T04:04:05.000000000+0100"}', [{"at": AT}]),
+    ('{"at":"2026-01-02 04:04:05 Europe/Paris"}', [{"at": AT}]),
+    ('{"at":"2026-01-02"}', [{"at": "2026-01-02T00:00:00.000000Z"}]),
+    ('{"at":"10:00"}', ["corrupt"]),
+    ('{"at":"T10:00:00"}', ["corrupt"]),
+    ('{"at":"2026-01-04 junk"}', ["corrupt"]),
+    ('{"at":"2026-01-02T25:00:00"}', ["corrupt"]),
+    ('{"list":[{"at":"2026-01-02"},{"at":"10:00"}]}', ["corrupt"]),
+    ('{"local":"10:00"}', ["corrupt"]),
+    ('{"local":"2026-01-02T03:04:05Z"}', ["corrupt"]),
     (r'{"raw":"\ud83d\ude00 \\ud83d"}', [{"raw": "\U0001f600 \\ud83d"}]),
     (r'{"raw":"\ud83d"}', ["corrupt"]),
     (r'{"raw":"\\\udE00x"}', ["corrupt"]),
@@ -96,7 +108,8 @@ STRICT: tuple[tuple[str, list[Any]], ...] = (
 def test_value_is_exact_or_the_row_is_corrupt(spark: Any, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("".join(f"{line}\n" for line, _ in STRICT))
     schema = "m DECIMAL(6,2), d DATE, f DOUBLE, deep STRUCT<m: DECIMAL(4,1)>, by MAP<STRING, DECIMAL(3,1)>, raw STRING"
-    rows = read_files(spark, FileSource("json", str(tmp_path), schema))
+    schema += ", at TIMESTAMP, local TIMESTAMP_NTZ, list ARRAY<STRUCT<at: TIMESTAMP>>"
+    rows = read_files(spark, f"json:{tmp_path}", schema)
     assert told(rows) == [row for _, rows in STRICT for row in rows]
 
 
@@ -104,8 +117,8 @@ def test_value_is_exact_or_the_row_is_corrupt(spark: Any, tmp_path: Path) -> Non
 def test_json_over_several_lines_infers_no_schema(spark: Any, tmp_path: Path, text: str) -> None:
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(StartupError, match="has JSON over several lines: give --source-option multiLine=true"):
-        sources.infer_schema(spark, FileSource("json", str(tmp_path)))
-    found = sources.infer_schema(spark, FileSource("json", str(tmp_path), options={"multiLine": "true"}))
+        infer(spark, f"json:{tmp_path}")
+    found = infer(spark, f"json:{tmp_path}", multiLine="true")
     assert found.names == ["id"]
 
 
@@ -121,7 +134,7 @@ def test_json_records_stand_alone_with_dead_letter_text(spark: Any) -> None:
     broken = "unhex(concat(hex('{\"id\":7,\"raw\":\"'), 'ff', hex('\"}')))"
     values = [*(f"cast('{line}' as binary)" for line in lines), broken, "cast(null as binary)"]
     records = as_records(spark, values)
-    asked = IngestOptions(FileSource("json", "in"), "ck", topic="t")
+    asked = options_of("json:in")
     opened = documents.of_records(records, sources.parse_schema(SCHEMA))
     encoded = transforms.encoded(transforms.placed(opened), asked, batch="b")
     rows = sorted(encoded.collect(), key=lambda row: str(row[transforms.ROW]))
@@ -135,7 +148,7 @@ def test_json_records_stand_alone_with_dead_letter_text(spark: Any) -> None:
 def test_line_with_invalid_utf_8_is_reported(spark: Any, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(b'\xef\xbb\xbf{"id":1,"raw":"\xff"}\n{"id":2,"raw":"\xef\xbf\xbd"}\n')
     (tmp_path / "b.json").write_bytes(b'{"id":3,"raw":"\xed\xa0\x80"}\n{"id":4,"\xff":1}\n{"id":5,"raw":"\xc3\xa4"}\n')
-    rows = read_files(spark, FileSource("json", str(tmp_path), SCHEMA))
+    rows = read_files(spark, f"json:{tmp_path}", SCHEMA)
     assert told(rows) == ["corrupt", {"id": 2, "raw": "\ufffd"}, "corrupt", "corrupt", {"id": 5, "raw": "ä"}]
 
 
@@ -143,17 +156,17 @@ def test_multi_line_files_and_directory_columns_are_read(spark: Any, tmp_path: P
     (tmp_path / "day=7").mkdir()
     (tmp_path / "day=7" / "a.json").write_text('\ufeff[{"id": 1},\n {"id": 2}]\n')
     (tmp_path / "day=7" / "b.json").write_text('{"id": 3}\n{"id": 4}\n')
-    source = FileSource("json", str(tmp_path), "id LONG, day STRING", options={"multiLine": "true"})
-    assert told(read_files(spark, source)) == [{"id": 1, "day": "7"}, {"id": 2, "day": "7"}, "corrupt"]
+    rows = read_files(spark, f"json:{tmp_path}", "id LONG, day STRING", source_options={"multiLine": "true"})
+    assert told(rows) == [{"id": 1, "day": "7"}, {"id": 2, "day": "7"}, "corrupt"]
     (tmp_path / "day=7" / "c.json").write_bytes('{"id": 5, "name": "ä"}'.encode("latin-1"))
     options = {"encoding": "ISO-8859-1", "pathGlobFilter": "c.json"}
-    latin = FileSource("json", str(tmp_path), "id LONG, name STRING, day INT", options=options)
-    assert told(read_files(spark, latin)) == [{"id": 5, "name": "ä", "day": 7}]
+    latin = read_files(spark, f"json:{tmp_path}", "id LONG, name STRING, day INT", source_options=options)
+    assert told(latin) == [{"id": 5, "name": "ä", "day": 7}]
 
 
 def test_new_fields_are_left_out_on_request(spark: Any, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"id":1,"new":2}\n')
-    rows = read_files(spark, FileSource("json", str(tmp_path), "id LONG"), on_new_columns="ignore")
+    rows = read_files(spark, f"json:{tmp_path}", "id LONG", on_new_columns="ignore")
     assert told(rows) == [{"id": 1}]
 
 
@@ -183,8 +196,8 @@ def exactly(text: str) -> Any:
     return json.loads(text, parse_float=Decimal, parse_int=Decimal, object_pairs_hook=list)
 
 
-def added(spark: Any, source: FileSource, **options: Any) -> list[Any]:
-    rows = read_files(spark, source, on_new_columns="add", **options)
+def added(spark: Any, source: str, schema: str) -> list[Any]:
+    rows = read_files(spark, source, schema, on_new_columns="add")
     return [row[transforms.REASON] or bytes(row[transforms.VALUE]).decode() for row in rows]
 
 
@@ -200,7 +213,7 @@ def test_documents_are_written_unchanged_with_new_fields(spark: Any, tmp_path: P
         '[{"id":25}]',
     )
     (tmp_path / "b.json").write_text("\n".join([*refused, '{"id":"x"}', '{"id":26}']) + "\n")
-    values = added(spark, FileSource("json", str(tmp_path), f"{SCHEMA}, f DOUBLE, n BYTE"))
+    values = added(spark, f"json:{tmp_path}", f"{SCHEMA}, f DOUBLE, n BYTE")
     assert values == [*documents_, *["corrupt"] * 6, '{"id":26}']
     for (name, document), value in zip(EXACT, values[: len(EXACT)], strict=True):
         assert exactly(value) == exactly(document), name
@@ -209,7 +222,7 @@ def test_documents_are_written_unchanged_with_new_fields(spark: Any, tmp_path: P
 def test_document_is_unchanged_below_directory_columns(spark: Any, tmp_path: Path) -> None:
     (tmp_path / "day=7").mkdir()
     (tmp_path / "day=7" / "a.json").write_text('{"id":1,"new":1.50}\n{ }\n')
-    rows = read_files(spark, FileSource("json", str(tmp_path), "id LONG"), on_new_columns="add", key=("day",))
+    rows = read_files(spark, f"json:{tmp_path}", "id LONG", on_new_columns="add", key=("day",))
     assert [(bytes(row[transforms.KEY]), bytes(row[transforms.VALUE])) for row in rows] == [
         (b"7", b'{"id":1,"new":1.50}'),
         (b"7", b"{ }"),
@@ -219,16 +232,16 @@ def test_document_is_unchanged_below_directory_columns(spark: Any, tmp_path: Pat
 def test_fields_differing_only_in_case_infer_no_schema(spark: Any, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"id":1,"ID":2}\n')
     with pytest.raises(StartupError, match=r"differ in case alone \(.*`id`.*\): give a --schema with one of them"):
-        sources.infer_schema(spark, FileSource("json", str(tmp_path)))
+        infer(spark, f"json:{tmp_path}")
 
 
 def test_unchanged_documents_have_keys_and_dead_letters(spark: Any) -> None:
     values = ['{"id":1,"x":1.50}', '{"x":1.50}', '[{"id":2}]', '{"f":"NaN","id":3}', '{"f":1e400,"id":4}', "x"]
     records = as_records(spark, [f"cast('{value}' as binary)" for value in values])
-    source = KafkaSource("127.0.0.1:1", "from", "id LONG, f DOUBLE")
-    asked = IngestOptions(source, "ck", topic="t", key=("id",), on_new_columns="add")
+    schema = "id LONG, f DOUBLE"
+    asked = options_of("kafka:from", schema, from_bootstrap="127.0.0.1:1", key=("id",), on_new_columns="add")
     asked.check()
-    opened = documents.of_records(records, sources.parse_schema(str(source.schema)), verbatim=True)
+    opened = documents.of_records(records, sources.parse_schema(schema), verbatim=True)
     encoded = transforms.encoded(transforms.placed(opened), asked, batch="b")
     rows = sorted(encoded.collect(), key=lambda row: str(row[transforms.ROW]))
     assert [row[transforms.REASON] for row in rows] == [None, None, "corrupt", None, None, "corrupt"]
@@ -237,3 +250,11 @@ def test_unchanged_documents_have_keys_and_dead_letters(spark: Any) -> None:
     assert [row[transforms.KEY] and bytes(row[transforms.KEY]) for row in rows[:2]] == [b"1", None]
     letters = {row["row"]: row["record"] for row in transforms.dead_letters(encoded).collect()}
     assert letters == {"t/0/2": values[2], "t/0/5": values[5]}
+
+
+def test_schema_is_inferred_from_a_sample(spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "SAMPLE_FILES", 2)
+    for name in ("a", "b", "c [1]", "d"):
+        (tmp_path / "day=7").mkdir(exist_ok=True)
+        (tmp_path / "day=7" / f"{name}.json").write_text(f'{{"of_{name[0]}": 1}}\n')
+    assert infer(spark, f"json:{tmp_path}").names == ["of_b", "of_d", "day"]

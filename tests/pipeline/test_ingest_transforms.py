@@ -15,12 +15,12 @@ import pytest
 
 from kproxy.errors import StartupError
 from kproxy.pipeline.ingest import documents, sources, transforms
-from kproxy.pipeline.ingest.options import FileSource, IngestOptions
-from kproxy.pipeline.ingest.timestamps import INTERCEPTOR_CLASS, JAR
+from kproxy.pipeline.ingest.options import IngestOptions
+from kproxy.pipeline.ingest.sink import INTERCEPTOR_CLASS, JAR
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
 
-OPTIONS = IngestOptions(FileSource("csv", "in"), "ck", topic="flights")
+OPTIONS = IngestOptions("csv:in", "ck", topic="flights")
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_times_are_utc_microseconds_in_any_session_zone(spark: Any) -> None:
     local = "timestamp_ntz'2026-11-22 10:00:00.123456' as local, struct(timestamp_micros(123456)) as deep"
     rows = spark.sql(f"select timestamp_micros(1) as at, {local}, 1L as value")
     try:
-        (first,) = encode(rows, key=("at",), value_columns=("at", "local", "deep"))
+        (first,) = encode(rows, key=("at",), value=("at", "local", "deep"))
     finally:
         spark.conf.set("spark.sql.session.timeZone", before)
     assert bytes(first[transforms.KEY]) == b"1970-01-01 00:00:00.000001Z"
@@ -88,13 +88,13 @@ def test_non_json_number_is_a_dead_letter(spark: Any) -> None:
     def reasons(**changes: Any) -> list[str | None]:
         return [row[transforms.REASON] for row in encode(rows, **changes)]
 
-    assert reasons(value_columns=("s.x",)) == bad
+    assert reasons(value=("s.x",)) == bad
     assert reasons(value_column="m") == bad
-    assert reasons(value_columns=without, key=("f", "value")) == bad
-    assert reasons(value_columns=without, key=("s",)) == bad
-    assert reasons(value_columns=without, headers=(("h", "m"),)) == bad
+    assert reasons(value=without, key=("f", "value")) == bad
+    assert reasons(value=without, key=("s",)) == bad
+    assert reasons(value=without, headers=(("h", "m"),)) == bad
     # By itself it is text.
-    assert reasons(value_columns=without, key=("f",), headers=(("h", "f"),)) == [None] * 5
+    assert reasons(value=without, key=("f",), headers=(("h", "f"),)) == [None] * 5
     written = encode(rows, select=("value", "if(abs(f) < double('inf'), f, null) AS f"))
     assert [json.loads(row[transforms.VALUE])["f"] for row in written] == [1.5, None, None, None, None]
 
@@ -102,7 +102,7 @@ def test_non_json_number_is_a_dead_letter(spark: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"value_columns": ("name", "id")}, [b'{"name":"a","id":1}', b'{"name":null,"id":2}']),
+        ({"value": ("name", "id")}, [b'{"name":"a","id":1}', b'{"name":null,"id":2}']),
         ({"select": ("id + 1 AS more", "name")}, [b'{"more":2,"name":"a"}', b'{"more":3,"name":null}']),
         ({"select": ("id", "* EXCEPT (id, raw, at, tags, value)")}, [b'{"id":1,"name":"a"}', b'{"id":2,"name":null}']),
         ({"select": ("to_json(struct(id, name)) AS v",), "value_column": "v"}, [b'{"id":1,"name":"a"}', b'{"id":2}']),
@@ -217,8 +217,7 @@ def test_line_keeps_its_name_for_any_task_count(spark: Any, tmp_path: Path, core
     def take(batch: Any, _: int) -> None:
         seen.extend(transforms.placed(batch).orderBy(transforms.ORDER).collect())
 
-    source = FileSource("csv", str(tmp_path), "n string", options={"multiLine": "false"})
-    options = replace(OPTIONS, source=source)
+    options = replace(OPTIONS, source=f"csv:{tmp_path}", source_options={"multiLine": "false"})
     stream = sources.read(session, options, sources.parse_schema("n string")).writeStream.foreachBatch(take)
     query = stream.trigger(availableNow=True).start()
     assert query.awaitTermination(120)

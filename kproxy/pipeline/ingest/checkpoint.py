@@ -11,16 +11,16 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import json
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from pyspark.sql import SparkSession
 
-from kproxy.config import split_list
 from kproxy.errors import StartupError
-from kproxy.pipeline.ingest.options import FileSource, IngestOptions, KafkaSource
+from kproxy.pipeline.ingest.options import IngestOptions
 from kproxy.pipeline.spark import as_spark_failure
 
 FILE_NAME: Final = "kproxy-ingest.json"
@@ -52,13 +52,11 @@ class Checkpoint:
 
     def __init__(self, session: SparkSession, path: str) -> None:
         jvm: Any = session._jvm
-        with as_spark_failure(f"The checkpoint {path} cannot be used"):
-            self._directory = jvm.org.apache.hadoop.fs.Path(path)
-            self._files = self._directory.getFileSystem(session._jsparkSession.sessionState().newHadoopConf())
-            self.path = str(self._files.makeQualified(self._directory))
         self._given = path
         self._path_type = jvm.org.apache.hadoop.fs.Path
-        self._io = jvm.org.apache.commons.io.IOUtils
+        with as_spark_failure(f"The checkpoint {path} cannot be used"):
+            self._files, self._directory = _qualified(session, path)
+        self.path = str(self._directory)
 
     def job(self) -> Job | None:
         """Return the stored job, None if the directory is free.
@@ -67,67 +65,57 @@ class Checkpoint:
         """
         with as_spark_failure(f"The checkpoint {self._given} cannot be looked at"):
             if self._files.exists(self._at(FILE_NAME)):
-                return self._load()
+                with contextlib.closing(self._files.open(self._at(FILE_NAME))) as stream:
+                    return self._read(bytes(stream.readNBytes(_MAX_BYTES)))
             if not any(self._files.exists(self._at(name)) for name in _SPARKS):
                 return None
         raise StartupError(
             f"--checkpoint {self._given} belongs to another Spark job: give a directory of this job's own."
         )
 
-    def save(self, job: Job) -> None:
-        """Write a temporary file and rename it, so that it is whole even after a kill. Raise SparkFailed."""
-        fields = {name: getattr(job, name) for name in Job.__slots__}
-        text = json.dumps({"version": _VERSION, **fields}, indent=2) + "\n"
-        aside, final = self._at(f".{FILE_NAME}.{uuid.uuid4().hex}"), self._at(FILE_NAME)
-        with as_spark_failure(f"The checkpoint {self._given} cannot be written"):
-            stream = self._files.create(aside, True)
-            try:
-                stream.write(text.encode())
-            finally:
-                stream.close()
-            if not self._files.rename(aside, final):
-                # Some file systems do not rename over an existing file.
-                self._files.delete(final, False)
-                self._files.rename(aside, final)
-
-    def _load(self) -> Job:
-        if self._files.getFileStatus(self._at(FILE_NAME)).getLen() > _MAX_BYTES:
-            raise StartupError(f"{self._given}/{FILE_NAME} is not ours: give another --checkpoint.")
-        stream = self._files.open(self._at(FILE_NAME))
+    def _read(self, content: bytes) -> Job:
         try:
-            text = self._io.toString(stream, "UTF-8")
-        finally:
-            stream.close()
-        try:
-            fields = json.loads(text)
-            version = fields.pop("version")
-            if version != _VERSION:
-                raise StartupError(
-                    f"the checkpoint {self._given} was written by another version of kproxy: use that one, "
-                    "or give another --checkpoint."
-                )
+            fields = json.loads(content)
+            if fields.pop("version") != _VERSION:
+                raise ValueError("another version of kproxy wrote it")
             return Job(**fields)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StartupError(
                 f"{self._given}/{FILE_NAME} cannot be read ({error}): give another --checkpoint."
             ) from error
 
+    def save(self, job: Job) -> None:
+        """Write a temporary file and rename it, so that it is whole even after a kill. Raise SparkFailed."""
+        text = json.dumps({"version": _VERSION, **asdict(job)}, indent=2) + "\n"
+        aside, final = self._at(f".{FILE_NAME}.{uuid.uuid4().hex}"), self._at(FILE_NAME)
+        with as_spark_failure(f"The checkpoint {self._given} cannot be written"):
+            with contextlib.closing(self._files.create(aside, True)) as stream:
+                stream.write(text.encode())
+            if not self._files.rename(aside, final):
+                # Some file systems do not rename over an existing file.
+                self._files.delete(final, False)
+                self._files.rename(aside, final)
+
     def _at(self, name: str) -> Any:
         return self._path_type(self._directory, name)
 
 
+def _qualified(session: SparkSession, path: str) -> tuple[Any, Any]:
+    """Return the file system of `path`, and its one spelling, as Hadoop has them."""
+    jvm: Any = session._jvm
+    given = jvm.org.apache.hadoop.fs.Path(path)
+    files = given.getFileSystem(session._jsparkSession.sessionState().newHadoopConf())
+    return files, files.makeQualified(given)
+
+
 def source_in_words(session: SparkSession, options: IngestOptions) -> str:
     """Describe the source; the same for all spellings of its path. Raise SparkFailed if it cannot be resolved."""
-    source = options.source
-    if isinstance(source, FileSource):
-        jvm: Any = session._jvm
-        with as_spark_failure(f"{source.path} cannot be used"):
-            path = jvm.org.apache.hadoop.fs.Path(source.path)
-            configuration = session._jsparkSession.sessionState().newHadoopConf()
-            return f"{source.format} files in {path.getFileSystem(configuration).makeQualified(path)}"
-    if isinstance(source, KafkaSource):
-        return f"topic {', '.join(sorted(split_list(source.topics, '--from kafka:')))}"
-    return f"numbers, {source.rows_per_second} a second"
+    if options.reads_kafka:
+        return f"topic {', '.join(sorted(options.topics))}"
+    if not options.reads_files:
+        return f"numbers, {options.rows_per_second} a second"
+    with as_spark_failure(f"{options.where} cannot be used"):
+        return f"{options.format} files in {_qualified(session, options.where)[1]}"
 
 
 def settle(known: Job | None, asked: Job, path: str) -> Job:
@@ -143,21 +131,16 @@ def settle(known: Job | None, asked: Job, path: str) -> Job:
                 f"--checkpoint {path} belongs to a job that {what} {theirs}, not {ours}: give another --checkpoint for "
                 "a new job, or its own options to go on with that one."
             )
-    clusters = (
-        ("--from-bootstrap", known.source_cluster, asked.source_cluster),
-        ("--bootstrap", known.target_cluster, asked.target_cluster),
-    )
-    for flag, before, now in clusters:
-        if before is not None and now is not None and before != now:
+    clusters = {"source_cluster": "--from-bootstrap", "target_cluster": "--bootstrap"}
+    merged: dict[str, Any] = {}
+    for name, flag in clusters.items():
+        before, now = getattr(known, name), getattr(asked, name)
+        if None not in (before, now) and before != now:
             raise StartupError(
                 f"--checkpoint {path} belongs to a job with another Kafka cluster behind {flag} ({before}, not {now}): "
                 "give another --checkpoint for a new job, or the address of that cluster."
             )
-    going_on = replace(
-        known,
-        source_cluster=asked.source_cluster or known.source_cluster,
-        target_cluster=asked.target_cluster or known.target_cluster,
-    )
+        merged[name] = now or before
     if asked.schema is not None:
-        return replace(going_on, schema=asked.schema, schema_inferred=False)
-    return going_on
+        merged |= {"schema": asked.schema, "schema_inferred": False}
+    return replace(known, **merged)

@@ -46,6 +46,10 @@ MAX_DIGITS: Final = 38
 _TEXTS: Final = (StringType, CharType, VarcharType, BinaryType)
 _WHOLE_NUMBER: Final = "[+-]?[0-9]+"
 _NUMBER: Final = r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"
+# A time of JSON, and what Spark takes for a time when it infers: it begins with a date.
+_TIME: Final = "H:m[:s[.SSSSSSSSS]]"
+TIMESTAMP_NTZ_FORMAT: Final = f"yyyy-M-d['T'{_TIME}][' '{_TIME}]"
+TIMESTAMP_FORMAT: Final = f"{TIMESTAMP_NTZ_FORMAT}[XXX][XX][X][' 'VV]"
 _DATE: Final = "[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}"
 # What a text of the type looks like; Spark's cast then decides. Other types take what the cast does.
 _LOOKS: Final[Mapping[type[DataType], str]] = {

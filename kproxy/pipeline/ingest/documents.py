@@ -16,7 +16,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 from pyspark.sql.types import ArrayType, DataType, DecimalType, MapType, StringType, StructField, StructType
 
-from kproxy.pipeline.ingest.csv_values import widened
+from kproxy.pipeline.ingest.csv_values import TIMESTAMP_FORMAT, TIMESTAMP_NTZ_FORMAT, widened
 from kproxy.pipeline.ingest.transforms import CORRUPT, DOCUMENT, NEW, RECORD, TEXT
 
 _VALUES: Final = "_kproxy_values"
@@ -25,8 +25,12 @@ _ODD: Final = "_kproxy_odd"
 _ONE: Final = "_kproxy_one"
 # What is odd about an object that has a field twice. A field of this name is taken for it.
 _TWICE: Final = "\0twice"
-# Spark's own reading of dates cuts off what follows them.
-_DEFAULTS: Final = {"dateformat": "yyyy-M-d"}
+# Spark's own reading of dates cuts off what follows them, and gives a time alone the day of the run.
+_DEFAULTS: Final = {
+    "dateformat": "yyyy-M-d",
+    "timestampformat": TIMESTAMP_FORMAT,
+    "timestampntzformat": TIMESTAMP_NTZ_FORMAT,
+}
 # What is no half of a pair in UTF-16, in the escapes of JSON.
 _WHOLE_ESCAPES: Final = r"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 # What may be around a document.

@@ -18,6 +18,7 @@ import contextlib
 import re
 import signal
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -29,15 +30,21 @@ from pyspark.sql import SparkSession
 from pyspark.sql.streaming import StreamingQuery
 from pyspark.sql.types import StructType
 
-from kproxy.config import split_list
 from kproxy.errors import StartupError
 from kproxy.pipeline.ingest import sources
 from kproxy.pipeline.ingest.checkpoint import Checkpoint, Job, settle, source_in_words
-from kproxy.pipeline.ingest.options import FileSource, IngestOptions, KafkaSource
-from kproxy.pipeline.ingest.progress import Display, Metrics, Tally, summary
-from kproxy.pipeline.ingest.sink import NEW_IN_FILE, REFUSED, BatchDone, BatchWriter, Stopped
-from kproxy.pipeline.ingest.sources import OVER_LINES, PARQUET_TYPE, PRETTY, FilesLeft, records_behind
-from kproxy.pipeline.ingest.timestamps import add_timestamp_interceptor
+from kproxy.pipeline.ingest.options import RATE, IngestOptions
+from kproxy.pipeline.ingest.progress import Display, Metrics, Tally
+from kproxy.pipeline.ingest.sink import NEW_IN_FILE, REFUSED, BatchDone, BatchWriter, Stopped, add_timestamp_interceptor
+from kproxy.pipeline.ingest.sources import (
+    OVER_LINES,
+    PARQUET_TYPE,
+    PRETTY,
+    Backlog,
+    files_begun,
+    files_there,
+    records_behind,
+)
 from kproxy.pipeline.preflight import check_reachable
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure, cause_in
@@ -65,19 +72,14 @@ def start(
     asked = Job(uuid.uuid4().hex, source_in_words(ours, options), options.target)
     settle(known, asked, options.checkpoint)
     asked = _ask_clusters(ours, options, asked)
-    asked = replace(asked, schema=_given_schema(options))
+    if options.schema is not None and options.format != RATE:
+        asked = replace(asked, schema=sources.parse_schema(options.schema).json())
     job = settle(known, asked, options.checkpoint)
-    if job.schema is None and isinstance(options.source, FileSource):
-        job = replace(job, schema=sources.infer_schema(ours, options.source).json(), schema_inferred=True)
+    if job.schema is None and options.reads_files:
+        job = replace(job, schema=sources.infer_schema(ours, options).json(), schema_inferred=True)
     schema = None if job.schema is None else sources.parse_schema(job.schema)
-    writer = BatchWriter(
-        options,
-        job.job_id,
-        tasks=options.tasks or ours.sparkContext.defaultParallelism,
-        schema=schema,
-        on_batch=on_batch,
-        stopping=stopping,
-    )
+    tasks = options.tasks or ours.sparkContext.defaultParallelism
+    writer = BatchWriter(options, job.job_id, tasks=tasks, schema=schema, on_batch=on_batch, stopping=stopping)
     if options.keeps_timestamps:
         add_timestamp_interceptor(ours)
     rows = sources.read(ours, options, schema)
@@ -99,10 +101,8 @@ def start(
 def _ask_clusters(session: SparkSession, options: IngestOptions, asked: Job) -> Job:
     """Return `asked` with the clusters' ids; create missing topics. Raise StartupError or SparkFailed."""
     with asking(session, options.bootstrap, "--bootstrap", options.kafka_options) as cluster:
-        letters = options.dead_letters
-        wanted = [options.topic, letters.where if letters is not None and letters.kind == "topic" else None]
-        for topic in wanted:
-            if topic is not None and cluster.partitions(topic) is None:
+        for topic in filter(None, (options.topic, options.letters_topic)):
+            if cluster.partitions(topic) is None:
                 if options.partitions is None:
                     raise StartupError(
                         f"there is no topic {topic} at --bootstrap {options.bootstrap}: create it, or give "
@@ -111,32 +111,21 @@ def _ask_clusters(session: SparkSession, options: IngestOptions, asked: Job) -> 
                 cluster.create(topic, options.partitions)
         asked = replace(asked, target_cluster=cluster.cluster_id())
         room = cluster.partitions(options.topic) if options.keep_partitions and options.topic is not None else None
-    source = options.source
-    if not isinstance(source, KafkaSource):
+    if not options.reads_kafka:
         return asked
-    with asking(session, source.bootstrap, "--from-bootstrap", _client_options(source.options)) as cluster:
-        for topic in split_list(source.topics, "--from kafka:"):
+    where, prefix = options.source_bootstrap, "kafka."
+    client = {name.removeprefix(prefix): v for name, v in options.source_options.items() if name.startswith(prefix)}
+    with asking(session, where, "--from-bootstrap", client) as cluster:
+        for topic in options.topics:
             count = cluster.partitions(topic)
             if count is None:
-                raise StartupError(f"there is no topic {topic} at --from-bootstrap {source.bootstrap}: check its name.")
+                raise StartupError(f"there is no topic {topic} at --from-bootstrap {where}: check its name.")
             if room is not None and count > room:
                 raise StartupError(
                     f"--keep-partitions: topic {topic} has {count} partitions and topic {options.topic} has {room}: "
                     "add some to that one, or leave it out."
                 )
         return replace(asked, source_cluster=cluster.cluster_id())
-
-
-def _client_options(options: Mapping[str, str]) -> dict[str, str]:
-    """Return those options of Spark's source that are for Kafka's client."""
-    return {name.removeprefix("kafka."): value for name, value in options.items() if name.startswith("kafka.")}
-
-
-def _given_schema(options: IngestOptions) -> str | None:
-    source = options.source
-    if not isinstance(source, (FileSource, KafkaSource)) or source.schema is None:
-        return None
-    return str(sources.parse_schema(source.schema).json())
 
 
 def _about_schema(job: Job, known: Job | None, schema: StructType) -> str:
@@ -152,48 +141,43 @@ REQUEST_TIMEOUT_S: Final = 20
 
 
 class Cluster:
-    """One cluster; `flag` is the option that gave its address, for errors."""
+    """One cluster; `where` is the option that gave its address, for errors."""
 
-    def __init__(self, jvm: Any, admin: Any, bootstrap: str, flag: str) -> None:
+    def __init__(self, jvm: Any, admin: Any, where: str) -> None:
         self._jvm = jvm
         self._admin = admin
-        self._where = f"{flag} {bootstrap}"
+        self._where = where
 
     def cluster_id(self) -> str | None:
         """Return the cluster's id, None if it does not report one."""
-        try:
+        # It only tells whether two addresses belong to one cluster; without it they are not compared.
+        found: str | None = None
+        with contextlib.suppress(SparkFailed):
             found = self._await(self._admin.describeCluster().clusterId(), "does not say which cluster it is")
-        except SparkFailed:
-            # The id only tells whether two addresses belong to one cluster; without it they are not compared.
-            return None
-        return None if found is None else str(found)
+        return found
 
     def partitions(self, topic: str) -> int | None:
         """Return the number of partitions, None if there is no such topic. Raise SparkFailed if the query fails."""
-        asked = self._admin.describeTopics(self._jvm.java.util.Collections.singletonList(topic))
-        try:
-            found = self._await(asked.allTopicNames(), f"does not tell of the topic {topic}")
-        except SparkFailed as error:
-            if "UnknownTopicOrPartitionException" in str(error):
-                return None
-            raise
-        return len(found.get(topic).partitions())
+        asked = self._admin.describeTopics([topic]).allTopicNames()
+        found = self._await(asked, f"does not tell of the topic {topic}", unless="UnknownTopicOrPartitionException")
+        return None if found is None else len(found.get(topic).partitions())
 
     def create(self, topic: str, partitions: int) -> None:
-        """Create the topic with the cluster's default replication. Raise SparkFailed."""
+        """Create the topic with the cluster's default replication, unless there is one. Raise SparkFailed."""
         optional = self._jvm.java.util.Optional
         new = self._jvm.org.apache.kafka.clients.admin.NewTopic(topic, optional.of(partitions), optional.empty())
-        made = self._admin.createTopics(self._jvm.java.util.Collections.singletonList(new))
-        try:
-            self._await(made.all(), f"could not create the topic {topic}")
-        except SparkFailed as error:
-            # Another client has created it meanwhile, which is fine.
-            if "TopicExistsException" not in str(error):
-                raise
+        asked = self._admin.createTopics([new]).all()
+        self._await(asked, f"could not create the topic {topic}", unless="TopicExistsException")
 
-    def _await(self, future: Any, what: str) -> Any:
-        with as_spark_failure(f"{self._where} {what}"):
-            return future.get(REQUEST_TIMEOUT_S, self._jvm.java.util.concurrent.TimeUnit.SECONDS)
+    def _await(self, future: Any, what: str, unless: str | None = None) -> Any:
+        """Return what Kafka answers, None for the error `unless`. Raise SparkFailed for any other."""
+        try:
+            with as_spark_failure(f"{self._where} {what}"):
+                return future.get(REQUEST_TIMEOUT_S, self._jvm.java.util.concurrent.TimeUnit.SECONDS)
+        except SparkFailed as error:
+            if unless is not None and unless in str(error):
+                return None
+            raise
 
 
 @contextlib.contextmanager
@@ -216,62 +200,53 @@ def asking(session: SparkSession, bootstrap: str, flag: str, options: Mapping[st
         connector = f"org.apache.spark:spark-sql-kafka-0-10_2.13:{session.version}"
         raise StartupError(f"this Spark has no Kafka connector: start it with --packages {connector}.") from error
     try:
-        yield Cluster(jvm, admin, bootstrap, flag)
+        yield Cluster(jvm, admin, f"{flag} {bootstrap}")
     finally:
         with as_spark_failure(f"{flag} {bootstrap} cannot be left"):
             admin.close()
 
 
 POLL_S: Final = 0.25
+# The least pause between counts of files, in seconds, and as a multiple of a count's duration: a listing may take long.
+LEAST_PAUSE_S: Final = 5.0
+PAUSE_FACTOR: Final = 5
 # How many files an error names.
 SHOWN_FILES: Final = 5
 
 
 class Stop:
-    """A request to end the job: `wanted` after the running micro-batch, `at_once` without waiting for it."""
+    """A request to end the job: `wanted` after the running micro-batch, asked again `at_once`, without waiting."""
 
     def __init__(self) -> None:
-        self._wanted = threading.Event()
-        self._at_once = threading.Event()
+        self._times = 0
 
     @property
     def wanted(self) -> bool:
-        return self._wanted.is_set()
+        return self._times > 0
 
     @property
     def at_once(self) -> bool:
-        return self._at_once.is_set()
+        return self._times > 1
 
     def ask(self) -> None:
-        """Request the end: the first call after the running micro-batch, the second at once."""
-        if self._wanted.is_set():
-            self._at_once.set()
-        self._wanted.set()
+        self._times += 1
 
 
 def run(session: SparkSession, options: IngestOptions, report: Report, metrics: Metrics, stop: Stop) -> None:
     """Run the job until it is done or stopped. Raise StartupError, or SparkFailed with the reason."""
-    tally = Tally()
-
-    def on_batch(batch: BatchDone) -> None:
-        tally.done(batch)
-        metrics.done(batch)
-
-    def stopping() -> bool:
-        return stop.wanted
-
-    files = FilesLeft(session, options.source, options.checkpoint) if isinstance(options.source, FileSource) else None
+    tally = Tally(metrics)
     # Later ones are for the next run.
-    before = files.there() if files is not None and options.processing_time is None else set()
-    query = start(session, options, on_batch=on_batch, say=report.say, stopping=stopping)
+    before = files_there(session, options) if options.reads_files and options.processing_time is None else set()
+    query = start(session, options, on_batch=tally.done, say=report.say, stopping=lambda: stop.wanted)
     try:
-        failure = _watch(query, options, files, Display(report, tally), tally, metrics, stop)
-        if failure is None and files is not None and not stop.wanted:
-            failure = _about_unread(files.unread(before), options)
+        failure = _watch(session, query, options, Display(report, tally), tally, stop)
+        if failure is None and before and not stop.wanted:
+            left = before & files_there(session, options)
+            failure = _about_unread(sorted(left - files_begun(session, options.checkpoint)), options)
     finally:
         with as_spark_failure("The job did not stop"):
             query.stop()
-    report.say(summary(tally, options))
+    report.say(tally.summary(options))
     if failure is not None:
         raise SparkFailed(failure)
     if stop.wanted:
@@ -290,24 +265,24 @@ def _about_unread(paths: Sequence[str], options: IngestOptions) -> str | None:
 
 
 def _watch(
-    query: StreamingQuery,
-    options: IngestOptions,
-    files: FilesLeft | None,
-    display: Display,
-    tally: Tally,
-    metrics: Metrics,
-    stop: Stop,
+    session: SparkSession, query: StreamingQuery, options: IngestOptions, display: Display, tally: Tally, stop: Stop
 ) -> str | None:
     """Wait until the query has ended. Return the reason if it failed."""
+    not_before = 0.0
 
     def look(*, at_once: bool = False) -> None:
-        batches, last, found = tally.batches, tally.last, None
-        if files is not None:
-            found = files.look(at_once=at_once)
-        elif isinstance(options.source, KafkaSource):
-            found = records_behind(query.lastProgress, 0 if last is None else last.batch)
-        tally.left(found, batches)
-        metrics.behind(found)
+        nonlocal not_before
+        began = time.monotonic()
+        if options.reads_kafka:
+            progress = query.lastProgress
+            tally.left(records_behind(None if progress is None else progress.json))
+        elif options.reads_files and (at_once or began >= not_before):
+            # Nothing was read yet, so Spark has no list; or files disappeared during the listing.
+            with contextlib.suppress(SparkFailed):
+                left = files_there(session, options) - files_begun(session, options.checkpoint)
+                tally.left(Backlog(len(left), "files"))
+            ended = time.monotonic()
+            not_before = ended + max(LEAST_PAUSE_S, PAUSE_FACTOR * (ended - began))
 
     try:
         while not query.awaitTermination(POLL_S):
@@ -317,7 +292,7 @@ def _watch(
                 look()
             display.update()
     except (Py4JError, PySparkException) as error:
-        if Stopped.SAID not in str(error):
+        if f"{Stopped.__module__}.{Stopped.__name__}" not in str(error):
             return why(error, options)
     look(at_once=True)
     display.finish()
@@ -372,7 +347,7 @@ def why(error: BaseException, options: IngestOptions) -> str:
             f"the row {refused[2]} cannot be written, as {reason}: give --dead-letters json:DIR (or topic:NAME) for "
             "such rows and start the job again, which writes this micro-batch again"
         )
-    for pattern, sentence in _KNOWN:
+    for pattern, sentence in _KNOWN.items():
         found = re.search(pattern, text)
         if found is not None:
             return sentence.format(
@@ -392,63 +367,35 @@ def _cause(text: str) -> str:
 
 
 def _source(options: IngestOptions) -> str:
-    source = options.source
-    if isinstance(source, FileSource):
-        return source.path
-    return f"{source.topics} at {source.bootstrap}" if isinstance(source, KafkaSource) else "rate"
+    return f"{options.where} at {options.source_bootstrap}" if options.reads_kafka else options.where or options.source
 
 
-_KNOWN: Final = (
-    (
-        PARQUET_TYPE,
-        "a Parquet file in {source} has a column of a type that Spark does not read ({type}): write the file without "
-        "it; or give a --schema that lacks it, with --on-new-columns ignore",
-    ),
-    (
-        r"(?:CSV header does not conform|Number of column in CSV header)[^\t]*CSV file: (?P<file>.*)",
-        "the header of {file} does not name the columns of the schema in their order: where all files to come are like "
-        "it, start the job again with a --schema that fits; else move it to where a job of its own reads, or go by "
-        "position whatever headers say with --source-option enforceSchema=true (a file that is not UTF-8 wants "
-        "--source-option encoding=NAME)",
-    ),
-    (
-        r"MALFORMED_CHARACTER_CODING",
-        "a file in {source} is not in the encoding that --source-option encoding names (UTF-16 with a document on each "
-        "line wants its byte order and line end: encoding=UTF-16LE and lineSep=$'\\n')",
-    ),
-    (
-        r"RecordTooLargeException|MESSAGE_TOO_LARGE|record-too-large",
-        "{target} takes no message as large as one of these: lower --max-message-bytes, with --dead-letters for what "
-        "is larger, or raise the topic's max.message.bytes",
-    ),
-    (
-        r"Partition \d+ of topic \S+ with partition count \d+ is not present",
-        "{target} has fewer partitions than {source}: add some, or start the job without --keep-partitions",
-    ),
-    (
-        r"not present in metadata after|UnknownTopicOrPartitionException",
-        "{target} cannot be reached through {bootstrap}: there is no such topic, or none of its owners answers",
-    ),
-    (
-        r"TopicAuthorizationException|SaslAuthenticationException|ClusterAuthorizationException",
-        "{bootstrap} refused the credentials: set them with --kafka-option",
-    ),
-    (
-        r"Expiring \d+ record|delivery timeout|TimeoutException.*(ms has passed|appending record)",
-        "what was written was not acknowledged in time by {target} through {bootstrap}: start the job again when its "
-        "brokers are back, nothing is lost",
-    ),
-    (
-        r"Some data may have been lost|failOnDataLoss|OffsetOutOfRangeException|KAFKA_DATA_LOSS",
-        "the source {source} no longer has what was to be read next (removed by retention, or the topic was made "
-        "anew): give --source-option failOnDataLoss=false to go on without it",
-    ),
-    (
-        r"CONCURRENT_STREAM_LOG_UPDATE|[Cc]oncurrent(ly)? (update|using)|Multiple streaming queries",
-        "another run of this job uses the checkpoint {checkpoint}: end it first",
-    ),
-    (
-        r"OutOfMemoryError|Java heap space",
-        "Spark ran out of memory: make micro-batches smaller or give it more (--memory)",
-    ),
-)
+# Spark's and Kafka's errors by what is in them.
+_KNOWN: Final = {
+    PARQUET_TYPE: "a Parquet file in {source} has a column of a type that Spark does not read ({type}): write the file "
+    "without it; or give a --schema that lacks it, with --on-new-columns ignore",
+    r"(?:CSV header does not conform|Number of column in CSV header)[^\t]*CSV file: (?P<file>.*)": "the header of "
+    "{file} does not name the columns of the schema in their order: where all files to come are like it, start the job "
+    "again with a --schema that fits; else move it to where a job of its own reads, or go by position whatever headers "
+    "say with --source-option enforceSchema=true (a file that is not UTF-8 wants --source-option encoding=NAME)",
+    "MALFORMED_CHARACTER_CODING": "a file in {source} is not in the encoding that --source-option encoding names "
+    "(UTF-16 with a document on each line wants its byte order and line end: encoding=UTF-16LE and lineSep=$'\\n')",
+    "RecordTooLargeException|MESSAGE_TOO_LARGE|record-too-large": "{target} takes no message as large as one of "
+    "these: lower --max-message-bytes, with --dead-letters for what is larger, or raise the topic's max.message.bytes",
+    r"Partition \d+ of topic \S+ with partition count \d+ is not present": "{target} has fewer partitions than "
+    "{source}: add some, or start the job without --keep-partitions",
+    "not present in metadata after|UnknownTopicOrPartitionException": "{target} cannot be reached through {bootstrap}: "
+    "there is no such topic, or none of its owners answers",
+    "TopicAuthorizationException|SaslAuthenticationException|ClusterAuthorizationException": "{bootstrap} refused the "
+    "credentials: set them with --kafka-option",
+    r"Expiring \d+ record|delivery timeout|TimeoutException.*(ms has passed|appending record)": "what was written was "
+    "not acknowledged in time by {target} through {bootstrap}: start the job again when its brokers are back, nothing "
+    "is lost",
+    "Some data may have been lost|failOnDataLoss|OffsetOutOfRangeException|KAFKA_DATA_LOSS": "the source {source} no "
+    "longer has what was to be read next (removed by retention, or the topic was made anew): give --source-option "
+    "failOnDataLoss=false to go on without it",
+    "CONCURRENT_STREAM_LOG_UPDATE|[Cc]oncurrent(ly)? (update|using)|Multiple streaming queries": "another run of "
+    "this job uses the checkpoint {checkpoint}: end it first",
+    "OutOfMemoryError|Java heap space": "Spark ran out of memory: make micro-batches smaller or give it more "
+    "(--memory)",
+}

@@ -11,6 +11,8 @@ from kproxy.config.parsing import duration_ms, is_topic_name
 from kproxy.errors import StartupError
 
 FILE_FORMATS: Final = ("csv", "json", "parquet")
+RATE: Final = "rate"
+AVAILABLE_NOW: Final = "available-now"
 # Default bounds of a micro-batch, which is written again after a kill.
 DEFAULT_FILES: Final = 100
 DEFAULT_OFFSETS: Final = 500_000
@@ -23,106 +25,105 @@ MAX_MESSAGE_BYTES: Final = 1 << 30
 ALL_HEADERS: Final = "*"
 # The longest header name and the longest topic name; Kafka's own limit is the latter.
 MAX_NAME: Final = 249
-
-
-@dataclass(frozen=True, slots=True)
-class FileSource:
-    """The files of a directory or pattern `path`, as Spark reads it.
-
-    Each is read once, new ones as they appear. `schema` is DDL or Spark's JSON of a schema; None infers it once.
-    `options` are those of Spark's reader. A micro-batch has at most `max_files`.
-    """
-
-    format: str
-    path: str
-    schema: str | None = None
-    max_files: int = DEFAULT_FILES
-    options: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class KafkaSource:
-    """The records of `topics` (comma-separated) of the cluster at `bootstrap`, at most `max_offsets` a micro-batch.
-
-    Without a `schema` the columns are Spark's: key, value, topic, partition, offset, timestamp, timestampType, headers.
-    With one, values are JSON of that schema, its fields are the columns, and those of Spark are in a column `kafka`,
-    which is part of no value unless it is named.
-    """
-
-    bootstrap: str
-    topics: str
-    schema: str | None = None
-    starting_offsets: Literal["earliest", "latest"] = "earliest"
-    max_offsets: int = DEFAULT_OFFSETS
-    options: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class RateSource:
-    """Rising numbers (columns timestamp and value) at a fixed rate, as a test load."""
-
-    rows_per_second: int = DEFAULT_ROWS_PER_SECOND
-
-
-Source = FileSource | KafkaSource | RateSource
-
-
-@dataclass(frozen=True, slots=True)
-class DeadLetters:
-    """The place of rows that cannot be written: JSON files under a directory, or a topic of the target's cluster."""
-
-    kind: Literal["json", "topic"]
-    where: str
-
-    def __str__(self) -> str:
-        return f"{self.kind}:{self.where}"
+_JSON_LETTERS: Final = "json:"
+_TOPIC_LETTERS: Final = "topic:"
 
 
 @dataclass(frozen=True, slots=True)
 class IngestOptions:
-    """One job. A job started again with the same `checkpoint` continues.
+    """One job, by the flags of the command. A job started again with the same `checkpoint` continues.
 
-    source, checkpoint: the source of rows; the directory of the job's progress.
-    bootstrap:          `HOST:PORT`, or several: the proxy.
-    topic, topic_column: one of the two. `partitions` creates a missing topic.
-    select:             SQL expressions that replace the source's columns; empty: these as they are.
-    key:                no column: no key; one: its text (bytes if binary); several: JSON of them.
-    value_columns:      the value is JSON of these; empty: of all. `value_column`: the value is this column unchanged.
-    on_new_columns:     for a row with fields that the schema lacks: end the job, make it a dead letter, leave them out,
-                        or add them: the value is the JSON document as it is in the source.
-    keep_timestamps:    of a Kafka source: keep the records' timestamps.
-    keep_partitions:    of a Kafka source: keep the records' partitions.
-    headers:            (name, SQL expression): its text; the name ALL_HEADERS: all headers of an array.
-    processing_time:    the interval of micro-batches ("10 seconds"), until stopped; None: read what exists, then end.
-    dead_letters:       None: a row that cannot be written ends the job.
-    max_message_bytes:  the largest record, with key, headers and Kafka's overhead.
-    tasks:              how many tasks write; None: as many as Spark has cores.
-    kafka_options:      for the producer and the admin client, with Kafka's names.
+    source:         `csv:`, `json:` or `parquet:` and a directory or pattern, `kafka:` and topics, or `rate`.
+    schema:         DDL or Spark's JSON; None: that of files is inferred once, that of records is Spark's own.
+    source_options: of Spark's reader.
+    from_bootstrap: of a Kafka source; None: `bootstrap`.
+    select:         SQL expressions that replace the source's columns; empty: these as they are.
+    key:            no column: no key; one: its text (bytes if binary); several: JSON of them.
+    value:          the value is JSON of these columns; empty: of all. `value_column`: it is this column unchanged.
+    headers:        (name, SQL expression): its text; the name ALL_HEADERS: all headers of an array.
+    trigger:        an interval ("10s"): until stopped; AVAILABLE_NOW: read what exists, then end. None: the latter, and
+                    of `rate` 1 s.
+    dead_letters:   `json:DIR` or `topic:NAME`; None: a row that cannot be written ends the job.
+    tasks:          how many tasks write; None: as many as Spark has cores.
+    kafka_options:  for the producer and the admin client, with Kafka's names.
     """
 
-    source: Source
+    source: str
     checkpoint: str
     topic: str | None = None
     topic_column: str | None = None
     bootstrap: str = DEFAULT_LISTEN
     partitions: int | None = None
+    schema: str | None = None
+    source_options: Mapping[str, str] = field(default_factory=dict)
+    from_bootstrap: str | None = None
+    starting_offsets: Literal["earliest", "latest"] = "earliest"
+    max_files_per_trigger: int = DEFAULT_FILES
+    max_offsets_per_trigger: int = DEFAULT_OFFSETS
+    rows_per_second: int = DEFAULT_ROWS_PER_SECOND
     select: tuple[str, ...] = ()
     key: tuple[str, ...] = ()
-    value_columns: tuple[str, ...] = ()
+    value: tuple[str, ...] = ()
     value_column: str | None = None
     on_new_columns: Literal["fail", "dead-letter", "ignore", "add"] = "dead-letter"
     keep_timestamps: bool = True
     keep_partitions: bool = False
     headers: tuple[tuple[str, str], ...] = ()
-    processing_time: str | None = None
-    dead_letters: DeadLetters | None = None
+    trigger: str | None = None
+    dead_letters: str | None = None
     max_message_bytes: int = DEFAULT_MESSAGE_BYTES
     tasks: int | None = None
     kafka_options: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def format(self) -> str:
+        """One of FILE_FORMATS, `kafka` or RATE."""
+        return self.source.partition(":")[0]
+
+    @property
+    def where(self) -> str:
+        """The files' directory or pattern, or the topics."""
+        return self.source.partition(":")[2]
+
+    @property
+    def reads_files(self) -> bool:
+        return self.format in FILE_FORMATS
+
+    @property
+    def reads_kafka(self) -> bool:
+        return self.format == "kafka"
+
+    @property
+    def topics(self) -> tuple[str, ...]:
+        """The topics of a Kafka source."""
+        return split_list(self.where, "--from kafka:") if self.reads_kafka else ()
+
+    @property
+    def source_bootstrap(self) -> str:
+        return self.from_bootstrap or self.bootstrap
+
+    @property
+    def processing_time(self) -> str | None:
+        """The interval of micro-batches in Spark's form; None for AVAILABLE_NOW. Raise StartupError."""
+        text = self.trigger
+        if text is None:
+            text = "1s" if self.format == RATE else AVAILABLE_NOW
+        every_ms = duration_ms(text)
+        if every_ms is None and text != AVAILABLE_NOW:
+            raise StartupError(f"--trigger {text}: give {AVAILABLE_NOW}, or how often, as in 500ms, 10s, 5m or 1h.")
+        return None if every_ms is None else f"{every_ms} milliseconds"
+
+    @property
+    def letters_directory(self) -> str | None:
+        return _after(_JSON_LETTERS, self.dead_letters)
+
+    @property
+    def letters_topic(self) -> str | None:
+        return _after(_TOPIC_LETTERS, self.dead_letters)
+
+    @property
     def keeps_timestamps(self) -> bool:
-        return self.keep_timestamps and isinstance(self.source, KafkaSource)
+        return self.keep_timestamps and self.reads_kafka
 
     @property
     def takes_new_columns(self) -> bool:
@@ -135,117 +136,92 @@ class IngestOptions:
         return self.on_new_columns == "add"
 
     @property
-    def copies_headers(self) -> bool:
-        return any(name == ALL_HEADERS for name, _ in self.headers)
-
-    @property
     def target(self) -> str:
         """The target in words."""
         return f"topic {self.topic}" if self.topic is not None else f"the topics named by column {self.topic_column}"
 
     def check(self) -> None:
         """Raise StartupError for options that are wrong; Spark is not needed."""
-        for address in split_list(self.bootstrap, "--bootstrap"):
-            parse_address(address, "--bootstrap")
-        self._check_target()
-        self._check_source()
-        self._check_documents()
-        if not self.checkpoint:
+        if not ((self.reads_files or self.reads_kafka) and self.where) and self.source != RATE:
             raise StartupError(
-                "--checkpoint is needed: name a directory of this job's own that will be there next time."
+                f"--from {self.source} is no source: give csv:DIR, json:DIR, parquet:DIR, kafka:TOPIC or rate "
+                "(DIR is a directory or a pattern of files)."
             )
-        if self.value_columns and self.value_column is not None:
-            raise StartupError("--value is JSON of columns and --value-column one column as it is: give one of them.")
-        _within("--max-message-bytes", self.max_message_bytes, 1_000, MAX_MESSAGE_BYTES)
-        if self.kafka_options.get("acks", "all") not in ("all", "-1"):
-            raise StartupError(
-                f"--kafka-option acks={self.kafka_options['acks']} could lose rows that are taken for written: "
-                "leave it out."
-            )
-        if self.tasks is not None:
-            _within("--tasks", self.tasks, 1, 100_000)
+        self._check_numbers()
+        addresses = _addresses(self.bootstrap, "--bootstrap")
+        theirs = _addresses(self.source_bootstrap, "--from-bootstrap")
+        names = [("--topic", self.topic), ("--dead-letters topic:", self.letters_topic)]
+        for flag, topic in (*names, *(("--from kafka:", topic) for topic in self.topics)):
+            if topic is not None and not is_topic_name(topic):
+                raise StartupError(
+                    f"{flag} {topic} is no name of a topic: take letters, digits, '.', '_' and '-', at most {MAX_NAME}."
+                )
+        has_documents = self.format == "json" or (self.reads_kafka and self.schema is not None)
+        acks = self.kafka_options.get("acks", "all")
+        refused = {
+            "--topic is one topic for all rows and --topic-column names it row by row: give one.": (
+                self.topic is not None and self.topic_column is not None
+            ),
+            "say where to write: --topic NAME, or --topic-column COLUMN that names it row by row.": (
+                self.topic is None and self.topic_column is None
+            ),
+            "--checkpoint is needed: name a directory of this job's own that will be there next time.": (
+                not self.checkpoint
+            ),
+            "--value is JSON of columns and --value-column one column as it is: give one of them.": (
+                self.value and self.value_column is not None
+            ),
+            f"--dead-letters {self.dead_letters}: give json:DIR for files or topic:NAME for a topic.": (
+                self.dead_letters is not None and not (self.letters_directory or self.letters_topic)
+            ),
+            f"--dead-letters topic:{self.topic} is the topic that is written to: give another.": (
+                self.topic is not None and self.letters_topic == self.topic
+            ),
+            f"the topic {self.topic} would be copied into itself without end: give another --topic.": (
+                self.topic in self.topics and not addresses.isdisjoint(theirs)
+            ),
+            f"--kafka-option acks={acks} could lose rows that are taken for written: leave it out.": (
+                acks not in ("all", "-1")
+            ),
+            "--keep-partitions goes with --from kafka:TOPIC and --topic: name both, or leave it out.": (
+                self.keep_partitions and (not self.reads_kafka or self.topic is None)
+            ),
+            "--from rate never ends: say how often to write with --trigger, for example 1s.": (
+                self.processing_time is None and self.format == RATE
+            ),
+            "--on-new-columns add writes JSON documents as they are in the source: it goes with --from json:, or with "
+            "--from kafka: and a --schema, and without --value and --value-column.": (
+                self.verbatim and (not has_documents or self.value or self.value_column is not None)
+            ),
+        }
+        for sentence, is_wrong in refused.items():
+            if is_wrong:
+                raise StartupError(sentence)
 
-    def _check_target(self) -> None:
-        if self.topic is not None and self.topic_column is not None:
-            raise StartupError("--topic is one topic for all rows and --topic-column names it row by row: give one.")
-        if self.topic is None and self.topic_column is None:
-            raise StartupError("say where to write: --topic NAME, or --topic-column COLUMN that names it row by row.")
-        if self.topic is not None:
-            check_topic(self.topic, "--topic")
-        if self.partitions is not None:
-            _within("--partitions", self.partitions, 1, 100_000)
-        if self.dead_letters is not None and self.dead_letters.kind == "topic":
-            check_topic(self.dead_letters.where, "--dead-letters topic:")
-            if self.dead_letters.where == self.topic:
-                raise StartupError(f"--dead-letters topic:{self.topic} is the topic that is written to: give another.")
-
-    def _check_documents(self) -> None:
-        source = self.source
-        has_documents = isinstance(source, KafkaSource) and source.schema is not None
-        if isinstance(source, FileSource):
-            has_documents = source.format == "json"
-        if self.verbatim and (not has_documents or self.value_columns or self.value_column is not None):
-            raise StartupError(
-                "--on-new-columns add writes JSON documents as they are in the source: it goes with --from json:, or "
-                "with --from kafka: and a --schema, and without --value and --value-column."
-            )
-
-    def _check_source(self) -> None:
-        source = self.source
-        if self.keep_partitions and not (isinstance(source, KafkaSource) and self.topic is not None):
-            raise StartupError(
-                "--keep-partitions goes with --from kafka:TOPIC and --topic: name both, or leave it out."
-            )
-        if isinstance(source, RateSource):
-            _within("--rows-per-second", source.rows_per_second, 1, 100_000_000)
-            if self.processing_time is None:
-                raise StartupError("--from rate never ends: say how often to write with --trigger, for example 1s.")
-            return
-        if isinstance(source, FileSource):
-            _within("--max-files-per-trigger", source.max_files, 1, 1_000_000)
-            return
-        _within("--max-offsets-per-trigger", source.max_offsets, 1, 1_000_000_000)
-        addresses = set(split_list(source.bootstrap, "--from-bootstrap"))
-        for address in addresses:
-            parse_address(address, "--from-bootstrap")
-        topics = split_list(source.topics, "--from kafka:")
-        for topic in topics:
-            check_topic(topic, "--from kafka:")
-        if self.topic in topics and addresses & set(split_list(self.bootstrap, "--bootstrap")):
-            raise StartupError(f"the topic {self.topic} would be copied into itself without end: give another --topic.")
-
-
-def parse_source(text: str) -> tuple[str, str]:
-    """Parse `FORMAT:WHERE` of --from; ("rate", "") for `rate`. Raise StartupError."""
-    name, _, where = text.partition(":")
-    if name == "rate" and not where:
-        return name, ""
-    if name in (*FILE_FORMATS, "kafka") and where:
-        return name, where
-    raise StartupError(
-        f"--from {text} is no source: give csv:DIR, json:DIR, parquet:DIR, kafka:TOPIC or rate "
-        "(DIR is a directory or a pattern of files)."
-    )
+    def _check_numbers(self) -> None:
+        for name, least, most in (
+            ("partitions", 1, 100_000),
+            ("tasks", 1, 100_000),
+            ("max_message_bytes", 1_000, MAX_MESSAGE_BYTES),
+            ("max_files_per_trigger", 1, 1_000_000),
+            ("max_offsets_per_trigger", 1, 1_000_000_000),
+            ("rows_per_second", 1, 100_000_000),
+        ):
+            value: int | None = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                flag = name.replace("_", "-")
+                raise StartupError(f"--{flag} {value} is not possible: give {least:,} to {most:,}.")
 
 
-def parse_dead_letters(text: str) -> DeadLetters:
-    """Parse `json:DIR` or `topic:NAME`. Raise StartupError."""
-    name, _, where = text.partition(":")
-    if where and name == "json":
-        return DeadLetters("json", where)
-    if where and name == "topic":
-        return DeadLetters("topic", where)
-    raise StartupError(f"--dead-letters {text}: give json:DIR for files or topic:NAME for a topic.")
+def _after(kind: str, place: str | None) -> str | None:
+    return place.removeprefix(kind) if place is not None and place.startswith(kind) else None
 
 
-def parse_trigger(text: str) -> str | None:
-    """Return the processing time in Spark's form; None for `available-now`. Raise StartupError."""
-    if text == "available-now":
-        return None
-    every_ms = duration_ms(text)
-    if every_ms is None:
-        raise StartupError(f"--trigger {text}: give available-now, or how often, for example 500ms, 10s, 5m or 1h.")
-    return f"{every_ms} milliseconds"
+def _addresses(text: str, flag: str) -> set[str]:
+    found = set(split_list(text, flag))
+    for address in found:
+        parse_address(address, flag)
+    return found
 
 
 def parse_pair(text: str, flag: str) -> tuple[str, str]:
@@ -254,16 +230,3 @@ def parse_pair(text: str, flag: str) -> tuple[str, str]:
     if not name or not equals:
         raise StartupError(f"{flag} {text}: give NAME=VALUE.")
     return name, what
-
-
-def check_topic(name: str, flag: str) -> None:
-    """Raise StartupError if Kafka does not allow the topic name."""
-    if not is_topic_name(name):
-        raise StartupError(
-            f"{flag} {name} is no name of a topic: take letters, digits, '.', '_' and '-', at most {MAX_NAME}."
-        )
-
-
-def _within(flag: str, value: int, least: int, most: int) -> None:
-    if not least <= value <= most:
-        raise StartupError(f"{flag} {value} is not possible: give {least:,} to {most:,}.")

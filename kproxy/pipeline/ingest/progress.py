@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Final
 
 import prometheus_client
@@ -26,40 +26,58 @@ from kproxy.pipeline.progress import Report
 LINE_EVERY_S: Final = 2.0
 # The least time that a rate is computed over.
 _LEAST_RATE_S: Final = 0.05
+_BUCKETS: Final = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
+
+
+class Metrics:
+    """The job's metrics; `registry` is served."""
+
+    def __init__(self) -> None:
+        self.registry = of = CollectorRegistry()
+        name = "kproxy_ingest"
+        self.rows = prometheus_client.Counter(f"{name}_rows", "Rows written to their topic.", registry=of)
+        self.dead = prometheus_client.Counter(
+            f"{name}_dead_letters", "Rows that could not be written.", ["reason"], registry=of
+        )
+        self.seconds = Histogram(
+            f"{name}_micro_batch_seconds", "What micro-batches took to write.", buckets=_BUCKETS, registry=of
+        )
+        self.batch = Gauge(f"{name}_micro_batch", "Number of the last one that was written.", registry=of)
+        self.last = Gauge(f"{name}_last_micro_batch_timestamp_seconds", "When that was.", registry=of)
+        self.behind = Gauge(f"{name}_behind", "What is still to be read, in files or records.", ["unit"], registry=of)
+        for reason in REASONS:
+            self.dead.labels(reason)
 
 
 class Tally:
-    """Counts since the start. Spark's threads write them and ours reads them, so each field is replaced whole."""
+    """Counts since the start, also for `metrics`. Spark's threads write them and ours reads them, each whole."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._began = clock()
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
         self.written = 0
         self.batches = 0
         self.last: BatchDone | None = None
         self.dead: Counter[str] = Counter()
-        self._behind: Backlog | None = None
-        self._behind_after = 0
+        # As of some seconds ago.
+        self.behind: Backlog | None = None
 
-    @property
-    def behind(self) -> Backlog | None:
-        """The backlog, None unless it was counted after the last micro-batch."""
-        return self._behind if self._behind_after == self.batches else None
-
-    def left(self, behind: Backlog | None, batches: int) -> None:
-        """Record the backlog, if known, as counted after `batches` micro-batches."""
+    def left(self, behind: Backlog | None) -> None:
+        """Record the backlog, where it was counted."""
         if behind is not None:
-            self._behind, self._behind_after = behind, batches
+            self.behind = behind
+            self._metrics.behind.labels(behind.unit).set(behind.left)
 
     def done(self, batch: BatchDone) -> None:
         self.written += batch.written
         self.batches += 1
         self.dead = self.dead + Counter(batch.dead)
         self.last = batch
-
-    @property
-    def seconds(self) -> float:
-        return self._clock() - self._began
+        self._metrics.rows.inc(batch.written)
+        for reason, count in batch.dead.items():
+            self._metrics.dead.labels(reason).inc(count)
+        self._metrics.seconds.observe(batch.seconds)
+        self._metrics.batch.set(batch.batch)
+        self._metrics.last.set(time.time())
 
     def line(self) -> str:
         """Describe the progress in one line."""
@@ -73,13 +91,20 @@ class Tally:
             parts.append(_many(self.dead.total(), "dead letter"))
         return " · ".join(parts)
 
+    def summary(self, options: IngestOptions) -> str:
+        """Summarize the finished job in sentences."""
+        done = f"Wrote {_many(self.written, 'row')} to {options.target} in {_many(self.batches, 'micro-batch')}."
+        if not self.dead:
+            return done
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.dead.items()))
+        return f"{done}\n{_many(self.dead.total(), 'dead letter')} ({reasons}) went to {options.dead_letters}."
+
 
 class Display:
     """The job's progress line; `update` refreshes it."""
 
-    def __init__(self, report: Report, tally: Tally, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, report: Report, tally: Tally) -> None:
         self._tally = tally
-        self._clock = clock
         self._stage = report.stage("ingest", tally.line())
         self._on_terminal = report.bars is not None
         self._told = 0
@@ -88,66 +113,17 @@ class Display:
     def update(self) -> None:
         if self._on_terminal:
             self._stage.say(self._tally.line())
-        elif self._tally.batches > self._told and self._clock() >= self._next:
-            self._told, self._next = self._tally.batches, self._clock() + LINE_EVERY_S
+        elif self._tally.batches > self._told and time.monotonic() >= self._next:
+            self._told, self._next = self._tally.batches, time.monotonic() + LINE_EVERY_S
             self._stage.tell(self._tally.line())
 
     def finish(self) -> None:
         self._stage.finish(f"{_many(self._tally.written, 'row')} in {_many(self._tally.batches, 'micro-batch')}")
 
 
-def summary(tally: Tally, options: IngestOptions) -> str:
-    """Summarize the finished job in sentences."""
-    done = f"Wrote {_many(tally.written, 'row')} to {options.target} in {_many(tally.batches, 'micro-batch')}."
-    if not tally.dead:
-        return done
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(tally.dead.items()))
-    return f"{done}\n{_many(tally.dead.total(), 'dead letter')} ({reasons}) went to {options.dead_letters}."
-
-
 def _many(count: int, what: str) -> str:
     plural = f"{what}es" if what.endswith("ch") else f"{what}s"
     return f"{count:,} {what if count == 1 else plural}"
-
-
-class Metrics:
-    """The job's metrics; `registry` is served."""
-
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self._rows = prometheus_client.Counter(
-            "kproxy_ingest_rows", "Rows written to their topic.", registry=self.registry
-        )
-        self._dead = prometheus_client.Counter(
-            "kproxy_ingest_dead_letters", "Rows that could not be written.", ["reason"], registry=self.registry
-        )
-        self._seconds = Histogram(
-            "kproxy_ingest_micro_batch_seconds",
-            "What micro-batches took to write.",
-            buckets=(0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000),
-            registry=self.registry,
-        )
-        self._batch = Gauge(
-            "kproxy_ingest_micro_batch", "Number of the last one that was written.", registry=self.registry
-        )
-        self._last = Gauge("kproxy_ingest_last_micro_batch_timestamp_seconds", "When that was.", registry=self.registry)
-        self._behind = Gauge(
-            "kproxy_ingest_behind", "What is still to be read, in files or records.", ["unit"], registry=self.registry
-        )
-        for reason in REASONS:
-            self._dead.labels(reason)
-
-    def done(self, batch: BatchDone) -> None:
-        self._rows.inc(batch.written)
-        for reason, count in batch.dead.items():
-            self._dead.labels(reason).inc(count)
-        self._seconds.observe(batch.seconds)
-        self._batch.set(batch.batch)
-        self._last.set(time.time())
-
-    def behind(self, behind: Backlog | None) -> None:
-        if behind is not None:
-            self._behind.labels(behind.unit).set(behind.left)
 
 
 @contextlib.contextmanager

@@ -17,8 +17,8 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
-from urllib.parse import unquote
+from importlib import resources
+from typing import Any, Final
 
 from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
@@ -27,14 +27,17 @@ from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own docu
 from pyspark.sql.types import ArrayType, DataType, MapType, StructType
 
 from kproxy.pipeline.ingest import documents, transforms
-from kproxy.pipeline.ingest.options import FileSource, IngestOptions, KafkaSource
-from kproxy.pipeline.ingest.sources import taken
-from kproxy.pipeline.ingest.timestamps import INTERCEPTOR_CLASS
+from kproxy.pipeline.ingest.options import IngestOptions
+from kproxy.pipeline.ingest.sources import files_begun
 from kproxy.pipeline.ingest.transforms import CORRUPT, NEW, REASON, REASONS, ROW
+from kproxy.pipeline.spark import as_spark_failure
 
 # The prefix of the error for a row that cannot be written; a Java stack trace surrounds it.
 REFUSED: Final = "kproxy-refused-row"
 NEW_IN_FILE: Final = "new column in a file"
+# Gives records the timestamps that TIMESTAMP_HEADER tells. A test builds the jar from its source and compares.
+INTERCEPTOR_CLASS: Final = "kproxy.KeepTimestamps"
+JAR: Final = "keep_timestamps.jar"
 OBSERVED_TIMEOUT_S: Final = 10.0
 _POLL_S: Final = 0.005
 # How much of a text that is no JSON an error needs.
@@ -54,11 +57,6 @@ class BatchDone:
 
 class Stopped(Exception):
     """The job ends before this micro-batch; nothing of it is written. It comes back from Java as text."""
-
-    SAID: Final = "kproxy-stopped-before-a-micro-batch"
-
-    def __init__(self) -> None:
-        super().__init__(self.SAID)
 
 
 class RefusedFile(Exception):
@@ -108,17 +106,15 @@ class BatchWriter:
     def encode(self, batch: DataFrame, number: int) -> DataFrame:
         """Add the messages to the rows. Raise StartupError for a column that does not exist."""
         rows = batch
-        if isinstance(self._options.source, KafkaSource) and self._schema is not None:
+        if self._options.reads_kafka and self._schema is not None:
             rows = documents.of_records(batch, self._schema, verbatim=self._options.verbatim)
         return transforms.encoded(transforms.placed(rows), self._options, batch=f"{self._job_id}/{number}")
 
     def _check_files(self, session: SparkSession, number: int) -> None:
         """Check Parquet files themselves: their rows do not show which columns were ignored."""
-        source = self._options.source
-        if not isinstance(source, FileSource) or source.format != "parquet" or self._schema is None:
-            return
-        if self._options.on_new_columns != "ignore":
-            check_files(session, self._options.checkpoint, number, self._schema, source.options)
+        options = self._options
+        if options.format == "parquet" and options.on_new_columns != "ignore" and self._schema is not None:
+            check_files(session, options.checkpoint, number, self._schema, options.source_options)
 
     def _write_messages(self, rows: DataFrame) -> dict[str, int]:
         """Write the messages. Return the number of `rows` and of dead letters by reason, counted while writing."""
@@ -134,17 +130,15 @@ class BatchWriter:
         return _observed(observation) or _counted(rows)
 
     def _write_dead_letters(self, rows: DataFrame, number: int) -> None:
-        where = self._options.dead_letters
-        assert where is not None  # noqa: S101 - `_refuse` let none through
-        if where.kind == "json":
-            letters = transforms.dead_letters(rows)
+        topic, directory = self._options.letters_topic, self._options.letters_directory
+        if topic is None:
             # The directory has the micro-batch's number, so that a repeated one replaces its files.
-            directory = f"{where.where.rstrip('/')}/job={self._job_id}/micro_batch={number}"
-            letters.write.mode("overwrite").json(directory)
+            where = f"{str(directory).rstrip('/')}/job={self._job_id}/micro_batch={number}"
+            transforms.dead_letters(rows).write.mode("overwrite").json(where)
             return
         excerpt = min(transforms.RECORD_EXCERPT, self._options.max_message_bytes // 16)
         letters = transforms.dead_letters(rows, excerpt=excerpt)
-        self._to_kafka(transforms.as_messages(letters, where.where))
+        self._to_kafka(transforms.as_messages(letters, topic))
 
     def _to_kafka(self, messages: DataFrame) -> None:
         messages.write.format("kafka").mode("append").options(**sink_options(self._options)).save()
@@ -165,6 +159,14 @@ def _counted(rows: DataFrame) -> dict[str, int]:
     """Return the same counts by reading all `rows` again."""
     by_reason = {row[0]: int(row[1]) for row in rows.groupBy(REASON).count().collect()}
     return {"rows": sum(by_reason.values()), **{reason: by_reason.get(reason, 0) for reason in REASONS}}
+
+
+def add_timestamp_interceptor(session: SparkSession) -> None:
+    """Send INTERCEPTOR_CLASS to the executors of `session`, once. Raise SparkFailed if Spark does not take it."""
+    context: Any = session.sparkContext
+    with as_spark_failure("The interceptor that keeps timestamps was not taken"):
+        if JAR not in str(context._jsc.sc().listJars()):
+            context._jsc.addJar(str(resources.files(__package__) / JAR))
 
 
 def sink_options(options: IngestOptions) -> dict[str, str]:
@@ -201,7 +203,8 @@ def check_files(
     It reads the files' footers; `options` are those of Spark's reader. Raise Py4JError or PySparkException for files
     that cannot be read: which of them depends on Spark's version.
     """
-    paths = _files_of(session, checkpoint, number)
+    before = _log_offset(session, checkpoint, number - 1) if number else -1
+    paths = sorted(files_begun(session, checkpoint, after=before, until=_log_offset(session, checkpoint, number)))
     # The paths are file names, not patterns.
     reader = session.read.options(**options).option("__globPaths__", "false")
     try:
@@ -216,16 +219,8 @@ def check_files(
             raise RefusedFile(path, names)
 
 
-def _files_of(session: SparkSession, checkpoint: str, number: int) -> list[str]:
-    """Return the files of a micro-batch, from Spark's log of files and the offsets of its micro-batches in it."""
-    end = _log_offset(session, checkpoint, number)
-    before = _log_offset(session, checkpoint, number - 1) if number else -1
-    log_offset = F.col("log_offset")
-    files = taken(session, checkpoint).where((log_offset > before) & (log_offset <= end))
-    return sorted({unquote(row["path"]) for row in files.collect()})
-
-
 def _log_offset(session: SparkSession, checkpoint: str, number: int) -> int:
+    """Return the end of a micro-batch in Spark's log of files."""
     lines = session.read.text(f"{checkpoint}/offsets/{number}").where(F.col("value").contains('"logOffset"'))
     return int(json.loads(lines.collect()[-1]["value"])["logOffset"])
 

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import ast
 import json
+import math
 import re
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 from urllib.parse import unquote
 
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame, DataFrameReader, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 from pyspark.sql.types import StructType
 
 from kproxy.errors import StartupError
 from kproxy.pipeline.ingest import csv_values
+from kproxy.pipeline.ingest.csv_values import TIMESTAMP_FORMAT
 from kproxy.pipeline.ingest.documents import opened
-from kproxy.pipeline.ingest.options import FileSource, IngestOptions, KafkaSource, RateSource
+from kproxy.pipeline.ingest.options import ALL_HEADERS, IngestOptions
 from kproxy.pipeline.ingest.transforms import (
     BLOCK,
     CORRUPT,
@@ -56,8 +56,13 @@ PRETTY: Final = ("{", "[", "[{")
 OVER_LINES: Final = "JSON over several lines: give --source-option multiLine=true"
 # Spark's error for a column that it cannot read, such as TIME, UUID and FLOAT16.
 PARQUET_TYPE: Final = r"PARQUET_TYPE_ILLEGAL\] Illegal Parquet type: (?P<type>.+?)\.?(?: SQLSTATE|$)"
+# How many files a schema is inferred from.
+SAMPLE_FILES: Final = 20
+# What makes a path a pattern for Hadoop.
+_GLOB: Final = re.compile(r"[{}\[\]*?\\]")
 _BOM: Final = "\ufeff"
 _ALL: Final = (1 << 31) - 1
+_LAST: Final = (1 << 63) - 1
 
 
 def own_session(session: SparkSession) -> SparkSession:
@@ -87,26 +92,37 @@ def parse_schema(text: str) -> StructType:
         ) from error
     if not isinstance(schema, StructType) or not schema.fields:
         raise StartupError("--schema has no columns: give DDL, as in 'id INT, name STRING', or Spark's JSON.")
-    twice = [name for name, count in Counter(map(str.lower, schema.names)).items() if count > 1]
-    if twice:
-        raise StartupError(f"--schema has the name {twice[0]} twice, and Spark does not tell ID from id: rename one.")
+    if twice := _twice(schema.names):
+        raise StartupError(f"--schema has the name {twice} twice, and Spark does not tell ID from id: rename one.")
     taken = [name for name in schema.names if name.startswith("_kproxy_")]
     if taken:
         raise StartupError(f"--schema has a column {taken[0]}: names that begin with _kproxy_ are taken.")
     return schema
 
 
-def infer_schema(session: SparkSession, source: FileSource) -> StructType:
-    """Infer the schema by reading all files that exist now. Raise StartupError if none can be found."""
-    options = {"inferSchema": "true", **_reader_options(source)}
-    with_hint = f"give --schema, or put a file there that has the columns ({source.path})"
+def infer_schema(session: SparkSession, options: IngestOptions) -> StructType:
+    """Infer the schema from SAMPLE_FILES of the files that are there. Raise StartupError if none can be found."""
+    where, paths = options.where, sorted(files_there(session, options))
+    with_hint = f"give --schema, or put a file there that has the columns ({where})"
+    if not paths:
+        raise StartupError(f"there are no files yet to infer a schema from: {with_hint}.")
+    # Evenly spread over their names, the last one among them.
+    sample = paths[:: -math.ceil(len(paths) / SAMPLE_FILES)]
+    settings = {
+        "inferSchema": "true",
+        # By default Spark takes a time alone for a TIMESTAMP, and no row would have a value of it.
+        "timestampformat": TIMESTAMP_FORMAT,
+        **reader_options(options),
+        # As the stream reads them: the paths are no patterns, and directories below the source give columns.
+        "__globPaths__": "false",
+        **({} if _GLOB.search(where) else {"basePath": where}),
+    }
+    reader = session.read.options(**settings)
     try:
         with as_spark_failure("The schema could not be inferred"):
-            found = session.read.format(source.format).options(**options).load(source.path).schema
-            first = _first_line(session, source, options)
+            found = reader.format(options.format).load(sample).schema
+            first = _first_line(reader, settings, options.format, sample)
     except SparkFailed as error:
-        if any(known in str(error) for known in ("UNABLE_TO_INFER_SCHEMA", "PATH_NOT_FOUND")):
-            raise StartupError(f"there are no files yet to infer a schema from: {with_hint}.") from error
         if "COLUMN_ALREADY_EXISTS" in str(error):
             raise StartupError(
                 f"no schema can be inferred from fields that differ in case alone ({cause_in(str(error))}): give a "
@@ -114,47 +130,45 @@ def infer_schema(session: SparkSession, source: FileSource) -> StructType:
             ) from error
         if type_ := re.search(PARQUET_TYPE, str(error)):
             raise StartupError(
-                f"a file in {source.path} has a column of a type that Spark does not read ({type_['type']}): give a "
+                f"a file in {where} has a column of a type that Spark does not read ({type_['type']}): give a "
                 "--schema that lacks it, with --on-new-columns ignore."
             ) from error
         raise
     schema = StructType([field for field in found.fields if field.name != CORRUPT])
-    if source.format == "csv":
-        _check_header(source, schema, first)
-    if source.format == "json" and [text.strip() for text in first] in [[text] for text in PRETTY]:
-        raise StartupError(f"a file in {source.path} has {OVER_LINES}.")
+    twice = _twice(first) if options.format == "csv" else None
+    odd = any(csv_values.REPLACED in name or "\0" in name for name in schema.names)
+    if options.format == "csv" and odd and not csv_values.names_encoding(options.source_options):
+        raise StartupError(
+            f"the header of a file in {where} is not UTF-8: name its encoding with --source-option "
+            "encoding=NAME, for example ISO-8859-1 or UTF-16."
+        )
+    if twice:
+        raise StartupError(
+            f"the header of a file in {where} has the name {twice} twice, and Spark does not tell ID from id: "
+            "give a --schema with other names, in the order of the columns, and --source-option enforceSchema=true."
+        )
+    if options.format == "json" and [text.strip() for text in first] in [[text] for text in PRETTY]:
+        raise StartupError(f"a file in {where} has {OVER_LINES}.")
     if not schema.fields:
         raise StartupError(f"no column can be found in the files that are there: {with_hint}.")
     return schema
 
 
-def _first_line(session: SparkSession, source: FileSource, options: Mapping[str, str]) -> list[str]:
+def _first_line(reader: DataFrameReader, settings: Mapping[str, str], kind: str, paths: list[str]) -> list[str]:
     """Return the texts of the first row of a CSV file, or the first line of JSON; none where it does not help."""
-    reader = session.read.options(**{**options, "inferSchema": "false", "header": "false"})
-    if source.format == "csv" and options["header"].lower() == "true":
-        columns = reader.csv(source.path)
+    row = None
+    if kind == "csv" and settings["header"].lower() == "true":
+        columns = reader.csv(paths, inferSchema=False, header=False)
         # Those of directories have other names.
         row = columns.select(*(name for name in columns.columns if name.startswith("_c"))).first()
-    elif source.format == "json" and options.get("multiline", "false").lower() == "false":
-        row = reader.text(source.path).where(F.col("value").rlike(r"\S")).select("value").first()
-    else:
-        row = None
+    elif kind == "json" and settings.get("multiline", "false").lower() == "false":
+        row = reader.text(paths).where(F.col("value").rlike(r"\S")).select("value").first()
     return [str(text) for text in row or () if text is not None]
 
 
-def _check_header(source: FileSource, schema: StructType, header: Sequence[str]) -> None:
-    odd = any(csv_values.REPLACED in name or "\0" in name for name in schema.names)
-    if odd and not csv_values.names_encoding(source.options):
-        raise StartupError(
-            f"the header of a file in {source.path} is not UTF-8: name its encoding with --source-option "
-            "encoding=NAME, for example ISO-8859-1 or UTF-16."
-        )
-    twice = [name for name, count in Counter(name.lower() for name in header).items() if count > 1]
-    if twice:
-        raise StartupError(
-            f"the header of a file in {source.path} has the name {twice[0]} twice, and Spark does not tell ID from id: "
-            "give a --schema with other names, in the order of the columns, and --source-option enforceSchema=true."
-        )
+def _twice(names: Iterable[str]) -> str | None:
+    """Return the first name, in lower case, that is there twice for Spark."""
+    return next((name for name, count in Counter(map(str.lower, names)).items() if count > 1), None)
 
 
 def read(session: SparkSession, options: IngestOptions, schema: StructType | None) -> DataFrame:
@@ -163,34 +177,32 @@ def read(session: SparkSession, options: IngestOptions, schema: StructType | Non
     Files have the columns that `transforms.placed` needs. Raise StartupError if its path does not exist, SparkFailed
     for any other error of Spark's.
     """
-    source = options.source
     try:
         with as_spark_failure("The source cannot be read"):
-            if isinstance(source, FileSource):
-                assert schema is not None  # noqa: S101 - given or inferred by the caller
-                return _files(session, source, schema, verbatim=options.verbatim)
-            if isinstance(source, KafkaSource):
-                return _records(session, source, options.copies_headers)
-            return _numbers(session, source)
+            if options.reads_kafka:
+                return _records(session, options)
+            if schema is not None and options.reads_files:
+                return _files(session, options, schema)
+            return session.readStream.format("rate").option("rowsPerSecond", options.rows_per_second).load()
     except SparkFailed as error:
-        if isinstance(source, FileSource) and "PATH_NOT_FOUND" in str(error):
+        if options.reads_files and "PATH_NOT_FOUND" in str(error):
             raise StartupError(
-                f"there is nothing at {source.path}: make the directory, files may come later."
+                f"there is nothing at {options.where}: make the directory, files may come later."
             ) from error
         raise
 
 
-def _files(session: SparkSession, source: FileSource, schema: StructType, *, verbatim: bool) -> DataFrame:
-    settings = _reader_options(source)
-    reader = session.readStream.options(**settings).option("maxFilesPerTrigger", source.max_files)
-    if source.format == "json":
+def _files(session: SparkSession, options: IngestOptions, schema: StructType) -> DataFrame:
+    settings, where = reader_options(options), options.where
+    reader = session.readStream.options(**settings).option("maxFilesPerTrigger", options.max_files_per_trigger)
+    if options.format == "json":
         wholetext = settings.get("multiline", "false")
-        lines = _placed(reader.format("text").option("wholetext", wholetext).load(source.path))
-        return _documents(lines, schema, settings, verbatim=verbatim)
-    if source.format == "parquet":
-        return _placed(reader.format("parquet").schema(schema).load(source.path))
+        lines = _placed(reader.format("text").option("wholetext", wholetext).load(where))
+        return _documents(lines, schema, settings, verbatim=options.verbatim)
+    if options.format == "parquet":
+        return _placed(reader.format("parquet").schema(schema).load(where))
     texts = reader.options(**{**csv_values.READER_OPTIONS, **settings}).schema(csv_values.texts_of(schema))
-    return csv_values.valued(_placed(texts.format("csv").load(source.path)), schema, settings)
+    return csv_values.valued(_placed(texts.format("csv").load(where)), schema, settings)
 
 
 def _placed(rows: DataFrame) -> DataFrame:
@@ -220,33 +232,24 @@ def _documents(lines: DataFrame, schema: StructType, settings: Mapping[str, str]
     return rows.select(*columns, *map(quoted, by_directory.values()), *ours)
 
 
-def _reader_options(source: FileSource) -> dict[str, str]:
-    """Return the options of Spark's reader in lower case; those of `source` override the defaults."""
-    settings = {"maxFileAge": _MAX_AGE, **_READER_OPTIONS[source.format], **source.options, **_REQUIRED}
+def reader_options(options: IngestOptions) -> dict[str, str]:
+    """Return the options of Spark's reader in lower case; those that are given override the defaults."""
+    settings = {"maxFileAge": _MAX_AGE, **_READER_OPTIONS[options.format], **options.source_options, **_REQUIRED}
     return {name.lower(): value for name, value in settings.items()}
 
 
-def _records(session: SparkSession, source: KafkaSource, with_headers: bool) -> DataFrame:
+def _records(session: SparkSession, options: IngestOptions) -> DataFrame:
     settings: dict[str, Any] = {
-        "startingOffsets": source.starting_offsets,
-        "maxOffsetsPerTrigger": source.max_offsets,
+        "startingOffsets": options.starting_offsets,
+        "maxOffsetsPerTrigger": options.max_offsets_per_trigger,
         # Leaves out the records of aborted transactions.
         "kafka.isolation.level": "read_committed",
-        **source.options,
-        "kafka.bootstrap.servers": source.bootstrap,
-        "subscribe": source.topics,
-        "includeHeaders": with_headers,
+        **options.source_options,
+        "kafka.bootstrap.servers": options.source_bootstrap,
+        "subscribe": options.where,
+        "includeHeaders": ALL_HEADERS in dict(options.headers),
     }
     return session.readStream.format("kafka").options(**settings).load()
-
-
-def _numbers(session: SparkSession, source: RateSource) -> DataFrame:
-    return session.readStream.format("rate").option("rowsPerSecond", source.rows_per_second).load()
-
-
-# The least pause between counts, in seconds, and as a multiple of a count's duration: listing files may take long.
-LEAST_PAUSE_S: Final = 5.0
-PAUSE_FACTOR: Final = 5
 
 
 class Backlog(NamedTuple):
@@ -256,106 +259,48 @@ class Backlog(NamedTuple):
     unit: str
 
 
-class FilesLeft:
-    """Tell which files no micro-batch has begun to read; Spark is asked for their number only now and then.
+def files_there(session: SparkSession, options: IngestOptions) -> set[str]:
+    """Return the paths of the source's files, none where its own path is missing. Raise SparkFailed."""
+    names = {name: value for name, value in reader_options(options).items() if name in _FILTERS}
+    try:
+        with as_spark_failure(f"The files in {options.where} cannot be listed"):
+            files = session.read.format("binaryFile").options(**names).load(options.where)
+            return set(map(_path, files.inputFiles()))
+    except SparkFailed as error:
+        if "PATH_NOT_FOUND" in str(error):
+            return set()
+        raise
 
-    Like Spark's own source it keeps the names of all files.
+
+def files_begun(session: SparkSession, checkpoint: str, *, after: int = -1, until: int = _LAST) -> set[str]:
+    """Return the paths of the files that Spark has begun: those `after` an offset in its log of files, and `until` one.
+
+    The log has files: a version in the first line, then a line of JSON for each of the source's. Raise SparkFailed.
     """
-
-    def __init__(
-        self, session: SparkSession, source: FileSource, checkpoint: str, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._session = session
-        self._source = source
-        self._checkpoint = checkpoint
-        self._clock = clock
-        self._not_before = 0.0
-
-    def look(self, *, at_once: bool = False) -> Backlog | None:
-        """Count now. None if it is too soon since the last count (unless `at_once`) or the number is not known."""
-        began = self._clock()
-        if began < self._not_before and not at_once:
-            return None
-        try:
-            with as_spark_failure("The files cannot be listed"):
-                found = Backlog(len(self.there() - self._begun()), "files")
-        except SparkFailed:
-            # Nothing was read yet, so Spark has no list; or files disappeared during the listing.
-            found = None
-        ended = self._clock()
-        self._not_before = ended + max(LEAST_PAUSE_S, PAUSE_FACTOR * (ended - began))
-        return found
-
-    def there(self) -> set[str]:
-        """Return the files that are there, none where the source's path is missing. Raise SparkFailed."""
-        names = {name: value for name, value in _reader_options(self._source).items() if name in _FILTERS}
-        try:
-            with as_spark_failure(f"The files in {self._source.path} cannot be listed"):
-                found = self._session.read.format("binaryFile").options(**names).load(self._source.path).inputFiles()
-        except SparkFailed as error:
-            if "PATH_NOT_FOUND" in str(error):
-                return set()
-            raise
-        return set(map(_path, found))
-
-    def unread(self, before: set[str]) -> list[str]:
-        """Return those of the files `before` that are still there and that no micro-batch has read."""
-        left = before & self.there()
-        with as_spark_failure("Spark's list of files cannot be read"):
-            return sorted(left - self._begun()) if left else []
-
-    def _begun(self) -> set[str]:
-        return {_path(row[0]) for row in taken(self._session, self._checkpoint).select("path").collect()}
-
-
-def taken(session: SparkSession, checkpoint: str) -> DataFrame:
-    """Return the files that Spark has begun: path, as a URI, and log_offset (where micro-batches begin and end).
-
-    They are in Spark's log: each of its files has a version in the first line, then a line of JSON for each file.
-    """
-    lines = session.read.text(f"{checkpoint}/sources/0").where(F.col("value").startswith("{"))
     log_offset = F.get_json_object("value", "$.batchId").cast("long")
-    return lines.select(F.get_json_object("value", "$.path").alias("path"), log_offset.alias("log_offset"))
+    with as_spark_failure("Spark's list of files cannot be read"):
+        lines = session.read.text(f"{checkpoint}/sources/0").where(F.col("value").startswith("{"))
+        wanted = lines.where((log_offset > after) & (log_offset <= until))
+        return {_path(row[0]) for row in wanted.select(F.get_json_object("value", "$.path")).collect()}
 
 
 def _path(uri: str) -> str:
-    """Return the path as it is shown: `file:/x` and `file:///x` are the same."""
-    return re.sub("^([A-Za-z][A-Za-z0-9+.-]*):/+", r"\1:/", unquote(uri))
+    """Return the path, in one spelling: `file:/x` and `file:///x` are the same."""
+    return re.sub("^file:/+", "file:/", unquote(uri))
 
 
-def records_behind(progress: Mapping[str, Any] | None, last: int = 0) -> Backlog | None:
-    """Return the backlog of a Kafka source by the query's last progress, None if that lacks it. Pure.
-
-    `last` is the number of the last micro-batch written; progress of an earlier one is out of date.
-    """
-    if progress is None or progress["batchId"] < last:
+def records_behind(progress: str | None) -> Backlog | None:
+    """Return the backlog of a Kafka source by the JSON of its query's progress, None if that lacks it. Pure."""
+    if progress is None:
         return None
-    total = None
-    for source in progress["sources"]:
-        latest, end = _offsets(source["latestOffset"]), _offsets(source["endOffset"])
-        if latest is None or end is None:
-            continue
-        total = total or 0
-        for topic, partitions in latest.items():
-            done = end.get(topic, {})
-            total += sum(max(0, offset - done.get(partition, 0)) for partition, offset in partitions.items())
-    return None if total is None else Backlog(total, "records")
-
-
-def _offsets(value: Any) -> dict[str, dict[str, int]] | None:
-    """Parse a source's offsets in its progress: an object, its JSON, or (PySpark 4.1) its Python repr.
-
-    None for anything else: an unknown backlog must not end the job.
-    """
-    found = value
-    if isinstance(value, str):
-        try:
-            found = json.loads(value)
-        except ValueError:
-            try:
-                found = ast.literal_eval(value)
-            except (ValueError, SyntaxError):
-                return None
-    if not isinstance(found, dict) or not all(isinstance(each, dict) for each in found.values()):
+    (source,) = json.loads(progress)["sources"]
+    latest, end = source["latestOffset"], source["endOffset"]
+    if latest is None or end is None:
         return None
-    return found
+    ends = {(topic, number): offset for topic, partitions in end.items() for number, offset in partitions.items()}
+    left = [
+        max(0, offset - ends.get((topic, number), 0))
+        for topic, partitions in latest.items()
+        for number, offset in partitions.items()
+    ]
+    return Backlog(sum(left), "records")

@@ -38,7 +38,6 @@ from pyspark.sql.types import (
 
 from kproxy.errors import StartupError
 from kproxy.pipeline.ingest.options import ALL_HEADERS, MAX_NAME, IngestOptions
-from kproxy.pipeline.ingest.timestamps import TIMESTAMP_HEADER
 from kproxy.pipeline.spark import cause_in
 
 # The source's text that a reader could not parse; only for CSV and JSON.
@@ -79,6 +78,9 @@ RECORD_EXCERPT: Final = 64 << 10
 _NUMBER_BITS: Final = (1 << 33) - 1
 _NESTED: Final = (StructType, ArrayType, MapType)
 _HEADER_TYPE: Final = "array<struct<key:string,value:binary>>"
+# The header that tells the interceptor (`KeepTimestamps.java`) a timestamp, in milliseconds and decimal: Spark's Kafka
+# sink has no column for it.
+TIMESTAMP_HEADER: Final = "_kproxy_timestamp"
 # To the microsecond, Spark's resolution; its default is milliseconds.
 _JSON: Final = {
     "timeZone": "UTC",
@@ -293,7 +295,7 @@ class _Parts:
         if DOCUMENT in self._rows.columns:
             return F.encode(DOCUMENT, "utf-8")
         # Kafka's columns of a record are not part of its value, unless named.
-        return self._together(options.value_columns or [name for name in columns_of(self._rows) if name != RECORD])[1]
+        return self._together(options.value or [name for name in columns_of(self._rows) if name != RECORD])[1]
 
     def _headers(self, headers: Sequence[tuple[str, str]]) -> Column:
         parts = []

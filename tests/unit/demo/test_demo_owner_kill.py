@@ -38,18 +38,17 @@ def test_missing_owner_means_no_kill(owners: Mapping[int, int]) -> None:
 
 
 async def test_mid_stream_begins_with_second_micro_batch() -> None:
-    stream = StreamGate([100, 100, 100], asyncio.get_running_loop())
-    for rows in (0, 8, 100):
-        stream.advance_to(rows)
-        await asyncio.sleep(0)
-        assert not stream.reached.is_set()
-    stream.advance_to(101)
+    stream = StreamGate(3, asyncio.get_running_loop())
+    stream.before_batch(0)
+    await asyncio.sleep(0)
+    assert not stream.reached.is_set()
+    stream.advance_to(100)
     await asyncio.wait_for(stream.reached.wait(), WAIT_S)
-    assert stream.rows == 101
+    assert stream.rows == 100
 
 
 async def test_last_micro_batch_alone_waits_for_the_kill() -> None:
-    stream = StreamGate([100, 100, 100], asyncio.get_running_loop())
+    stream = StreamGate(3, asyncio.get_running_loop())
     stream.before_batch(0)
     stream.before_batch(1)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from pyspark.sql.types import ArrayType, DataType, LongType, MapType, StringType, StructField, StructType
@@ -13,14 +14,14 @@ from pyspark.sql.types import ArrayType, DataType, LongType, MapType, StringType
 from kproxy.errors import StartupError
 from kproxy.pipeline.ingest.checkpoint import Job, settle
 from kproxy.pipeline.ingest.job import Stop, stopped_by_signals, why
-from kproxy.pipeline.ingest.options import FileSource, IngestOptions
-from kproxy.pipeline.ingest.progress import Tally, summary
+from kproxy.pipeline.ingest.options import IngestOptions
+from kproxy.pipeline.ingest.progress import Metrics, Tally
 from kproxy.pipeline.ingest.sink import BatchDone, lacking
-from kproxy.pipeline.ingest.sources import Backlog, FilesLeft, records_behind
+from kproxy.pipeline.ingest.sources import Backlog, records_behind
 
 KNOWN = Job("known", "csv files in file:/in", "topic flights", None, "cluster-1", '{"old": 1}', True)
 ASKED = Job("asked", "csv files in file:/in", "topic flights", None, "cluster-1")
-OPTIONS = IngestOptions(FileSource("csv", "/in"), "/ck", topic="flights")
+OPTIONS = IngestOptions("csv:/in", "/ck", topic="flights")
 
 
 def test_a_free_checkpoint_becomes_the_jobs_own() -> None:
@@ -59,45 +60,18 @@ def test_checkpoint_of_another_job_is_refused(known: Job, asked: Job, said: str)
 
 
 @pytest.mark.parametrize(
-    ("sources", "expected"),
+    ("latest", "end", "expected"),
     [
-        ([{"latestOffset": {"a": {"0": 10, "1": 5}}, "endOffset": {"a": {"0": 7}}}], Backlog(8, "records")),
-        ([{"latestOffset": '{"a":{"0":10}}', "endOffset": '{"a":{"0":10}}'}], Backlog(0, "records")),
-        ([{"latestOffset": None, "endOffset": None}], None),
-        ([{"latestOffset": {"logOffset": 3}, "endOffset": {"logOffset": 2}}], None),
-        ([{"latestOffset": "{'a': {'0': 10}}", "endOffset": "{'a': {'0': 4}}"}], Backlog(6, "records")),
-        ([{"latestOffset": "17", "endOffset": "3"}], None),
-        ([{"latestOffset": "offset 17", "endOffset": "{'a'"}], None),
-        ([], None),
+        ({"a": {"0": 10, "1": 5}}, {"a": {"0": 7}}, Backlog(8, "records")),
+        ({"a": {"0": 10}, "b": {"0": 2}}, {"a": {"0": 10}}, Backlog(2, "records")),
+        ({"a": {"0": 10}}, {"a": {"0": 11}}, Backlog(0, "records")),
+        (None, None, None),
+        ({"a": {"0": 10}}, None, None),
     ],
 )
-def test_records_behind_are_the_offsets_between(sources: list[dict[str, Any]], expected: Backlog | None) -> None:
-    assert records_behind({"batchId": 3, "sources": sources}, 3) == expected
-    assert records_behind({"batchId": 3, "sources": sources}, 4) is None
+def test_records_behind_are_the_offsets_between(latest: Any, end: Any, expected: Backlog | None) -> None:
+    assert records_behind(json.dumps({"sources": [{"latestOffset": latest, "endOffset": end}]})) == expected
     assert records_behind(None) is None
-
-
-def test_remaining_files_are_reported_once_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = iter((500, 400, 0))
-    monkeypatch.setattr(FilesLeft, "there", lambda _: {f"{number}" for number in range(next(counts))})
-    monkeypatch.setattr(FilesLeft, "_begun", lambda _: set())
-    source, now = FileSource("csv", "/in"), [100.0]
-    files, tally = FilesLeft(cast(Any, None), source, "/ck", lambda: now[0]), Tally()
-    tally.done(BatchDone(0, 1, 1, {}, 1.0))
-    tally.left(files.look(), tally.batches)
-    assert tally.line().endswith("500 files left")
-    # A micro-batch later that number is another one, and too soon to be counted.
-    tally.done(BatchDone(1, 1, 1, {}, 1.0))
-    tally.left(files.look(), tally.batches)
-    assert "left" not in tally.line()
-    now[0] += 60
-    before = tally.batches
-    found = files.look()
-    tally.done(BatchDone(2, 1, 1, {}, 1.0))
-    tally.left(found, before)
-    assert "left" not in tally.line(), "counted before the last micro-batch"
-    tally.left(files.look(at_once=True), tally.batches)
-    assert tally.line().endswith("0 files left")
 
 
 @pytest.mark.parametrize(
@@ -151,13 +125,14 @@ def test_an_end_is_explained_in_one_sentence(error: str, said: str) -> None:
 
 
 def test_summary_counts_rows_dead_letters_and_rest() -> None:
-    tally = Tally()
+    tally = Tally(Metrics())
     assert tally.line() == "first micro-batch"
     tally.done(BatchDone(0, 10, 10, {}, 1.0))
     tally.done(BatchDone(1, 1_003, 1_000, {"corrupt": 2, "no topic": 1}, 0.5))
-    tally.left(Backlog(1, "files"), 2)
+    tally.left(Backlog(1, "files"))
+    tally.left(None)
     assert tally.line() == "micro-batch 1 · 1,010 rows · 2,000 rows/s · 1 file left · 3 dead letters"
-    assert summary(tally, OPTIONS) == (
+    assert tally.summary(OPTIONS) == (
         "Wrote 1,010 rows to topic flights in 2 micro-batches.\n3 dead letters (2 corrupt, 1 no topic) went to None."
     )
 

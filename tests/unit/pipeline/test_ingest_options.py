@@ -9,20 +9,11 @@ import pytest
 
 from kproxy.cli import main
 from kproxy.errors import StartupError
-from kproxy.pipeline.ingest.options import (
-    DeadLetters,
-    FileSource,
-    IngestOptions,
-    KafkaSource,
-    RateSource,
-    parse_dead_letters,
-    parse_pair,
-    parse_source,
-    parse_trigger,
-)
+from kproxy.pipeline.ingest.options import AVAILABLE_NOW, IngestOptions, parse_pair
 
-FILES = IngestOptions(FileSource("csv", "in/"), "ck", topic="flights")
-RATE = replace(FILES, source=RateSource(), processing_time="1 seconds")
+FILES = IngestOptions("csv:in/", "ck", topic="flights")
+RATE = replace(FILES, source="rate")
+RECORDS = replace(FILES, source="kafka:flights", from_bootstrap="other:9092")
 
 
 @pytest.mark.parametrize(
@@ -36,41 +27,45 @@ RATE = replace(FILES, source=RateSource(), processing_time="1 seconds")
     ],
 )
 def test_a_source_is_a_format_and_a_place(text: str, expected: tuple[str, str]) -> None:
-    assert parse_source(text) == expected
+    options = replace(FILES, source=text)
+    options.check()
+    assert (options.format, options.where) == expected
 
 
 @pytest.mark.parametrize("text", ["", "csv", "csv:", "xml:in/", "rate:5", "in/"])
 def test_invalid_source_error_names_valid_ones(text: str) -> None:
     with pytest.raises(StartupError, match="csv:DIR, json:DIR, parquet:DIR, kafka:TOPIC or rate"):
-        parse_source(text)
+        replace(FILES, source=text).check()
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("available-now", None),
+        (AVAILABLE_NOW, None),
+        (None, None),
         ("500ms", "500 milliseconds"),
         ("10s", "10000 milliseconds"),
         ("5m", "300000 milliseconds"),
         ("1h", "3600000 milliseconds"),
     ],
 )
-def test_trigger_is_available_now_or_an_interval(text: str, expected: str | None) -> None:
-    assert parse_trigger(text) == expected
+def test_trigger_is_available_now_or_an_interval(text: str | None, expected: str | None) -> None:
+    assert replace(FILES, trigger=text).processing_time == expected
 
 
 @pytest.mark.parametrize("text", ["", "10", "s", "-1s", "once", "10 s s", "1w"])
 def test_another_trigger_is_refused(text: str) -> None:
     with pytest.raises(StartupError, match="available-now"):
-        parse_trigger(text)
+        replace(FILES, trigger=text).check()
 
 
 def test_dead_letters_go_to_files_or_topic_only() -> None:
-    assert parse_dead_letters("json:s3a://b/dead") == DeadLetters("json", "s3a://b/dead")
-    assert parse_dead_letters("topic:dead") == DeadLetters("topic", "dead")
+    files, topic = replace(FILES, dead_letters="json:s3a://b/dead"), replace(FILES, dead_letters="topic:dead")
+    assert (files.letters_directory, files.letters_topic) == ("s3a://b/dead", None)
+    assert (topic.letters_directory, topic.letters_topic) == (None, "dead")
     for text in ("dead", "json:", "csv:dead", ""):
         with pytest.raises(StartupError, match=r"json:DIR .* topic:NAME"):
-            parse_dead_letters(text)
+            replace(FILES, dead_letters=text).check()
 
 
 def test_pair_value_may_contain_an_equals_sign() -> None:
@@ -86,11 +81,11 @@ def test_pair_value_may_contain_an_equals_sign() -> None:
         FILES,
         RATE,
         replace(FILES, topic=None, topic_column="where"),
-        replace(FILES, source=KafkaSource("other:9092", "flights")),
-        replace(FILES, source=KafkaSource("127.0.0.1:9092", "others")),
-        replace(FILES, source=FileSource("json", "in/"), key=("a",), on_new_columns="add"),
-        replace(FILES, source=KafkaSource("other:9092", "flights", "id INT"), on_new_columns="add"),
-        replace(FILES, key=("a",), dead_letters=DeadLetters("topic", "dead"), partitions=1),
+        RECORDS,
+        replace(FILES, source="kafka:others"),
+        replace(FILES, source="json:in/", key=("a",), on_new_columns="add"),
+        replace(RECORDS, schema="id INT", on_new_columns="add"),
+        replace(FILES, key=("a",), dead_letters="topic:dead", partitions=1),
     ],
 )
 def test_valid_options_pass(options: IngestOptions) -> None:
@@ -98,7 +93,7 @@ def test_valid_options_pass(options: IngestOptions) -> None:
 
 
 ADDED = "--on-new-columns add .* goes with --from json:, or with --from kafka: and a --schema, and without --value"
-ADD: dict[str, Any] = {"source": FileSource("json", "in/"), "on_new_columns": "add"}
+ADD: dict[str, Any] = {"source": "json:in/", "on_new_columns": "add"}
 
 
 @pytest.mark.parametrize(
@@ -111,26 +106,26 @@ ADD: dict[str, Any] = {"source": FileSource("json", "in/"), "on_new_columns": "a
         ({"topic": "x" * 250}, "is no name of a topic"),
         ({"checkpoint": ""}, "--checkpoint is needed"),
         ({"bootstrap": "nowhere"}, "has no port"),
-        ({"value_columns": ("a",), "value_column": "a"}, "give one of them"),
+        ({"value": ("a",), "value_column": "a"}, "give one of them"),
         ({"max_message_bytes": 10}, "--max-message-bytes 10"),
         ({"tasks": 0}, "--tasks 0"),
         ({"kafka_options": {"acks": "1"}}, "--kafka-option acks=1 could lose rows"),
         ({"partitions": 0}, "--partitions 0"),
-        ({"dead_letters": DeadLetters("topic", "flights")}, "is the topic that is written to"),
-        ({"dead_letters": DeadLetters("topic", "a b")}, "is no name of a topic"),
+        ({"dead_letters": "topic:flights"}, "is the topic that is written to"),
+        ({"dead_letters": "topic:a b"}, "is no name of a topic"),
         ({"keep_partitions": True}, "--keep-partitions goes with --from kafka"),
-        ({"source": RateSource()}, "--from rate never ends"),
-        ({**ADD, "source": FileSource("csv", "in/")}, ADDED),
-        ({**ADD, "source": FileSource("parquet", "in/")}, ADDED),
-        ({**ADD, "source": KafkaSource("h:1", "a")}, ADDED),
-        ({**ADD, "source": RateSource(), "processing_time": "1s"}, ADDED),
-        ({**ADD, "value_columns": ("a",)}, ADDED),
+        ({"source": "rate", "trigger": AVAILABLE_NOW}, "--from rate never ends"),
+        ({**ADD, "source": "csv:in/"}, ADDED),
+        ({**ADD, "source": "parquet:in/"}, ADDED),
+        ({**ADD, "source": "kafka:a"}, ADDED),
+        ({**ADD, "source": "rate"}, ADDED),
+        ({**ADD, "value": ("a",)}, ADDED),
         ({**ADD, "value_column": "a"}, ADDED),
-        ({"source": FileSource("csv", "in/", max_files=0)}, "--max-files-per-trigger 0"),
-        ({"source": KafkaSource("h:1", "a", max_offsets=0)}, "--max-offsets-per-trigger 0"),
-        ({"source": KafkaSource("h:1", "a,,b")}, "--from kafka:"),
-        ({"source": KafkaSource("h", "a")}, "--from-bootstrap"),
-        ({"source": KafkaSource("a:1,127.0.0.1:9092", "x,flights")}, "copied into itself without end"),
+        ({"max_files_per_trigger": 0}, "--max-files-per-trigger 0"),
+        ({"max_offsets_per_trigger": 0}, "--max-offsets-per-trigger 0"),
+        ({"source": "kafka:a,,b"}, "--from kafka:"),
+        ({"source": "kafka:a", "from_bootstrap": "h"}, "--from-bootstrap"),
+        ({"source": "kafka:x,flights", "from_bootstrap": "a:1,127.0.0.1:9092"}, "copied into itself without end"),
     ],
 )
 def test_invalid_options_are_refused_by_name(changes: dict[str, Any], said: str) -> None:
