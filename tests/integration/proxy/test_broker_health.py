@@ -1,4 +1,4 @@
-"""One record of each broker's health for all connections of a proxy: which brokers are down and which hang."""
+"""One record of each broker's health for all connections of a proxy: down and hung brokers."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ T0, T1 = ("t", 0), ("t", 1)
 PLAIN = batch(producer_id=-1)
 QUICK_PROBES = {"probe_timeout_s": 0.3}
 linux = pytest.mark.skipif(sys.platform != "linux", reason="what the kernel tells of a connection is Linux' own")
-# A hang is known by then, however busy the machine; nothing else here ends before 5 s.
+# A hang is known by then, even on a busy machine; nothing else here ends before 5 s.
 SOON_S = 4.0
 
 
 def hung(node_id: int) -> ScriptedUpstream:
-    """Accepts and reads, and answers nothing."""
+    """A broker that accepts and reads, but never answers."""
     upstream = ScriptedUpstream(node_id)
     upstream.answers_probes = False
     return upstream
@@ -43,7 +43,7 @@ async def produce_code(client: RawClient, **fields: Any) -> int:
 
 @contextmanager
 def logged_of_brokers() -> Iterator[list[Any]]:
-    """What is logged about brokers, or that one is concerned."""
+    """The log events about brokers."""
     with capture_logs() as lines:
         found: list[Any] = []
         yield found
@@ -92,9 +92,9 @@ async def test_returned_broker_is_used_at_once() -> None:
 
 
 def dials_under_way(port: int) -> int:
-    """Connections of this process to a local port that are not answered: SYN_SENT.
+    """Return the unanswered connections of this process to a local port (SYN_SENT).
 
-    Others' do not count: a proxy whose broker had this port once may still dial it.
+    Other processes' do not count: another proxy may still dial a former broker's port.
     """
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     inodes = {row[9] for row in rows if row[2].endswith(f":{port:04X}") and row[3] == "02"}
@@ -104,7 +104,7 @@ def dials_under_way(port: int) -> int:
 def _own_sockets() -> Iterator[str]:
     """The inodes of this process's sockets."""
     for descriptor in Path("/proc/self/fd").iterdir():
-        # The one that lists them is gone by now.
+        # The listing descriptor is gone by now.
         with suppress(OSError):
             yield descriptor.readlink().name.removeprefix("socket:[").removesuffix("]")
 
@@ -129,7 +129,7 @@ async def test_down_broker_is_dialled_once_at_a_time() -> None:
                     most = max(most, dials_under_way(listener.address.port) - fillers)
                     await asyncio.sleep(0.02)
                 assert [each.result() for each in asking] == [NOT_LEADER] * 20
-            # The probe of the breaker is the other one.
+            # The other one is the breaker's probe.
             assert 1 <= most <= 2
 
 
@@ -160,7 +160,7 @@ async def test_client_leaving_during_dial_costs_other_waiters_nothing() -> None:
             await upstream.stop_listening()
 
 
-# A broker that hangs, seen by what is no produce or fetch
+# A broker that hangs, detected by requests other than produce and fetch
 
 
 def answers_about_the_cluster(asked: Asked) -> None:
@@ -179,7 +179,7 @@ async def test_cluster_requests_detect_a_hang_once() -> None:
     async with running_proxy(stuck, healthy, limits=QUICK_PROBES) as proxy:
         proxy.own(2)
         began = time.monotonic()
-        # Each connection asks the brokers in an order of its own.
+        # Each connection has its own order of brokers.
         for _ in range(6):
             client = await proxy.client()
             client.send(control_frame(keys.METADATA, 12, topics=None), produce_frame(records=PLAIN))
@@ -242,7 +242,7 @@ async def test_api_versions_request_detects_a_hang_too() -> None:
     async with running_proxy(stuck, healthy, limits=QUICK_PROBES, follows_versions=True) as proxy:
         proxy.own(1)
         await eventually(lambda: proxy.context.tally.hangs.total() == 1)
-        # Nobody else finds out for himself.
+        # No other client needs to detect it.
         client = await proxy.client()
         began = time.monotonic()
         assert await produce_code(client) == NOT_LEADER
@@ -250,7 +250,7 @@ async def test_api_versions_request_detects_a_hang_too() -> None:
         assert [each.header.api_key for each in stuck.log] == [keys.API_VERSIONS]
 
 
-# A connection that is cut off alone, while the broker answers on others
+# A single connection is cut off, while the broker answers on others
 
 
 @linux
@@ -274,13 +274,13 @@ async def test_silently_cut_connection_is_given_up_soon(loses_request: bool) -> 
         began = time.monotonic()
         assert (await client.answer()).codes == {T0: TIMED_OUT}
         assert time.monotonic() - began < 10
-        # The broker answers whoever asks it anew.
+        # The broker answers new connections.
         assert upstream.probes
         assert proxy.context.tally.hangs.total() == 0
         client.send(produce_frame(records=PLAIN))
         (await upstream.next()).answer()
         assert (await client.answer()).codes == {T0: 0}
-        # What was given up does not arrive later, behind what was sent after it.
+        # An abandoned request does not arrive later, after newer ones.
         first.connection.take_arrivals()
         assert await upstream.is_silent(2.0)
         assert len(upstream.log) == 2
@@ -305,7 +305,7 @@ async def test_cut_coordinator_connection_is_given_up_soon() -> None:
 @both_loops
 @in_one_go
 async def test_broker_with_closed_window_keeps_its_connection() -> None:
-    """As Kafka does where a client has used up its quota: the window is closed, and the kernel acknowledges that."""
+    """Like Kafka when a client has exceeded its quota: the window is closed, and the kernel acknowledges probes."""
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
         proxy.own(1)
@@ -315,7 +315,7 @@ async def test_broker_with_closed_window_keeps_its_connection() -> None:
         first.answer()
         assert (await client.answer()).codes == {T0: 0}
         first.connection.transport.pause_reading()
-        # More than the kernel's buffers take.
+        # More than the kernel's buffers hold.
         client.send(produce_frame(records=PLAIN + bytes(24 << 20), timeout_ms=30_000))
         await asyncio.sleep(6)
         first.connection.transport.resume_reading()

@@ -1,4 +1,4 @@
-"""A broker that hangs: its own requests end soon, others are not affected, and it is used again once it answers."""
+"""A broker that hangs: its requests end soon, others are not affected, and it is used again once it answers."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ T0, T1 = ("t", 0), ("t", 1)
 PLAIN = batch(producer_id=-1)
 PROBE_TIMEOUT_S = 0.3
 LIMITS = {"probe_timeout_s": PROBE_TIMEOUT_S}
-# Half a second until it is suspected, the probe, and the ticks between; the deadlines here are far behind that.
+# Half a second until suspicion, the probe, and the ticks between; the deadlines here are much later.
 SOON_S = 10.0
 LONG_MS = 30_000
 
 
 def hung(node_id: int) -> ScriptedUpstream:
-    """Accepts and reads, and answers nothing."""
+    """A broker that accepts and reads, but never answers."""
     upstream = ScriptedUpstream(node_id)
     upstream.answers_probes = False
     return upstream
@@ -49,7 +49,7 @@ async def opens(proxy: RunningProxy, times: int = 1) -> None:
 
 
 async def open_breaker(proxy: RunningProxy, upstream: ScriptedUpstream, client: RawClient) -> None:
-    """Let a batch of ("t", 0) run into the hang."""
+    """Send a batch of ("t", 0) to the hung broker."""
     client.send(produce_frame(records=PLAIN, correlation_id=999))
     await upstream.next()
     assert (await client.answer()).codes == {T0: TIMED_OUT}
@@ -57,7 +57,7 @@ async def open_breaker(proxy: RunningProxy, upstream: ScriptedUpstream, client: 
 
 
 async def connections_for_clients(upstream: ScriptedUpstream) -> int:
-    """Their number; a probe's is not counted any more once the probe has arrived."""
+    """Their number; a probe's connection stops counting once the probe has arrived."""
     await eventually(lambda: all(connection.got for connection in upstream.connections))
     return len(upstream.connections)
 
@@ -73,7 +73,7 @@ async def test_hung_broker_does_not_starve_other_partitions() -> None:
         began = time.monotonic()
         client.send(produce_frame({"t": [0, 1]}, timeout_ms=LONG_MS))
         answer = await client.answer()
-        # With the limits as they are by default.
+        # With the default limits.
         assert 2.0 < time.monotonic() - began < SOON_S
         assert answer.codes == {T0: TIMED_OUT, T1: 0}
         took = []
@@ -82,7 +82,7 @@ async def test_hung_broker_does_not_starve_other_partitions() -> None:
             client.send(produce_frame({"t": [0, 1]}, records=batch(n), timeout_ms=LONG_MS))
             assert (await client.answer()).codes == {T0: NOT_LEADER, T1: 0}
             took.append(time.monotonic() - began)
-        # The machine itself may hold some up.
+        # The machine itself may delay some.
         assert sum(each >= 2 for each in took) <= 3, took
         assert [asked.partitions for asked in stuck.log] == [[T0]]
 
@@ -100,7 +100,7 @@ async def test_unowned_partitions_avoid_a_hung_broker() -> None:
             client.send(produce_frame({"t": [partition_index]}))
             assert (await client.answer()).codes == {("t", partition_index): 0}
         assert len(healthy.log) == 2
-        # Once it answers it is offered what is its share.
+        # Once it answers, it is offered its share.
         stuck.wake()
         stuck.script = answers_everything
         await eventually(lambda: not proxy.context.health.is_open(stuck.address))
@@ -133,7 +133,7 @@ async def test_request_at_hung_broker_is_answered_not_resent(
         assert time.monotonic() - began < SOON_S
         assert await upstream.is_silent()
         await upstream.connections[0].until_closed()
-        # Somebody else may own it by now.
+        # Its owner may have changed by now.
         assert proxy.source.refreshed == [("t", 0, revision)]
 
 
@@ -188,7 +188,7 @@ async def test_first_probe_answer_closes_the_breaker() -> None:
         proxy.own(1)
         client = await proxy.client()
         await open_breaker(proxy, upstream, client)
-        # Each on a connection of its own: the network may have lost what was sent on the one before.
+        # Each on its own connection: the network may have lost the previous one's data.
         await eventually(lambda: len(upstream.probes) == 3)
         assert len({probe.connection for probe in upstream.probes}) == 3
         assert all(not probe.connection.is_open for probe in upstream.probes[:-1])
@@ -197,7 +197,7 @@ async def test_first_probe_answer_closes_the_breaker() -> None:
         client.send(produce_frame(records=batch(1)))
         (await upstream.next()).answer()
         assert (await client.answer()).codes == {T0: 0}
-        # Once there is nothing left to wonder about, the probing ends, and its connection.
+        # When no doubt is left, probing ends, and so does its connection.
         await eventually(lambda: not proxy.context.health.watching)
         await upstream.probes[-1].connection.until_closed()
 
@@ -205,14 +205,14 @@ async def test_first_probe_answer_closes_the_breaker() -> None:
 @both_loops
 @in_one_go
 async def test_slow_broker_that_answers_probes_does_not_hang() -> None:
-    """A shrinking ISR, a long poll, a throttle: the answer comes when it comes."""
+    """A shrinking ISR, a long poll or a throttle: the answer may take any time."""
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream, limits=LIMITS) as proxy:
         proxy.own(1)
         client = await proxy.client()
         client.send(produce_frame(timeout_ms=LONG_MS))
         asked = await upstream.next()
-        # Asked more than once, over one connection.
+        # Probed more than once, on one connection.
         await eventually(lambda: len(upstream.probes) == 3)
         assert len({probe.connection for probe in upstream.probes}) == 1
         asked.answer(results={T0: {"base_offset": 5}})
@@ -225,7 +225,7 @@ async def test_slow_broker_that_answers_probes_does_not_hang() -> None:
 @both_loops
 @in_one_go
 async def test_serving_broker_without_probe_answers_does_not_hang() -> None:
-    """Its port may be full while the connections that it has are served."""
+    """Its backlog may be full while its existing connections are served."""
     upstream = hung(1)
     async with running_proxy(upstream, limits={"probe_timeout_s": 1.0}) as proxy:
         proxy.own(1, partitions=[0, 1])
@@ -258,7 +258,7 @@ async def test_idle_or_prompt_broker_is_not_probed(monkeypatch: pytest.MonkeyPat
         client = await proxy.client()
         client.send(produce_frame(records=batch(0)))
         assert (await client.answer()).codes == {T0: 0}
-        # There is always something under way, though never the same thing for long.
+        # Requests are always in flight, though none for long.
         for n in range(1, 41):
             client.send(produce_frame(records=batch(n)))
             await asyncio.sleep(0.05)
@@ -278,7 +278,7 @@ async def test_idle_connection_is_not_probed_beside_waiting_one() -> None:
         client = await proxy.client()
         client.send(produce_frame())
         assert (await client.answer()).codes == {T0: 0}
-        # As long as this one waits, the client's connections are looked at.
+        # While this one waits, the client's connections are checked.
         client.send(produce_frame({"t": [1]}, timeout_ms=LONG_MS))
         asked = await slow.next()
         await eventually(lambda: len(slow.probes) == 2)
@@ -307,7 +307,7 @@ async def test_long_fetch_causes_no_probe_before_its_time() -> None:
 @in_one_go
 async def test_clients_of_other_brokers_never_notice() -> None:
     stuck, healthy = hung(1), ScriptedUpstream(2, answers_everything)
-    # Long enough to tell who waits for that broker from who waits for a busy machine.
+    # Long enough to distinguish a wait for that broker from a wait for a busy machine.
     async with running_proxy(stuck, healthy, limits={"probe_timeout_s": 2.0}) as proxy:
         proxy.own(1)
         proxy.own(2, partitions=[1])
@@ -363,7 +363,7 @@ async def test_refused_or_cut_probe_does_not_mean_hang(ends: str) -> None:
         else:
             await eventually(lambda: upstream.probes)
             upstream.probes[-1].connection.abort()
-            # The next one is answered, over a new connection.
+            # The next probe is answered, on a new connection.
             upstream.answers_probes = True
             await eventually(lambda: len(upstream.probes) == 2)
         asked.answer()
@@ -412,7 +412,7 @@ async def test_partition_moved_off_hung_broker_is_retried() -> None:
         client.send(produce_frame(records=batch(0)))
         await stuck.next()
         proxy.own(2)
-        # Waits for the one before: it is under way elsewhere.
+        # Waits for the previous one, which is in flight elsewhere.
         client.send(produce_frame(records=batch(1)))
         assert [(await client.answer()).codes[T0] for _ in range(2)] == [0, 0]
         assert len(new.log) == 2
@@ -443,7 +443,7 @@ async def test_acks_0_unread_by_broker_delays_no_client() -> None:
     async with running_proxy(upstream, limits=LIMITS) as proxy:
         proxy.own(1)
         client = await proxy.client()
-        # More than the kernel's buffers take.
+        # More than the kernel's buffers hold.
         client.send(produce_frame(records=bytes(24 << 20), acks=0))
         await opens(proxy)
         assert await client.is_closed()
@@ -466,7 +466,7 @@ async def test_cluster_requests_avoid_a_hung_broker() -> None:
     async with running_proxy(stuck, healthy, limits=LIMITS) as proxy:
         proxy.own(1)
         await open_breaker(proxy, stuck, await proxy.client())
-        # Each connection asks the brokers in an order of its own.
+        # Each connection has its own order of brokers.
         for _ in range(8):
             client = await proxy.client()
             began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Versions: the offered ones follow the brokers, and requests are sent in versions that were offered."""
+"""Versions: the offered ones follow the brokers, and requests use offered versions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Script = Callable[[Asked], None]
 
 
 def serves(produce: int, *, answers: Script = answers_everything, fences: range = range(0), **features: Any) -> Script:
-    """A broker that serves Produce up to this version, everything else in all versions, and these of BindFences."""
+    """A broker that serves Produce up to this version, these versions of BindFences, and all others."""
     listed = [{"api_key": key, "min_version": offer.min_version, "max_version": 99} for key, offer in SERVED.items()]
     listed[0] = {"api_key": keys.PRODUCE, "min_version": 0, "max_version": produce}
     if fences:
@@ -74,7 +74,7 @@ async def join(proxy: RunningProxy, upstream: ScriptedUpstream) -> None:
     proxy.topology.set_broker(upstream.node_id, upstream.address)
 
 
-# A broker joins that serves less
+# A broker with fewer versions joins
 
 
 @both_loops
@@ -100,7 +100,7 @@ async def test_old_broker_joining_closes_client_after_answers() -> None:
 @both_loops
 @in_one_go
 async def test_late_request_does_not_cost_last_answers() -> None:
-    """Closing upon bytes that nobody has read resets a connection; the client closes first."""
+    """Closing with unread bytes resets a connection; the client closes first."""
     new, old = ScriptedUpstream(1, serves(NEWEST, answers=holds)), ScriptedUpstream(2, serves(OLD))
     async with running_proxy(new, follows_versions=True) as proxy:
         proxy.own(1)
@@ -139,12 +139,12 @@ async def test_old_broker_joining_closes_idle_client() -> None:
 @both_loops
 @in_one_go
 async def test_client_without_api_versions_gets_current_limits() -> None:
-    """kafka-python 2.0.2 with a pinned version sends no ApiVersions at all."""
+    """kafka-python 2.0.2 with a pinned version never sends ApiVersions."""
     old = ScriptedUpstream(2, serves(OLD))
     async with running_proxy(ScriptedUpstream(1, serves(NEWEST)), follows_versions=True) as proxy:
         proxy.own(1)
         client = await proxy.client()
-        # By name: one connection calls a topic one thing.
+        # By name: one connection uses one name for a topic.
         assert await is_served(client, TOPIC_IDS_FROM - 1)
         await join(proxy, old)
         await eventually(lambda: current_produce(proxy) == OLD)
@@ -173,7 +173,7 @@ async def test_client_with_lower_versions_stays_limited() -> None:
         await eventually(lambda: current_produce(proxy) == NEWEST)
         assert await is_served(client, OLD)
         assert not await is_served(client, NEWEST)
-        # Asked again it is told of more.
+        # When it asks again, it is offered more.
         other = await proxy.client()
         assert await offered_produce(other) == NEWEST
         assert await is_served(other, NEWEST)
@@ -193,7 +193,7 @@ async def test_equally_capable_broker_closes_no_client() -> None:
         await second.stop()
 
 
-# Learning, and learning again
+# First and repeated lookups of versions
 
 
 @both_loops
@@ -219,7 +219,7 @@ async def test_broker_departure_and_failed_attempts_are_logged(monkeypatch: pyte
         await eventually(lambda: upstream.log)
         await eventually(lambda: proxy.context.versions.offered.ranges)
         assert told == [], "it is there"
-        # No client is connected: nobody else would notice.
+        # Without clients nothing else would notice.
         await upstream.stop()
         await eventually(lambda: len(told) >= 3)
         assert told[-1] - told[1] >= 0.28, "not at every look"
@@ -262,7 +262,7 @@ async def test_never_answering_broker_does_not_count(monkeypatch: pytest.MonkeyP
 
 
 def says_35(asked: Asked) -> None:
-    """KIP-511: in version 0, whatever was asked."""
+    """KIP-511: in version 0, whatever the request."""
     head = asked.header.correlation_id.to_bytes(4, "big")
     body = (35).to_bytes(2, "big") + (1).to_bytes(4, "big") + b"\x00\x12\x00\x00\x00\x00"
     asked.connection.write((len(head) + len(body)).to_bytes(4, "big") + head + body)
@@ -283,7 +283,7 @@ async def test_old_broker_is_asked_for_api_versions_0(refuses: Script) -> None:
         assert [each.header.api_version for each in upstream.log] == [4, 0]
 
 
-# What is then sent
+# Versions of forwarded requests
 
 
 @pytest.mark.parametrize(
@@ -334,14 +334,14 @@ async def test_features_match_the_offered_versions(version: int) -> None:
         if version < 3:
             assert (supported, finalized) == ({}, {})
             return
-        # Support from level 0 on can be said from version 4 on.
+        # Version 4 and later can report support from level 0 on.
         lowest = {"transaction.version": (0, 1)} if version >= 4 else {}
         assert supported == {**lowest, "metadata.version": (7, 27)}
         assert finalized == {"transaction.version": (1, 1), "metadata.version": (27, 27)}
         assert message.finalized_features_epoch == 81
 
 
-# What brokers say among themselves
+# Requests between brokers
 
 
 # Kafka's keys of requests between brokers, controllers and coordinators; the names are Kafka's.
@@ -375,7 +375,7 @@ INTERNAL = {
 
 
 def serves_all(asked: Asked) -> None:
-    """A broker that offers what brokers say among themselves as well."""
+    """A broker that also offers inter-broker requests."""
     if asked.header.api_key == keys.API_VERSIONS:
         asked.answer_message(api_keys=[{"api_key": key, "min_version": 0, "max_version": 99} for key in range(100)])
 
@@ -385,7 +385,7 @@ def serves_all(asked: Asked) -> None:
 @both_loops
 @in_one_go
 async def test_inter_broker_requests_are_refused(name: str, version: int, negotiates: bool) -> None:
-    """It would use the proxy's rights at the brokers."""
+    """They would use the proxy's rights at the brokers."""
     key = INTERNAL.get(name, keys.ADD_PARTITIONS_TO_TXN)
     upstream = ScriptedUpstream(1, serves_all)
     async with running_proxy(upstream) as proxy:
@@ -402,7 +402,7 @@ async def test_inter_broker_requests_are_refused(name: str, version: int, negoti
 @both_loops
 @in_one_go
 async def test_fetch_as_replica_is_refused(version: int) -> None:
-    """A follower's Fetch moves the high watermark, and its reads go beyond it."""
+    """A follower's Fetch moves the high watermark, and reads beyond it."""
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
         proxy.own(1)
@@ -421,7 +421,7 @@ async def test_fetch_as_replica_is_refused(version: int) -> None:
 @pytest.mark.parametrize("version", range(1, SERVED[keys.LIST_OFFSETS].max_version + 1))
 @both_loops
 async def test_replica_lists_offsets_as_a_consumer(version: int) -> None:
-    """As at Kafka, except that a broker would tell it of offsets beyond the high watermark."""
+    """As in Kafka, except that a broker would return offsets beyond the high watermark."""
     upstream = ScriptedUpstream(1)
     async with running_proxy(upstream) as proxy:
         proxy.own(1)
@@ -446,9 +446,9 @@ async def test_replica_lists_offsets_as_a_consumer(version: int) -> None:
         ([range(1), range(1)], True),
         ([range(0)], False),
         ([range(1), range(0)], False),
-        # Only a version that the proxy does not speak.
+        # Only a version that the proxy does not support.
         ([range(1), range(1, 3)], False),
-        # One that has not said anything: where it leads, it is asked to keep a fence, and says then.
+        # A broker of unknown versions: as a leader it gets a fence to keep, and answers then.
         ([range(1), None], True),
         ([range(0), None], False),
         ([None], False),

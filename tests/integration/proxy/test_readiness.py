@@ -1,4 +1,4 @@
-"""`/readyz` is right: ready only if clients can be served, and a stale table does not prevent it."""
+"""`/readyz` is right: ready only if clients can be served, even with a stale table."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def says_what_it_serves(asked: Asked) -> None:
 async def probe(
     *scripts: Script | None, more: Sequence[Address] = (), timeout_s: float = 0.5
 ) -> AsyncIterator[tuple[ReadinessProbe, list[ScriptedUpstream]]]:
-    """What asks a broker for each script, and `more`."""
+    """A probe of one broker per script, with further arguments."""
     brokers = [await ScriptedUpstream(number, script).start() for number, script in enumerate(scripts, 1)]
     known = dict(enumerate([*more, *(broker.address for broker in brokers)]))
     clock, random = time.monotonic, Random(1)
@@ -62,7 +62,7 @@ async def test_proxy_is_unready_until_a_broker_returns(tmp_path: Path) -> None:
             await becomes(200, "ready\n")
         await second.stop()
         await becomes(503, "no broker answers: 2 asked\n")
-        # It lives all the same: nobody should restart it for that.
+        # It lives: nothing should restart it for that.
         assert await asyncio.to_thread(page, process.admin, "/livez") == (200, "alive\n")
         await first.start(first.port)
         await becomes(200, "ready\n")
@@ -73,7 +73,7 @@ def speaks_http(asked: Asked) -> None:
     asked.connection.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
 
-# A stopped process, and no broker at all.
+# A stopped process, and a server that is not a broker.
 @pytest.mark.parametrize("script", [None, speaks_http])
 @both_loops
 @in_one_go

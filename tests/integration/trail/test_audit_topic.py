@@ -43,7 +43,7 @@ async def test_pages_are_messages_of_one_partition_in_order(dev_cluster: KproxyP
     await sink.write(pages[:1])
     await sink.write(pages[1:])
     await sink.close()
-    # Somebody else's, to a topic that is there.
+    # Another sink's, for an existing topic.
     other = TopicSink(trail_topic, "0" * 16, bootstrap=[dev_cluster.kafka])
     await other.write([encode_page([msgspec.structs.replace(row, incarnation="0" * 16) for row in some_rows(3)])])
     await other.close()
@@ -55,7 +55,7 @@ async def test_pages_are_messages_of_one_partition_in_order(dev_cluster: KproxyP
 
 @pytest.mark.parametrize("trouble", ["refuses", "hangs"])
 async def test_attempts_leave_nothing_behind(trail_topic: str, trouble: str) -> None:
-    """A sink that is down for long is tried often: each attempt's sockets and threads are gone with it."""
+    """A sink that is down for long is retried often: each attempt closes its sockets and ends its threads."""
     server = socket.create_server(("127.0.0.1", 0))
     port = server.getsockname()[1]
     if trouble == "refuses":
@@ -63,11 +63,11 @@ async def test_attempts_leave_nothing_behind(trail_topic: str, trouble: str) -> 
     process = psutil.Process()
     sink = TopicSink(trail_topic, INCARNATION, bootstrap=[f"127.0.0.1:{port}"])
     sink._client["bootstrap_timeout_ms"] = 300
-    # What is made once is not counted.
+    # Objects created once are not counted.
     with pytest.raises(SinkFailed):
         await sink.write([b"{}"])
     gc.collect()
-    # And the collector may come late.
+    # The collector may also run late.
     gc.disable()
     try:
         threads, descriptors = threading.active_count(), process.num_fds()
@@ -84,7 +84,7 @@ async def test_attempts_leave_nothing_behind(trail_topic: str, trouble: str) -> 
 
 @pytest.mark.long
 async def test_unwritten_trail_is_written_when_owner_returns(tmp_path: Path, trail_topic: str) -> None:
-    """The one broker is killed: nobody takes the trail, and clients of other topics are not asked about either."""
+    """The only broker is killed: none accepts the trail, and other topics' clients are not affected."""
     async with DevCluster(tmp_path / "cluster", brokers=1, lease_ttl_s=2, audit=False) as cluster:
         arguments = ["serve", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--etcd", cluster.etcd, "--alone"]
         arguments += ["--audit-sink", f"topic:{trail_topic}", "--audit-interval-s", "0.5"]
@@ -97,7 +97,7 @@ async def test_unwritten_trail_is_written_when_owner_returns(tmp_path: Path, tra
             await asyncio.to_thread(wait_for, lambda: shipped() >= 2, what="a range")
             await asyncio.to_thread(produce, process.kafka, "t", [b"v"] * 10)
             await cluster.kill_broker(1)
-            # What it had taken may not have been counted yet.
+            # Its received records may not have been counted yet.
             before = -1.0
             while before != (before := shipped()):
                 await asyncio.sleep(3)
