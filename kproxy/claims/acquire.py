@@ -294,7 +294,7 @@ class ClaimGranter:
         return [FenceBinding(*partition, fence) for partition in self._writer_groups.partitions(group, resource)]
 
     async def _wait_settled(self, deadline: float, fence: int, group: str, resource: str) -> int:
-        """Wait for a claim that no broker fences, which `_wait_confirmed` may have taken for fenced."""
+        """Wait for a claim that no broker fences, which `_wait_confirmed` may have treated as fenced."""
         try:
             await self._at_work.put(self._member.name)
         except EtcdError as error:

@@ -416,7 +416,7 @@ class TlsAcceptor(Generic[Session]):
             # TimeoutError is an OSError.
             self._refused(client_failure(error, names=(), asked_for="", words=self._words), peer)
         except Exception:  # the boundary: an error with one connection must not end the listener
-            log.exception("handshake failed by an error", client=peer)
+            log.exception("handshake failed with an error", client=peer)
         finally:
             # This does nothing where the event loop has taken the descriptor.
             connection.close()

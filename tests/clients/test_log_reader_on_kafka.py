@@ -20,7 +20,7 @@ from tests.support.brokers.real_kafka import RealKafka
 from tests.support.clients.kafka_io import TIMEOUT_S
 from tests.support.waiting import wait_for
 
-# The first run of all downloads Kafka's jars.
+# The very first run downloads Kafka's jars.
 pytestmark = [pytest.mark.java, pytest.mark.timeout(900)]
 
 BATCHES = 60

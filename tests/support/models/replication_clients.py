@@ -104,11 +104,11 @@ class Clients:
         return attempt
 
     async def send(self, attempt: Attempt, bindings: Bindings) -> None:
-        """Send it on a connection with that binding."""
+        """Send an attempt on a connection with these bindings."""
         try:
             await self._send_and_judge(attempt, bindings)
         except Violation as violation:
-            # Nobody awaits this task.
+            # This task has no waiter.
             self.found_meanwhile = violation
 
     async def _send_and_judge(self, attempt: Attempt, bindings: Bindings) -> None:
