@@ -6,7 +6,7 @@ A fence is the etcd revision at which a client was granted the partition; a rele
 partition up. A connection is bound to the fence that it named, or to none.
 
 States
-  open     nobody owns the partition; the fence is that of the last release, 0 where there never was one
+  open     nobody owns the partition; the fence is that of the last release, 0 if there never was one
   owned    the client that was granted the fence owns the partition
 
 Transitions

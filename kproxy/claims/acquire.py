@@ -188,7 +188,7 @@ class ClaimWriter:
         found = await self._client.txn(compares, writes, [get_op(key), get_op(whole_key)])
         if not found.succeeded:
             if resource == WHOLE_GROUP:
-                # Another connection claimed in this group: the table has to show that first.
+                # Another connection claimed in this group: the table must show that first.
                 await self._changes.wait(asyncio.get_running_loop().time() + CATCH_UP_S)
             row, whole = (_row_of(self._keys, response.kvs) for response in found.responses)
             return _View(row, whole)

@@ -1,6 +1,6 @@
 """Forward one client's identity: its broker connections authenticate with the credential that it presented.
 
-The gate (kproxy.proxy.admission) presents each credential before it answers the client: one broker has to take it, on
+The gate (kproxy.proxy.admission) presents each credential before it answers the client: one broker must take it, on
 the connection that the client's control requests use. The client gets that broker's message and session lifetime.
 Further connections authenticate as they are dialled, and open ones renew their sessions with the new credential, all by
 kproxy.security.broker_auth. Other clients share neither the identity nor its answers.

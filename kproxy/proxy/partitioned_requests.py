@@ -213,7 +213,7 @@ class PartitionedRequests:
 
 
 def plain_path(context: ProxyContext, fanout: FanoutShell, answers: AnswerOrder) -> CompiledPath | None:
-    """Give a client's core its compiled plain path, and return it; None where it is not built or switched off."""
+    """Give a client's core its compiled plain path, and return it; None if it is not built or switched off."""
     if compiled is not None:
         fanout.plain.path = compiled.CompiledPath(fanout, answers, context, _parse, _exchange)
     return fanout.plain.path

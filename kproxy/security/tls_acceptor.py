@@ -120,7 +120,7 @@ class _Pace:
 
     @property
     def left_s(self) -> float:
-        """How long the next one has to wait, in seconds; 0 or less: not at all."""
+        """How long the next one must wait, in seconds; 0 or less: not at all."""
         return self._free_at - self._clock()
 
     def worked(self, seconds: float) -> None:

@@ -53,7 +53,7 @@ class Origin(NamedTuple):
 
 
 class PartitionKey(NamedTuple):
-    """A partition of a topic; `topic_id` is None where topics have none."""
+    """A partition of a topic; `topic_id` is None if topics have none."""
 
     topic: str
     topic_id: bytes | None

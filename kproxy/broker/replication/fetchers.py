@@ -43,7 +43,7 @@ Invariants of a fetcher
    what had no room before.
 6. Nothing is requested without a live lease: another process may have the broker's id by then, and the leader would
    count our reports as that one's.
-7. Where records have to be on the disk, nothing behind them is asked for before they are (`Partition.next_fetch`). A
+7. Where records must be on the disk, nothing behind them is asked for before they are (`Partition.next_fetch`). A
    disk that is slow, or hangs, delays other partitions by at most FLUSH_PATIENCE_S.
 8. Replication leaves both sides time for clients, however many partitions are followed: see REST_S_PER_PARTITION.
 """

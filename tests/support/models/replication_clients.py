@@ -17,7 +17,7 @@ from tests.support.wire.record_batches import build_batch
 
 
 class Sent(NamedTuple):
-    """One batch that a producer wants in the log, as often as it has to be sent."""
+    """One batch that a producer wants in the log, as often as it must be sent."""
 
     name: str
     records: bytes
