@@ -12,20 +12,20 @@ Invariants
 1. log_start_offset <= every offset in the log < log_end_offset; the next batch gets log_end_offset. There is no gap.
 2. Bytes are appended only behind the last whole batch, and appended bytes never change. Bytes are removed in whole
    batches from the end (`truncate_to`), in whole segments from the start (retention), or all at once.
-3. Opening reads every batch that the files of `snapshot` do not tell of, up to the first damage: a bad batch, or a gap
+3. Opening reads every batch that the files of `snapshot` do not cover, up to the first damage: a bad batch, or a gap
    between segments. The recovery point is the high watermark of the last checkpoint. From there on, a killed process or
    a power cut may leave damage, also in the middle of the log, because a segment begins before the one before it is on
    the disk: the log is cut off at the damage, and what follows is removed. Damage below the recovery point is
-   LogCorrupt: those offsets were assigned and committed. So is, for an only replica, an end below it.
+   LogCorrupt: those offsets were assigned and committed. The same holds for a sole replica that ends below it.
 4. Only the process that opened the log writes to it (the data directory is locked).
 5. `producers` and `leader_epochs` follow from the batches in the log, and from the epoch that a leader assigned at its
    end. Producers from a snapshot may have written what retention has removed since.
 6. One thread works on a log and never waits for the disk. `flush` and `checkpoint` wait, in other threads, one of each
    at a time; `close` waits for neither.
 7. All below `flushed_offset` is on the disk, names of segments included, unless it has been removed. The names of
-   segments from the recovery point on count as not there when a log is opened.
+   segments from the recovery point on do not count when a log is opened.
 8. Removing from the start leaves at least one segment whose name is on the disk, unless `flush` is never: a directory
-   without segments would be taken for a log that begins at 0.
+   without segments would look like a log that begins at 0.
 """
 
 from __future__ import annotations

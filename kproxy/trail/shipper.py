@@ -10,10 +10,10 @@ Invariants
 1. `offer` never waits and never raises: a slow sink never delays clients.
 2. A page is in the queue until the sink has made it durable. So pages leave in order, none is skipped, and a page is
    written again after a failure: at least once.
-3. Queued pages cost at most `max_bytes`. A page for which there is no room is dropped whole, and counted: the numbers
-   of its rows are missing from the trail, so readers see the gap.
+3. Queued pages cost at most `max_bytes`. A page without room is dropped whole and counted: the numbers of its rows are
+   missing from the trail, so readers see the gap.
 4. The first page does not wait for others: an audit does not know a process without a page in the sink.
-5. No failure is silent: each episode has a line in the log when it begins, when pages are dropped, and when it is over.
+5. No failure is silent: the log has a line when one begins, when pages are dropped, and when it ends.
 """
 
 from __future__ import annotations

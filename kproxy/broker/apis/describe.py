@@ -5,7 +5,7 @@ DescribeCluster, versions 0-1 (KIP-700)
   UNSUPPORTED_ENDPOINT_TYPE.
 
 DescribeConfigs, versions 1-4
-- Brokers and topics are described under Kafka's names, so that admin tools find what they look for; all is read-only.
+- Brokers and topics are described under Kafka's names, so that admin tools find them; all are read-only.
 - A topic that does not exist: UNKNOWN_TOPIC_OR_PARTITION, or INVALID_TOPIC_EXCEPTION for an illegal name. Another
   broker, another resource type: INVALID_REQUEST.
 

@@ -16,7 +16,7 @@ Invariants
 3. At most one change of a partition is under way, at most CONCURRENT_CHANGES of all. A round continues where it had to
    stop, so that no partition is looked at twice before every other one was.
 4. A round looks at the partitions whose ISR may have to change by now (`is_isr_due`), and at all when a broker comes or
-   goes. So thousands of partitions whose ISR is full cost next to nothing.
+   goes. So thousands of partitions with a full ISR cost almost nothing.
 """
 
 from __future__ import annotations
