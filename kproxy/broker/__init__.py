@@ -2,9 +2,9 @@
 
 A partition is owned by a lease in etcd, and served over Kafka's protocol.
 
-Start at `server.py`. `connection.py` reads a request and `apis/registry.py` hands it to one file in `apis/`.
-Ownership: `broker_lease.py` (the lease and its fence), `election.py` (who takes a partition), `replica_manager.py`
+Start at `server.py`. `connection.py` reads a request and `apis/registry.py` hands it to one file in `apis/`. Ownership:
+`broker_lease.py` (the lease and its fence), `election.py` (which broker takes a partition), `replica_manager.py`
 (taking and losing partitions), `hosted_replicas.py` (opening and closing them), `lease_txn.py` (the etcd transactions).
-Storage: `partition.py`, `log.py`, `segment.py`, `producer_state.py`, `leader_epochs.py`.
-Replication: `replication/partition_replication.py` (high watermark and in-sync replicas), `replication/fetchers.py`.
+Storage: `partition.py`, `log.py`, `segment.py`, `producer_state.py`, `leader_epochs.py`. Replication:
+`replication/partition_replication.py` (high watermark and in-sync replicas), `replication/fetchers.py`.
 """

@@ -16,7 +16,7 @@ Invariants
 1. The deadline is the send time of the last answered keepalive, plus the TTL in its answer, minus a margin. etcd counts
    from a later moment, so no other broker can hold our keys before the deadline. Without answers from etcd our rights
    end by themselves.
-2. A broken fence never lives again: everything owned behind it has to be taken anew.
+2. A broken fence never lives again: everything owned behind it must be taken anew.
 3. The broker's key is created only where it is absent: of two processes with one id, one owns. A new process does not
    inherit its predecessor's keys; it waits until they are gone.
 """
@@ -37,7 +37,7 @@ _logger = structlog.get_logger(__name__)
 
 
 class IdInUse(Exception):
-    """Another process holds the broker's key; `address` is where it listens."""
+    """Another process holds the broker's key and listens at `address`."""
 
     def __init__(self, address: str) -> None:
         super().__init__(address)
@@ -45,7 +45,7 @@ class IdInUse(Exception):
 
 
 class BrokerLease:
-    """One broker's lease, granted and claimed anew whenever it is lost."""
+    """One broker's lease, granted and claimed again whenever it is lost."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class BrokerLease:
         clock: Clock,
         on_claimed: Callable[[str, bytes, LeaseFence], None],
     ) -> None:
-        """`on_claimed` gets the broker's key, its value and the fence of each successful claim, before anyone else."""
+        """`on_claimed` gets the broker's key, its value and the fence of each claim before any other code."""
         self._client = client
         self._key = keys.broker(broker.node_id)
         self._value = encode_value(broker)
@@ -101,7 +101,7 @@ class BrokerLease:
             claimed = result.succeeded
         finally:
             if not claimed:
-                # Leave nothing of the transaction behind, whatever its outcome.
+                # Leave no trace of the transaction, whatever its outcome.
                 await self._client.lease_revoke(lease.lease_id)
         if not claimed:
             return None
@@ -110,7 +110,7 @@ class BrokerLease:
         return fence
 
     async def hold(self) -> str:
-        """Keep the lease alive until it is lost; return the reason. The fence is broken when this returns."""
+        """Keep the lease alive until it is lost; return the reason. Then the fence is already broken."""
         fence = self.fence
         if fence is None:
             return "there is no lease"
@@ -131,7 +131,7 @@ class BrokerLease:
             return str(outcome[0])
         if isinstance(outcome[0], Exception):
             raise outcome[0]
-        # Our key is gone; the lease may still exist, and nothing may stay on it.
+        # Our key is gone; the lease may still exist, and must hold no key.
         await self.revoke()
         return self._lost_reason
 
@@ -145,7 +145,7 @@ class BrokerLease:
     async def revoke(self) -> None:
         """Revoke the lease and every key on it; other brokers need not wait.
 
-        If etcd does not answer, that is only logged.
+        If etcd does not answer, this is only logged.
         """
         if self.fence is not None:
             self.fence.break_for_good()

@@ -3,7 +3,7 @@
 State: four tables, filled by a PrefixMirror and by this broker's own transactions, whichever comes first.
 
 Invariants
-1. An entry changes only to a higher mod_revision: an event older than our own transaction is ignored.
+1. An entry changes only to a higher mod_revision: events older than our own transaction are ignored.
 2. Subscribers are called for every change, after the tables have it. A snapshot is one change without a name.
 3. An unreadable value is logged and counts as absent; it never ends the mirror.
 """
@@ -139,7 +139,7 @@ class _Table(Generic[_Key, _Entry]):
         self._mirrored_revision = revision
 
     def put(self, kv: KeyValue, *, from_mirror: bool) -> _Key | None:
-        """Apply a put; return the changed key, None where a newer value is known. Raises ValueError."""
+        """Apply a put; return the changed key, or None if a newer value is known. Raises ValueError."""
         key = self._parse_key(kv.key.removeprefix(self.prefix))
         known = self.entries.get(key)
         if from_mirror:
@@ -172,14 +172,14 @@ class ClusterView:
         self._states = _Table(keys.states, parse_partition, _parse_state)
         self._owners = _Table(keys.leases, parse_partition, _parse_owner)
         self.snapshot_revision = 0
-        # By the bytes of the topics' ids, as requests carry them: making a UUID costs more than the lookup.
+        # By the bytes of topic ids, as in requests: making a UUID costs more than the lookup.
         self._names: dict[bytes, str] = {}
         self._subscribers: list[Callable[[Change], None]] = []
         self._changed: asyncio.Future[None] | None = None
 
     @property
     def prefixes(self) -> list[str]:
-        """The prefixes that a mirror has to feed to this view."""
+        """The prefixes that a mirror must feed to this view."""
         return [self.keys.brokers, self.keys.topics, self.keys.states, self.keys.leases]
 
     def subscribe(self, subscriber: Callable[[Change], None]) -> None:
@@ -214,7 +214,7 @@ class ClusterView:
         return ownership.node_id if ownership.node_id in self.brokers else NO_OWNER
 
     def state(self, topic: Topic, partition_index: int) -> PartitionState | None:
-        """Return the partition's state, if it is of this topic and not of an earlier one with its name."""
+        """Return the partition's state, if it belongs to this topic and not to an earlier one of the same name."""
         state = self._states.entries.get(PartitionKey(topic.name, partition_index))
         return state if state is not None and state.topic_id == topic.topic_id else None
 
@@ -224,7 +224,7 @@ class ClusterView:
         return found is not None and all(self.owner(topic, index) != NO_OWNER for index in range(len(found.replicas)))
 
     async def wait_until(self, predicate: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait for a change that makes `predicate` true; False if none does in time."""
+        """Wait for a change that makes `predicate` true; False after `timeout_s`."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while not predicate():
@@ -257,7 +257,7 @@ class ClusterView:
         self._notify(change for change in changes if change is not None)
 
     def apply_put(self, key: str, value: bytes, *, lease_id: int, revision: int) -> bool:
-        """Apply a put of this broker, or one that it read, at `revision`.
+        """Apply a put that this broker made or read at `revision`.
 
         False if that changes nothing: the mirror was first, perhaps with a newer value.
         """

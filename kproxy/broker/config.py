@@ -7,9 +7,9 @@ A topic may set
     retention.ms          from -1; age beyond which old segments are removed; -1: no limit
     segment.bytes         from 1 MiB; size at which a segment is full
 
-The ranges are Apache Kafka 4.3's. A `min.insync.replicas` above the replication factor means all replicas, as in
-Kafka. A few more names are accepted with the value that is in force anyway, because tools always send them. Everything
-else is refused, known to Kafka or not: a configuration that is accepted and has no effect is worse than none.
+The ranges are Apache Kafka 4.3's. A `min.insync.replicas` above the replication factor means all replicas, as in Kafka.
+A few more names are accepted with their fixed value, because tools always send them. All others are refused, even if
+Kafka knows them: an accepted configuration without effect is worse than none.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NO_RETENTION_LIMIT = -1
 
 @dataclass(frozen=True)
 class LogOptions:
-    """Sizes are bytes. Retention keeps at least `retention_bytes` and `retention_ms`; -1 keeps everything."""
+    """Sizes are in bytes. Retention keeps at least `retention_bytes` and `retention_ms`; -1 keeps everything."""
 
     segment_bytes: int = DEFAULT_SEGMENT_BYTES
     flush: FlushPolicy = "interval"
@@ -60,11 +60,9 @@ class BrokerConfig:
     - `tls`: TLS for clients, without the principals of their certificates; None: plain text.
     - `replication_tls`: TLS between brokers; None: they replicate in plain text.
     - `admin`: where the admin page is served; None: nowhere.
-    - `isr_lag_s`: how long a follower may go without having caught up and stay in sync (Kafka's
-      replica.lag.time.max.ms).
-    - `follower_grace_s`: how long an in-sync follower may stay away after its connection broke, where enough replicas
-      are in sync without it.
-    - `leader_rebalance_s`: how long this broker leads instead of the preferred replica after that one is back.
+    - `isr_lag_s`: how long a follower may lag and stay in sync (Kafka's replica.lag.time.max.ms).
+    - `follower_grace_s`: how long an in-sync follower may be disconnected if enough other replicas are in sync.
+    - `leader_rebalance_s`: how long this broker continues to lead after the preferred replica returns.
     - `num_partitions`, `default_replication_factor`: for topics created without a number; the latter is limited by the
       number of live brokers.
     - `min_insync_replicas`: None means 2 with three replicas or more, else 1.
@@ -123,7 +121,7 @@ _NUMBERS = {
     RETENTION_MS: (-1, _LONG_MAX),
     SEGMENT_BYTES: (1 << 20, _INT_MAX),
 }
-# The syntax of Java's parsers; no value in range has more digits.
+# The syntax of Java's parsers; valid values have no more digits.
 _NUMBER = re.compile(r"[+-]?0*[0-9]{1,19}", re.ASCII)
 FIXED_CONFIGS: Mapping[str, str] = {
     "cleanup.policy": "delete",
@@ -131,14 +129,14 @@ FIXED_CONFIGS: Mapping[str, str] = {
     "message.timestamp.type": "CreateTime",
     "unclean.leader.election.enable": "false",
 }
-"""Configurations that hold for every topic, and may be given with just this value."""
+"""Configurations that apply to every topic, and may only be set to this value."""
 
 # With this many replicas one may fail, and acks=all still means two copies.
 _REPLICAS_FOR_TWO_IN_SYNC = 3
 
 
 class InvalidConfig(ValueError):
-    """A configuration is refused; the message says why in a sentence."""
+    """A configuration is refused; the message gives the reason in a sentence."""
 
 
 class TopicSettings(NamedTuple):
@@ -151,7 +149,7 @@ class TopicSettings(NamedTuple):
 
 
 def check_configs(asked: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the configurations as they are stored. Raises InvalidConfig for the first invalid one."""
+    """Return the configurations in their stored form. Raises InvalidConfig for the first invalid one."""
     return {name: _check(name, value) for name, value in asked.items()}
 
 
@@ -187,7 +185,7 @@ def default_min_insync_replicas(replication_factor: int, config: BrokerConfig) -
 def topic_config_values(
     configs: Mapping[str, str], replication_factor: int, config: BrokerConfig
 ) -> list[tuple[str, str]]:
-    """List every configuration of a topic with these configurations and this many replicas, by name."""
+    """List a topic's configurations, effective and sorted by name."""
     values = {
         **FIXED_CONFIGS,
         "max.message.bytes": str(config.message_max_bytes),
@@ -200,7 +198,7 @@ def topic_config_values(
 
 
 def topic_settings(configs: Mapping[str, str], replication_factor: int, config: BrokerConfig) -> TopicSettings:
-    """Compute the settings of a topic with these checked configurations and this many replicas."""
+    """Compute the settings of a topic from its checked configurations and number of replicas."""
     min_insync_replicas = int(configs.get(MIN_INSYNC_REPLICAS, default_min_insync_replicas(replication_factor, config)))
     return TopicSettings(
         min(min_insync_replicas, replication_factor),

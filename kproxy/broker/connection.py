@@ -45,7 +45,7 @@ _logger = structlog.get_logger(__name__)
 
 
 class ClientConnection(asyncio.BufferedProtocol):
-    """The protocol of one accepted connection. `bindings` are the fences that its client's writes stand behind."""
+    """The protocol of one accepted connection. `bindings` are the fences of its client's writes."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class ClientConnection(asyncio.BufferedProtocol):
 
         `on_opened` may return False: the connection is closed at once. `on_closed` is called once, when it is gone.
         `on_queued` is called when a request arrives behind one that is being served. `explain` gives the reason to log
-        for bytes that are no request; None: a client of another protocol is answered in that protocol.
+        for malformed bytes; None: a client of another protocol is answered in that protocol.
         """
         self._serve = serve
         self._reader = FrameReader(max_frame_bytes, arena)
@@ -133,7 +133,7 @@ class ClientConnection(asyncio.BufferedProtocol):
     # Serving
 
     def admit(self, max_frame_bytes: int) -> None:
-        """Change the limit of the frames that the client may send."""
+        """Change the limit on the client's frames."""
         self._reader.admit(max_frame_bytes)
 
     @property
@@ -142,7 +142,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         return self._task
 
     def _begin(self, frame: memoryview) -> None:
-        """Serve a request in this very step if it needs no wait."""
+        """Serve a request in this step if it needs no wait."""
         try:
             request = Request(frame, parse_request_header(frame), self.bindings)
             result = self._look_at(request)
@@ -165,7 +165,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         self._task = asyncio.ensure_future(self._guard(work))
 
     async def _guard(self, work: Awaitable[None]) -> None:
-        """Run this connection's one task; its exceptions end this connection alone."""
+        """Run this connection's one task; its exceptions end only this connection."""
         try:
             await work
         except (CodecError, CloseConnection) as error:
@@ -221,7 +221,7 @@ class ClientConnection(asyncio.BufferedProtocol):
     # Ending
 
     def _refuse_bytes(self, error: CodecError) -> None:
-        """Close after bytes that are no request; answer a client of another protocol in that protocol."""
+        """Close after malformed bytes; answer a client of another protocol in that protocol."""
         if self._explain is not None:
             self.refuse(self._explain(error))
             return
@@ -248,13 +248,13 @@ class ClientConnection(asyncio.BufferedProtocol):
             self.close()
 
     def abort(self) -> None:
-        """Close without waiting for the client to read what was written."""
+        """Close without waiting for the client to read its answers."""
         self._closing = True
         if self._transport is not None:
             self._transport.abort()
 
     def close(self) -> None:
-        """Begin no more requests, and close when what was written has been sent."""
+        """Begin no more requests, and close when all written answers have been sent."""
         self._closing = True
         if self._transport is not None:
             self._transport.close()

@@ -19,18 +19,18 @@ from kproxy_codec.framing import RequestHeader
 from kproxy_codec.partitioned import PartitionedRequest
 from kproxy_codec.primitives import Buffer
 
-# How long a client's request waits for a partition to be taken, for etcd to keep a fence, and for the leaders of a
-# topic just created.
+# How long a client's request waits for a broker to take a partition, for etcd to keep a fence, and for the leaders of a
+# new topic.
 TAKE_TIMEOUT_S = 3.0
 FENCE_TIMEOUT_S = 5.0
 LEADERS_TIMEOUT_S = 3.0
 
 
 class CloseConnection(Exception):
-    """Close the request's connection; the message says why.
+    """Close the request's connection; the message gives the reason.
 
-    `answer` is sent before, where the protocol has one. Only exceptions raised before the handler waits for anything
-    may have an answer.
+    `answer` is sent first, if the protocol has one. Only exceptions raised before the handler's first wait may have an
+    answer.
     """
 
     def __init__(self, reason: str, answer: Body | None = None) -> None:
@@ -39,7 +39,7 @@ class CloseConnection(Exception):
 
 
 Bindings = dict[tuple[bytes, int], int]
-"""A connection's fences: (topic, partition index) -> the fence that its writes there stand behind (`writer_fence`)."""
+"""A connection's fences: (topic, partition index) -> the fence of its writes there (`writer_fence`)."""
 
 
 class Request(NamedTuple):
@@ -83,27 +83,27 @@ class Broker:
     def check_knows_cluster(self) -> None:
         """Raise CloseConnection while this broker has no lease.
 
-        Its view of topics and brokers may be outdated then. For APIs without an error that sends clients elsewhere;
-        Metadata has a better answer (`apis.describe`).
+        Its view of topics and brokers may be outdated. For APIs without an error that redirects clients; Metadata has a
+        better answer (`apis.describe`).
         """
         if not self.replica_manager.holds_lease:
             raise CloseConnection("this broker has no lease: others know better what the cluster is")
 
     def current_leader(self, topic: str, partition_index: int) -> tuple[int, int]:
-        """Return (leader_id, leader_epoch) as far as known here; -1 for either that is not."""
+        """Return (leader_id, leader_epoch), each -1 if it is not known here."""
         found = self.view.topics.get(topic)
         state = self.view.state(found, partition_index) if found is not None else None
         return self.view.owner(topic, partition_index), state.leader_epoch if state is not None else -1
 
     def led(self, topic: bytes, partition_index: int) -> Partition | None:
-        """Return the partition, if this broker leads it now."""
+        """Return the partition if this broker leads it now."""
         return self.replica_manager.led(topic, partition_index)
 
     def name_topics(self, request: PartitionedRequest) -> None:
         """Fill in the names of topics that are named by id (KIP-516).
 
-        An unknown id stays; no topic has such a name. Repeat it after a wait: the topic may have been deleted, and
-        another have its name.
+        An unknown id stays; no topic has such a name. Repeat this after a wait: another topic may have the name by
+        then.
         """
         for topic in request.topics:
             found = self.view.topic_by_id(topic.wire)
@@ -112,13 +112,13 @@ class Broker:
     async def take_then(
         self, takeable: Sequence[PartitionKey], serve: Callable[[], Body | Awaitable[Body | None] | None]
     ) -> Body | None:
-        """Take partitions for at most TAKE_TIMEOUT_S, then serve the request that waits for them."""
+        """Take partitions for at most TAKE_TIMEOUT_S, then serve the waiting request."""
         await self.replica_manager.take(takeable, TAKE_TIMEOUT_S)
         result = serve()
         return await result if isinstance(result, Awaitable) else result
 
     def takeable(self, wanted: Sequence[tuple[bytes, Sequence[int]]]) -> list[PartitionKey]:
-        """List the requested partitions that are not led here but might be: take them, then serve the request."""
+        """List the requested partitions that this broker does not lead but might take."""
         partitions = self.replica_manager.partitions
         return [
             PartitionKey(topic.decode(errors="replace"), index)

@@ -42,7 +42,7 @@ else:
 _BROKER_FILE = "broker.json"
 _PARTITION_FILE = "partition.json"
 _LOG_IDS = "log-ids"
-# The mode of directories that are made here: records are for nobody else on this machine.
+# The mode of directories created here: other users of this machine may not read records.
 _OWN_USERS = 0o700
 VERSION = 2
 THREADS = 8
@@ -51,7 +51,7 @@ _logger = structlog.get_logger(__name__)
 
 
 class DataDir:
-    """An open data directory; close it last. `log_id` is its own."""
+    """An open data directory; close it last. `log_id` is the directory's own."""
 
     def __init__(self, path: Path, lock_fd: int, log_options: LogOptions, log_id: uuid.UUID) -> None:
         self.path = path
@@ -59,8 +59,8 @@ class DataDir:
         self._lock_fd = lock_fd
         self._threads = DiskThreads(THREADS, "data-dir")
         self._log_options = log_options
-        # Held from reading which log a directory holds until it is renamed: if a topic is deleted and created again
-        # at once, one thread removes the old log while another sets up the new one.
+        # Held from reading a directory's partition.json to renaming it: when a topic is recreated at once, one thread
+        # removes the old log while another creates the new one.
         self._rename_lock = threading.Lock()
         self._deleted_topics: set[str] = set()
 
@@ -68,7 +68,7 @@ class DataDir:
     def open(cls, path: Path, node_id: int, *, log_options: LogOptions | None = None) -> DataDir:
         """Lock the directory and check its owner, creating it if needed.
 
-        Raises StartupError. `log_options` are for logs that are opened without their own.
+        Raises StartupError. `log_options` apply to logs opened without their own.
         """
         lock_fd = -1
         try:
@@ -93,11 +93,11 @@ class DataDir:
         return cls(path, lock_fd, log_options or LogOptions(), log_id)
 
     async def in_thread(self, work: Callable[[], _Result]) -> _Result:
-        """Run work that blocks on the disk in a thread of this directory alone."""
+        """Run work that blocks on the disk in a thread of this directory."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def probe(self) -> None:
-        """See whether the disk works; blocks. Raises OSError."""
+        """Check that the disk works; blocks. Raises OSError."""
         probe_disk(self.path)
 
     def partition_path(self, topic: str, partition_index: int) -> Path:
@@ -112,10 +112,10 @@ class DataDir:
         *,
         is_only_replica: bool = False,
     ) -> Log:
-        """Open the partition's log; blocks while it is read through.
+        """Open the partition's log; blocks while it is read.
 
         Raises OSError, LogFailed. The log of an earlier topic of the same name is set aside, not opened. A log that
-        lacks committed records gets another id, because other replicas have more; an only replica is not opened.
+        lacks committed records gets another id, because other replicas have more; a sole replica is not opened.
         """
         directory = self.partition_path(topic, partition_index)
         identity: dict[str, object] = {"topic": topic, "partition": partition_index, "topic_id": str(topic_id)}
@@ -123,7 +123,7 @@ class DataDir:
         is_new = read_json(directory / _PARTITION_FILE) != identity
         was_here = self._id_file(topic_id, partition_index).exists()
         if is_new:
-            # Written before the log: if the log is removed, or lost in a power cut, its id shows that it was here.
+            # Written before the log: if the log is removed, or lost in a power cut, the id shows that it was here.
             self._keep_id(topic_id, partition_index, uuid.uuid4() if was_here else self.log_id)
             try:
                 self._set_up(directory, identity)
@@ -132,7 +132,7 @@ class DataDir:
                     self._id_file(topic_id, partition_index).unlink(missing_ok=True)
                 raise
         elif was_here:
-            self.log_id_of(topic_id, partition_index)  # before anything of the log is touched
+            self.log_id_of(topic_id, partition_index)  # before the log is touched
         options = options or self._log_options
         log = Log.open(directory, options=options, is_only_replica=is_only_replica)
         if is_new and options.flush != "never":
@@ -156,7 +156,7 @@ class DataDir:
             if lacks_some:
                 self._keep_id(topic_id, partition_index, uuid.uuid4())
             elif not is_new and not was_here:
-                # Its file was damaged, and removed as the error about that advises.
+                # Its file was damaged, and removed as the error message advises.
                 self._keep_id(topic_id, partition_index, self.log_id)
         except BaseException:
             log.close()
@@ -164,7 +164,7 @@ class DataDir:
         return log
 
     def log_id_of(self, topic_id: uuid.UUID, partition_index: int) -> uuid.UUID | None:
-        """Return the id of the log, None where there never was one. Raises OSError, LogFailed for a damaged file."""
+        """Return the id of the log; None if there never was one. Raises OSError, LogFailed for a damaged file."""
         path = self._id_file(topic_id, partition_index)
         kept = read_json(path)
         try:
@@ -183,7 +183,7 @@ class DataDir:
         return self.path / _LOG_IDS / f"{topic_id}-{partition_index}"
 
     def _set_up(self, directory: Path, identity: dict[str, object]) -> None:
-        """Set up the directory for this partition, whichever partition had it before. Raises OSError, LogFailed."""
+        """Create the directory for this partition, replacing an earlier one's. Raises OSError, LogFailed."""
         with self._rename_lock:
             found = read_json(directory / _PARTITION_FILE)
             if found is not None and found.get("topic") != identity["topic"]:
@@ -206,7 +206,7 @@ class DataDir:
         except OSError as error:
             shutil.rmtree(
                 directory, ignore_errors=True
-            )  # leave nothing half begun, which would look like another partition's
+            )  # leave no half-begun directory, which would look like another partition's
             raise disk_error(error, directory) from error
 
     def logs_of_others(self, topic_ids: Collection[uuid.UUID]) -> list[Path]:
@@ -220,11 +220,11 @@ class DataDir:
         return found
 
     def mark_deleted(self, topic_id: uuid.UUID) -> None:
-        """Note that the topic is deleted: its logs may be removed as soon as they are in the way."""
+        """Note that the topic is deleted: its logs may be removed when they are in the way."""
         self._deleted_topics.add(str(topic_id))
 
     def unmark_deleted(self, topic_id: uuid.UUID) -> None:
-        """Forget a deleted topic: nothing of it is left."""
+        """Forget a deleted topic without remains."""
         self._deleted_topics.discard(str(topic_id))
 
     def _rename_deleted(self, directory: Path) -> Path:
@@ -232,7 +232,7 @@ class DataDir:
         return directory.rename(self.path / f"#deleted-{uuid.uuid4()}")
 
     def delete_log(self, topic: str, partition_index: int, topic_id: uuid.UUID) -> None:
-        """Remove a closed log of exactly this topic, if there is one. Raises OSError."""
+        """Remove a closed log of exactly this topic, if it exists. Raises OSError."""
         directory = self.partition_path(topic, partition_index)
         renamed = None
         with self._rename_lock:
@@ -262,7 +262,7 @@ def _lock(lock_fd: int, path: Path) -> None:
 
 
 def _remove_deleted(directory: Path) -> None:
-    """Remove a deleted log; what cannot be removed is tried again at the next start, and holds nothing up."""
+    """Remove a deleted log; the next start retries failures, which block nothing."""
     try:
         shutil.rmtree(directory)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Use a disk: errors, directory names, JSON files, flush times."""
+"""Access a disk: errors, directory names, JSON files, flush times."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def disk_error(error: OSError, directory: Path) -> DiskError:
     """Convert an error of a write into `directory` to one that names its disk."""
     if isinstance(error, DiskError):
         return error
-    # A relative --data-dir does not show which disk it is on.
+    # A relative --data-dir does not show its disk.
     whole = directory.absolute()
     disk = next(parent for parent in (whole, *whole.parents) if parent.is_mount() or parent == parent.parent)
     if error.errno in _NO_ROOM:
@@ -48,14 +48,14 @@ def disk_error(error: OSError, directory: Path) -> DiskError:
 class ChangedNames:
     """A directory with changed names that may not be on the disk yet.
 
-    It holds a descriptor, so that `sync` needs none, even if the process has run out of them by then. Raises OSError.
+    It holds a descriptor, so that `sync` works even if the process has run out of them. Raises OSError.
     """
 
     def __init__(self, directory: Path) -> None:
         self._fd = -1 if sys.platform == "win32" else os.open(directory, os.O_RDONLY)
 
     def sync(self) -> None:
-        """Flush the names to the disk, where the system can."""
+        """Flush the names to the disk, if the system can."""
         if self._fd >= 0:
             os.fsync(self._fd)
 
@@ -66,7 +66,7 @@ class ChangedNames:
 
 
 def sync_directory(directory: Path) -> None:
-    """Flush the names in `directory` to the disk, where the system can; blocks. Raises OSError."""
+    """Flush the names in `directory` to the disk, if the system can; blocks. Raises OSError."""
     names = ChangedNames(directory)
     try:
         names.sync()
@@ -75,7 +75,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def read_file(path: Path) -> bytes | None:
-    """Read a file; None where there is none. Raises OSError."""
+    """Read a file; None if it does not exist. Raises OSError."""
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -85,7 +85,7 @@ def read_file(path: Path) -> bytes | None:
 
 
 def read_json(path: Path) -> dict[str, object] | None:
-    """Read a JSON object; None where there is no file. Raises OSError, also for a damaged file."""
+    """Read a JSON object; None if there is no file. Raises OSError, also for a damaged file."""
     content = read_file(path)
     if content is None:
         return None
@@ -107,7 +107,7 @@ def write_file(path: Path, content: bytes, replacing: AbstractContextManager[obj
     """Replace the file in one step.
 
     A reader finds the old file or the new one, also after a power cut. The step happens inside `replacing`, which may
-    cancel it by raising. Raises OSError; then the old file is in place and no other file is left.
+    cancel it by raising. On OSError the old file is in place and no other file is left.
     """
     # A unique name: two threads may write the same file at once.
     scratch = path.with_name(f"{path.name}.{uuid.uuid4().hex}{_SCRATCH}")
@@ -123,12 +123,12 @@ def write_file(path: Path, content: bytes, replacing: AbstractContextManager[obj
         raise
 
 
-# As much as the largest batch: a disk without room for it does not work.
+# As large as the largest batch: a disk without room for it does not work.
 _PROBE_BYTES = 1 << 20
 
 
 def probe_disk(directory: Path) -> None:
-    """Write, flush and read a file in `directory`, as logs are, and remove it; blocks. Raises OSError."""
+    """Write, flush, read and remove a file in `directory`, as with logs; blocks. Raises OSError."""
     path = directory / f"probe{_SCRATCH}"
     try:
         with path.open("w+b", buffering=0) as file:
@@ -146,7 +146,7 @@ def probe_disk(directory: Path) -> None:
 
 
 def remove_scratch_files(directory: Path) -> None:
-    """Remove the files that a broker left when it was killed while writing. Raises OSError."""
+    """Remove the unfinished files of a broker that was killed. Raises OSError."""
     for leftover in directory.glob(f"*{_SCRATCH}"):
         leftover.unlink(missing_ok=True)
 
@@ -156,7 +156,7 @@ FLUSH_BOUNDS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5
 
 
 class FlushTimes:
-    """Counts flushes by their duration, failed ones too, from any thread."""
+    """Counts flushes by their duration, including failed ones, from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -165,7 +165,7 @@ class FlushTimes:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Measure how long the `with` block takes."""
+        """Measure the duration of the `with` block."""
         began = time.monotonic()
         try:
             yield

@@ -1,7 +1,7 @@
 """Threads that wait for a disk, which may hang for ever.
 
-A disk that hangs holds as many threads as a pool has, and no more; the rest of the work waits, and is cancelled at the
-shutdown. The threads are daemons: unlike those of a ThreadPoolExecutor, they do not keep the process from ending.
+A disk that hangs holds at most the threads of the pool; further work waits, and is cancelled at shutdown. The threads
+are daemons: unlike those of a ThreadPoolExecutor, they do not keep the process from ending.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class DiskThreads(Executor):
-    """Up to `count` threads, started as they are needed."""
+    """Up to `count` threads, started on demand."""
 
     def __init__(self, count: int, name: str) -> None:
         self._count = count
@@ -50,11 +50,11 @@ class DiskThreads(Executor):
                     future.set_result(result)
             with self._lock:
                 self._unfinished -= 1
-            # What is kept here until the next work would keep a closed log.
+            # References kept until the next work would keep a closed log.
             del item, future, work
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = True) -> None:
-        """Cancel what has not begun. Nothing is waited for, whatever the arguments."""
+        """Cancel work that has not begun. Never waits, whatever the arguments."""
         with self._lock:
             self._is_shut_down = True
             try:

@@ -1,4 +1,4 @@
-"""Tell whether a disk fault under this broker's replicas lasts, and whether the disk works.
+"""Detect lasting disk faults of this broker's replicas, and check whether the disk works.
 
 States of the disk
   well      no replica is in trouble, or the last probe succeeded
@@ -10,10 +10,9 @@ has failed. That is a fault of this replica once it has lasted for the patience:
 partition. While the disk is failing, it is a fault of all replicas.
 
 Invariants
-1. One probe runs at a time, in a thread of its own. So a disk that hangs holds one thread, and nothing waits for it.
+1. One probe runs at a time, in a thread of its own. So a disk that hangs holds one thread, and no code waits for it.
 2. A replica without trouble at one look has none: trouble that passes is no fault, however often it comes.
-3. A broker that has given a partition up stands back for it for STANDS_BACK_S seconds, and while the disk is failing:
-   others take it meanwhile.
+3. A broker that has given up a partition lets others take it for STANDS_BACK_S seconds, and while the disk is failing.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _logger = structlog.get_logger(__name__)
 
 
 class DiskTrouble(NamedTuple):
-    """What is wrong with a replica's disk; `flush` is the number of a flush under way."""
+    """The fault of a replica's disk; `flush` is the number of a running flush."""
 
     reason: str
     flush: int = 0
@@ -49,9 +48,9 @@ class WatchedReplica(Protocol):
 
 
 class DiskWatch:
-    """Looks at the replicas that `restless` yields, whenever `look` is called: LOOKS times in `patience_s` seconds.
+    """Checks the replicas that `restless` yields at each call of `look`: LOOKS times in `patience_s` seconds.
 
-    Those are all whose disk may be in trouble.
+    These are all replicas whose disk may be in trouble.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class DiskWatch:
     ) -> None:
         """`probe` raises OSError if the disk does not work; it may hang.
 
-        `on_mended` is called when a replica that could not be read or written can be again.
+        `on_mended` is called when a replica becomes readable or writable again.
         """
         self.failure = ""
         self.interval_s = patience_s / LOOKS
@@ -79,7 +78,7 @@ class DiskWatch:
         self._given_up: dict[PartitionKey, float] = {}
 
     def look(self) -> None:
-        """Note the troubles, and begin a probe where one is due."""
+        """Record the troubles, and begin a probe if one is due."""
         now = asyncio.get_running_loop().time()
         before, self._troubles = self._troubles, {}
         is_mended = False
@@ -88,7 +87,7 @@ class DiskWatch:
             if trouble is not None:
                 known = before.get(replica)
                 self._troubles[replica] = known if known is not None and known[0] == trouble else (trouble, now)
-            # A replica that was opened again brings a failed read with it, which no look has seen.
+            # A reopened replica may bring along a failed read, which no look has seen.
             is_mended |= failed and trouble is None
         if is_mended or any(each not in self._troubles and not trouble.flush for each, (trouble, _) in before.items()):
             self._on_mended()
@@ -121,11 +120,11 @@ class DiskWatch:
 
     @property
     def has_faults(self) -> bool:
-        """Whether `fault_of` may find one in any replica."""
+        """Whether `fault_of` may find a fault in any replica."""
         return bool(self.failure or self._troubles)
 
     def fault_of(self, replica: WatchedReplica) -> str:
-        """Return the fault of the replica's disk; empty where there is none."""
+        """Return the fault of the replica's disk, or an empty string."""
         now = asyncio.get_running_loop().time()
         if self.failure and now - self._failing_since >= self._patience_s / 2:
             return self.failure
@@ -133,11 +132,11 @@ class DiskWatch:
         return trouble.reason if trouble is not None and now - since >= self._patience_s else ""
 
     def gave_up(self, key: PartitionKey) -> None:
-        """Note that the partition is given up for a fault of its disk."""
+        """Note that the partition is given up for a disk fault."""
         self._given_up[key] = asyncio.get_running_loop().time() + STANDS_BACK_S
 
     def stands_back(self, key: PartitionKey) -> bool:
-        """Return whether others are to take this partition before this broker does."""
+        """Return whether others should take this partition before this broker does."""
         return bool(self.failure) or self._given_up.get(key, 0.0) > asyncio.get_running_loop().time()
 
     def close(self) -> None:

@@ -2,10 +2,10 @@
 
 The candidates are the members of the partition's ISR. They hold all records acknowledged with acks=all. A member is a
 log, not a broker: a broker that has opened another log is no member, which the replica manager checks. Without a state
-there is no candidate: the state is lost, and with it who has records.
+there is no candidate: it is unknown which logs have the records.
 
-The candidate that comes first in the replica list takes the partition first, so that the preferred replica leads. The
-others follow with a delay, in case it cannot.
+The first candidate in the replica list takes the partition first, so that the preferred replica leads. The others
+follow with a delay, in case it cannot.
 
 States of a partition in `ElectionQueue`
   (none)    it is not waited for
@@ -15,11 +15,10 @@ A partition is orphaned if this broker saw its owner go.
 
 Invariants
 1. The candidate at place n among the live ones waits n times CANDIDATE_DELAY_S; n times UNWRITTEN_DELAY_S for a
-   partition that was never led. So brokers that see the same try one at a time.
-   A broker whose disk fails comes after all others, _FAILING_DISK_PLACES later for each replica: it takes what nobody
-   else does.
+   partition that was never led. So brokers that see the same try one at a time. A broker whose disk fails comes after
+   all others, _FAILING_DISK_PLACES later for each replica: it takes only what no other broker does.
 2. For START_GRACE_S after a broker starts, dead candidates keep their places, so that a cluster that starts as a whole
-   gets its leaders back where they were. Orphaned partitions are excepted: their owner is known to have gone.
+   gets its leaders back where they were. Orphaned partitions are exempt: their owner is known to be gone.
 3. Each partition has at most one timer; `close` cancels them all.
 
 Rebalance
@@ -48,19 +47,19 @@ NOT_A_CANDIDATE = -1
 CANDIDATE_DELAY_S = 0.25
 # A partition that was never led is left to its first replica: that broker lives, and may have thousands more to take.
 UNWRITTEN_DELAY_S = 10.0
-# A broker whose disk fails comes after so many places for each replica.
+# A broker whose disk fails comes after this many places for each replica.
 _FAILING_DISK_PLACES = 4
 START_GRACE_S = 2.0
 
 
 def is_in_sync(view: ClusterView, topic: Topic, partition_index: int, replica: ReplicaKey) -> bool:
-    """Return whether this log holds all committed records: it is in the ISR."""
+    """Return whether this log has all committed records: it is in the ISR."""
     state = view.state(topic, partition_index)
     return state is not None and replica in state.isr
 
 
 def was_led(view: ClusterView, topic: Topic, partition_index: int) -> bool:
-    """Return whether the partition ever had a leader, as far as etcd knows."""
+    """Return whether the partition ever had a leader, according to etcd."""
     state = view.state(topic, partition_index)
     return state is not None and state.leader_epoch >= 0
 
@@ -78,7 +77,7 @@ def candidate_place(view: ClusterView, topic: Topic, partition_index: int, node_
 
 
 class ElectionQueue:
-    """Times when this broker takes partitions. `look_again` is called for a partition that may be due by then."""
+    """Schedules when this broker takes partitions. `look_again` is called for a partition that may be due by then."""
 
     def __init__(self, view: ClusterView, node_id: int, look_again: Callable[[PartitionKey], None]) -> None:
         self._view = view
@@ -98,11 +97,11 @@ class ElectionQueue:
         self._orphaned.add(key)
 
     def done(self, key: PartitionKey) -> None:
-        """Forget that the partition is due: it was tried, has an owner, or is gone."""
+        """Forget that the partition is due: it was tried, is owned, or is gone."""
         self._due.discard(key)
 
     def owned(self, key: PartitionKey) -> None:
-        """Stop waiting for a partition: it has an owner, or is gone."""
+        """Stop waiting for a partition: it is owned or gone."""
         self._orphaned.discard(key)
         self._due.discard(key)
         timer = self._queued.pop(key, None)
@@ -143,8 +142,8 @@ class ElectionQueue:
 
 
 HAND_OVER_TIMEOUT_S = 2.0
-# As many as their first replica takes at once (`replica_manager.CONCURRENT_WORKS`): if it took longer than
-# CANDIDATE_DELAY_S, another candidate would lead, and give the partition back in turn.
+# As many as their first replica takes at once (`replica_manager.CONCURRENT_WORKS`): beyond CANDIDATE_DELAY_S another
+# candidate would lead, and give the partition back in turn.
 HAND_OVER_BATCH = 16
 _POLL_S = 0.01
 
@@ -163,12 +162,12 @@ class LeaderRebalance:
         self._led = led
         self._after_s = after_s
         self._since: dict[PartitionKey, float] = {}
-        # The last batch, and when it was given up.
+        # The last batch, and the time of its hand-over.
         self._given: list[PartitionKey] = []
         self._given_at = float("-inf")
 
     def begun(self, key: PartitionKey) -> None:
-        """Note that the partition is led from now on, or start its time anew."""
+        """Start, or restart, the time of this broker as leader."""
         self._since[key] = asyncio.get_running_loop().time()
 
     def ended(self, key: PartitionKey) -> None:
@@ -177,7 +176,7 @@ class LeaderRebalance:
     def next_batch(self) -> list[PartitionKey]:
         """Return at most HAND_OVER_BATCH partitions to be given up: their first replica is another broker and in sync.
 
-        None while one of the last batch has no owner, for at most `after_s`: those who take them are busy.
+        None while one of the last batch has no owner, for at most `after_s`: the brokers that take them are busy.
         """
         now = asyncio.get_running_loop().time()
         is_busy = any(key.topic in self._view.topics and self._view.ownership(*key) is None for key in self._given)
@@ -191,7 +190,7 @@ class LeaderRebalance:
         return self._given
 
     def _stays(self, key: PartitionKey) -> bool:
-        """Return whether this broker is the first replica: which that is does not change while it leads."""
+        """Return whether this broker is the first replica, which does not change while it leads."""
         topic = self._view.topics.get(key.topic)
         return topic is not None and topic.replicas[key.partition_index][0] == self._node_id
 
@@ -205,7 +204,7 @@ class LeaderRebalance:
     async def prepare(self, key: PartitionKey, is_stopping: Callable[[], bool]) -> bool:
         """Refuse writes until the followers have all records.
 
-        False if that takes too long or the broker stops. If it takes too long, the partition is led as before.
+        False if that takes too long or the broker stops. After a timeout, this broker continues to lead.
         """
         partition = self._led.get((key.topic.encode(), key.partition_index))
         if partition is None:
@@ -218,7 +217,7 @@ class LeaderRebalance:
         return there and not is_stopping()
 
     async def wait_for_followers(self, partitions: Iterable[Partition], timeout_s: float) -> bool:
-        """Wait until live in-sync followers have reached the ends of these logs; False if they do not in time."""
+        """Wait until live in-sync followers have reached the ends of these logs; False after the timeout."""
         waited_for = list(partitions)
         return await _until(lambda: not any(map(self._is_ahead, waited_for)), timeout_s)
 

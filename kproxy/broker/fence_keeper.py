@@ -12,8 +12,8 @@ Invariants
    mod_revision, so that nothing is put for a deleted topic; and by the fence key's mod_revision, so that a late
    transaction changes nothing that came after it.
 2. Success is answered only by a partition that still leads and has the fence in memory.
-3. A fence above etcd's revision belongs to no grant: it is from a history that is gone, and would shut out every writer
-   in this one.
+3. A fence above etcd's revision belongs to no grant: it comes from a lost history, and would lock out every current
+   writer.
 4. One transaction of a partition runs at a time, and at most CONCURRENT_FENCES of all.
 """
 
@@ -44,9 +44,9 @@ from kproxy_codec import error_codes
 from kproxy_codec.own import NO_FENCE, BoundFence, FenceBinding
 
 CONCURRENT_FENCES = 16
-# One connection's limit, so that others get their share.
+# The limit of one connection, so that others get their share.
 CONCURRENT_OF_A_REQUEST = 8
-# Each attempt may find what an earlier one without an answer has put.
+# Each attempt may find the put of an earlier one whose answer was lost.
 ATTEMPTS = 4
 _logger = structlog.get_logger(__name__)
 
@@ -72,7 +72,7 @@ class FenceKeeper:
             self._latest = 0
 
     def at_once(self, partition: Partition, asked: FenceBinding) -> BoundFence | None:
-        """Answer from memory; None where etcd has to keep the fence first."""
+        """Answer from memory; None if etcd must keep the fence first."""
         if not partition.takes_writes():
             return _answer(partition, asked, error_codes.NOT_LEADER_OR_FOLLOWER)
         comparison = partition.writers.compare(asked.fence, is_released=asked.is_released)
@@ -84,7 +84,7 @@ class FenceKeeper:
     async def settle_all(self, asked: Sequence[tuple[Partition, FenceBinding]], timeout_s: float) -> list[BoundFence]:
         """Answer each request; 7 REQUEST_TIMED_OUT if it takes too long.
 
-        The next request finds out what etcd did.
+        The next request finds out the result.
         """
         answers = [_answer(*each, error_codes.REQUEST_TIMED_OUT) for each in asked]
         waiting = deque(enumerate(asked))
@@ -103,7 +103,7 @@ class FenceKeeper:
     async def settle(self, partition: Partition, asked: FenceBinding) -> BoundFence:
         """Answer one request, once etcd keeps its fence.
 
-        15 COORDINATOR_NOT_AVAILABLE: etcd did not keep it. 7 REQUEST_TIMED_OUT: it is unknown whether it did.
+        15 COORDINATOR_NOT_AVAILABLE: etcd did not keep it. 7 REQUEST_TIMED_OUT: the result is unknown.
         """
         turn = self._turns.setdefault(partition, asyncio.Lock())
         async with turn:
@@ -125,7 +125,7 @@ class FenceKeeper:
         return _answer(partition, asked, error_codes.COORDINATOR_NOT_AVAILABLE)
 
     async def _keep(self, partition: Partition, asked: FenceBinding) -> int:
-        """Put the fence, or learn what etcd keeps; NONE: compare anew. Raises EtcdError, ValueError."""
+        """Put the fence, or read the one in etcd; NONE: compare again. Raises EtcdError, ValueError."""
         keys = self._view.keys
         place = partition.topic, partition.partition_index
         topic = self._view.topics.get(partition.topic)
@@ -159,7 +159,7 @@ class FenceKeeper:
             return error_codes.NOT_LEADER_OR_FOLLOWER
         if not topic_kvs or topic_kvs[0].mod_revision != topic.mod_revision:
             return error_codes.UNKNOWN_TOPIC_OR_PARTITION
-        # The lease is ours, so we put it ourselves, without an answer.
+        # The lease is ours, so this broker put it itself, without an answer.
         partition.writers.keep(kept_fence(fence_kvs, partition.topic_id))
         return error_codes.NONE
 

@@ -5,11 +5,11 @@ States of a replica
   open     in `hosted`: it follows a broker or nobody, or is led (kproxy.broker.replica_manager)
 
 Invariants
-1. What a replica has obeyed, and a read of it that failed, outlive its closing: opened again, it obeys no lower epoch,
-   and does not pass for readable.
-2. A follower follows the holder of the lease key, in the epoch of the stored state; nobody while the key is absent or
-   this broker's own.
-3. Each reason why a log cannot be opened is logged once, with the way out.
+1. A replica's obeyed leadership and its failed read outlive its closing: when reopened, it obeys no lower epoch, and
+   does not count as readable.
+2. A follower follows the holder of the lease key, in the epoch of the stored state; it follows no broker while the key
+   is absent or this broker's own.
+3. Each reason why a log cannot be opened is logged once, with the remedy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kproxy.broker.partition import Partition, ReplicaSettings, Unreadable
 from kproxy.broker.replication.partition_replication import NO_LEADER, Role
 from kproxy.broker.segment import LogFailed
 
-# Stop the broker first: a starting broker knows that a log is missing, and does not lead without it.
+# Stop the broker first: a starting broker notices that a log is missing, and does not lead without it.
 _WAY_OUT = "stop the broker, move the directory elsewhere, start it: what other replicas have is fetched from them"
 _ONLY_REPLICA_WAY_OUT = (
     "stop the broker, put back what is damaged or missing, start it; or, to accept the loss, stop the broker, remove "
@@ -42,7 +42,7 @@ _logger = structlog.get_logger(__name__)
 
 
 class HostedReplicas:
-    """The open replicas, by (topic name as bytes, partition index): open, close, point at their leaders.
+    """The open replicas, by (topic name as bytes, partition index): open, close, attach to their leaders.
 
     `on_leaders_changed` is called when a follower gets another leader, and when a replica is opened or closed.
     """
@@ -56,7 +56,7 @@ class HostedReplicas:
         on_leaders_changed: Callable[[PartitionKey], None] = lambda _: None,
     ) -> None:
         self.hosted: dict[tuple[bytes, int], Partition] = {}
-        # Leaderships of closed replicas that are not on the disk yet.
+        # Leaderships of closed replicas that are not yet on the disk.
         self._obeyed: dict[tuple[uuid.UUID, int], Leadership] = {}
         self._unreadable: dict[tuple[uuid.UUID, int], Unreadable] = {}
         # The reason, as logged.
@@ -76,12 +76,12 @@ class HostedReplicas:
         return len(self._not_opened)
 
     def hosted_keys(self) -> Iterator[PartitionKey]:
-        """Iterate over the replicas open now; they may be closed meanwhile."""
+        """Iterate over the open replicas; they may be closed meanwhile."""
         for topic, partition_index in list(self.hosted):
             yield PartitionKey(topic.decode(), partition_index)
 
     async def open(self, key: PartitionKey, topic: Topic) -> Partition | None:
-        """Return the replica, opened if it is not; None where its log cannot be opened."""
+        """Return the replica, opening it if needed; None if its log cannot be opened."""
         partition = self.get(key)
         if partition is not None:
             return partition
@@ -108,7 +108,7 @@ class HostedReplicas:
         return partition
 
     def _log_not_opened(self, key: PartitionKey, topic: Topic, reason: str) -> None:
-        """Log each reason once: every sweep tries again."""
+        """Log each reason once, as every sweep retries."""
         identity = topic.topic_id, key.partition_index
         if self._not_opened.get(identity) != reason:
             self._not_opened[identity] = reason
@@ -130,7 +130,7 @@ class HostedReplicas:
         return log, log_id
 
     def _log_if_replaced(self, key: PartitionKey, topic: Topic, partition: Partition) -> None:
-        """Log that etcd lists another log of this broker as in sync: the records of that log are not here."""
+        """Log that etcd lists another log of this broker as in sync, whose records are not here."""
         state = self._view.state(topic, key.partition_index)
         if state is not None and self._node_id in state.in_sync and partition.replica not in state.isr:
             others = sorted(set(state.in_sync) - {self._node_id})

@@ -12,10 +12,10 @@
     {prefix}/refbroker/replication-secret               the secret that brokers share (replication.authentication)
     {prefix}/producer-ids                               decimal: the first producer id not assigned yet
 
-`replicas[p]` are the brokers that keep partition p; the first of them that can takes it. A state or fence with another
+`replicas[p]` are the brokers that keep partition p; the first one that can takes it. A state or fence with another
 topic_id belongs to an earlier topic of the same name and counts as absent. Unreadable values raise ValueError.
 
-The states of a topic are created with it (`topics`), in leader epoch -1, which nobody has led in.
+The states of a topic are created with it (`topics`), in leader epoch -1, which never had a leader.
 
 A log id names the contents of one disk (KIP-858's directory ids, KIP-853's replica keys).
 """
@@ -33,7 +33,7 @@ STATE_VERSION = 2
 
 
 class TopicValue(msgspec.Struct, frozen=True):
-    """One topic as created; it never changes. All partitions have equally many replicas."""
+    """One topic as created; it never changes. All its partitions have the same number of replicas."""
 
     topic_id: uuid.UUID
     replicas: list[list[int]]
@@ -41,14 +41,14 @@ class TopicValue(msgspec.Struct, frozen=True):
 
 
 class ReplicaKey(NamedTuple):
-    """One log of a partition: its broker, and the id of what is on its disk."""
+    """One log of a partition: its broker, and the id of the disk's contents."""
 
     node_id: int
     log_id: uuid.UUID
 
     @classmethod
     def parse(cls, text: str) -> ReplicaKey:
-        """Parse what `str` makes of a key. Raises ValueError."""
+        """Parse the `str` form of a key. Raises ValueError."""
         node_id, _, log_id = text.partition("/")
         key = cls(parse_node_id(node_id), uuid.UUID(log_id))
         if str(key) != text:
@@ -65,7 +65,7 @@ def node_ids(replicas: Iterable[ReplicaKey]) -> list[int]:
 
 
 class StateValue(msgspec.Struct, frozen=True):
-    """The state of a partition that outlives its owner. Absent: it is lost, and nobody may lead."""
+    """The state of a partition that outlives its owner. If absent, it is lost, and no broker may lead."""
 
     leader_epoch: int
     isr: list[ReplicaKey]
@@ -74,7 +74,7 @@ class StateValue(msgspec.Struct, frozen=True):
 
 
 class FenceValue(msgspec.Struct, frozen=True):
-    """The fence of a partition's writers (`writer_fence`). Absent: the partition was never claimed."""
+    """The fence of a partition's writers (`writer_fence`). If absent, the partition was never claimed."""
 
     fence: int
     is_owned: bool
@@ -106,7 +106,7 @@ def decode_value(data: bytes, kind: type[_Value]) -> _Value:
 
 
 def encode_value(value: TopicValue | StateValue | FenceValue | BrokerValue) -> bytes:
-    """Encode a value as it is stored in etcd."""
+    """Encode a value for etcd."""
     return msgspec.json.encode(value)
 
 

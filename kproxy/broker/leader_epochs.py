@@ -6,9 +6,9 @@ State: entries (leader epoch, start offset), both rising. An epoch reaches from 
 one to the log's end.
 
 Invariants
-1. No two entries have the same epoch or the same start offset: an epoch that wrote nothing leaves no entry once the
-   next one begins at the same offset.
-2. Only retention moves an entry: the log's first entry begins where the log begins.
+1. No two entries have the same epoch or start offset: an epoch without records loses its entry once the next one begins
+   at the same offset.
+2. Only retention moves an entry: the first entry begins at the log's start.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Leadership(NamedTuple):
     """One broker's time as leader.
 
     Its leader epoch, and the create revision of the lease key that it held. They rise together, so either tells which
-    leadership is newer. But an etcd restored from a snapshot counts revisions from lower numbers again; the epoch
-    compares first, because the logs confirm it.
+    leadership is newer. But after a restore from a snapshot etcd repeats revisions; so the epoch compares first,
+    because the logs confirm it.
     """
 
     leader_epoch: int
@@ -53,15 +53,15 @@ class LeaderEpochs:
 
     @property
     def latest(self) -> int:
-        """The last assigned epoch; NO_LEADER_EPOCH where there is none."""
-        last = self._epochs[-1:]  # in one step: another thread may read while this one truncates
+        """The last assigned epoch, or NO_LEADER_EPOCH."""
+        last = self._epochs[-1:]  # In one step: another thread may read while this one truncates.
         return last[0] if last else NO_LEADER_EPOCH
 
     def assign(self, leader_epoch: int, start_offset: int) -> None:
-        """Assign `leader_epoch` to everything written from `start_offset` on.
+        """Assign `leader_epoch` to all records from `start_offset` on.
 
-        Nothing changes if it has that epoch already. Epochs that began at or above `start_offset` wrote nothing and are
-        forgotten. Raises ValueError if the epoch is lower than one that did write: that happens in no leader's log.
+        Has no effect if they have that epoch already. Epochs that began at or above `start_offset` wrote no records and
+        are forgotten. Raises ValueError if the epoch is lower than one with records: no leader's log has that.
         """
         if self._epochs and self._epochs[-1] == leader_epoch and self._start_offsets[-1] <= start_offset:
             return
@@ -80,7 +80,7 @@ class LeaderEpochs:
     def end_offset_for(self, leader_epoch: int, log_end_offset: int) -> EpochEnd:
         """Return the largest known epoch not above `leader_epoch`, and its end.
 
-        The end is the offset behind it (KIP-279); -1 and -1 where there is none.
+        The end is the offset after it (KIP-279); -1 and -1 if there is none.
         """
         entry = bisect_right(self._epochs, leader_epoch) - 1
         if entry < 0:

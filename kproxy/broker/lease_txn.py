@@ -1,17 +1,17 @@
 """The etcd transactions that take and release a partition's lease key.
 
 Take: if the lease key is absent, and the state and the topic are unchanged since the decision, put the lease key on the
-broker's lease, and the state with the next leader epoch and the same ISR. All or nothing: no partition has an owner
-without a state, no two brokers both believe that they took it, and no broker takes it after it has left the ISR. The
-same transaction reads the writers' fence. The fence changes only under the lease key that is put, so the new leader
+broker's lease, and the state with the next leader epoch and the same ISR. It is atomic: no partition has an owner
+without a state, no two brokers both believe that they took it, and no broker takes it after leaving the ISR. The same
+transaction reads the writers' fence. The fence changes only under the lease key of this transaction, so the new leader
 knows the highest one.
 
 Release: delete the lease key, so that another broker can take the partition.
 
 Invariants of a release
-1. It deletes only the key that was this broker's: the guard names its create revision.
-2. Until etcd confirms the deletion the partition is not taken again: a deletion applied late would let another broker
-   lead beside this one.
+1. It deletes only this broker's key: the guard names its create revision.
+2. Until etcd confirms the deletion, this broker does not take the partition again: a late deletion would let another
+   broker lead too.
 3. At most CONCURRENT_RELEASES run at a time.
 """
 
@@ -68,7 +68,7 @@ class Taken(NamedTuple):
 
 
 def kept_fence(kvs: Sequence[KeyValue], topic_id: uuid.UUID) -> KeptFence:
-    """Decode what a read of a fence key found; an earlier topic's fence does not count. Raises ValueError."""
+    """Decode a fence key as read; an earlier topic's fence does not count. Raises ValueError."""
     if not kvs:
         return KeptFence()
     value = decode_value(kvs[0].value, FenceValue)
@@ -95,7 +95,7 @@ class TakeOver:
         """Take the partition with `state`; None if it is not available.
 
         An earlier attempt without an answer may have taken it; then return its result. `stored_revision` is the
-        mod_revision of the stored state, 0 where there is none. `known_epoch` is the last leader epoch that this broker
+        mod_revision of the stored state, 0 if there is none. `known_epoch` is the last leader epoch that this broker
         led or followed in. Raises EtcdError; ValueError for an unreadable state or fence.
         """
         value = encode_value(state)
@@ -124,9 +124,9 @@ class TakeOver:
         return await self._begin_epoch(lease_id, lease_kvs[0], found, state.leader_epoch)
 
     async def _begin_epoch(self, lease_id: int, lease: KeyValue, found: Taken, leader_epoch: int) -> Taken | None:
-        """Begin another epoch under a lease key that this broker led under before.
+        """Begin another epoch under a lease key with which this broker led before.
 
-        Nobody may lead twice in one epoch.
+        No broker may lead twice in one epoch.
         """
         state = StateValue(leader_epoch, found.state.isr, found.state.topic_id)
         value = encode_value(state)
@@ -163,7 +163,7 @@ class TakeOver:
 class LeaseReleases:
     """Deletes this broker's partition lease keys.
 
-    `under_way` has the keys whose deletion etcd has not confirmed. `is_current` tells whether a fence is still the
+    `under_way` has the keys whose deletion etcd has not confirmed. `is_current` returns whether a fence is still the
     broker's and the broker is not stopping.
     """
 
@@ -175,7 +175,7 @@ class LeaseReleases:
         self._slots = asyncio.Semaphore(CONCURRENT_RELEASES)
 
     async def release(self, key: PartitionKey, revision: int, fence: LeaseFence) -> None:
-        """Delete the key created at `revision`; retry for as long as its lease is this broker's."""
+        """Delete the key created at `revision`; retry while its lease is this broker's."""
         if key in self.under_way:
             return
         lease_key = self._keys.lease(*key)

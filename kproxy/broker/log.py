@@ -12,20 +12,20 @@ Invariants
 1. log_start_offset <= every offset in the log < log_end_offset; the next batch gets log_end_offset. There is no gap.
 2. Bytes are appended only behind the last whole batch, and appended bytes never change. Bytes are removed in whole
    batches from the end (`truncate_to`), in whole segments from the start (retention), or all at once.
-3. Opening reads every batch that the files of `snapshot` do not tell of, up to the first damage: a bad batch, or a gap
+3. Opening reads every batch that the files of `snapshot` do not cover, up to the first damage: a bad batch, or a gap
    between segments. The recovery point is the high watermark of the last checkpoint. From there on, a killed process or
    a power cut may leave damage, also in the middle of the log, because a segment begins before the one before it is on
    the disk: the log is cut off at the damage, and what follows is removed. Damage below the recovery point is
-   LogCorrupt: those offsets were assigned and committed. So is, for an only replica, an end below it.
+   LogCorrupt: those offsets were assigned and committed. The same holds for a sole replica that ends below it.
 4. Only the process that opened the log writes to it (the data directory is locked).
 5. `producers` and `leader_epochs` follow from the batches in the log, and from the epoch that a leader assigned at its
    end. Producers from a snapshot may have written what retention has removed since.
 6. One thread works on a log and never waits for the disk. `flush` and `checkpoint` wait, in other threads, one of each
    at a time; `close` waits for neither.
 7. All below `flushed_offset` is on the disk, names of segments included, unless it has been removed. The names of
-   segments from the recovery point on count as not there when a log is opened.
+   segments from the recovery point on do not count when a log is opened.
 8. Removing from the start leaves at least one segment whose name is on the disk, unless `flush` is never: a directory
-   without segments would be taken for a log that begins at 0.
+   without segments would look like a log that begins at 0.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class LogCorrupt(LogFailed):
 class Log:
     """One partition's batches on disk.
 
-    Every method may block on the page cache. `flush` and `checkpoint` also wait for the disk, and `open` reads what no
-    snapshot tells of.
+    Every method may block on the page cache. `flush` and `checkpoint` also wait for the disk, and `open` reads all that
+    no snapshot covers.
     """
 
     def __init__(self, directory: Path, segments: list[Segment], options: LogOptions) -> None:
@@ -89,7 +89,7 @@ class Log:
         self._segments = segments
         self._base_offsets: list[int] = []
         self._producer_history = ProducerHistory()
-        # Where the snapshot in the file ends: the base offset and a position of its segment, and the offset.
+        # The end of the snapshot in the file: the base offset and a position of its segment, and the offset.
         self._snapshot_at = (-1, 0, -1)
         self._last_append = 0
         self._failure: Exception | None = None
@@ -98,14 +98,14 @@ class Log:
         # Segments whose names may not be on the disk: their directory, and the base offset of the first one.
         self._changed_names: ChangedNames | None = None
         self._unsynced_from = _NO_OFFSET
-        # The lowest offset at which the log was cut off since the running flush began.
+        # The lowest offset at which the log was truncated during the running flush.
         self._cut_at = _NO_OFFSET
-        # Held while a thread flushes: another one must not count bytes that the first has not flushed yet.
+        # Held while a thread flushes: another one must not count bytes that are not flushed yet.
         self._flush_lock = threading.Lock()
         self._flushes = 0
-        # Held while `flushed_offset` and what it depends on change.
+        # Held while `flushed_offset` and its inputs change.
         self._flushed_lock = threading.Lock()
-        # Held while a checkpoint is moved into place, and while the log is closed.
+        # Held while a checkpoint is put in place, and while the log is closed.
         self._close_lock = threading.Lock()
         # Held while a checkpoint is written.
         self._checkpoint_lock = threading.Lock()
@@ -115,9 +115,9 @@ class Log:
         """Open the log in `directory`, creating it if needed.
 
         `truncated_bytes` of the result is the size of a torn tail that was cut off; `high_watermark_checkpoint` and
-        `leadership` are the last ones written, 0 and NO_LEADERSHIP where there are none. With the flush policy
-        `always`, the log is flushed first. A log that lacks committed records opens unless it `is_only_replica`: no
-        other replica has them. Raises LogFailed (LogCorrupt), OSError.
+        `leadership` are the last ones written, or 0 and NO_LEADERSHIP. With the flush policy `always`, the log is
+        flushed first. A log that lacks committed records opens unless it `is_only_replica`: no other replica has them.
+        Raises LogFailed (LogCorrupt), OSError.
         """
         directory.mkdir(parents=True, exist_ok=True)
         segments: list[Segment] = []
@@ -130,7 +130,7 @@ class Log:
             if is_new:
                 log._create_segment(0)
             if log.options.flush == "always" or (is_new and log.options.flush == "interval"):
-                log.flush()  # nothing waits for the log yet
+                log.flush()  # no code waits for the log yet
         except BaseException:
             log.close()
             raise
@@ -157,7 +157,7 @@ class Log:
             raise LogCorrupt(f"{self.directory.name}: {damage}; {known}")
 
     def _recover_segments(self, recovery_point: int, is_only_replica: bool) -> None:
-        """Read the segments up to the first damage, and cut off what follows. Raises OSError, LogCorrupt."""
+        """Read the segments up to the first damage, and remove the rest. Raises OSError, LogCorrupt."""
         kept, bad_bytes, damage = 0, 0, ""
         known_to = self._adopt_snapshot(recovery_point)
 
@@ -178,7 +178,7 @@ class Log:
                 break
         last, behind = self._segments[kept - 1], self._segments[kept:]
         if damage or is_only_replica:
-            # At a batch's end nothing but the recovery point shows that a tail is missing.
+            # At a batch's end only the recovery point shows that a tail is missing.
             self._check_end(damage or f"ends at offset {last.next_offset}", last.next_offset, recovery_point)
         self.truncated_bytes = bad_bytes + sum(segment.length_in_bytes() for segment in behind)
         if bad_bytes:
@@ -197,7 +197,7 @@ class Log:
             self._note_new_name(begun_since[0])
 
     def _adopt_snapshot(self, recovery_point: int) -> int:
-        """Take over what the log's snapshot and indexes tell; return the offset up to which that is. Raises OSError."""
+        """Adopt the log's snapshot and indexes; return the offset up to which they reach. Raises OSError."""
         snapshot = read_snapshot(self.directory, recovery_point)
         if snapshot is None:
             return 0
@@ -216,7 +216,7 @@ class Log:
         return state.offset
 
     def _remove_unused(self) -> None:
-        """Remove the files that told of another log than is here, before it is written to. Raises OSError."""
+        """Remove files that describe another log, before this one is written to. Raises OSError."""
         used = {index_path(self.directory, each.base_offset) for each in self._segments if each.is_indexed}
         unused = [path for path in self.directory.glob(f"*{INDEX_SUFFIX}") if path not in used]
         path = snapshot_path(self.directory)
@@ -228,13 +228,13 @@ class Log:
             sync_directory(self.directory)
 
     def _note_batch(self, batch: RecordBatch, written_ms: int | None = None) -> None:
-        """Count a batch in the log, found there or received from a leader; written at `written_ms`, or now."""
+        """Count a batch found in the log or received from a leader; written at `written_ms`, or now."""
         self._producer_history.note_batch(batch.base_offset, batch.size_in_bytes, self.producers)
         self.leader_epochs.assign(batch.partition_leader_epoch, batch.base_offset)
         self.producers.update(batch, batch.base_offset, written_ms)
 
     def _create_segment(self, base_offset: int) -> Segment:
-        """Add a segment at the end. Raises OSError, with nothing created."""
+        """Add a segment at the end. On OSError none is created."""
         try:
             segment = Segment.create(self.directory, base_offset)
             try:
@@ -273,22 +273,22 @@ class Log:
 
     @property
     def failure(self) -> Exception | None:
-        """Why the log must be opened anew before it is used; None while it works."""
+        """The reason why the log must be reopened before use; None while it works."""
         return self._failure
 
     @property
     def is_dirty(self) -> bool:
-        """Whether `flush` would write something to the disk."""
+        """Whether `flush` would write to the disk."""
         return self._changed_names is not None or any(segment.is_dirty for segment in list(self._segments))
 
     @property
     def flush_under_way(self) -> int:
-        """The number of the flush that is under way, from 1; 0 where there is none."""
+        """The number of the running flush, from 1; 0 if there is none."""
         return self._flushes if self._flush_lock.locked() else 0
 
     @property
     def counted_end_offset(self) -> int:
-        """The end of what this replica may say it has: `flushed_offset` with the flush policy `always`."""
+        """The end that this replica may report: `flushed_offset` with the flush policy `always`."""
         return self.flushed_offset if self.options.flush == "always" else self.log_end_offset
 
     # Appending
@@ -296,9 +296,8 @@ class Log:
     def append(self, records: Buffer, batch: RecordBatch) -> None:
         """Write one batch; it already carries its offset and leader epoch.
 
-        The offset is `log_end_offset`. Raises OSError, after which the log is as it was; the message names the disk
-        that refused. Raises LogFailed, and ValueError for an epoch that goes back. The caller updates `producers` once
-        the append stands.
+        The offset is `log_end_offset`. On OSError the log is unchanged; the message names the failed disk. Raises
+        LogFailed, and ValueError for a decreasing epoch. The caller updates `producers` once the append is final.
         """
         self._check()
         leader_epoch = leader_epoch_of(records)
@@ -311,12 +310,12 @@ class Log:
     def append_replicated(self, records: Buffer) -> int:
         """Write a leader's batches from `log_end_offset`; return the new end.
 
-        A partial last batch, as a Fetch answer may have, is left out. Raises ReplicatedBatchInvalid, with nothing
-        written; OSError, with whole batches written or none; LogFailed.
+        A partial last batch, as in a Fetch answer, is left out. Raises ReplicatedBatchInvalid, with nothing written;
+        OSError, with whole batches written or none; LogFailed.
         """
         self._check()
         end_offset = self.log_end_offset
-        # An epoch that this replica assigned at the end, as leader, and that wrote nothing binds nobody.
+        # An epoch that this replica began as leader, and that wrote no records, is not binding.
         batches = check_replicated(records, end_offset, self.leader_epochs.epoch_at(end_offset - 1))
         segment_bytes, view = self.options.segment_bytes, memoryview(records)
         taken = 0
@@ -361,8 +360,7 @@ class Log:
     def truncate_to(self, offset: int) -> None:
         """Drop every batch that reaches to or above `offset`.
 
-        Raises OSError, LogFailed. An epoch that was assigned at the end and wrote nothing is dropped as well. The log
-        start offset stays.
+        Raises OSError, LogFailed. An epoch without records at the end is also dropped. The log start offset stays.
         """
         self._check()
         if offset < self.log_end_offset:
@@ -373,7 +371,7 @@ class Log:
             try:
                 self._rebuild_producers()
             except (OSError, LogFailed) as error:
-                self._failure = error  # with a part of them, a resend would become a second record
+                self._failure = error  # with only some producers, a resend would become a second record
                 raise
         self.leader_epochs.truncate_from_end(self.log_end_offset)
 
@@ -383,7 +381,7 @@ class Log:
         self._cut_off(self._last_append)
 
     def _outdate_snapshot(self) -> None:
-        """Have a stop write the snapshot again: a file that was cut off has another modification time."""
+        """Let a stop write the snapshot again: truncation changes a file's modification time."""
         self._snapshot_at = (*self._snapshot_at[:2], -1)
 
     def _cut_off(self, offset: int) -> None:
@@ -398,7 +396,7 @@ class Log:
             raise self._failed(disk_error(error, self.directory)) from error
 
     def _lower_flushed_offset(self, offset: int) -> None:
-        """Lower `flushed_offset` to where the log was cut off, whatever a running flush has seen."""
+        """Lower `flushed_offset` to the truncated end, whatever a running flush has seen."""
         with self._flushed_lock:
             self.flushed_offset = min(self.flushed_offset, offset)
             self._cut_at = min(self._cut_at, offset)
@@ -429,9 +427,9 @@ class Log:
     def remove_old_segments(self, now_ms: int, high_watermark: int) -> int:
         """Apply retention: remove old segments; return their number.
 
-        Only whole segments below the high watermark are removed. Raises OSError, LogFailed. If the last segment is old
-        enough too, a new, empty one takes its place; the old one is removed in the next round, once the new one is on
-        the disk.
+        Only whole segments below the high watermark are removed. Raises OSError, LogFailed. If the last segment is also
+        old enough, a new, empty one replaces it; the old one is removed in the next round, once the new one is on the
+        disk.
         """
         self._check()
         count = _removable_segments(self._segments, self.options, now_ms, high_watermark)
@@ -445,10 +443,10 @@ class Log:
         self._drop_first(bisect_right(self._base_offsets, offset) - 1)
 
     def _drop_first(self, count: int) -> int:
-        """Drop up to `count` of the oldest segments, but leave one whose name is on the disk; return how many."""
+        """Drop up to `count` of the oldest segments, but leave one whose name is on the disk; return the number."""
         if self.options.flush != "never":
             count = max(0, min(count, bisect_left(self._base_offsets, self._unsynced_from) - 1))
-        # One by one, the oldest first, so that an error leaves no gap.
+        # One by one, oldest first, so that an error leaves no gap.
         for _ in range(count):
             del self._base_offsets[0]
             self._delete(self._segments.pop(0))
@@ -502,9 +500,9 @@ class Log:
     # The disk
 
     def flush(self) -> None:
-        """Flush all that is in the log now to the disk.
+        """Flush the whole log to the disk.
 
-        Blocks; not for the thread that appends. Raises LogFailed: after an error it is unknown what is on the disk.
+        Blocks; not for the thread that appends. Raises LogFailed: after an error the contents of the disk are unknown.
         """
         with self._flush_lock:
             self._flushes += 1
@@ -525,7 +523,7 @@ class Log:
             finally:
                 if names is not None:
                     names.close()
-            # A log that was closed meanwhile was not flushed completely.
+            # A log closed meanwhile was not flushed completely.
             self._check()
             with self._flushed_lock:
                 self.flushed_offset = max(self.flushed_offset, min(end_offset, self._cut_at))
@@ -533,7 +531,7 @@ class Log:
                     self._unsynced_from = _NO_OFFSET
 
     def state_below(self, high_watermark: int, *, is_last: bool = False) -> LogState | None:
-        """Return the state for the next snapshot, None where none is due; `is_last` before the log is closed."""
+        """Return the state for the next snapshot, None if none is due; `is_last` before the log is closed."""
         base_offset, position, offset = self._snapshot_at
         if self.options.flush == "never":
             high_watermark = min(high_watermark, self.flushed_offset)
@@ -567,9 +565,8 @@ class Log:
     def checkpoint(self, high_watermark: int, leadership: Leadership, state: LogState | None = None) -> None:
         """Write both beside the log, and a snapshot of `state`; the leadership never goes back. Blocks.
 
-        Everything below the high watermark is flushed first. With the flush policy `never` it is not; then the
-        checkpoint has only the flushed part of the high watermark. From the checkpoint on, damage counts as a power
-        cut's. Raises OSError, LogFailed.
+        Everything below the high watermark is flushed first, except with the flush policy `never`: then the checkpoint
+        is limited to the flushed part. Damage above the checkpoint counts as a power cut's. Raises OSError, LogFailed.
         """
         with self._checkpoint_lock:
             self._check()
@@ -586,13 +583,13 @@ class Log:
                 # Last: a snapshot beyond the high watermark in the checkpoint is not used.
                 self._write_snapshots(high_watermark, state)
             except OSError as error:
-                # A log closed meanwhile may have lost its directory, which is no error of the disk.
+                # A log closed meanwhile may have lost its directory, which is not a disk error.
                 self._check()
                 raise disk_error(error, self.directory) from error
 
     @contextmanager
     def _while_open(self) -> Iterator[None]:
-        """Hold the log open: a closed log's directory may have been moved away, and another be in its place."""
+        """Keep the log open: the directory of a closed log may have been replaced."""
         with self._close_lock:
             self._check()
             yield
@@ -625,9 +622,9 @@ class Checkpoint(NamedTuple):
 
     All zeros for a log without one. The high watermark may be old, so nothing is ever truncated to it. It is also
     Kafka's recovery point: it is written only once everything below is on the disk, names of segments included, and
-    nothing below it is ever removed from the end. So damage below it is the disk's, and damage above it is what a power
-    cut leaves. The leadership is the highest one that this replica has obeyed. The leader epoch is for a log that
-    retention has emptied: it is the epoch before that log end offset.
+    nothing below it is ever removed from the end. So damage below it is the disk's fault, and damage above it may come
+    from a power cut. The leadership is the highest one that this replica has obeyed. The leader epoch serves a log that
+    retention has emptied: it is the epoch before the log end offset.
     """
 
     high_watermark: int = 0
@@ -638,7 +635,7 @@ class Checkpoint(NamedTuple):
 
 
 def _read_checkpoint(directory: Path) -> Checkpoint:
-    """Read the checkpoint in `directory`. Raises OSError, and LogFailed for a damaged one or another version."""
+    """Read the checkpoint in `directory`. Raises OSError, or LogFailed for a damaged one or another version."""
     found = read_json(directory / _CHECKPOINT_FILE)
     if found is None:
         return Checkpoint()
@@ -660,10 +657,10 @@ def write_checkpoint(directory: Path, checkpoint: Checkpoint, replacing: Abstrac
 def _removable_segments(segments: Sequence[Segment], options: LogOptions, now_ms: int, high_watermark: int) -> int:
     """Count the oldest segments that retention removes.
 
-    None of them reaches above the high watermark. The rules are those of Kafka's retention.bytes and retention.ms with
-    cleanup.policy=delete.
-    By size: while the rest is at least `retention_bytes`, and never the last segment. By time: while the largest
-    timestamp is older than `retention_ms`. `now_ms` is milliseconds since the epoch, as timestamps are.
+    None reaches above the high watermark. The rules are those of Kafka's retention.bytes and retention.ms with
+    cleanup.policy=delete. By size: while the rest is at least `retention_bytes`, and never the last segment. By time:
+    while the largest timestamp is older than `retention_ms`. `now_ms` is milliseconds since the epoch, as timestamps
+    are.
     """
     left_bytes = sum(segment.size_in_bytes for segment in segments)
     count = 0

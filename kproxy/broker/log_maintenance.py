@@ -18,16 +18,16 @@ Invariants of a LogFlusher
 
 LogMaintenance flushes logs, writes their checkpoints and applies retention periodically. A round of each kind ends
 before the next of that kind begins. Flushes and checkpoints wait for the disk, so they run in threads; retention runs
-on the event loop, between appends, and waits for no disk. A replica whose log is flushed, and its checkpoint written,
-is put to rest (`Partition.is_at_rest`), and left alone until it has changed.
+on the event loop, between appends, and waits for no disk. A replica whose log is flushed and checkpoint written is put
+to rest (`Partition.is_at_rest`), and skipped until it changes.
 
 Invariants of LogMaintenance
-1. A log that is closed or removed meanwhile is skipped: it is no error, and nothing of it is written any more.
+1. A log that is closed or removed meanwhile is skipped without an error, and never written again.
 2. A log's failure is logged once. A failed log is not flushed again, because the kernel may claim that bytes are
    written which it could not write. Moving the partition to another broker is up to `replica_manager`.
 3. A high watermark is written only once everything below it is on the disk (`Log.checkpoint`): a segment begins while
    the one before it is still being flushed, and nothing below a written high watermark is ever cut off.
-4. What fails for lack of room is retried in the next round; no round keeps the others waiting.
+4. Work that fails for lack of room is retried in the next round; no round delays the others.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ from kproxy.broker.snapshot import LogState
 CHECKPOINT_INTERVAL_S = 5.0
 THREADS = 8
 _Share = TypeVar("_Share")
-# A log, and what to write beside it: high watermark, leadership, state for a snapshot.
+# A log, and its files' contents: high watermark, leadership, state for a snapshot.
 _Wanted = tuple[Log, int, Leadership, LogState | None]
 _logger = structlog.get_logger(__name__)
 
 
 class LogFlusher:
-    """Flushes `log` in `threads`, None: the loop's own; calls `on_flushed` when more is on the disk."""
+    """Flushes `log` in `threads` (None: the loop's own); calls `on_flushed` when more is on the disk."""
 
     def __init__(self, log: Log, threads: Executor | None, on_flushed: Callable[[], None]) -> None:
         self._log = log
@@ -69,11 +69,11 @@ class LogFlusher:
 
     @property
     def is_flushing(self) -> bool:
-        """Whether a part of the log is not on the disk yet and may get there."""
+        """Whether part of the log is not on the disk yet but may get there."""
         return self._log.flushed_offset < self._log.log_end_offset and self._log.failure is None
 
     def begin(self) -> None:
-        """Flush what was appended, now or after the running flush."""
+        """Flush appended records, now or after the running flush."""
         if self._under_way is None and self.is_flushing:
             self._under_way = asyncio.get_running_loop().run_in_executor(self._threads, self._flush)
             self._under_way.add_done_callback(self._ended)
@@ -96,7 +96,7 @@ class LogFlusher:
         self._wake()
 
     async def wait(self, offset: int) -> bool:
-        """Wait until `offset` is on the disk; False if the log fails or is closed before."""
+        """Wait until `offset` is on the disk; False if the log fails or is closed first."""
         log = self._log
         while log.flushed_offset <= offset and log.failure is None:
             woken = asyncio.get_running_loop().create_future()
@@ -165,7 +165,7 @@ class LogMaintenance:
         self._now_ms = now_ms
         self._logged_failures: weakref.WeakSet[Log] = weakref.WeakSet()
         self._threads = DiskThreads(THREADS, "log-keeper")
-        # Held while the threads work, so that no two work on one log.
+        # Held while the threads work, so that only one works on a log.
         self._work_lock = asyncio.Lock()
 
     async def run(self) -> None:
@@ -176,14 +176,14 @@ class LogMaintenance:
             rounds.create_task(_every(self._retention_check_interval_s, self.remove_old_segments))
 
     def close(self) -> None:
-        """Begin nothing more. The threads end their work by themselves; a log may be closed meanwhile."""
+        """Stop beginning work. The threads finish by themselves; a log may be closed meanwhile."""
         self._threads.shutdown()
 
     async def flush(self, *, whatever_the_policy: bool = False) -> None:
-        """Flush logs with the flush policy `interval`; log which logs have failed.
+        """Flush logs with the flush policy `interval`; report failed logs.
 
         Logs with the policy `always` are flushed by their LogFlusher. With `whatever_the_policy` all logs are flushed,
-        and a flush that is under way elsewhere is waited for.
+        and running flushes are awaited.
         """
         replicas = self._hosted() if whatever_the_policy else self._restless()
         logs = [replica.log for replica in replicas if _is_usable(replica.log)]
@@ -205,7 +205,7 @@ class LogMaintenance:
     async def checkpoint(self, *, is_last: bool = False) -> None:
         """Write the high watermarks and leaderships that have changed, and snapshots of the logs.
 
-        `is_last`: nothing is appended any more; the next opening begins at the ends of the logs.
+        `is_last`: appends have ended; the next opening begins at the ends of the logs.
         """
         wanted = []
         for replica in list(self._hosted()) if is_last else self._restless():
@@ -230,7 +230,7 @@ class LogMaintenance:
                 if self._shorten(replica):
                     shortened.append(replica)
                 await asyncio.sleep(0)
-        # An empty log finds its leader epoch only in its checkpoint.
+        # An empty log has its leader epoch only in its checkpoint.
         usable = [each for each in shortened if _is_usable(each.log)]
         await self._write_checkpoints([(each.log, each.high_watermark, each.leadership, None) for each in usable])
 
@@ -253,7 +253,7 @@ class LogMaintenance:
             await self._run_in_threads(_checkpoint, wanted)
 
     async def _run_in_threads(self, work: Callable[[Sequence[_Share]], None], due: Sequence[_Share]) -> None:
-        """Share the work among the threads: a disk flushes many small files in hardly more time than one."""
+        """Share the work among the threads: a disk flushes many small files almost as fast as one."""
         loop = asyncio.get_running_loop()
         async with self._work_lock:
             shares = [due[first::THREADS] for first in range(min(THREADS, len(due)))]

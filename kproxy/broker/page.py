@@ -31,10 +31,10 @@ _Thing = TypeVar("_Thing")
 class BrokerStatus:
     """The broker's status at a moment, for its admin page.
 
-    `problem`: why clients should not be sent here, or empty. `lease_lapses`: how often the lease was renewed only after
-    it might have ended. `etcd_silent_s`: time since etcd was last heard, infinite before that.
-    `certificates`: when they end, in seconds since the epoch, by use; `handshakes`: ended TLS handshakes, by use and
-    outcome. The uses are `listener` and `replication`.
+    `problem`: the reason not to send clients here, or empty. `lease_lapses`: how often the lease was renewed only after
+    it might have ended. `etcd_silent_s`: time since etcd's last answer, infinite before the first. `certificates`: when
+    they end, in seconds since the epoch, by use; `handshakes`: ended TLS handshakes, by use and outcome. The uses are
+    `listener` and `replication`.
     """
 
     problem: str
@@ -50,7 +50,7 @@ class BrokerStatus:
 
 @dataclass(slots=True)
 class ReplicaTotals:
-    """Sums over the replicas on this broker, but for `max_lag`, in records."""
+    """Sums over the replicas on this broker, except `max_lag`, in records."""
 
     replicas: int = 0
     led: int = 0
@@ -79,7 +79,7 @@ class ReplicaTotals:
         self.under_min_isr += in_sync < replication.min_insync_replicas
         self.waiters += replication.waiting
         for told, _ in followers.values():
-            # The whole log before a follower has told anything.
+            # The whole log before a follower's first report.
             self.max_lag = max(self.max_lag, log.log_end_offset - max(told, log.log_start_offset))
 
 
@@ -142,9 +142,9 @@ class BrokerPages:
         return totals
 
     async def _leases_and_offline(self) -> tuple[int, int]:
-        """Count the leases of this broker, as etcd says, and all partitions that no live broker owns.
+        """Count the leases of this broker in etcd, and all partitions that no live broker owns.
 
-        Every broker counts the offline partitions: those whose brokers are all dead have nobody else to count them.
+        Every broker counts the offline partitions, as the brokers of some may all be dead.
         """
         held = offline = 0
         partitions = [(topic, index) for topic in self._view.topics.values() for index in range(len(topic.replicas))]

@@ -1,25 +1,25 @@
 """One replica of a partition: log, writers, leader, waiting requests.
 
-`replication.partition_replication` has the roles, their transitions and the high watermark; here they meet the log and
-the fence.
+`replication.partition_replication` has the roles, their transitions and the high watermark; this module joins them with
+the log and the fence.
 
 Invariants
 1. A batch is in a leader's log and acknowledged only if the fence was live before the write and after it. If it died in
-   between, the write is undone in the same step of the event loop, before anybody can read it.
-2. Nothing is served as leader, to clients or to followers, unless the fence is certain to live.
+   between, the write is undone in the same step of the event loop, before it can be read.
+2. A leader serves neither clients nor followers unless the fence is certain to live.
 3. Producer state is updated only by batches that are in the log.
 4. An offset is assigned once: `append_as_leader` runs on one event loop and never awaits.
 5. A follower's log changes only by the answer to its last request, from the leader it follows, in the epoch it follows
    in; any other answer is late and dropped.
-6. A replica obeys no leadership older than the newest that it has obeyed. `log_maintenance` writes that one beside the
-   log, soon but not at once: the disk would take too long when a broker fails and many partitions move.
+6. A replica obeys no leadership older than its newest. `log_maintenance` writes that one beside the log, soon but not
+   at once: the disk would be too slow when a broker fails and many partitions move.
 7. A writer that the partition's fence refuses (`writer_fence`) appends no batch, and not even its duplicates are
    answered.
 8. A follower whose leader lacks records that are committed here stops for good; `failure` says why.
 9. With `--flush always` a replica reports no record before it is on the disk: not in an answer, not in the high
    watermark, not in the follower's next fetch. A thread waits for the disk (LogFlusher).
-10. A replica at rest (`is_at_rest`) has nothing to flush or to write beside its log, and no trouble with its disk.
-    Whatever may change that ends the rest, so that nobody looks at thousands of idle replicas every second.
+10. A replica at rest (`is_at_rest`) has nothing to flush or to write beside its log, and no trouble with its disk. Any
+    change ends the rest. So thousands of idle replicas need no checks every second.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ _logger = structlog.get_logger(__name__)
 
 
 class Fence(Protocol):
-    """Tells whether the lease behind an ownership is certain to live."""
+    """Shows whether the lease behind an ownership is certain to live."""
 
     def is_live(self) -> bool: ...
 
 
 class AppendResult(NamedTuple):
-    """`base_offset` is -1 where nothing was appended; the answer waits for `last_offset`."""
+    """`base_offset` is -1 if nothing was appended; the answer waits for `last_offset`."""
 
     error_code: int
     base_offset: int = -1
@@ -70,7 +70,7 @@ class AppendResult(NamedTuple):
 
 
 class ReadResult(NamedTuple):
-    """Record batches, the last of which may be partial."""
+    """Record batches, the last one perhaps partial."""
 
     error_code: int
     records: bytes = b""
@@ -106,7 +106,7 @@ ACKS_ALL = -1
 
 
 class _NoFence:
-    """A follower's fence: it may do nothing that needs one."""
+    """A follower's fence, which is never live."""
 
     def is_live(self) -> bool:
         return False
@@ -116,7 +116,7 @@ _NO_FENCE = _NoFence()
 
 
 class Partition:
-    """A hosted replica, at first without a leader. `leadership` is the newest that it has obeyed."""
+    """A hosted replica, at first without a leader. `leadership` is the newest obeyed one."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class Partition:
         unreadable: Unreadable | None = None,
         reconciliation: Reconciliation | None = None,
     ) -> None:
-        """`log_id` names what is on the disk.
+        """`log_id` names the contents of the disk.
 
         `obeyed` is a leadership that was obeyed before and may not be on the disk, `unreadable` a read that failed
         before.
@@ -228,7 +228,7 @@ class Partition:
         self.replication.become_follower(leader_id, leader_epoch)
 
     def follow_nobody(self) -> None:
-        """Follow nobody: there is no known leader."""
+        """Follow no broker: there is no known leader."""
         if self.role is Role.FOLLOWER:
             self.replication.become_follower(NO_LEADER, self.leader_epoch)
 
@@ -238,7 +238,7 @@ class Partition:
         self._wake(self._high_watermark_waiters)
 
     def close(self) -> None:
-        """Refuse everything and close the log. May be called twice."""
+        """Refuse all requests and close the log. May be called twice."""
         self.replication.close()
         self._fence = _NO_FENCE
         self.log.close()
@@ -266,10 +266,9 @@ class Partition:
     ) -> AppendResult:
         """Append one checked batch; write its offset and epoch into `records`.
 
-        `bound` is the fence that its writer stands behind. 5, 6, 19, 44, 56 and the producer's own errors mean that
-        nothing was appended; 7 that this is not certain: a write that must not count could not be undone. The answer, a
-        duplicate's too, has to wait for `wait_for_isr(last_offset)` with acks=all, for `wait_for_disk(last_offset)`
-        with acks=1.
+        `bound` is the writer's fence. 5, 6, 19, 44, 56 and the producer's own errors mean that nothing was appended; 7
+        that this is uncertain: an invalid write could not be undone. Every answer, even a duplicate's, must wait for
+        `wait_for_isr(last_offset)` with acks=all, for `wait_for_disk(last_offset)` with acks=1.
         """
         replication, log = self.replication, self.log
         if replication.role is not Role.LEADER or not self._fence.is_live():
@@ -329,22 +328,22 @@ class Partition:
         return _NOT_LEADER
 
     def is_committed(self, offset: int) -> bool:
-        """Return whether every in-sync replica has `offset`, and this broker may still say so."""
+        """Return whether every in-sync replica has `offset` and this broker may still report it."""
         return self.high_watermark > offset and self._fence.is_live()
 
     def is_on_disk(self, offset: int) -> bool:
-        """Return whether `offset` is here, on the disk if required, and this broker may still say so."""
+        """Return whether `offset` is here, on the disk if required, and this broker may still report it."""
         return self.log.counted_end_offset > offset and self._fence.is_live()
 
     async def wait_for_isr(self, offset: int, timeout_s: float) -> int:
-        """Wait for all in-sync replicas (ReplicationManager.wait_for_isr); return the error code of the producer."""
+        """Wait for all in-sync replicas (ReplicationManager.wait_for_isr); return the producer's error code."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        # The high watermark waits for it as well, but a failed flush is answered at once.
+        # The high watermark waits for it too, but a failed flush is answered at once.
         if not await self._wait_until_flushed(offset, timeout_s):
             return error_codes.REQUEST_TIMED_OUT
         error_code = await self.replication.wait_for_isr(offset, deadline - loop.time())
-        # A process that was stopped for longer than its lease must not answer for a leader that has been replaced.
+        # A process that was suspended for longer than its lease must not answer as a leader that was replaced.
         if error_code == error_codes.NONE and not self._fence.is_live():
             return error_codes.REQUEST_TIMED_OUT
         return error_code
@@ -352,8 +351,8 @@ class Partition:
     async def wait_for_disk(self, offset: int, timeout_s: float) -> int:
         """Wait until `offset` is on the disk; return the producer's error code.
 
-        Return at once where records need not be on the disk. 7 if it takes longer, or the disk fails: the record may be
-        there when the log is opened anew.
+        Return at once if records need not be on the disk. 7 after the timeout or a disk error: the reopened log may
+        still have the record.
         """
         is_there = await self._wait_until_flushed(offset, timeout_s) and self._fence.is_live()
         return error_codes.NONE if is_there else error_codes.REQUEST_TIMED_OUT
@@ -376,7 +375,7 @@ class Partition:
         """Read batches from `offset`, below the high watermark.
 
         The first is whole; otherwise at most `max_bytes` are read. Between the high watermark and the log's end the
-        result is empty: a consumer that was there before the leader changed waits, it is not sent back.
+        result is empty: a consumer that was there before the leader changed waits, and is not reset.
         """
         if not self.log_start_offset <= offset <= self.log_end_offset:
             return ReadResult(error_codes.OFFSET_OUT_OF_RANGE)
@@ -389,7 +388,7 @@ class Partition:
         try:
             return ReadResult(error_codes.NONE, self.log.read(offset, max_bytes, up_to=up_to))
         except (OSError, LogFailed) as error:
-            # A log that has failed is opened again, and may be read then.
+            # A failed log is reopened, and may be readable then.
             if self.unreadable is None and self.log.failure is None:
                 self.unreadable, self.is_at_rest = Unreadable(offset, max_bytes), False
             _logger.error("read failed", **self.log_fields, reason=str(error))
@@ -405,7 +404,7 @@ class Partition:
         return found if found is not None and found.offset < self.high_watermark else None
 
     def max_timestamp(self) -> TimestampAndOffset:
-        """As `Log.max_timestamp`; (-1, -1) while that batch is not committed, as Apache Kafka answers."""
+        """Like `Log.max_timestamp`; (-1, -1) while that batch is not committed, as in Apache Kafka."""
         found = self.log.max_timestamp()
         return found if found.offset < self.high_watermark else TimestampAndOffset(-1, -1)
 
@@ -420,9 +419,9 @@ class Partition:
     # As leader: followers
 
     def replica_asks(self, replica_id: int, asked: PartitionFetch) -> PartitionFetched | None:
-        """Note what a follower's fetch reports; return the answer where it is to get no records.
+        """Note a follower's progress; return the answer if it gets no records.
 
-        It must name its epoch and its log: without a log the request could be anybody's.
+        It must name its epoch and its log: without a log any broker could have sent the request.
         """
         index = self.partition_index
         if not self.serves_reads():
@@ -448,7 +447,7 @@ class Partition:
         return None
 
     def read_as_replica(self, asked: PartitionFetch, max_bytes: int) -> PartitionFetched:
-        """Answer what `replica_asks` has noted, then or later."""
+        """Answer a request that `replica_asks` has noted, then or later."""
         index = self.partition_index
         if not self.serves_reads():
             return PartitionFetched(index, error_codes.NOT_LEADER_OR_FOLLOWER)
@@ -466,9 +465,9 @@ class Partition:
         return PartitionFetched(self.partition_index, code, self.high_watermark, self.log_start_offset)
 
     def _has_epoch_up_to(self, leader_epoch: int) -> bool:
-        """Whether the log still shows where a follower that ends in this epoch parts from it.
+        """Whether the log still shows where a follower that ends in this epoch diverges.
 
-        If retention has removed that, the follower drops all that it has: its records may be another leader's.
+        If retention has removed that, the follower drops its whole log: its records may be another leader's.
         """
         found = self.log.leader_epochs.end_offset_for(leader_epoch, self.log_end_offset)
         return leader_epoch < 0 or found.leader_epoch >= 0
@@ -478,14 +477,14 @@ class Partition:
     def next_fetch(self) -> PartitionFetch | None:
         """Return the next request to the leader; None if there is none.
 
-        There is none without a leader, after `failure`, while a part of the log cannot be read, because it would not do
-        as a leader's, and while fetched records are not on the disk yet: see `when_flushed`.
+        There is none without a leader, after `failure`, while part of the log is unreadable (it could not lead), and
+        while fetched records are not on the disk yet: see `when_flushed`.
         """
         if self.role is not Role.FOLLOWER or self.leader_id == NO_LEADER or self.failure or self.unreadable is not None:
             return None
         log = self.log
         if log.counted_end_offset < log.log_end_offset:
-            return None  # the next request reports what is here
+            return None  # the next request reports the state here
         return PartitionFetch(
             self.partition_index,
             self.leader_epoch,
@@ -497,9 +496,9 @@ class Partition:
         )
 
     def take_fetched(self, asked: PartitionFetch, fetched: PartitionFetched) -> bool:
-        """Apply the leader's answer. False: something is wrong, ask again only after a pause."""
+        """Apply the leader's answer. False: an error; ask again only after a pause."""
         if self.role is not Role.FOLLOWER or self.leader_id == NO_LEADER or asked != self.next_fetch():
-            return True  # late: another request has taken its place
+            return True  # late: a newer request has replaced it
         self.is_at_rest = False
         try:
             taken = self._take(fetched)
@@ -524,7 +523,7 @@ class Partition:
         self._flusher.add_waiter(wake)
 
     def _log_once(self, event: str, **what: object) -> None:
-        """Log an error once, however often it repeats: the log may go to the very disk that is full."""
+        """Log an error once, however often it repeats: the log may be on the full disk."""
         told = {"event": event, **what}
         if told != self._logged_error:
             self._logged_error = told
@@ -538,8 +537,8 @@ class Partition:
     def _take(self, fetched: PartitionFetched) -> bool:
         log = self.log
         if fetched.error_code == error_codes.OFFSET_OUT_OF_RANGE and fetched.log_start_offset >= log.log_end_offset:
-            # The leader's retention has removed what lies between, or where the logs part; it removes only committed
-            # records.
+            # The leader's retention has removed the records between, or the point of divergence; it removes only
+            # committed records.
             log.reset_to(fetched.log_start_offset)
             self.replication.leader_told(fetched.log_start_offset)
             return True
@@ -565,11 +564,11 @@ class Partition:
         return self._write_fails or self.unreadable is not None or (bool(self.log.failure) and not self.log.is_closed)
 
     def note_at_rest(self) -> None:
-        """Note that there is nothing to flush or to write beside the log; a failed read is not tried again here."""
+        """Note that there is nothing to flush or write; a failed read is not retried here."""
         self.is_at_rest = not (self.disk_fails or self.log.flush_under_way)
 
     def disk_trouble(self) -> DiskTrouble | None:
-        """Return what is wrong with the disk now; a failed read is tried again."""
+        """Return the disk's current fault; retries a failed read."""
         log = self.log
         if log.failure is not None:
             return DiskTrouble(str(log.failure))
@@ -582,7 +581,7 @@ class Partition:
 
     def _reads_again(self, offset: int, max_bytes: int) -> bool:
         try:
-            # What has been removed since need not be read.
+            # Records removed since need not be read.
             if self.log_start_offset <= offset <= self.log_end_offset:
                 self.log.read(offset, max_bytes)
         except (OSError, LogFailed):
@@ -597,11 +596,11 @@ class Partition:
         self._high_watermark_waiters.add(wake)
 
     def add_append_waiter(self, wake: Callable[[], None]) -> None:
-        """Call `wake` once, at the next append, or when the partition closes."""
+        """Call `wake` once, at the next append or when the partition closes."""
         self._append_waiters.add(wake)
 
     def remove_waiter(self, wake: Callable[[], None]) -> None:
-        """Remove a waiter of either kind, if it is one."""
+        """Remove a waiter of either kind, if present."""
         self._append_waiters.discard(wake)
         self._high_watermark_waiters.discard(wake)
 
@@ -630,8 +629,8 @@ class Reconciliation:
 
     The StreamBus text truncates a new leader's and each follower's log to its own high watermark. A follower learns the
     high watermark one fetch late, so that rule loses records that were acknowledged with acks=all (KIP-101). Here a new
-    leader keeps its whole log and begins its epoch at the log's end, and a follower truncates to where leader epochs
-    show that its log diverges from the leader's (KIP-101, KIP-279).
+    leader keeps its whole log and begins its epoch at the log's end, and a follower truncates to where its log diverges
+    from the leader's by leader epochs (KIP-101, KIP-279).
 
     Invariants
     1. 0 <= high watermark <= log end offset, on every replica, at all times.
@@ -640,12 +639,12 @@ class Reconciliation:
     """
 
     def reconcile_as_new_leader(self, log: Log, high_watermark: int, leader_epoch: int) -> int:
-        """Return the offset at which the new epoch begins: the log's end, whatever the high watermark is."""
+        """Return the offset at which the new epoch begins: the log's end, whatever the high watermark."""
         log.leader_epochs.assign(leader_epoch, log.log_end_offset)
         return log.log_end_offset
 
     def reconcile_as_new_follower(self, log: Log, high_watermark: int) -> None:
-        """Do nothing until the leader has said where the logs diverge."""
+        """Do nothing until the leader has reported where the logs diverge."""
 
     def reconcile_as_follower(self, log: Log, high_watermark: int, leader_end: EpochEnd) -> None:
         """Cut the log off where it diverges from the leader's. Raises Inconsistent, OSError, LogFailed."""
@@ -655,8 +654,8 @@ class Reconciliation:
 def divergence_point(log: Log, leader_end: EpochEnd) -> int:
     """Return the first offset at which `log` may differ from the leader's.
 
-    `leader_end` is the leader's answer for our last epoch: the largest of its epochs not above ours, and its end. In an
-    epoch that both have, the logs diverge at the shorter one's end; in one that we lack, at the end of our next older
+    `leader_end` is the leader's answer for our last epoch: the largest of its epochs not above ours, and its end. In a
+    common epoch the logs diverge at the end of the shorter one; in an epoch that we lack, at the end of our next older
     epoch (KIP-279).
     """
     own_end = log.leader_epochs.end_offset_for(leader_end.leader_epoch, log.log_end_offset)
@@ -681,7 +680,7 @@ def reset_to_offset(log: Log, high_watermark: int, offset: int) -> None:
             f"the leader's log leaves this one at offset {offset}, below the high watermark {high_watermark}: "
             f"records that were acknowledged are not there"
         )
-    # Also at the log's very end: an epoch that was begun there and wrote nothing must not count.
+    # Also at the log's end: an epoch that began there without records must not count.
     log.truncate_to(offset)
 
 

@@ -1,9 +1,9 @@
 """The idempotent producers of a partition (KIP-98).
 
-Their state shows that a resend is no second record.
+Their state identifies resends, so that these add no second record.
 
 State: per producer id its epoch, the time of its last write, and its last RETAINED_BATCHES batches, oldest first.
-At opening it is taken from the log's snapshot, and from the batches behind that; each append updates it.
+Opening reads it from the log's snapshot and the batches after it; each append updates it.
 
 Verdict on a batch of (producer_id, epoch, base_sequence .. last_sequence)
   duplicate          a retained batch of this epoch has the same sequences: answered with its first offset
@@ -43,7 +43,7 @@ HISTORY_COPIES = 2
 RETAINED_BATCHES = 5
 EXPIRATION_MS = 86_400_000
 GRACE_MS = 600_000
-# The memory of one partition, and the most that one producer costs, the copies of ProducerHistory included.
+# The memory limit of one partition, and the maximum that one producer costs, including the copies of ProducerHistory.
 MAX_BYTES = 64 << 20
 BYTES_EACH = 640
 MAX_PRODUCERS = MAX_BYTES // BYTES_EACH
@@ -51,9 +51,9 @@ MAX_PRODUCERS = MAX_BYTES // BYTES_EACH
 # A producer: epoch, time of the last write; then for each batch base_sequence, base_offset, last_offset_delta.
 _PRODUCER = Struct("<hq")
 _BATCH = Struct("<iqi")
-# In a snapshot, before a producer: its id, and the number of bytes.
+# In a snapshot, before a producer: its id and the number of bytes.
 _KEPT = Struct("<qH")
-# The most that one update forgets: thousands may expire together.
+# How many expired producers one update forgets at most: thousands may expire together.
 _EXPIRED_AT_ONCE = 8
 _logger = structlog.get_logger(__name__)
 
@@ -72,7 +72,7 @@ class BatchVerdict(Enum):
 
 
 class Judgement(NamedTuple):
-    """`base_offset` and `last_offset` are a duplicate's, otherwise -1; `detail` says what was expected."""
+    """`base_offset` and `last_offset` are a duplicate's, otherwise -1; `detail` names the expected values."""
 
     verdict: BatchVerdict
     base_offset: int = -1
@@ -86,8 +86,8 @@ _ACCEPTED = Judgement(BatchVerdict.ACCEPTED)
 class ProducerStates:
     """The producers of one partition.
 
-    `clock` returns milliseconds since the epoch. `expired` and `evicted` count producers forgotten for their age and
-    for lack of room since the log was opened. Truncating the log resets the counts to those of the copy.
+    `clock` returns milliseconds since the epoch. `expired` and `evicted` count producers forgotten by age and for lack
+    of room since the log was opened. Truncating the log resets the counts to those of the copy.
     """
 
     def __init__(self, max_producers: int = MAX_PRODUCERS, clock: Callable[[], int] = wall_ms) -> None:
@@ -103,7 +103,7 @@ class ProducerStates:
         return len(self._producers)
 
     def copy(self) -> ProducerStates:
-        """Return an independent copy; none of its producers expires for another GRACE_MS."""
+        """Return an independent copy, in which no producer expires for another GRACE_MS."""
         copied = ProducerStates(self._max_producers, self._clock)
         copied.expired, copied.evicted = self.expired, self.evicted
         copied._producers = self._producers.copy()
@@ -115,7 +115,7 @@ class ProducerStates:
 
     @classmethod
     def from_bytes(cls, kept: bytes) -> ProducerStates:
-        """Return the producers that `to_bytes` has written; none expires for GRACE_MS."""
+        """Return the producers from `to_bytes`; none expires for GRACE_MS."""
         states, position = cls(), 0
         while position < len(kept):
             producer_id, length = _KEPT.unpack_from(kept, position)
@@ -202,9 +202,9 @@ def _out_of_order(batch: RecordBatch, expected: int) -> Judgement:
 class ProducerHistory:
     """Earlier copies of a log's producer states, at most HISTORY_COPIES.
 
-    Each belongs to the offset that it stands before. With a copy, truncating a log need not read it from the beginning:
-    most truncations cut off little. The number of bytes between two copies grows with the number of producers,
-    because copying would otherwise cost more than appending.
+    Each belongs to the offset that follows it. With a copy, a truncation need not read the log from its beginning: most
+    truncations are short. The number of bytes between two copies grows with the number of producers, because copying
+    would otherwise cost more than appending.
     """
 
     def __init__(self) -> None:
@@ -225,14 +225,14 @@ class ProducerHistory:
             del self._before[min(self._before)]
 
     def newest_up_to(self, offset: int) -> tuple[int, ProducerStates] | None:
-        """Return the newest copy at or below `offset`, which is not to be changed, and where it belongs."""
+        """Return the newest copy at or below `offset`, which must not be changed, and its offset."""
         newest = max((each for each in self._before if each <= offset), default=None)
         return None if newest is None else (newest, self._before[newest])
 
     def restore(self, log_end_offset: int, log_start_offset: int) -> tuple[int, ProducerStates]:
         """Go back to a log that ends at `log_end_offset`.
 
-        Return the offset from which its batches have to be read, and the states to apply them to.
+        Return the offset from which its batches must be read, and the states to apply them to.
         """
         self._before = {offset: states for offset, states in self._before.items() if offset <= log_end_offset}
         self._bytes_since = 0

@@ -21,15 +21,15 @@ Transitions
 
 Invariants
 1. A partition is led only between a successful Txn and the first sign that its key is gone. State in memory is dropped
-   with the leadership, and the log is read anew before anything else. So a lead that moves from A to B and back to A
-   never reuses an offset.
-2. A key is ours if it stands on our lease. Its value names a broker id, and a predecessor with the same id is not us.
-3. A release deletes only the very key that was ours. A key of a deleted topic is released as soon as it is seen,
-   whatever the outcome of earlier attempts: it would keep a new topic of that name from being led.
+   with the leadership, and the log is reread first. So a lead that moves from A to B and back to A never reuses an
+   offset.
+2. A key is ours if it is on our lease. Its value names a broker id, which a predecessor may share.
+3. A release deletes only our own key. A key of a deleted topic is released as soon as it is seen, whatever the outcome
+   of earlier attempts: it would keep a new topic of that name from being led.
 4. At most one task works on a partition, and its log is open at most once: `HostedReplicas` opens and closes for that
-   task alone. A closed replica is opened anew from the disk.
-5. For a partition whose disk fails, other candidates come first. Where there is none, this broker keeps the lead, and
-   refuses what its disk does.
+   task alone. A closed replica is reopened from the disk.
+5. For a partition whose disk fails, other candidates come first. Without one, this broker continues to lead, and
+   refuses what its disk refuses.
 6. A stop refuses writes first, lets live in-sync followers reach the log's end, and only then gives up the lease.
 """
 
@@ -93,10 +93,9 @@ class ReplicaManager:
     ) -> None:
         """Wire the parts.
 
-        `on_identity_lost` is called with a reason when the broker's own key turns out to be gone. A partition that this
-        broker has led for `hand_over_after_s` seconds goes back to its first replica, once that is in sync. A partition
-        whose disk fails for `disk_patience_s` seconds goes to another replica in sync.
-        `on_leaders_changed`: as in HostedReplicas.
+        `on_identity_lost` is called with a reason when the broker's own key is gone. A partition that this broker has
+        led for `hand_over_after_s` seconds goes back to its first replica, once that is in sync. A partition whose disk
+        fails for `disk_patience_s` seconds goes to another replica in sync. `on_leaders_changed`: as in HostedReplicas.
         """
         self.partitions: dict[tuple[bytes, int], Partition] = {}
         self.replicas = HostedReplicas(view, data_dir, node_id, settings_of, on_leaders_changed)
@@ -113,9 +112,9 @@ class ReplicaManager:
         self._fence: LeaseFence | None = None
         self._working: dict[PartitionKey, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        # Partitions that the running task is to take, not only to host.
+        # Partitions that the running task takes, besides hosting them.
         self._to_take: set[PartitionKey] = set()
-        # Partitions that were taken and could not be led; other brokers may take them until the next sweep.
+        # Partitions that this broker took but could not lead; others may take them until the next sweep.
         self._failed_to_lead: set[PartitionKey] = set()
         self._slots = asyncio.Semaphore(CONCURRENT_WORKS)
         self._queued: set[PartitionKey] = set()
@@ -129,7 +128,7 @@ class ReplicaManager:
 
     @property
     def hosted(self) -> dict[tuple[bytes, int], Partition]:
-        """Every replica on this broker, led ones included."""
+        """Every replica on this broker, including led ones."""
         return self.replicas.hosted
 
     def _restless(self) -> list[Partition]:
@@ -143,29 +142,29 @@ class ReplicaManager:
         return self._fence is not None and self._fence.is_live()
 
     def led(self, topic: bytes, partition_index: int) -> Partition | None:
-        """Return the partition, if this broker leads it now."""
+        """Return the partition if this broker leads it now."""
         return self.partitions.get((topic, partition_index))
 
     def may_take(self, topic: str, partition_index: int) -> bool:
-        """Return whether a client's request may make this broker take a partition that it does not lead."""
+        """Return whether a client's request may make this broker take the partition."""
         key = PartitionKey(topic, partition_index)
         return self._may_take(key) and self._may_take_for_client(key)
 
     async def take(self, keys: Iterable[PartitionKey], timeout_s: float) -> None:
-        """Take those of the partitions that this broker may take; give up waiting after `timeout_s`."""
+        """Take these partitions if this broker may; stop waiting after `timeout_s`."""
         tasks = [self._start_work(key, take=True) for key in keys if self.may_take(*key)]
         if tasks:
             await asyncio.wait(tasks, timeout=timeout_s)
 
     def begin(self, fence: LeaseFence) -> None:
-        """Begin with a new lease: take the partitions that are ours to take."""
+        """Begin with a new lease: take the partitions that are this broker's to take."""
         self._fence = fence
         self._election.begin()
         self._check_identity()
         self._queue_all()
 
     async def settle(self, timeout_s: float) -> None:
-        """Wait until nothing is queued or being worked on.
+        """Wait until no work is queued or running.
 
         At most `timeout_s`; partitions that wait for other candidates do not count.
         """
@@ -177,7 +176,7 @@ class ReplicaManager:
             await asyncio.sleep(0)
 
     def drop_all(self, reason: str) -> None:
-        """Drop every leadership, because the lease is gone; the replicas follow from now on."""
+        """Drop every leadership because the lease is gone; the replicas become followers."""
         self._fence = None
         for topic, partition_index in list(self.partitions):
             self._drop(PartitionKey(topic.decode(), partition_index), reason)
@@ -189,7 +188,7 @@ class ReplicaManager:
             partition.resign()
 
     async def drain(self, timeout_s: float) -> None:
-        """Let live in-sync followers reach the ends of the logs that were led."""
+        """Let live in-sync followers reach the ends of the logs led here."""
         await self._rebalance.wait_for_followers(self.partitions.values(), timeout_s)
 
     async def close(self) -> None:
@@ -222,7 +221,7 @@ class ReplicaManager:
             if loop.time() >= next_look_at:
                 self._look_at_disk()
                 next_look_at = loop.time() + self.disk.interval_s
-            # Sweep in time, however much else there is to do.
+            # Sweep in time, even under load.
             if loop.time() >= next_sweep_at:
                 self._sweep()
                 next_sweep_at = loop.time() + SWEEP_INTERVAL_S
@@ -272,7 +271,7 @@ class ReplicaManager:
             return False
         ownership = self._view.ownership(*key)
         if ownership is not None:
-            # A key on our own lease without a partition: a Txn whose answer was lost.
+            # A key on our own lease without a partition: the answer to a Txn was lost.
             return ownership.lease_id == fence.lease_id and not self._is_of_deleted_topic(key, ownership, fence)
         if partition is not None and not is_in_sync(self._view, topic, key.partition_index, partition.replica):
             return False
@@ -282,8 +281,8 @@ class ReplicaManager:
     def _may_take_for_client(self, key: PartitionKey) -> bool:
         """Return whether a client's request may take this partition here.
 
-        Clients send requests for a partition that was never led to any broker, and it should begin on its preferred
-        one. If that broker cannot take it, another one takes it after a delay.
+        Clients may send requests for a new partition to any broker, but it should begin on its preferred one. If that
+        broker cannot take it, another one takes it after a delay.
         """
         topic = self._topic_of(key)
         if topic is None or self._view.ownership(*key) is not None:
@@ -302,7 +301,7 @@ class ReplicaManager:
         return self._election.may_take_now(key, topic, stands_back=self._stands_back(key))
 
     def _stands_back(self, key: PartitionKey) -> bool:
-        """Return whether another broker is to take the partition, because the disk fails here."""
+        """Return whether another broker should take the partition because the disk fails here."""
         partition = self.replicas.get(key)
         is_unreadable = partition is not None and partition.unreadable is not None
         return (is_unreadable or self.disk.stands_back(key)) and self._another_may_lead(key)
@@ -330,7 +329,7 @@ class ReplicaManager:
         if not task.cancelled() and task.exception() is not None:
             _logger.error("partition failed", topic=key.topic, partition=key.partition_index, exc_info=task.exception())
         elif key not in self._to_take:
-            # It was opened just now; this broker may be able to take it.
+            # It was just opened; this broker may be able to take it.
             self._queue(key)
         self._to_take.discard(key)
 
@@ -358,7 +357,7 @@ class ReplicaManager:
         """
         state = self._view.state(topic, key.partition_index)
         if state is None:
-            return  # the next look finds out why
+            return  # the next look finds the reason
         take_over = TakeOver(self._client, self._keys, self._node_id, key, topic)
         taken = await take_over.attempt(
             fence.lease_id,
@@ -401,15 +400,15 @@ class ReplicaManager:
 
     def _next_state(self, state: PartitionState, partition: Partition) -> StateValue:
         """Build the state to be stored with the take-over."""
-        # The epochs in our own log count too: a restored etcd may remember an earlier epoch than one that was obeyed
-        # and wrote nothing. A replica that obeyed an epoch follows no lower one.
+        # The epochs in our own log also count: a restored etcd may hold an earlier epoch than one that was obeyed and
+        # wrote no records. A replica that obeyed an epoch follows no lower one.
         latest = max(state.leader_epoch, _latest_epoch(partition))
         return StateValue(latest + 1, state.isr, state.topic_id)
 
     # Losing partitions
 
     def deposed(self, partition: Partition) -> None:
-        """Drop a partition whose lease key, etcd says, is no longer ours."""
+        """Drop a partition whose lease key is no longer ours according to etcd."""
         if self.partitions.get((partition.topic.encode(), partition.partition_index)) is partition:
             self._drop(PartitionKey(partition.topic, partition.partition_index), "another may own it")
 
@@ -417,7 +416,7 @@ class ReplicaManager:
         if change.kind is Kind.SNAPSHOT:
             self._on_snapshot()
         elif change.kind is Kind.RESTORED:
-            # Our lease belongs to a history of etcd that is gone.
+            # Our lease belongs to a lost history of etcd.
             self._on_identity_lost("etcd was restored")
         elif change.kind is Kind.BROKER:
             if change.node_id == self._node_id:
@@ -448,7 +447,7 @@ class ReplicaManager:
             self._election.owned(key)
 
     def _on_snapshot(self) -> None:
-        """Compare with a snapshot; it says nothing about our own changes after its revision."""
+        """Compare with a snapshot, which does not show our own later changes."""
         revision = self._view.snapshot_revision
         for partition in list(self.partitions.values()):
             if partition.leadership.fencing_token <= revision:
@@ -480,7 +479,7 @@ class ReplicaManager:
             self._on_identity_lost(f"the key {self._keys.broker(self._node_id)} is not ours any more")
 
     def _drop(self, key: PartitionKey, reason: str) -> None:
-        """Close the replica, led or not; it is opened anew if this broker still hosts it."""
+        """Close the replica, led or not; it is reopened if this broker still hosts it."""
         led = self.partitions.pop((key.topic.encode(), key.partition_index), None)
         self._rebalance.ended(key)
         self.replicas.close(key)
@@ -493,7 +492,7 @@ class ReplicaManager:
     # Giving partitions up
 
     def _sweep(self) -> None:
-        """Look at every partition that is not settled; now and then at all, in case a change went unnoticed."""
+        """Check every unsettled partition, and periodically all, in case a change went unnoticed."""
         self._failed_to_lead.clear()
         for partition in self._restless():
             if partition.log.failure is None:
@@ -504,7 +503,7 @@ class ReplicaManager:
                 self._start(self._give_up(key, "its log has failed"))
             else:
                 self._drop(key, "its log has failed")
-        # Who has logs to open still, of earlier ones too, would follow late, and so leave the ISR.
+        # A broker that still has logs to open would follow late, and so leave the ISR.
         if not self._working:
             for key in self._rebalance.next_batch():
                 self._start(self._hand_over(key))
@@ -517,7 +516,7 @@ class ReplicaManager:
         self._wake.set()
 
     def _is_settled(self, key: PartitionKey) -> bool:
-        """Return whether the partition has an owner and is hosted here, led if that is us: there is nothing to do."""
+        """Return whether the partition has an owner and is hosted here, or led if that is us."""
         topic = self._topic_of(key)
         if topic is None:
             return True
@@ -527,12 +526,12 @@ class ReplicaManager:
         return partition.replication.is_leading == (ownership.node_id == self._node_id)
 
     def _on_mended(self) -> None:
-        """Have what could not be written or fetched looked at again."""
+        """Retry partitions that could not be written or fetched."""
         for key in self.replicas.hosted_keys():
             self.replicas.on_leaders_changed(key)
 
     def _look_at_disk(self) -> None:
-        """Give up what others can lead and the disk has failed here for too long."""
+        """Give up partitions that others can lead and whose disk has failed here for too long."""
         self.disk.look()
         if not self.disk.has_faults:
             return
@@ -544,7 +543,7 @@ class ReplicaManager:
                     self._start(self._leave(key, partition, self.disk.fault_of(partition)))
 
     async def _leave(self, key: PartitionKey, partition: Partition, fault: str) -> None:
-        """Give the resigned partition up, whether or not its followers can still get the rest of its log."""
+        """Give up the resigned partition, whether or not its followers can still get the rest of its log."""
         await self._rebalance.wait_for_followers([partition], HAND_OVER_TIMEOUT_S)
         if self.stopping or self.led(key.topic.encode(), key.partition_index) is not partition:
             return
@@ -573,7 +572,7 @@ class ReplicaManager:
             self._queue(key)  # otherwise when the view reports the deletion
 
     def _is_of_deleted_topic(self, key: PartitionKey, ownership: Ownership, fence: LeaseFence) -> bool:
-        """Return whether a key on our lease belongs to a deleted topic, whether or not a new one has its name."""
+        """Return whether a key on our lease belongs to a deleted topic, even if a new one has its name."""
         topic = self._topic_of(key)
         return ownership.lease_id == fence.lease_id and (
             topic is None or ownership.mod_revision < topic.create_revision

@@ -9,11 +9,11 @@ States
 Invariants
 1. `size_in_bytes` is the file's length up to the last whole batch; bytes behind it are never read. A partial write is
    cut off before anything else happens.
-2. Each batch begins at the offset behind the one before it, and its leader epoch is not lower. `next_offset` is behind
-   the last batch, or the base offset of an empty segment.
+2. Each batch begins at the offset after the previous one, and its leader epoch is not lower. `next_offset` follows the
+   last batch; in an empty segment it is the base offset.
 3. The index holds a batch about every INDEX_INTERVAL_BYTES: its base offset, its position, and the largest timestamp of
-   all batches before it. At opening it is taken from a SegmentIndex (`adopt`) or built by reading. The newest batch's
-   place is kept as well: nearly all reads ask for it.
+   all batches before it. At opening it comes from a SegmentIndex (`adopt`) or from reading. The newest batch's place is
+   kept too: most reads need it.
 4. One thread works on a segment; only `flush` and `index_below` may run beside it, each in one other thread at a time.
 """
 
@@ -38,12 +38,12 @@ INDEX_INTERVAL_BYTES = 4096
 RECOVERY_WINDOW_BYTES = 1 << 20
 SUFFIX = ".log"
 _sync_data = getattr(os, "fdatasync", os.fsync)
-# Windows translates line ends without O_BINARY; other systems have no such flag.
+# Windows translates line ends without O_BINARY; other systems lack the flag.
 _OPEN_FLAGS = os.O_RDWR | os.O_APPEND | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 class LogFailed(Exception):
-    """The log no longer matches its offsets for certain; `__cause__` is the file system's error, if any."""
+    """The log may no longer match its offsets; `__cause__` is the file system's error, if any."""
 
 
 class TimestampAndOffset(NamedTuple):
@@ -54,7 +54,7 @@ class TimestampAndOffset(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """The position in the file at which a batch begins."""
+    """The position in the file where a batch begins."""
 
     base_offset: int
     position: int
@@ -77,9 +77,9 @@ class Segment:
         self._dirty = False
         # Whether its index is in a file.
         self.is_indexed = False
-        # Held while the descriptor is closed, or a flush takes it.
+        # Held while the descriptor is closed or a flush takes it.
         self._close_lock = threading.Lock()
-        # The flush that uses the descriptor closes it, if it was released meanwhile.
+        # The flush that uses a released descriptor closes it.
         self._is_flushing = False
 
     @classmethod
@@ -98,7 +98,7 @@ class Segment:
 
     @property
     def is_dirty(self) -> bool:
-        """Whether `flush` has something to write to the disk."""
+        """Whether `flush` has bytes to write to the disk."""
         return self._dirty
 
     def length_in_bytes(self) -> int:
@@ -106,7 +106,7 @@ class Segment:
         return os.fstat(self._fd).st_size
 
     def adopt(self, index: SegmentIndex) -> bool:
-        """Take an index over before `recover`; False if the file is not the one that it tells of. Raises OSError."""
+        """Adopt an index before `recover`; False if it describes another file. Raises OSError."""
         stat = os.fstat(self._fd)
         grown = stat.st_size - index.size_in_bytes
         if index.base_offset != self.base_offset or grown < 0 or (not grown and stat.st_mtime_ns != index.modified_ns):
@@ -175,13 +175,13 @@ class Segment:
     def recover(self, on_batch: Callable[[RecordBatch], None], leader_epoch: int, recovery_point: int) -> int:
         """Read every batch with its CRC, from where the adopted index ends, up to the first bad one.
 
-        Return the number of bytes behind the good ones. `on_batch` is called for each good batch. Nothing is cut off:
-        see `truncate_tail`. `leader_epoch` is the last one of the segment before; everything below `recovery_point` is
+        Return the number of bytes after the good ones. `on_batch` is called for each good batch. See `truncate_tail` to
+        remove the rest. `leader_epoch` is the last one of the segment before; everything below `recovery_point` is
         known to be on the disk.
         """
         length = self.length_in_bytes()
         for batch, window in self._scan(length):
-            # The CRC covers neither the offset nor the epoch; they must at least continue.
+            # The CRC covers neither the offset nor the epoch, so these must at least be consecutive.
             if (
                 batch.base_offset != self.next_offset
                 or batch.last_offset_delta < 0
@@ -199,7 +199,7 @@ class Segment:
     def _scan(self, length: int) -> Iterator[tuple[RecordBatch, memoryview]]:
         """Iterate over the whole batches up to `length` or the first bad header, each with the window that holds it.
 
-        The file is not mapped: touching a sector that cannot be read would end the process.
+        The file is not mapped: an unreadable sector would end the process.
         """
         position = start = self.size_in_bytes
         window = memoryview(b"")
@@ -230,8 +230,8 @@ class Segment:
     def append(self, records: Buffer, batches: Sequence[RecordBatch], base_offset: int) -> None:
         """Write whole batches.
 
-        The first carries `base_offset` in its bytes already, whatever `batches` says. OSError leaves the segment
-        as it was; LogFailed means that the partial write could not be undone.
+        The first carries `base_offset` in its bytes already, whatever `batches` says. After OSError the segment is
+        unchanged; LogFailed means that the partial write could not be undone.
         """
         written = 0
         try:
@@ -240,7 +240,7 @@ class Segment:
         except OSError:
             self._cut_off()
             raise
-        # Set after the write: a flush that ends in between must not count as one that included it.
+        # Set after the write: a flush that ends in between does not include it.
         self._dirty = True
         self._note(batches[0], base_offset)
         for batch in batches[1:]:
@@ -285,11 +285,11 @@ class Segment:
         """Read from the batch that holds `offset`, or the next one.
 
         That batch is whole; otherwise the result has at most `max_bytes`. Only batches that end below `up_to` are read.
-        The last batch may be partial, as in Kafka's answers. The result is empty if no such batch is here.
+        The last batch may be partial, as in Kafka's answers. The result is empty if there is no such batch.
         """
         place = self._place_before(offset)
         if place.base_offset == offset and up_to is None and max_bytes >= HEADER_BYTES:
-            # Followers, and consumers that have read all, ask for this: one read is enough unless the batch is larger.
+            # Followers, and consumers at the end, read this batch: one read is enough unless the batch is larger.
             found = self._pread(min(max_bytes, self.size_in_bytes - place.position), place.position, HEADER_BYTES)
             if found and self._parse_header(found, 0, place.position).size_in_bytes <= len(found):
                 return found
@@ -317,7 +317,7 @@ class Segment:
         """Find the first batch with a record at or after `timestamp`; return its first timestamp and offset."""
         if self.max_timestamp.timestamp < timestamp:
             return None
-        # The batch is behind the last entry before which no batch reaches `timestamp`.
+        # The batch follows the last entry before which no batch reaches `timestamp`.
         entry = max(bisect_left(self._timestamps_before, timestamp) - 1, 0)
         for batch in self._walk(self._positions[entry]):
             if batch.max_timestamp >= timestamp:
@@ -334,7 +334,7 @@ class Segment:
         return TimestampAndOffset(largest, next(reaching).last_offset)
 
     def _place_before(self, offset: int) -> _Place:
-        """Return the last known batch that begins at or before `offset`, else the segment's beginning."""
+        """Return the last known batch that begins at or before `offset`, or the segment's beginning."""
         if offset >= self._newest.base_offset:
             return self._newest
         entry = bisect_right(self._offsets, offset) - 1
@@ -359,7 +359,7 @@ class Segment:
             raise LogFailed(f"{self.path} is damaged at byte {file_position} ({error})") from error
 
     def _pread(self, length: int, position: int, at_least: int) -> bytes:
-        """Read `length` bytes, or fewer where a sector behind `at_least` cannot be read. Raises OSError, LogFailed."""
+        """Read `length` bytes, or fewer if a sector after `at_least` is unreadable. Raises OSError, LogFailed."""
         found = self._pread_once(length, position)
         while len(found) < min(at_least, length):
             more = self._pread_once(length - len(found), position + len(found))
@@ -381,9 +381,9 @@ class Segment:
     def flush(self) -> None:
         """Flush appended bytes to the disk. Raises OSError.
 
-        Meanwhile another thread may append or close, not flush. After an error it is unknown what is on the disk: the
-        kernel may treat the bytes as written. So a flush must not be retried. It needs no new descriptor: a process
-        without free descriptors loses no log.
+        Meanwhile another thread may append or close, not flush. After an error the contents of the disk are unknown:
+        the kernel may treat the bytes as written. So a flush must not be retried. It needs no new descriptor, so that a
+        process without free ones loses no log.
         """
         with self._close_lock:
             if not self._dirty or self._fd < 0:

@@ -7,11 +7,11 @@ States
              lease is revoked
 
 Invariants
-1. Whatever prevents the start is a StartupError within bounded time, and leaves nothing behind. An etcd that does not
-   answer prevents nothing: the broker waits for it and says so.
+1. Whatever prevents the start is a StartupError within bounded time, and leaves nothing behind. If etcd does not
+   answer, the broker waits for it and reports so.
 2. The lease is revoked last: before another broker may own a partition, acknowledged records are on the disk, and the
-   in-sync followers have the whole log. Neither is waited for for longer than the lease lives: then it goes as after a
-   kill -9, and a disk that hangs does not keep the process from ending.
+   in-sync followers have the whole log. It waits for neither beyond the life of the lease: then it ends as after a kill
+   -9, so that a disk that hangs does not keep the process from ending.
 3. Every task is owned here or by the part that started it, and awaited before `run_broker` returns.
 """
 
@@ -68,7 +68,7 @@ __all__ = ["BrokerConfig", "run_broker"]
 
 SYNC_PATIENCE_S = 5.0
 OWN_PARTITIONS_TIMEOUT_S = 10.0
-# Added to the TTL: etcd may expire a predecessor's lease that much later.
+# Added to the TTL: etcd may expire a predecessor's lease this much later.
 PREDECESSOR_SLACK_S = 2.0
 DRAIN_TIMEOUT_S = 3.0
 LINGER_TIMEOUT_S = 1.0
@@ -76,7 +76,7 @@ FLUSH_TIMEOUT_S = 5.0
 CHECKPOINT_TIMEOUT_S = 5.0
 RECLAIM_PAUSE_S = 1.0
 FLUSH_THREADS = 8
-# Clients whose TLS handshake is not finished, as limits.max_half_open of the proxy.
+# Limit of clients with an unfinished TLS handshake, like the proxy's limits.max_half_open.
 MAX_HALF_OPEN = 500
 T = TypeVar("T")
 _logger = structlog.get_logger(__name__)
@@ -116,7 +116,7 @@ class _Server:
         self._data_dir = data_dir
         self._keys = Keys(config.prefix)
         self._view = ClusterView(self._keys)
-        # A pool of its own, so that nothing else waits behind a disk that hangs.
+        # A pool of its own, so that other work does not wait for a disk that hangs.
         self._flush_threads = DiskThreads(FLUSH_THREADS, "flush")
         self._replica_manager = ReplicaManager(
             client,
@@ -126,7 +126,7 @@ class _Server:
             settings_of=self._settings_of,
             on_identity_lost=self._on_identity_lost,
             hand_over_after_s=config.leader_rebalance_s,
-            # Before the followers leave the ISR of a leader that they cannot read from.
+            # Before the followers leave the ISR of a leader whose log they cannot read.
             disk_patience_s=config.isr_lag_s / 2,
             on_leaders_changed=lambda key: self._fetchers.wake(key),
         )
@@ -150,7 +150,7 @@ class _Server:
         self._connections: set[ClientConnection] = set()
         self._reloads = Reloads()
         self._counters = Counter[str]()
-        # None: clients speak plain text.
+        # None: clients use plain text.
         self._acceptor = self._client_acceptor(config.tls)
         self._arena = ReceiveArena()
         self._secret = SharedSecret(client, self._keys)
@@ -243,7 +243,7 @@ class _Server:
         await self._log_unknown_logs()
         await self._replication.start(self._broker)
         if lease.fence is not None:
-            # Where the lease was lost while the start waited for etcd, `_hold` begins.
+            # If the lease was lost while the start waited for etcd, `_hold` begins.
             self._replica_manager.begin(lease.fence)
         self._tasks += [
             asyncio.create_task(self._replica_manager.run()),
@@ -263,7 +263,7 @@ class _Server:
     async def _when_etcd_answers(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Retry `ask` while etcd is unavailable.
 
-        Raises the errors that waiting does not fix: EtcdError, IdInUse, StartupError.
+        Raises errors that waiting does not fix: EtcdError, IdInUse, StartupError.
         """
         while True:
             try:
@@ -295,7 +295,7 @@ class _Server:
             say_waiting(f"{sentence} Start etcd, or give its address with --etcd.")
 
     async def _log_unknown_logs(self) -> None:
-        """Log that there are logs of unknown topics; they stay.
+        """Report logs of unknown topics, which stay.
 
         Their topics may have been deleted while this broker was away, but an etcd that was emptied looks the same.
         """
@@ -318,7 +318,7 @@ class _Server:
         return host, port or bound_port(listener)
 
     async def _cluster_id(self) -> str:
-        """Return the cluster id that clients see; the first broker ever chooses it."""
+        """Return the cluster id for clients; the very first broker chooses it."""
         chosen = base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=")
         return (await get_or_put(self._client, self._keys.cluster_id, chosen)).decode()
 
@@ -380,14 +380,14 @@ class _Server:
         )
 
     def _certificates(self) -> Sequence[tuple[str, float | None]]:
-        """By use, when they end."""
+        """When each certificate ends, by use."""
         listener = self._acceptor.expires_at if self._acceptor is not None else None
         return ("listener", listener), ("replication", self._encryption.expires_at)
 
     # Serving
 
     def _client_acceptor(self, tls: ListenerTls | None) -> TlsAcceptor[ClientConnection] | None:
-        """The way in for clients; None without TLS. Raises StartupError."""
+        """The TLS acceptor for clients; None without TLS. Raises StartupError."""
         if tls is None:
             return None
         loaded = self._reloads.add(
@@ -421,7 +421,7 @@ class _Server:
     def _on_change(self, change: Change) -> None:
         if change.kind is not Kind.RESTORED:
             return
-        # Their fences were granted in a history of etcd that is gone.
+        # Their fences come from a lost history of etcd.
         for connection in [each for each in self._connections if each.bindings]:
             connection.bindings.clear()
             connection.refuse("etcd was restored, and the fences that it is bound to were granted before")
@@ -440,11 +440,11 @@ class _Server:
         return fence is not None and fence.is_live()
 
     def _may_fetch(self) -> bool:
-        # A replica on a disk that fails leaves the ISR.
+        # A replica on a failing disk leaves the ISR.
         return self._holds_lease() and not self._replica_manager.disk.failure
 
     async def _hold(self, lease: BrokerLease) -> None:
-        """Hold the lease; when it is lost, drop everything and begin again with another."""
+        """Hold the lease; when it is lost, drop all leaderships and begin with a new one."""
         while True:
             held = lease.fence
             reason = await lease.hold()
@@ -478,7 +478,7 @@ class _Server:
         loop = asyncio.get_running_loop()
         half_life_s = self._config.lease_ttl_s / 2
         deadline = loop.time() + min(DRAIN_TIMEOUT_S, half_life_s)
-        # Once in the life of a process, so polling is enough.
+        # This runs once per process, so polling is enough.
         while any(each.task is not None for each in self._connections) and loop.time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await self._replica_manager.drain(deadline - loop.time())
@@ -491,7 +491,7 @@ class _Server:
         await _cancel(self._tasks)
         if self._lease is not None:
             await self._lease.revoke()
-        # Other brokers lead by now; a checkpoint only shortens the next start.
+        # Other brokers lead now; a checkpoint only shortens the next start.
         if is_flushed:
             await self._done_within(CHECKPOINT_TIMEOUT_S, self._log_maintenance.checkpoint(is_last=True))
         if failed and failed[0] is not None:
@@ -505,7 +505,7 @@ class _Server:
         return False
 
     async def _end(self, listener: asyncio.Server, tasks: Sequence[asyncio.Task[Any]]) -> None:
-        """Release everything, whatever state it is in."""
+        """Release all resources, in whatever state."""
         await self._stop_listening(listener)
         await self._close_connections()
         await self._replication.close()
@@ -524,7 +524,7 @@ class _Server:
             await self._acceptor.close()
 
     async def _close_connections(self) -> None:
-        """Close client connections, with a moment for clients to read their last answers."""
+        """Close client connections, after a moment for clients to read their last answers."""
         open_connections = list(self._connections)
         working = [connection.task for connection in open_connections if connection.task is not None]
         for connection in open_connections:

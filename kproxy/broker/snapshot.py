@@ -1,20 +1,19 @@
-"""Files beside a log from which opening it begins, so that most of it need not be read.
+"""Files beside a log that spare its opening from reading most of it.
 
   {base offset}.index   a whole segment that nothing is appended to: its index
   log.snapshot          what the log had up to an offset: the index of the segment that holds the offset, up to there,
                         leader epochs and producers
 
-Each file says what reading the log up to there would show. Opening reads what is behind the snapshot, and every segment
-below it that has no index. A snapshot is written as a log grows by INTERVAL_BYTES, and at the end by a stop.
+Each file holds the result of reading the log up to there. Opening reads the log after the snapshot, and every earlier
+segment without an index. A snapshot is written as a log grows by INTERVAL_BYTES, and at the end by a stop.
 
 Invariants
-1. A file tells only of batches below the high watermark in the checkpoint: these are on the disk and never cut off, so
-   that what it says stays true while the log is written to, whenever the process ends. One that tells of more is not
-   used: someone has taken the checkpoint away, to accept that records are lost.
-2. A file that is damaged, of another version, or of another segment than is here is not used: the segment is read. The
-   segment has the length and the modification time that it had, or has grown and the last batch that the index knows
-   is there.
-3. What was not used is removed, and its name is gone from the disk, before the log is written to.
+1. A file covers only batches below the high watermark in the checkpoint: these are on the disk and never removed from
+   the end, so that the file stays valid whenever the process ends. A file that covers more is not used: someone has
+   removed the checkpoint, to accept a loss of records.
+2. A file that is damaged, of another version or of another segment is not used: the segment is read. The segment has
+   the length and the modification time that it had, or has grown and the last batch that the index knows is there.
+3. An unused file is removed, and its name is gone from the disk, before the log is written to.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _CRC_BYTES = 4
 
 
 class SegmentIndex(NamedTuple):
-    """What is known of the first `size_in_bytes` of a segment; the last three are arrays of int64, as bytes."""
+    """An index of the first `size_in_bytes` of a segment; the last three fields are arrays of int64, as bytes."""
 
     base_offset: int
     next_offset: int
@@ -54,7 +53,7 @@ class SegmentIndex(NamedTuple):
 
 
 class LogState(NamedTuple):
-    """What a log's batches below `offset` amount to, but for the segments' indexes."""
+    """The state from a log's batches below `offset`, except for the segments' indexes."""
 
     offset: int
     leader_epochs: list[tuple[int, int]]
@@ -77,7 +76,7 @@ def snapshot_path(directory: Path) -> Path:
 
 
 def read_index(directory: Path, base_offset: int, high_watermark: int) -> SegmentIndex | None:
-    """Return a segment's index, None where there is none that can be used. Raises OSError."""
+    """Return a segment's index; None without a usable one. Raises OSError."""
     found = _read(index_path(directory, base_offset))
     index = _index_of(*found) if found is not None else None
     return index if index is not None and index.next_offset <= high_watermark else None
@@ -89,7 +88,7 @@ def write_index(directory: Path, index: SegmentIndex, replacing: AbstractContext
 
 
 def read_snapshot(directory: Path, high_watermark: int) -> Snapshot | None:
-    """Return the log's snapshot, None where there is none that can be used. Raises OSError."""
+    """Return the log's snapshot; None without a usable one. Raises OSError."""
     found = _read(snapshot_path(directory))
     if found is None or found[0]["index"][1] > high_watermark:
         return None
@@ -118,7 +117,7 @@ def _write(
 
 
 def _read(path: Path) -> tuple[dict[str, Any], bytes] | None:
-    """Return the fields and what follows them; None where there is no sound file of this version."""
+    """Return the fields and the rest; None without a valid file of this version."""
     found = read_file(path)
     if found is None or crc32c(found[_CRC_BYTES:]) != int.from_bytes(found[:_CRC_BYTES], "big"):
         return None

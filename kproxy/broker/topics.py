@@ -3,16 +3,15 @@
 A topic record is put once, only where none exists, and never changed: it names the replicas and the configuration. The
 brokers that it names then take its partitions; the broker that created it waits for that as long as its client allows.
 
-Each partition's state is there when the topic is: nobody led it yet, and in sync are the logs of its replicas. So an
-etcd that is restored to any time since then names the logs that may lead. A broker whose disk was replaced is not among
-them, however little etcd knows of what was written.
+Each partition's state exists when the topic does: it never had a leader, and the logs of its replicas are in sync. So
+an etcd restored to any later time names the logs that may lead. A replaced disk is not among them, however old etcd's
+state is.
 
 Invariants of a creation
-1. The topic is put in the transaction that puts the last of its states. Those that do not fit into it are put before.
+1. The topic is put in the transaction that puts the last of its states. States that do not fit are put before.
 2. A creation puts states only while it is the last that began and the topic does not exist: the key `creating` is its
-   own. So the states of a topic that exists are its own, whoever else creates one of its name, or died within it.
-3. A deletion removes no state once another creation has begun. What it leaves has another topic id and counts as
-   absent.
+   own. So the states of an existing topic are its own, even if other creations of the same name run or died.
+3. A deletion removes no state once another creation has begun. The rest has another topic id and counts as absent.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ _DONE = TopicOutcome(error_codes.NONE)
 
 
 def check_name(name: str) -> str | None:
-    """Return why `name` is no valid topic name, or None; the rules are Kafka's."""
+    """Return why `name` is not a valid topic name, or None; the rules are Kafka's."""
     if not name:
         return "a topic needs a name"
     if name in (".", ".."):
@@ -75,7 +74,7 @@ def _wrong_partitions(partitions: int) -> TopicOutcome:
 
 
 class NewTopic(NamedTuple):
-    """A requested topic: -1 stands for the default of either number; without assignments the brokers choose."""
+    """A requested topic: -1 means the default of either number; without assignments the brokers choose."""
 
     name: str
     partitions: int = -1
@@ -85,7 +84,7 @@ class NewTopic(NamedTuple):
 
 
 def plan_topic(asked: NewTopic, view: ClusterView, config: BrokerConfig) -> TopicValue | TopicOutcome:
-    """Plan the topic, or return why it cannot be created, as far as `view` knows."""
+    """Plan the topic, or return why it cannot be created, according to `view`."""
     wrong = check_name(asked.name)
     if wrong is not None:
         return TopicOutcome(error_codes.INVALID_TOPIC_EXCEPTION, wrong)
@@ -96,7 +95,7 @@ def plan_topic(asked: NewTopic, view: ClusterView, config: BrokerConfig) -> Topi
     except InvalidConfig as error:
         return TopicOutcome(error_codes.INVALID_CONFIG, str(error))
     topic_id, live = uuid.uuid4(), sorted(view.brokers)
-    # The first broker differs from topic to topic; otherwise small topics would all lie on the same one.
+    # The first broker differs between topics; otherwise all small topics would be on the same one.
     replicas = _assigned(asked, live) if asked.assignments else _spread(asked, live, config, topic_id.int)
     return replicas if isinstance(replicas, TopicOutcome) else TopicValue(topic_id, replicas, configs)
 
@@ -129,7 +128,7 @@ def _spread(asked: NewTopic, live: list[int], config: BrokerConfig, first: int) 
 
 
 class TopicAdmin:
-    """Creates and deletes topics, for whichever broker a client asked."""
+    """Creates and deletes topics on behalf of any broker."""
 
     def __init__(self, client: EtcdClient, view: ClusterView, config: BrokerConfig) -> None:
         self._client = client
@@ -137,9 +136,9 @@ class TopicAdmin:
         self._config = config
 
     async def plan(self, asked: NewTopic) -> TopicValue | TopicOutcome:
-        """Plan the topic as it would be created now, or return why it cannot be.
+        """Plan the topic as if created now, or return why it is refused.
 
-        The watch may lag, so this reads the live brokers from etcd: a topic spreads over every broker that has said
+        The watch may lag, so this reads the live brokers from etcd: a topic spreads over every broker that has reported
         that it serves.
         """
         try:
@@ -166,7 +165,7 @@ class TopicAdmin:
         return _DONE
 
     def _first_states(self, name: str, topic: TopicValue) -> list[TxnOp]:
-        """The states of partitions that nobody has led: the live replicas are in sync, as they are empty."""
+        """The states of partitions without a first leader: the live replicas are in sync, as they are empty."""
         log_ids = {each.node_id: each.log_id for each in self._view.brokers.values()}
         states = []
         for index, replicas in enumerate(topic.replicas):
@@ -207,9 +206,9 @@ class TopicAdmin:
 def spread_replicas(brokers: Sequence[int], partitions: int, replication_factor: int, first: int) -> list[list[int]]:
     """Assign distinct replicas to each partition, spread evenly.
 
-    First replicas go round the brokers, from the one at `first`. A partition's other replicas are brokers behind its
-    first, at a distance that grows with every round: so the partitions of a broker that dies move to all the others,
-    not to its neighbour alone.
+    First replicas rotate over the brokers, starting at `first`. A partition's other replicas follow its first at a
+    distance that grows with every round: so the partitions of a dead broker move to all others, not only to its
+    neighbour.
     """
     count = len(brokers)
     assigned = []
@@ -221,7 +220,7 @@ def spread_replicas(brokers: Sequence[int], partitions: int, replication_factor:
 
 
 def check_assignments(assignments: Sequence[Sequence[int]], live: Collection[int]) -> str | None:
-    """Return why these replicas, by partition, cannot be a topic's, or None."""
+    """Return why these replicas, by partition, are invalid for a topic, or None."""
     for partition_index, replicas in enumerate(assignments):
         where = f"the replicas {list(replicas)} of partition {partition_index}"
         if not replicas:

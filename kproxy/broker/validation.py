@@ -1,8 +1,8 @@
 """Validate record batches before they are appended.
 
 A produced batch is checked by the rules of Kafka's LogValidator. A replicated one must only continue the log, because
-the leader has checked the rest. The records inside stay unread: the CRC shows that they are what the producer sent, and
-nothing more is promised.
+the leader has checked the rest. The records inside are not read: the CRC shows that they are unchanged, and no more is
+promised.
 
 The error code matters: clients resend after CORRUPT_MESSAGE, and give up after INVALID_RECORD.
 `tests/contract/test_produce_oracle.py` lists where Apache Kafka itself answers otherwise.
@@ -32,7 +32,7 @@ class Refusal(NamedTuple):
 
 
 def check_records(records: memoryview, api_version: int, max_message_bytes: int, now_ms: int) -> RecordBatch | Refusal:
-    """Return the one batch in `records`, or why it is refused; `now_ms` is the time of day."""
+    """Return the one batch in `records`, or the reason for refusing it; `now_ms` is the time of day."""
     try:
         batch = parse_batch(records)
     except Truncated as error:

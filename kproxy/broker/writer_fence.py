@@ -1,12 +1,12 @@
-"""The fence that decides whose writes a partition accepts.
+"""The fence that decides which writers a partition accepts.
 
-Its writers stand behind it (the wiki's "Single Reader/Writer").
+It implements the wiki's "Single Reader/Writer".
 
 A fence is the etcd revision at which a client was granted the partition; a release is the revision at which it gave the
 partition up. A connection is bound to the fence that it named, or to none.
 
 States
-  open     nobody owns the partition; the fence is that of the last release, 0 where there never was one
+  open     nobody owns the partition; the fence is that of the last release, 0 if there never was one
   owned    the client that was granted the fence owns the partition
 
 Transitions
@@ -14,16 +14,16 @@ Transitions
   owned -> owned   bind, with a higher fence
   any   -> open    release, with a higher fence
 
-A lower bind is refused, a lower release is ignored. Neither counts before etcd keeps it, under the lease by which this
-broker leads, so that the next leader knows it.
+A lower bind is refused; a lower release is ignored. Neither takes effect before etcd keeps it, under this broker's
+lease, so that the next leader knows it.
 
 Invariants
 1. The fence never goes down while this broker leads, nor from one leader to the next.
 2. A connection bound below the fence writes nothing, whether the partition is owned or open: in the log, no batch of a
    lower fence follows one of a higher fence.
-3. While the partition is owned, only connections bound to that very fence write.
-4. A connection bound above the fence writes nothing before that fence is kept here: where a topic was deleted and
-   created anew, its writers have not bound their fence to the new one.
+3. While the partition is owned, only connections bound to that fence write.
+4. A connection bound above the fence writes nothing before that fence is kept here: after a topic is recreated, its
+   writers have not bound their fence to the new one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ UNBOUND: Final = 0
 
 
 class KeptFence(NamedTuple):
-    """The fence in etcd; `revision` is the mod_revision of its key, 0 where there is none."""
+    """The fence in etcd; `revision` is the mod_revision of its key, 0 if there is none."""
 
     fence: int = 0
     is_owned: bool = False
@@ -70,7 +70,7 @@ class WriterFence:
         return f"{whose} behind fence {self.fence}, and this connection is bound to the older {bound}"
 
     def is_above(self, bound: int) -> bool:
-        """Return whether that fence must be kept before anything is written behind it."""
+        """Return whether that fence must be kept before any write under it."""
         return bound > self.fence
 
     def compare(self, fence: int, *, is_released: bool) -> FenceComparison:
@@ -82,7 +82,7 @@ class WriterFence:
         return FenceComparison.HOLDS if fence == self.fence and self.is_owned else FenceComparison.HIGHER
 
     def keep(self, kept: KeptFence) -> None:
-        """Apply what etcd keeps under our lease."""
+        """Apply the fence kept under our lease."""
         if kept.fence >= self.fence:
             self.fence, self.is_owned = kept.fence, kept.is_owned
         self.revision = kept.revision

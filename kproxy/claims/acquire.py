@@ -188,7 +188,7 @@ class ClaimWriter:
         found = await self._client.txn(compares, writes, [get_op(key), get_op(whole_key)])
         if not found.succeeded:
             if resource == WHOLE_GROUP:
-                # Another connection claimed in this group: the table has to show that first.
+                # Another connection claimed in this group: the table must show that first.
                 await self._changes.wait(asyncio.get_running_loop().time() + CATCH_UP_S)
             row, whole = (_row_of(self._keys, response.kvs) for response in found.responses)
             return _View(row, whole)
@@ -294,7 +294,7 @@ class ClaimGranter:
         return [FenceBinding(*partition, fence) for partition in self._writer_groups.partitions(group, resource)]
 
     async def _wait_settled(self, deadline: float, fence: int, group: str, resource: str) -> int:
-        """Wait for a claim that no broker fences, which `_wait_confirmed` may have taken for fenced."""
+        """Wait for a claim that no broker fences, which `_wait_confirmed` may have treated as fenced."""
         try:
             await self._at_work.put(self._member.name)
         except EtcdError as error:

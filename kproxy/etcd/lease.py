@@ -13,7 +13,7 @@ Invariants
 4. The deadline of a `LeaseFence` is the send time of the last answered keepalive, plus the TTL in its answer, minus a
    margin. As etcd counts from a later moment, no other process can have our keys before that deadline. Our rights end
    when etcd falls silent; no message is needed.
-5. A broken fence never lives again: everything held under it has to be acquired anew.
+5. A broken fence never lives again: everything held under it must be acquired anew.
 """
 
 from __future__ import annotations

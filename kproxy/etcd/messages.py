@@ -107,7 +107,7 @@ class Snapshot(NamedTuple):
 class EtcdStatus(NamedTuple):
     """One member's view: `revision` may lag behind the cluster's.
 
-    `leader_id` is 0 where it knows no leader; `errors` are its alarms, such as that its space is used up.
+    `leader_id` is 0 if it knows no leader; `errors` are its alarms, such as that its space is used up.
     """
 
     cluster_id: int

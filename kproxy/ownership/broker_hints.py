@@ -85,7 +85,7 @@ class BrokerHints:
                     if any(topic.error_code == NONE for topic in answer.topics):
                         return answer
             except BrokerUnreachable as error:
-                log.debug("owners not told", reason=str(error))
+                log.debug("owners not learned", reason=str(error))
             finally:
                 connection.abort()
         return None

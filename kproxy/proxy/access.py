@@ -4,10 +4,10 @@
 with the rules that they follow, so that new rules count at once; routes of the compiled plain path, which were proven
 under earlier ones, are forgotten at the next check (`has_changed`). Long requests are checked on other threads.
 
-The permissions of one request are asked for by a `RequestAccess`. Each refusal is counted, and logged a few times a
-minute for each principal; of the many that one request may have of a kind, the first alone is logged. The security
-events have all of them, in one event for each operation and kind of resource, at the end of the request's check. With
-`dry_run` refusals are counted, logged and told but not enforced.
+A `RequestAccess` checks the permissions of one request. Each refusal is counted, and logged a few times a minute for
+each principal; one request logs only the first refusal of a kind. The security events list all of them when the request
+is checked, in one event for each operation and kind of resource. With `dry_run` refusals are counted and reported but
+not enforced.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _LOGGED_A_MINUTE: Final = 5
 
 
 class AccessControl:
-    """The rules of a process; `rules` returns those that were read last."""
+    """The rules of a process; `rules` returns the current ones."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class AccessControl:
             for operation in Operation
             for resource in Resource
         }
-        # Whoever reads a long message of a client has it meanwhile.
+        # A connection holds this lock while it reads a long message.
         self.turn = asyncio.Lock()
 
     @property
@@ -134,8 +134,8 @@ class ClientAccess:
         self._control = control
         self.peer = "?"
         self.principal = ANONYMOUS
-        # The permissions, with the rules and the principal that they are of: one object, which is replaced whole,
-        # because a thread may find older ones at the same time.
+        # The permissions, with their rules and principal: one object, replaced whole, as a thread may still read the
+        # old one.
         rules = control.rules
         self._found = rules, self.principal, rules.of(self.principal)
         self._looked_at = self._found[2]
@@ -147,7 +147,7 @@ class ClientAccess:
 
     @property
     def turn(self) -> asyncio.Lock:
-        """That of the process: see AccessControl."""
+        """The lock of the process: see AccessControl."""
         return self._control.turn
 
     def current(self) -> Permissions:
@@ -170,12 +170,12 @@ class ClientAccess:
         return RequestAccess(self, self._control)
 
     def allows(self, operation: Operation, resource: Resource, name: str) -> bool:
-        """The same as of a request, for the only permission that it needs."""
+        """Like `allows` of a request that needs only this permission."""
         with self.request() as access:
             return access.allows(operation, resource, name)
 
     def may_write(self, topic: bytes) -> bool:
-        """Whether a route of the compiled path may lead to a topic; otherwise its requests are checked one by one."""
+        """Whether the compiled path may have a route to a topic; otherwise requests for it are checked one by one."""
         return self.current().allows(Operation.WRITE, Resource.TOPIC, text(topic))
 
     def may_transact(self, transactional_id: bytes) -> bool:
@@ -185,12 +185,12 @@ class ClientAccess:
     # Requests with partitions
 
     def refused(self, operation: Operation, request: PartitionedRequest) -> Mapping[Entry, int]:
-        """The entries of a request that its client may not have, each with its error code."""
+        """The entries of a request that its client may not access, each with its error code."""
         refused: dict[Entry, int] = {}
         with self.request() as access:
             for place, topic in enumerate(request.topics):
                 if request.is_nameless(topic):
-                    # It may be any topic; by the time when the client asks again, its name is known.
+                    # It may be any topic; its name is known when the client asks again.
                     code = UNKNOWN_TOPIC_ID if access.is_enforced else 0
                 else:
                     is_allowed = access.allows(operation, Resource.TOPIC, text(topic.name))
@@ -217,7 +217,7 @@ class ClientAccess:
 
 
 class RequestAccess:
-    """The permissions of one request's client. `end`, or the end of `with`, tells its refusals since the last one.
+    """The permissions of one request's client. `end`, or the end of `with`, reports the refusals since the last one.
 
     One thread at a time uses it.
     """
@@ -237,7 +237,7 @@ class RequestAccess:
         self.end()
 
     def end(self) -> None:
-        """Tell the refusals."""
+        """Report the refusals."""
         denied, self._denied = self._denied, {}
         for (operation, resource), names in denied.items():
             self._control.tell_denied(self._client.principal, self._client.peer, operation, resource, names)
@@ -258,7 +258,7 @@ class RequestAccess:
         return self._control.denied(client.principal, client.peer, operation, resource, name, is_logged=is_first)
 
     def permits(self, operation: Operation, resource: Resource, name: str) -> bool:
-        """The same for something that the client has not asked for by name: nothing is counted."""
+        """Like `allows`, for a resource that the request does not name: nothing is counted."""
         return self._client.current().allows(operation, resource, name) or not self._control.is_enforced
 
     @property

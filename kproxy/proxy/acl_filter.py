@@ -15,8 +15,8 @@ other place. Topics that the client may not have are cut out, and get 29. These 
 OffsetFetch for all topics, too, leaves out those that the client may not see. AddPartitionsToTxn adds all partitions or
 none: if a topic is refused, all others get 55. To create a topic a permission for the cluster is enough. A client
 without the right to create never creates a topic by asking for its metadata. Brokers page through the topics of
-DescribeTopicPartitions, and say which one is next: they are asked for those alone that the client may see. Everybody
-may ask for the cluster (DescribeCluster), as in Kafka: the answer names proxies.
+DescribeTopicPartitions, and name the next one: the proxy asks only for visible topics. Everybody may ask for the
+cluster (DescribeCluster), as in Kafka: the answer names proxies.
 
 Messages are read by kproxy_codec.control: requests are at most 1 MiB with at most MAX_ELEMENTS elements, and only
 authenticated clients send them. An element costs up to 20 µs, so all but short requests are read on another thread, and
@@ -66,9 +66,9 @@ from kproxy_codec.framing import RequestHeader, frame_message
 from kproxy_codec.primitives import Buffer
 from kproxy_codec.walk import at_once
 
-# A longer message is read on another thread.
+# Longer messages are read on another thread.
 _SHORT_BYTES: Final = 1 << 10
-# Of longer ones a process reads one at a time.
+# A process reads longer ones one at a time.
 _LONG_BYTES: Final = 16 << 10
 _TOPIC: Final = 2
 _TOPIC_IDS_FROM: Final = 6
@@ -76,9 +76,9 @@ _NO_ID: Final = UUID(int=0)
 # Key types of FindCoordinator.
 _COORDINATED: Final = MappingProxyType({GROUP: Resource.GROUP, TRANSACTION: Resource.TRANSACTIONAL_ID})
 _SHARE_GROUP_STATE: Final = 2
-# Brokers tell of no more partitions at a time (max.request.partition.size.limit of Kafka).
+# Brokers describe at most this many partitions at a time (Kafka's max.request.partition.size.limit).
 _MOST_PARTITIONS_A_PAGE: Final = 2_000
-# Kafka's own words, which clients show to their users. A batched FindCoordinator has none, nor has CreatePartitions.
+# Kafka's own messages, which clients show to users. A batched FindCoordinator has none, nor has CreatePartitions.
 _MESSAGES: Final[Mapping[int, str]] = {
     TOPIC_AUTHORIZATION_FAILED: "Topic authorization failed.",
     GROUP_AUTHORIZATION_FAILED: "Group authorization failed.",
@@ -103,8 +103,7 @@ class Filtered(NamedTuple):
     """The decision about a request.
 
     `answer`: the whole body of its answer, if it is refused. Otherwise `frame` is sent to the broker, and `amend` adds
-    the results of the parts that were cut out to the answer. `verdict` decides about the topics of an answer that names
-    brokers.
+    the results of the removed parts to the answer. `verdict` decides about the topics of an answer that names brokers.
     """
 
     frame: memoryview
@@ -114,7 +113,7 @@ class Filtered(NamedTuple):
 
 
 class AclFilter:
-    """Filters one request of a client. Call `end` once it is answered: a verdict may have refused something, too."""
+    """Filters one request of a client. Call `end` once it is answered, because a verdict may also refuse something."""
 
     _frame: memoryview
     _header: RequestHeader
@@ -124,11 +123,11 @@ class AclFilter:
         self._turn = access.turn
         self._access = access.request()
         self._topology = topology
-        # The topics that are known when the request is screened; threads do not read the topology's own.
+        # The topics known when the filter begins; threads do not read the topology itself.
         self._names: Sequence[bytes] = ()
 
     def end(self) -> None:
-        """Tell of refusals since the request was screened."""
+        """Report the refusals since the filter began."""
         self._access.end()
 
     async def screen(self, frame: memoryview, header: RequestHeader) -> Filtered:
@@ -136,12 +135,12 @@ class AclFilter:
         self._frame, self._header = frame, header
         size = len(frame)
         if header.api_key == keys.DESCRIBE_TOPIC_PARTITIONS:
-            # A short one may be about all topics.
+            # A short request may be about all topics.
             self._names, size = self._topology.names, max(size, _SHORT_BYTES + 1)
         return await self._apart(size, self._screen)
 
     async def _apart(self, size: int, read: Callable[[], Result]) -> Result:
-        """Read a message of this many bytes where it keeps nothing else waiting. Raises what `read` raises."""
+        """Read a message of this many bytes without delaying others. Raises the errors of `read`."""
         if size <= _SHORT_BYTES:
             return read()
         if size <= _LONG_BYTES:
@@ -156,16 +155,16 @@ class AclFilter:
         if decide is None:
             # `_by_needs` ends with the topics.
             if not needs or not all(need.at for need in needs) or any(need.to for need in needs[:-1]):
-                # Never a way around the rules: brokers would take it for the proxy's own request.
+                # Never forward it: brokers would treat it as the proxy's own request.
                 raise CodecError(f"no rules of access are known for {keys.name_of(key)}, so that it is refused")
             decide = AclFilter._by_needs
         self._request = decode_request(key, version, self._frame[self._header.body_offset :])
-        # On the thread that decides: the connection may have ended meanwhile.
+        # On the thread that decides: the connection may have ended by now.
         with self._access:
             return decide(self)
 
     async def amend(self, screened: Filtered, body: Buffer) -> Buffer:
-        """Return the answer's body with the results of the parts that were cut out. Raises CodecError."""
+        """Return the answer's body with the results of the removed parts. Raises CodecError."""
         amend = screened.amend
         if amend is None:
             return body
@@ -203,7 +202,7 @@ class AclFilter:
         return build_response(self._header.api_key, self._header.api_version, **fields)
 
     def _only_allowed(self, operation: Operation, at: str, to: str) -> Filtered:
-        """Cut out the topics that the client may not have."""
+        """Remove the topics that the client may not access."""
         if getattr(self._request, at) is None:
             return Filtered(self._frame, amend=self._hide_topics)
         allows = self._access.each(operation, Resource.TOPIC)
@@ -216,9 +215,9 @@ class AclFilter:
         return self._cut(at, to, code_of, self._refused_topic)
 
     def _cut(self, at: str, to: str, code_of: Code, refused: Refused, *, may_be_empty: bool = False) -> Filtered:
-        """Cut out elements of the field `at`; their results are added to the answer's field `to`.
+        """Remove elements of the field `at`; their results are added to the answer's field `to`.
 
-        A broker is asked for the rest, if there is any or it `may_be_empty`.
+        A broker gets the rest, unless it is empty and not `may_be_empty`.
         """
         request = self._request
         decided = [(each, code_of(each)) for each in getattr(request, at) or ()]
@@ -259,10 +258,10 @@ class AclFilter:
         }
 
     def _reframed(self) -> memoryview:
-        """The frame with the body of the request as it is now."""
+        """The frame with the current body of the request."""
         header, request = self._header, self._request
         if header.api_key == keys.DELETE_TOPICS:
-            # kafka-python cannot encode one that it has decoded.
+            # kafka-python cannot encode a message that it has decoded.
             request = build_request(header.api_key, header.api_version, **request.to_dict())
         return memoryview(bytearray(frame_message(self._frame[4 : header.body_offset], encode_request(request))))
 
@@ -290,7 +289,7 @@ class AclFilter:
         elif key_type != _SHARE_GROUP_STATE:
             code, is_allowed = INVALID_REQUEST, lambda name: not self._access.is_enforced
         else:
-            # Only brokers look for it, and create a topic for it: Kafka asks for ClusterAction.
+            # Only brokers search for it, and create a topic for it: Kafka requires ClusterAction.
             administers = self._access.each(Operation.ADMIN, Resource.CLUSTER)
             code, is_allowed = CLUSTER_AUTHORIZATION_FAILED, lambda name: administers(CLUSTER_NAME)
         nobody = {"error_code": code, "node_id": -1, "host": "", "port": -1}
@@ -347,9 +346,9 @@ class AclFilter:
     # Metadata
 
     def _metadata(self) -> Filtered:
-        """Cut out the topics that the client may not see, whose place in an answer would tell whether they exist.
+        """Remove the topics that the client may not see: their place in an answer would reveal whether they exist.
 
-        And keep a client without the right to create a topic from creating it.
+        A client without the right to create a topic does not create it.
         """
         request, version = self._request, self._header.api_version
         verdict = self._verdict()
@@ -362,9 +361,9 @@ class AclFilter:
             if missing and disallow_auto_creation(version, self._frame[self._header.body_offset :]):
                 request.allow_auto_topic_creation = False
             else:
-                # A version without that field: topics that are not known here, and that might be created, are cut out.
+                # A version without that field: unknown topics, which might be created, are removed.
                 denied.update(name for name in missing if not self._is_known(name))
-        # In version 0 no topic would mean all of them; in later versions the answer names the brokers as well.
+        # In version 0 an empty list means all topics; in later versions the answer also names the brokers.
         return self._cut(
             "topics",
             "topics",
@@ -390,7 +389,7 @@ class AclFilter:
             return self._only_allowed(Operation.DESCRIBE, "topics", "topics")._replace(verdict=verdict)
         most = min(max(request.response_partition_limit, 1), _MOST_PARTITIONS_A_PAGE)
         first = bisect_left(self._names, begins_at.encode(errors="surrogatepass"))
-        # Two more than fit: with one more the broker says where the next page begins, unless topics have gone.
+        # Two more than fit: from the extra one the broker says where the next page begins, unless topics were deleted.
         visible = list(islice(filter(self._sees, map(text, islice(self._names, first, None))), most + 2))
         if not visible:
             return self._answered(topics=[])
@@ -406,12 +405,12 @@ class AclFilter:
         return Filtered(self._reframed(), amend=amend if len(visible) > len(asked) else None, verdict=verdict)
 
     def _move_cursor(self, cursor: Any, visible: Sequence[str]) -> None:
-        """Begin with the next topic that the client may see: brokers want the cursor's to be among those asked for."""
+        """Begin with the next topic that the client may see: brokers require the cursor's to be in the request."""
         if cursor is not None and visible and cursor.topic_name != visible[0]:
             cursor.topic_name, cursor.partition_index = visible[0], 0
 
     def _cluster(self) -> Filtered:
-        # It has no topics; with a verdict the answer leaves out the operations allowed to the proxy's own identity.
+        # It has no topics; with a verdict the answer omits the operations allowed to the proxy's own identity.
         return Filtered(self._frame, verdict=lambda name, topic_id, error_code: (error_code, True))
 
     def _is_known(self, topic: str) -> bool:
@@ -421,14 +420,14 @@ class AclFilter:
         """Decide about each topic of an answer to Metadata or DescribeTopicPartitions."""
         is_metadata = self._header.api_key == keys.METADATA
         topics = self._request.topics
-        # From version 1 of Metadata on an empty list asks for none, and the answer has none.
+        # From version 1 of Metadata on, an empty list requests no topics.
         asks_for_all = not topics
         by_id = {each.topic_id.bytes for each in topics or () if _is_by_id(each)}
         creates = is_metadata and bool(getattr(self._request, "allow_auto_topic_creation", True))
         describes = self._access.each(Operation.DESCRIBE, Resource.TOPIC)
 
         def decide(name: bytes, topic_id: bytes, error_code: int) -> tuple[int, bool] | None:
-            """Return a topic's error and whether the answer has its name; None: the topic is left out."""
+            """Return a topic's error and whether the answer has its name; None: the topic is omitted."""
             topic = text(name)
             if name and asks_for_all:
                 is_gone = error_code == UNKNOWN_TOPIC_OR_PARTITION and not is_metadata
@@ -443,7 +442,7 @@ class AclFilter:
 
 
 def _is_by_id(topic: Any) -> bool:
-    # Kafka goes by the id where a topic has a name as well.
+    # If a topic has both, Kafka uses the id.
     return _id_of(topic) != _NO_ID
 
 
@@ -452,7 +451,7 @@ def _id_of(topic: Any) -> UUID:
     return getattr(topic, "topic_id", None) or _NO_ID
 
 
-# The APIs whose requests the needs alone do not decide.
+# The APIs that need more than their `needs` to decide.
 _BY_API: Final[Mapping[int, Callable[[AclFilter], Filtered]]] = {
     keys.FIND_COORDINATOR: AclFilter._find_coordinator,
     keys.INIT_PRODUCER_ID: AclFilter._init_producer_id,

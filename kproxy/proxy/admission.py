@@ -1,7 +1,7 @@
-"""Admit clients: a listener's gate, which begins all requests of a client until it is authenticated.
+"""Admit clients: a listener's gate handles all requests of a client until it is authenticated.
 
-The exchange itself is kproxy.security.sasl; this module gives it frames, carries out its outcomes and has the clock. A
-gate stands where the compiled plain path of a session is (`CompiledPath`) and leaves this place once the client is
+The exchange itself is kproxy.security.sasl; this module passes it frames, carries out its outcomes and owns the clock.
+A gate stands where the compiled plain path of a session is (`CompiledPath`) and leaves this place once the client is
 authenticated, so that it costs later requests nothing. It takes the place again for a renewal, and when a session ends.
 
 States of a gate
@@ -50,20 +50,20 @@ from kproxy_codec.framing import parse_request_header
 
 log = structlog.get_logger(__name__)
 
-# As connection.failed.authentication.delay.ms of Kafka: it slows down the guessing of passwords.
+# Like Kafka's connection.failed.authentication.delay.ms: slows down password guessing.
 REFUSAL_DELAY_S: Final = 0.1
-# The part of the time to authenticate in which a broker has to judge a client, so that the log can give the reason.
+# A broker has this fraction of the time to authenticate for judging a client, so that the log can give the reason.
 JUDGED_WITHIN: Final = 0.9
 # CPU time of all rules for a certificate, on the event loop, in seconds.
 MOST_RULES_S: Final = 0.02
-# Kept keys of addresses and principals for other workers.
+# Limit of addresses and principals kept for other workers.
 MOST_KEYS: Final = 4_096
 _ADDRESS: Final = "address"
 _PRINCIPAL: Final = "principal"
 
 
 class NotAdmitted(Exception):
-    """The client's connection is closed because of what it sent, or did not send, to authenticate."""
+    """Closes the client's connection because of what it sent, or failed to send, to authenticate."""
 
 
 class Guarded(Protocol):
@@ -84,7 +84,7 @@ class Guarded(Protocol):
         ...
 
     def guard(self) -> None:
-        """Have the gate begin requests from now on."""
+        """Let the gate begin requests from now on."""
         ...
 
     def refuse(self, error: Exception) -> None:
@@ -92,18 +92,18 @@ class Guarded(Protocol):
         ...
 
     def drain(self) -> None:
-        """Close the connection after the answers that are due."""
+        """Close the connection after the pending answers."""
         ...
 
     def dismiss(self, reason: str) -> None:
-        """Do so within a bounded time; `reason` is for the log."""
+        """Close it within a bounded time; `reason` is for the log."""
         ...
 
 
 class OpenConnections:
-    """The clients' connections of a process, by address and by principal, as far as these are limited.
+    """The clients' connections of a process, by address and by principal, where these are limited.
 
-    `elsewhere` has those of other processes on the same port, as of the last report, by the keys of `counts`.
+    `elsewhere` has the last report of other processes on the same port, by the keys of `counts`.
     """
 
     def __init__(self) -> None:
@@ -112,15 +112,15 @@ class OpenConnections:
         self.elsewhere: Mapping[bytes, int] = {}
 
     def of_address(self, address: str) -> int:
-        """The known connections of an address at all processes."""
+        """The known connections of an address in all processes."""
         return self.by_address[address] + (self.elsewhere.get(_key_of(_ADDRESS, address), 0) if self.elsewhere else 0)
 
     def of_principal(self, name: str) -> int:
-        """The known connections of a principal at all processes."""
+        """The known connections of a principal in all processes."""
         return self.by_principal[name] + (self.elsewhere.get(_key_of(_PRINCIPAL, name), 0) if self.elsewhere else 0)
 
     def counts(self, most: int) -> dict[bytes, int]:
-        """Return the connections here by key, of at most `most` addresses and principals: those with the most."""
+        """Return the connections here by key, of the `most` addresses and principals with the most connections."""
         found = [
             (count, kind, name)
             for kind, counts in ((_ADDRESS, self.by_address), (_PRINCIPAL, self.by_principal))
@@ -137,13 +137,13 @@ def _key_of(kind: str, name: str) -> bytes:
 
 
 class Admission:
-    """A listener's requirements for clients: SASL by `servers`, or without these the certificate that TLS asks for.
+    """A listener's requirements for clients: SASL by `servers`, or else a TLS certificate.
 
-    `users` returns those that were read last: a client's connection ends when its user is removed. `timeout_s` is the
-    time to authenticate, `mapping` turns a certificate's names into a principal's. `quotas` returns the quotas that
-    were read last; an address has at most `most_of_an_address` connections, 0: any number. The listeners of a process
-    share `connections`. `carries`: clients' identities are carried on to brokers. `allows_v0`: SaslHandshake v0 is
-    taken. `listener`: its name in `events`.
+    `users` returns the current users: a client's connection ends when its user is removed. `timeout_s` is the time to
+    authenticate, `mapping` turns a certificate's names into a principal's. `quotas` returns the current quotas; an
+    address has at most `most_of_an_address` connections (0: no limit). The listeners of a process share `connections`.
+    `carries`: clients' identities are forwarded to brokers. `allows_v0`: SaslHandshake v0 is accepted. `listener`: its
+    name in `events`.
     """
 
     def __init__(
@@ -198,11 +198,11 @@ class Gate:
         self._address = ""
         self._counted_as = ""
         self._known_users: Users | None = None
-        # Once it has been admitted.
+        # Set when the client is admitted.
         self._principal: Principal | None = None
 
     def connected(self, certificate: Any, address: str) -> None:
-        """Begin; `certificate` is the client's, as `getpeercert` returns it, if it has shown one."""
+        """Begin; `certificate` is the client's, as returned by `getpeercert`, or None."""
         admission = self._admission
         if admission.most_of_an_address:
             self._address = address
@@ -241,7 +241,7 @@ class Gate:
         self._tell_failed(reason, self._exchange.user, self._exchange.mechanism)
 
     def _admit(self, principal: Principal, mechanism: str) -> None:
-        """Let the client in, unless it has too many connections."""
+        """Admit the client, unless it has too many connections."""
         admission = self._admission
         if not self._counted_as and admission.quotas is not None:
             self._counted_as = principal.name
@@ -261,7 +261,7 @@ class Gate:
     def take(self, frame: memoryview, first_byte_at: float, ranges: Ranges) -> bool:
         """Begin a request, as CompiledPath.take; False for ApiVersions, which the session answers."""
         if self._exchange.state is State.AUTHENTICATED:
-            # Its session has ended, maybe long ago: the time for a renewal counts from here.
+            # Its session may have ended long ago: the time for a renewal counts from here.
             self._began_at = self._admission.times.clock()
         outcome = self._exchange.receive(frame)
         if isinstance(outcome, ForwardToBroker):
@@ -296,7 +296,7 @@ class Gate:
             slot.fill([outcome.frame])
 
     async def _finish(self, pending: Pending, slot: Slot) -> None:
-        """Take a step and its outcome; the client is read again afterwards."""
+        """Await a step and apply its outcome; then read the client again."""
         try:
             result: Step | Refused
             result = await asyncio.to_thread(pending.step) if pending.is_slow else pending.step()
@@ -311,11 +311,11 @@ class Gate:
                     await asyncio.sleep(REFUSAL_DELAY_S)
                 self._fail(outcome, slot)
                 return
-            # The answer leaves before the session begins requests: it may end with it.
+            # The answer is sent before the session begins requests, since it may end with it.
             slot.fill([outcome.frame])
             if self._exchange.state is State.AUTHENTICATED and self._exchange.principal is not None:
                 self._open(self._exchange.principal)
-        except Exception:  # the boundary: nobody is admitted by an error
+        except Exception:  # the boundary: an error admits nobody
             log.exception("authentication failed by an error", client=self._client.peer)
             reason = "an error here, see the log"
             self._tell_sasl_failed(reason)
@@ -325,7 +325,7 @@ class Gate:
             self._on_pressure(False)
 
     async def _judged(self, result: Step | Refused) -> Step | Refused:
-        """Return the outcome of a step: a broker's where the identity is carried on. Raises NotJudged."""
+        """Return the outcome of a step: a broker's if the identity is forwarded. Raises NotJudged."""
         credential = self._exchange.credential
         if credential is None or isinstance(result, Refused) or result.principal is None:
             return result
@@ -357,7 +357,7 @@ class Gate:
 
     def _fail(self, failure: Failure, slot: Slot) -> None:
         if failure.frame:
-            # The session closes behind this answer.
+            # The session closes after this answer.
             self._client.drain()
             slot.fill([failure.frame])
         else:
@@ -369,7 +369,7 @@ class Gate:
     def look(self, now: float) -> None:
         """Close the connection of a client that takes too long or whose user was removed.
 
-        Have it authenticate again if its session has ended.
+        Require it to authenticate again if its session has ended.
         """
         if not self._is_open:
             is_renewal = self._exchange.state is State.AUTHENTICATED
@@ -394,7 +394,7 @@ class Gate:
                 self._client.dismiss("its user was removed")
 
     def tell_session_ended(self, reason: str) -> None:
-        """Append it to the security events."""
+        """Append the end of the session to the security events."""
         self._tell("session_ended", principal=str(self._principal), reason=reason)
 
     async def close(self) -> None:

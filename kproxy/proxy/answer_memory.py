@@ -1,12 +1,12 @@
 """Bound the bytes of brokers' answers that one process holds.
 
-The bound is kept by not reading brokers' connections.
+To keep the bound, it stops reading brokers' connections.
 
-A large answer (more than LARGE_BYTES) announces its length in its first bytes. It gets room for all of it before more
-of it is read. It holds that room as long as anything refers to its bytes: while it arrives, waits for others to be
-merged with and for its turn, and until its client's transport has taken the last of it. Smaller answers are read at
-once, because acknowledgements are small and must always get through. Small answers that a client does not take count
-as well; while they are more than HOLD_BACK_BYTES, this client's broker connections are not read, and no others.
+A large answer (more than LARGE_BYTES) announces its length in its first bytes. It gets room for all its bytes before
+more are read. It holds that room while anything refers to its bytes: while it arrives, waits to be merged and for its
+turn, and until its client's transport has the last byte. Smaller answers are read at once, because acknowledgements are
+small and must always get through. Small answers that a client does not read also count; while they exceed
+HOLD_BACK_BYTES, only this client's broker connections are not read.
 
 States of a large answer
   waiting   its length is known, its connection is not read
@@ -50,7 +50,7 @@ from typing import Protocol
 from kproxy.proxy.memory_budget import Arrival, Budget
 from kproxy_codec.primitives import Buffer
 
-# More than the longest answer to a produce request that is admitted (4,096 partitions of some 35 bytes).
+# More than the longest answer to an accepted produce request (4,096 partitions of some 35 bytes).
 LARGE_BYTES = 256 << 10
 HOLD_BACK_BYTES = 256 << 10
 LONG_S = 10.0
@@ -73,7 +73,7 @@ class HeldBackClient(Protocol):
 
 
 class AnswerBuffer(bytearray):
-    """The room of one answer; it is free again when nothing refers to this object."""
+    """The memory of one answer; it is free again when nothing refers to this object."""
 
     __slots__ = ("_finishes", "_kind", "_share", "_waiter")
 
@@ -85,7 +85,7 @@ class AnswerBuffer(bytearray):
         self._kind = share.take(size, waiter)
 
     def __del__(self) -> None:
-        # Without `_kind` the allocation failed, and nothing is to be given back.
+        # Without `_kind` the allocation failed, and there is nothing to give back.
         if hasattr(self, "_kind"):
             share = self._share
             share.room.on_its_thread(partial(share.give_back, len(self), self._waiter, self._kind))
@@ -116,20 +116,20 @@ class AnswerMemory:
         self._budget = budget
         self._clock = clock
         self._half = budget.total // 2
-        # By whether the client is proven.
+        # Keyed by whether the client is proven.
         self._held = {False: 0, True: 0}
-        # In the order of arrival: the client's share, the answer's size, and since when it waits.
+        # In order of arrival: the client's share, the answer's size, and its waiting time's start.
         self._waiting: dict[Waiter, tuple[ClientMemory, int, float]] = {}
         self._is_waking = False
         self._takes_last = False
-        # The client that finishes, the number of its answers let in for that, and the connections that get no more.
+        # The client that finishes, how many answers it got for that, and the connections that get no more.
         self._finisher: ClientMemory | None = None
         self._finishing = 0
         self._served = set[Waiter]()
-        # The event loop that takes answers; known from the first of them on.
+        # The event loop that reads answers; known from the first answer on.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
-        # When a client's connection was last closed for the room that it held. One at a time, as that may be enough.
+        # When a client's connection was last closed for its memory. One at a time, as that may be enough.
         self.cut_at = -1.0
 
     @property
@@ -143,7 +143,7 @@ class AnswerMemory:
         return bool(self._waiting)
 
     def waited_s(self, kinds: Collection[bool]) -> float | None:
-        """The time for which the oldest answer of these kinds has waited; None if none waits."""
+        """How long the oldest answer of these kinds has waited; None if none waits."""
         for share, _, since in self._waiting.values():
             if share.is_proven in kinds:
                 return self._clock() - since
@@ -169,7 +169,7 @@ class AnswerMemory:
         if self._loop is None or threading.get_ident() == self._thread:
             give_back()
             return
-        # A RuntimeError: the event loop has been closed, and nothing waits for room any more.
+        # A RuntimeError: the event loop is closed, so no answer waits for room.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(give_back)
 
@@ -182,7 +182,7 @@ class AnswerMemory:
             self.wake()
 
     def wake(self) -> None:
-        """Schedule room for waiters that may have it; call it also from time to time, as clients become proven."""
+        """Schedule room for waiters that may have it; also call it periodically, as clients become proven."""
         if self._waiting and not self._is_waking:
             self._is_waking = True
             asyncio.get_running_loop().call_soon(self._wake_one)
@@ -234,7 +234,7 @@ class AnswerMemory:
 
 
 class ClientMemory:
-    """One client's part of the room."""
+    """One client's part of the memory."""
 
     __slots__ = (
         "_arrival",
@@ -251,16 +251,16 @@ class ClientMemory:
     def __init__(self, room: AnswerMemory, client: HeldBackClient) -> None:
         self.room = room
         self._client = client
-        # Bytes with room, by whether this client was proven then; and other bytes that it does not take.
+        # Bytes with room, by whether this client was proven then; and other bytes that it does not read.
         self._in_rooms = [0, 0]
         self._untaken = 0
-        # The connections of the answers with room, with the number of answers of each.
+        # The connections of the answers with room, each with its number of answers.
         self.sources: dict[Waiter, int] = {}
         self._has_taken = False
-        # Bytes of large answers, whole ones too.
+        # Bytes of large answers, including complete ones.
         self.arrived_bytes = 0
         self._arrival = Arrival()
-        # Differs from the count judged first: a window begins only when there is something to judge.
+        # Unequal to the first count: a window begins only when there is something to judge.
         self._pauses = 1
 
     @property
@@ -270,12 +270,12 @@ class ClientMemory:
 
     @property
     def is_proven(self) -> bool:
-        """Whether it takes its answers, as far as is known."""
+        """Whether it has been reading its answers."""
         return self.may_finish or (self._has_taken and not self._untaken)
 
     @property
     def may_finish(self) -> bool:
-        """Whether it has a part of its answers and may need the rest."""
+        """Whether it has some of its answers and may need the rest."""
         return not self._untaken and self._in_rooms[False] + self._in_rooms[True] > 0
 
     def take(self, size: int, source: Waiter) -> bool:
@@ -298,17 +298,17 @@ class ClientMemory:
 
     @staticmethod
     def has_room(buffer: Buffer) -> bool:
-        """Whether the bytes of an unwritten answer have room of their own, in which they are counted."""
+        """Whether an unwritten answer has room of its own, in which its bytes are counted."""
         return isinstance(buffer, memoryview) and isinstance(buffer.obj, AnswerBuffer)
 
     def leave_untaken(self, size: int) -> None:
-        """Set the bytes without room of their own that the client does not take."""
+        """Set the number of bytes without room of their own that the client does not read."""
         before = self._untaken
         if size == before:
             return
         self._count(size - before)
         self._untaken = size
-        # They count as newcomers', as the client may be one.
+        # They count as a newcomer's, as the client may be one.
         self.room.change(size - before, kind=False)
         if (size >= HOLD_BACK_BYTES) is not (before >= HOLD_BACK_BYTES):
             self._client.hold_back(size >= HOLD_BACK_BYTES)
@@ -318,9 +318,9 @@ class ClientMemory:
             self._pauses += 1
 
     def is_stuck(self, now: float, taken_bytes: int) -> bool:
-        """Whether others wait for room held here while it does not move.
+        """Whether this client holds room that others wait for, and makes no progress.
 
-        `taken_bytes` are those that the client has taken so far. Returns True for only one client per `now`.
+        `taken_bytes` is the number that the client has read so far. Returns True for only one client per `now`.
         """
         waited_s = self.room.waited_s(self._kinds()) if self.room.is_wanted else None
         if waited_s is None:
@@ -335,6 +335,6 @@ class ClientMemory:
         return True
 
     def _kinds(self) -> set[bool]:
-        """The kinds whose room it holds."""
+        """The kinds of which it holds room."""
         kinds = {bool(kind) for kind, size in enumerate(self._in_rooms) if size}
         return kinds | {False} if self._untaken else kinds

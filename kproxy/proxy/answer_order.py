@@ -33,8 +33,8 @@ class Slot:
     """The place of one answer in the order of answers.
 
     `sequence` is the request's own number on its connection. `weight` is its share of the connection's bytes in flight,
-    `frame_bytes` the request's share of the budget. `is_allowed` is called in the answer's turn, for an answer that may
-    be forbidden by then.
+    `frame_bytes` the request's share of the budget. `is_allowed` is called in the answer's turn, as the answer may be
+    forbidden by then.
     """
 
     __slots__ = (
@@ -52,13 +52,13 @@ class Slot:
         self.sequence = sequence
         self.weight = weight
         self.frame_bytes = weight
-        # When the first byte of a produce request came; 0 for other requests, whose latency is not measured.
+        # Arrival of a produce request's first byte; 0 for other requests, whose latency is not measured.
         self.began = began
         self.buffers: list[Buffer] | None = None
         self.is_allowed: Callable[[], bool] | None = None
 
     def fill(self, buffers: list[Buffer], is_allowed: Callable[[], bool] | None = None) -> None:
-        """Set the whole answer, its length prefix first; empty for a request without an answer that is done."""
+        """Set the whole answer, its length prefix first; empty for a finished request without an answer."""
         if buffers:
             self.buffers = buffers
             self.is_allowed = is_allowed
@@ -75,12 +75,12 @@ class ResumedClient(Protocol):
         ...
 
     def forbidden(self) -> None:
-        """Close: an answer is not allowed any more in its turn."""
+        """Close: an answer is no longer allowed in its turn."""
         ...
 
 
 class AnswerOrder:
-    """The slots of one client connection, `client`, which goes on after an answer while `is_waited_for`.
+    """The slots of one client connection, `client`, which continues after an answer while `is_waited_for`.
 
     The code that begins requests adds to `slots`, `sequence`, `silent` and `in_flight_bytes` directly, because a call
     costs more.
@@ -116,7 +116,7 @@ class AnswerOrder:
 
     @property
     def open_count(self) -> int:
-        """Requests that are not answered yet, or with acks=0 not sent."""
+        """Requests that are not answered, or with acks=0 not sent."""
         return len(self.slots) + self.silent
 
     def flush(self) -> None:
@@ -152,7 +152,7 @@ class AnswerOrder:
             self._client.go_on()
 
     def let_go(self) -> int:
-        """Discard pending answers; return their bytes, which the caller takes off the budget."""
+        """Discard pending answers; return their bytes, which the caller subtracts from the budget."""
         held = 0
         for slot in self.slots:
             held += slot.frame_bytes

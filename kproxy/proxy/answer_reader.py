@@ -1,9 +1,9 @@
-"""Send requests on one broker connection and take their answers: the code that each of them passes through.
+"""Send requests on one broker connection and receive their answers: the hot path of both.
 
-`kproxy.proxy.broker_connection.Upstream` is the whole connection; its text has the states and invariants.
+`kproxy.proxy.broker_connection.Upstream` is the whole connection; its docstring has the states and invariants.
 
-The answers of one read are taken together, and other clients wait for that. So the size of reads follows the time that
-answers take: they are small at first, twice as large after one that was full and short, and smaller after a long one.
+The answers of one read are processed together, and other clients wait meanwhile. So the size of reads follows the
+processing time: it is small at first, doubles after a full and quick read, and shrinks after a slow one.
 
 The compiled plain path (kproxy.plain) has a twin of the class here, which is used instead where it is built.
 """
@@ -21,7 +21,7 @@ from kproxy_codec.errors import CodecError
 from kproxy_codec.partitioned import set_correlation_id
 from kproxy_codec.primitives import Buffer
 
-# Reads of a broker's connection have room for at least so many bytes: some nine acknowledgements of one partition.
+# A read of a broker's connection has at least this much room: some nine acknowledgements of one partition.
 LEAST_READ_BYTES = 512
 
 
@@ -32,7 +32,7 @@ class Ticket(Protocol):
 
     @property
     def may_wait_until(self) -> float:
-        """The time, on the proxy's clock, until which the request itself lets its answer wait (a fetch that waits)."""
+        """Until when, on the proxy's clock, the request itself delays its answer (a fetch that waits)."""
         ...
 
     def sent(self) -> None:
@@ -77,7 +77,7 @@ class AnswerReader:
     def buffer_updated(self, nbytes: int) -> None:
         is_over = self.closed
         if is_over:
-            # A connection that is being closed is still read; nobody waits for the answers.
+            # A connection that is being closed is still read, but its answers are not needed.
             return
         in_flight = self._in_flight
         began = self._clock()
@@ -96,7 +96,7 @@ class AnswerReader:
             self._adjust_reads(nbytes, took)
 
     def _adjust_reads(self, nbytes: int, took: float) -> None:
-        """Set the size of reads after one of `nbytes`, full or long, whose answers took so many seconds."""
+        """Set the size of reads after one of `nbytes`, full or slow, whose answers took this many seconds."""
         reader = self._reader
         is_full = nbytes >= reader.most_shared
         if took > TURN_S / 2:
@@ -111,7 +111,7 @@ class AnswerReader:
         return self._in_flight.next_id()
 
     def forward(self, ticket: Ticket, frame: memoryview) -> None:
-        """Send a whole request as it came, except for its correlation_id. Not to be called when closed."""
+        """Send a whole request unchanged but for its correlation_id. Do not call when closed."""
         correlation_id = self._in_flight.next_id()
         set_correlation_id(frame, correlation_id)
         if self._outbox is None or not ticket.expects_answer:
@@ -121,11 +121,11 @@ class AnswerReader:
         self._outbox.put_one(frame)
 
     def send(self, ticket: Ticket, correlation_id: int, buffers: Sequence[Buffer]) -> None:
-        """Send one request; queue it while the connection is not open. Not to be called when closed."""
+        """Send one request; queue it while the connection is not open. Do not call when closed."""
         raise NotImplementedError
 
     def _rest(self) -> None:
-        """Read no more answers for this client in this turn of the event loop."""
+        """Read no more answers for this client in this event-loop turn."""
         raise NotImplementedError
 
     def distrust(self, reason: str) -> None:
@@ -133,7 +133,7 @@ class AnswerReader:
         raise NotImplementedError
 
     def _take_in(self, share: ClientMemory, nbytes: int) -> None:
-        """Account for the bytes of a large answer that arrives."""
+        """Count the bytes of a large answer that arrives."""
         raise NotImplementedError
 
 

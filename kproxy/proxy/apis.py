@@ -1,7 +1,7 @@
 """Declare how the proxy serves each API of Kafka's protocol.
 
-`APIS` has one row for each API key that has a name. Requests are dispatched by it, the answer to ApiVersions names its
-versions (kproxy.proxy.api_versions), and scripts/protocol_support.py writes docs/protocol-support.md from it.
+`APIS` has one row for each API key that has a name. It dispatches requests, gives ApiVersions its versions
+(kproxy.proxy.api_versions), and scripts/protocol_support.py writes docs/protocol-support.md from it.
 
 `versions` are those that the proxy itself serves. Clients are offered those that the upstream brokers serve as well.
 """
@@ -30,7 +30,7 @@ NOT_SERVED: Final[Range] = (1, 0)
 
 
 class Handling(Enum):
-    """Who answers a request; the values stand in docs/protocol-support.md."""
+    """Who answers a request; docs/protocol-support.md shows the values."""
 
     PROXY = "ended here"
     SPLIT = "split by owner"
@@ -49,8 +49,8 @@ KEY_TYPES: Final[Mapping[Handling, int]] = MappingProxyType(
 class Permission(NamedTuple):
     """`operation` on each resource of this kind that a request names.
 
-    `at`: the field of the request with the name, or with topics; empty: the code that handles the API finds them. `to`:
-    the field of the answer with the results of refused topics; empty: the whole request is refused.
+    `at`: the field of the request with the name, or with topics; empty: the API's handler finds them. `to`: the field
+    of the answer with the results of refused topics; empty: the whole request is refused.
     """
 
     operation: Operation
@@ -62,9 +62,9 @@ class Permission(NamedTuple):
 class Api(NamedTuple):
     """One row of the table.
 
-    - `needs`: the permissions that ACLs ask for, after Kafka's table of resources and operations by protocol. Those of
-      APIs that brokers answer are enforced by kproxy.proxy.acl_filter, in this order; the others where the API is
-      handled, by kproxy.proxy.access.
+    - `needs`: the permissions that ACLs ask for, after Kafka's table of resources and operations by protocol.
+      kproxy.proxy.acl_filter enforces those of APIs that brokers answer, in this order; kproxy.proxy.access enforces
+      the others where the API is handled.
     - `repeatable`: a request that one broker may have carried out may be sent to another broker.
     - `names_brokers`: the answer names brokers, which the proxy replaces (kproxy.proxy.virtual_brokers).
     - `waits`: the answer may wait for other members of a group, for minutes.
@@ -128,7 +128,7 @@ APIS: Final[Mapping[int, Api]] = MappingProxyType(
             note="Versions 0 to 2 are offered and refused when sent, as in Kafka 4. Version 13, which names topics by"
             " id, is offered where the ids are known.",
         ),
-        # Without version 13 all clients get the same range of reads, whether the ids of topics are known or not.
+        # Without version 13 all clients get the same range of reads, whether or not topic ids are known.
         keys.FETCH: Api(
             Handling.SPLIT,
             (fetch.MIN_VERSION, fetch.TOPIC_IDS_FROM - 1),
@@ -162,7 +162,7 @@ APIS: Final[Mapping[int, Api]] = MappingProxyType(
             (0, 6),
             needs=(_DESCRIBE_GROUP, _DESCRIBE_TRANSACTION),
             names_brokers=True,
-            # Clients look for the proxy, which knows the holders of the groups' leases. Transactions have no leases.
+            # Clients find the proxy, which knows the holders of the groups' leases. Transactions have no leases.
             ends_here=lambda common: keys.JOIN_GROUP in common and keys.END_TXN not in common,
             note="Ended here where groups have leases in etcd and brokers keep no transactions (KafScale).",
         ),

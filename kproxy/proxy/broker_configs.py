@@ -1,9 +1,9 @@
-"""Describe a broker behind the proxy where a client asks for the configuration of a virtual one.
+"""Answer DescribeConfigs for a virtual broker with a real broker's configuration.
 
-A client asks for the brokers that Metadata names, by their node ids: these are proxies', and a broker describes itself
-alone. So such a name is replaced by the id of the broker that the request goes to, and put back in the answer. Values
-are that broker's own, also those that tell its id and listeners. A virtual broker stands for the same broker each time,
-as long as that one answers, and each of several for one of its own by chance.
+A client asks for the brokers that Metadata names, by their node ids: these are ids of proxies, and a broker describes
+only itself. So the request names the broker that receives it, and the answer names the virtual broker again. Values are
+the real broker's own, including its id and listeners. A virtual broker always maps to the same broker, as long as that
+one answers.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class BrokerConfigs:
         self._header = header
         self._virtual = virtual
         self.key = b""
-        # The names that were replaced, by type and broker, in the order of the request.
+        # The replaced names by type and broker, in the order of the request.
         self._asked: dict[tuple[int, bytes], deque[bytes]] = {}
 
     @classmethod
     async def of(
         cls, portions: Portions, frame: memoryview, header: RequestHeader, virtual: Collection[bytes]
     ) -> Self | None:
-        """The request; None if it names no virtual broker. Raises CodecError."""
+        """Parse the request; None if it names no virtual broker. Raises CodecError."""
         found = cls(portions, frame, header, virtual)
         await found.to(b"")
         return found if found.key else None
@@ -62,7 +62,7 @@ class BrokerConfigs:
         return memoryview(bytearray(b"".join(with_length([self._frame[4 : header.body_offset], renamed]))))
 
     async def take(self, answer: memoryview, frame: memoryview, header: RequestHeader) -> Buffer:
-        """The body of the broker's answer, with the names that were asked for. Raises CodecError."""
+        """The body of the broker's answer, with the original names. Raises CodecError."""
 
         def rename(kind: int, name: bytes) -> bytes:
             names = self._asked.get((kind, name))

@@ -1,6 +1,6 @@
 """Send requests to a broker on one connection and match its answers.
 
-One client connection uses it alone, so that the broker's order per connection keeps the client's order.
+Only one client connection uses it, so that the broker's order per connection keeps the client's order.
 
 States
   connecting   the dial is under way; requests are queued
@@ -59,31 +59,31 @@ from kproxy_codec.primitives import Buffer
 
 log = structlog.get_logger(__name__)
 
-# Bytes that may wait for a dial before the client is read more slowly.
+# Queued bytes during a dial, beyond which the client is read more slowly.
 MAX_QUEUED_BYTES = 1 << 20
 FLUSH_S = 5.0
-# Brokers take a renewal at the earliest a second after the last one began.
+# Brokers accept a renewal no sooner than a second after the last one began.
 RENEWAL_PAUSE_S = 1.1
-# Pause between checks whether acks=0 requests have left this process, in seconds, while some have not.
+# Pause between checks whether acks=0 requests have left this process, in seconds.
 LOOK_PAUSE_S = 0.005
 
 
 class Oldest(NamedTuple):
-    """The first thing that a connection waits for: an answer, or (None) that the kernel takes written bytes."""
+    """The first thing that a connection waits for: an answer, or (None) the kernel, to take written bytes."""
 
     correlation_id: int | None
     written: bool
 
 
 class ConnectionOwner(Protocol):
-    """The connections of one client that a connection belongs to (kproxy.proxy.connections)."""
+    """The client's connections, which own this one (kproxy.proxy.connections)."""
 
     def press(self, slow: bool) -> None:
-        """A connection takes no more for now, or does again."""
+        """A connection accepts no more for now (`slow`), or does again."""
         ...
 
     def yield_turn(self) -> None:
-        """Let all connections of the client rest for this turn of the event loop."""
+        """Pause all connections of the client for this event-loop turn."""
         ...
 
     def opens(self, upstream: Upstream) -> None:
@@ -91,7 +91,7 @@ class ConnectionOwner(Protocol):
         ...
 
     def in_turn(self, step: Callable[[], object]) -> None:
-        """Take this step of a connection in its turn of the event loop (kproxy.runtime.tasks.Turns)."""
+        """Run this step of a connection in its turn of the event loop (kproxy.runtime.tasks.Turns)."""
         ...
 
     def ended(self, upstream: Upstream) -> None:
@@ -168,23 +168,23 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         self._session: Session | None = None
         self._failure: Exception | None = None
         self._renewable_at = -inf
-        # Done when the next session begins, or when there will be none; None: nobody waits for that.
+        # Done when the next session begins, or when there will be none; None if nothing waits for it.
         self._next_session: asyncio.Future[None] | None = None
         self._keeper = keeper
         self._presses = False
-        # Requests without an answer that may still be here, with the place of their last byte; the last that left.
+        # Requests without an answer that may still be here, each with the offset of its last byte; the last that left.
         self._leaving: list[tuple[int, Ticket]] = []
         self._last_left: Ticket | None = None
         # Whether the kernel had not taken all of them at the last check.
         self._is_stuck = False
         self._looks_for_left: asyncio.Handle | None = None
-        # Done when the transport is gone; exists once `close` waits for that.
+        # Done when the transport is gone; set once `close` waits for that.
         self._ended: asyncio.Future[None] | None = None
         self._patience: asyncio.Timeout | None = None
-        # While the session is renewed, and when the transport is gone: the outbox, which nothing else uses.
+        # The outbox, unused while the session is renewed and when the transport is gone.
         self._kept: Outbox | None = None
         self._renewal: asyncio.TimerHandle | asyncio.Task[None] | None = None
-        # None: it is over.
+        # None when the dial is over.
         self._dial: asyncio.Task[None] | None = asyncio.get_running_loop().create_task(
             self._connect(broker, connect_timeout_s, is_paced=is_paced)
         )
@@ -192,7 +192,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
     # Sending
 
     def send(self, ticket: Ticket, correlation_id: int, buffers: Sequence[Buffer]) -> None:
-        """Send one request. Not to be called when closed."""
+        """Send one request. Do not call when closed."""
         if self._outbox is None:
             self._queue.append((ticket, correlation_id, buffers))
             self._queued_bytes += sum(map(len, buffers))
@@ -204,7 +204,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         if not ticket.expects_answer:
             self._leaving.append((self._outbox.put_bytes, ticket))
             if self._looks_for_left is None:
-                # Not in the step in which it is written: transports may not count that yet.
+                # Not in the step that writes it: transports may not count the bytes yet.
                 loop = asyncio.get_running_loop()
                 self._looks_for_left = loop.call_soon(lambda: self._look_for_left_after(0))
 
@@ -212,12 +212,12 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         self._looks_for_left = asyncio.get_running_loop().call_later(seconds, self._look_for_left)
 
     def _look_for_left(self) -> None:
-        """Call `sent` for requests whose bytes the kernel has; check again later for the rest."""
+        """Call `sent` for requests whose bytes the kernel has; check the others again later."""
         self._looks_for_left = None
         if self._transport is None or self._outbox is None or self._transport.is_closing():
             return
         left_bytes = self._outbox.written_bytes - self._transport.get_write_buffer_size()
-        # One by one: a ticket that is called may end the connection, which calls the others.
+        # One by one: a called ticket may end the connection, which calls the others.
         while self._leaving and self._leaving[0][0] <= left_bytes:
             self._last_left = self._leaving.pop(0)[1]
             self._last_left.sent()
@@ -240,7 +240,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         return self._outbox is not None and not self.closed
 
     def replace(self, tickets: Mapping[Ticket, Ticket]) -> None:
-        """Replace tickets that wait for answers, or in the queue, as while a session is renewed."""
+        """Replace tickets that wait for answers or in the queue."""
         self._in_flight.replace(tickets)
         if self._queue:
             self._queue = [(tickets.get(queued[0], queued[0]), *queued[1:]) for queued in self._queue]
@@ -259,7 +259,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         return Oldest(None, written=False) if self._presses and not self.closed else None
 
     def withdraw(self, is_meant: Callable[[Ticket], bool]) -> list[Ticket]:
-        """Take back matching requests that have not been written."""
+        """Withdraw matching requests that have not been written."""
         kept: list[tuple[Ticket, int, Sequence[Buffer]]] = []
         withdrawn = []
         for queued in self._queue:
@@ -290,7 +290,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
             cast(asyncio.Transport, transport).abort()
             return
         if self._patience is not None:
-            # From here on the dial must not be cancelled: uvloop would close the handle and never report its end.
+            # The dial must not be cancelled from here on: uvloop would close the handle and never report its end.
             self._patience.reschedule(None)
         # uvloop's transports have the methods of asyncio.Transport but not its class.
         self._transport = cast(asyncio.Transport, transport)
@@ -309,7 +309,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
     # The session of SASL
 
     def session_began(self, session: Session) -> None:
-        """Renew the session when its time is nearly over, or at once if it is not by the present credential."""
+        """Renew the session when its time is nearly over, or at once if it uses an old credential."""
         self._session, self._renewal = session, None
         if session.renew_after_s is not None and not self.closed:
             loop = asyncio.get_running_loop()
@@ -319,7 +319,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         self._tell_of_session()
 
     def renew(self) -> None:
-        """Renew the session, if the client has presented another credential since it began."""
+        """Renew the session if the client has presented another credential since it began."""
         session = self._session
         if session is None or self.closed or self._renewal is not None or self._access.is_current(session):
             return
@@ -363,7 +363,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
             log.exception("session with a broker not renewed", broker=self.owner, address=str(self.address))
             self.give_up("its session is not renewed")
             return
-        # As after a dial: queued requests may have to be withdrawn.
+        # As after a dial: queued requests may need to be withdrawn.
         if self._keeper is not None:
             self._keeper.opens(self)
         if not self.closed and self._transport is not None:
@@ -374,7 +374,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
             self.session_began(renewed)
 
     async def _exchange(self, api_key: int, api_version: int, body: bytes) -> memoryview:
-        """Send a request past the queue and return the answer. Raises Lost."""
+        """Send a request ahead of the queue and return the answer. Raises Lost."""
         if self._kept is None or self._transport is None or self.closed:
             raise Lost(written=False)
         question, correlation_id = Question(), self._in_flight.next_id()
@@ -392,7 +392,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         self._press(False)
 
     def _press(self, slow: bool) -> None:
-        """Report once when this connection takes no more for now, and once when it does again."""
+        """Report once when this connection accepts no more for now, and once when it does again."""
         if slow is not self._presses:
             self._presses = slow
             if self._keeper is not None:
@@ -401,7 +401,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
     # Receiving
 
     def _take_in(self, share: ClientMemory, nbytes: int) -> None:
-        """Account for a large answer's bytes; at its beginning, take room for it."""
+        """Count a large answer's bytes; at its beginning, get room for it."""
         share.arrived_bytes += nbytes
         if self._reader.has_own:
             return
@@ -414,11 +414,11 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
 
     @property
     def is_receiving(self) -> bool:
-        """Whether an answer has begun to arrive, or the connection is not read: its broker is not what is slow."""
+        """Whether an answer has begun to arrive or the connection is not read: the broker is not the slow side."""
         return bool(self._reader.pending_bytes) or self._waits_for_room or self._is_held_back or self._rests
 
     def give_room(self, room: AnswerBuffer) -> None:
-        """Receive the answer that has begun to arrive into this room."""
+        """Receive the arriving answer into this room."""
         self._reader.move_to(room)
         self._waits_for_room = False
         self._adjust_reading()
@@ -436,7 +436,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
             asyncio.get_running_loop().call_soon(self.yield_turn, False)
 
     def yield_turn(self, yields: bool) -> None:
-        """Stop or resume reading: other clients have their turn of the event loop first."""
+        """Stop or resume reading, so that other clients have their turn of the event loop first."""
         self._rests = yields
         self._adjust_reading()
 
@@ -462,12 +462,12 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         self._end()
 
     def give_up(self, reason: str) -> None:
-        """Close because no answer can be expected."""
+        """Close because no answer can come."""
         log.warning("broker connection abandoned", broker=self.owner, address=str(self.address), reason=reason)
         self._end()
 
     def watch_path(self, *, closely: bool) -> None:
-        """Have the kernel detect a dead path soon (`closely`) or at its usual pace; it then ends the connection."""
+        """Let the kernel detect a dead path soon (`closely`) or at its usual pace; it then ends the connection."""
         if self._transport is not None and not self.closed:
             watch_path(self._transport, closely=closely)
 
@@ -525,7 +525,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
             self._renewal.cancel()
         self._queued_bytes = 0
         self._tell_of_session()
-        # One by one: a ticket that is called may ask for the unanswered ones, which are those not called yet.
+        # One by one: a called ticket may ask for the unanswered ones, which are those not called yet.
         for ticket in self._in_flight.end():
             ticket.lost(written=True)
         self._end_unanswered(by_client=by_client)
@@ -535,7 +535,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
             self._keeper.ended(self)
 
     def _is_renewal(self) -> bool:
-        """Whether this runs in the task that renews the session, which ends by itself."""
+        """Whether this runs in the task that renews the session, which needs no cancelling."""
         return self._renewal is asyncio.current_task()
 
     def _end_unanswered(self, *, by_client: bool) -> None:
@@ -573,10 +573,10 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         if has_sent_unanswered and self._transport is not None and outbox is not None and not self.closed:
             self._take_no_more()
             outbox.flush()
-            # Not closed yet: answers that nobody reads would make the kernel reset the connection, and a reset drops
-            # the bytes that are still on their way. The broker closes once it has read everything.
+            # Not closed yet: unread answers would make the kernel reset the connection, and a reset drops bytes in
+            # transit. The broker closes once it has read everything.
             if not self._transport.can_write_eof():
-                # TLS has an end of its own: it is sent, and that of the other side is awaited.
+                # TLS has its own end: send it, and await the peer's.
                 self._transport.close()
             elif not self._transport.is_closing():
                 # An OSError: the broker has reset the connection, and the event loop is about to report it.
@@ -586,7 +586,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         self._take_no_more()
         self._tell_of_session()
         self._end_unanswered(by_client=True)
-        # Drop the tickets that will not be called: a read that waits here may hold large answers of other brokers.
+        # Drop the tickets that will not be called: a waiting read may hold large answers of other brokers.
         self._in_flight.clear()
         self._queue.clear()
         if self._transport is not None:

@@ -1,12 +1,12 @@
 """Claims at the proxy: Own requests, refused partitions, and fences at the leaders of partitions.
 
 Only the claimants of its partitions in that group write to a topic with a writer group: a produce request of any other
-client gets POLICY_VIOLATION, which no client retries. Readers that are bound to a group exclude each other; readers
-that are bound to none read as usual.
+client gets POLICY_VIOLATION, which no client retries. Readers bound to a group exclude each other; other readers read
+as usual.
 
 A leader that knows fences (kproxy_codec.own, BindFences) serves a connection's requests in order: a batch that is sent
-after a binding is checked against its fence. So a claim is bound when it is made, on the connection that its client's
-writes take, and again before the first batch on every other connection to the leader of that time.
+after a binding is checked against its fence. So a claim is bound when it is made, on the connection of its client's
+writes, and again before the first batch on every other connection to the current leader.
 
 Invariants
 1. Nothing of a claimed partition is sent on a connection before a binding of its fence.
@@ -63,9 +63,9 @@ from kproxy_codec.own import (
 from kproxy_codec.partitioned import PartitionedRequest, with_length
 from kproxy_codec.primitives import Buffer
 
-# The time that a starting proxy waits for etcd. Without etcd it serves as well, and grants nothing.
+# How long a starting proxy waits for etcd. Without etcd it serves, but grants no claims.
 ETCD_WAIT_S: Final = 2.0
-# How much of a client's id is shown to people who look at claims.
+# How much of a client's id is shown in lists of claims.
 MAX_CLIENT_BYTES: Final = 100
 MAX_RELEASES: Final = 10_000
 RELEASE_TIMEOUT_S: Final = 30.0
@@ -73,7 +73,7 @@ ATTEMPT_TIMEOUT_S: Final = 5.0
 FIRST_PAUSE_S: Final = 0.02
 LONGEST_PAUSE_S: Final = 0.5
 _CLIENT_ID: Final = b"kproxy-own"
-# Answers to a binding that another attempt does not change.
+# Error codes of a binding that a retry does not change.
 _FINAL: Final = frozenset({NONE, POLICY_VIOLATION, UNKNOWN_TOPIC_OR_PARTITION})
 
 Partition = tuple[str, int]
@@ -81,11 +81,11 @@ log = structlog.get_logger(__name__)
 
 
 class NoClaims(Exception):
-    """An Own request that nothing serves."""
+    """An Own request while no service is configured."""
 
 
 class Respond(Protocol):
-    """Takes the whole answer, or nothing at the end of a request without an answer (acks=0).
+    """Receives the whole answer, or nothing at the end of a request without an answer (acks=0).
 
     `is_allowed` is called just before the answer is written.
     """
@@ -128,10 +128,10 @@ class ClientClaims:
         self._own = context.own
         self._connections = connections
         self._client = client
-        # Its claims; None before its first Own request.
+        # Its claims; None before the first Own request.
         self.connection: ClaimingConnection | None = None
         self._is_claiming = False
-        # Fetch answers that arrived while it claims; the outcome of the claim decides whether the client may have them.
+        # Fetch answers that arrived during a claim; its outcome decides whether the client may have them.
         self._pending_reads: Sequence[Callable[[], None]] = ()
 
     # The view of the core
@@ -167,7 +167,7 @@ class ClientClaims:
         return self._context.brokers.is_hung(address)
 
     def write_fence(self, topic: bytes, partition_index: int) -> int:
-        """Return the fence for writes to a gated partition; 0: it may not be written."""
+        """Return the fence for writes to a gated partition; 0 if the client may not write."""
         return self.connection.write_fence(topic, partition_index) if self.connection is not None else 0
 
     # Claims
@@ -180,7 +180,7 @@ class ClientClaims:
     def have_lapsed(self) -> bool:
         """Whether another client may have its claims by now.
 
-        Admitted requests wait for a dial or a retry, and this process may have been suspended meanwhile.
+        Admitted requests wait for a dial or a retry, and this process may have been suspended.
         """
         own, connection = self._own, self.connection
         return own is not None and connection is not None and connection.group is not None and not own.is_live()
@@ -190,7 +190,7 @@ class ClientClaims:
         return self._own is not None and any(topic.name in self._own.gated for topic in request.topics)
 
     def lapse(self) -> None:
-        """End the client's connection, because its claims have lapsed."""
+        """End the client's connection because its claims have lapsed."""
         if self.connection is not None:
             reason = "its claims may be others' by now: the proxy's lease in etcd is not certain to live"
             self.connection.sever(reason)
@@ -223,8 +223,8 @@ class ClientClaims:
         """Return the refused entries of a fetch request, with error codes, and the callback for its answer.
 
         If another connection claims a partition while it is read, the client does not get the answer: the connection
-        ends instead. If this connection claims meanwhile, the answer waits for that; the answer to the claim follows it
-        in any case.
+        ends instead. If this connection claims meanwhile, the answer waits for the claim; the answer to the claim comes
+        after it.
         """
         own, connection = self._own, self.connection
         if own is None or connection is None or connection.group is None:
@@ -236,7 +236,7 @@ class ClientClaims:
 
         def respond_if_still_allowed(answer: list[Buffer], _: Callable[[], bool] | None = None) -> None:
             if is_allowed():
-                # It may have to wait for answers to earlier requests.
+                # It may need to wait for answers to earlier requests.
                 respond(answer, is_allowed)
             elif self._is_claiming:
                 self._pending_reads = (*self._pending_reads, lambda: respond_if_still_allowed(answer))
@@ -260,7 +260,7 @@ def refused_writes(
         group = own.gated.get(topic.name)
         if group is None:
             if request.is_nameless(topic):
-                # The topic may be a gated one: the client asks again, and by then the name is known.
+                # The topic may be gated: the client retries, and the name is known by then.
                 entries = ((topic_place, ordinal) for ordinal in range(len(topic.partitions)))
                 refused |= dict.fromkeys(entries, UNKNOWN_TOPIC_ID)
             continue
@@ -293,7 +293,7 @@ def _request(correlation_id: int, bindings: Sequence[FenceBinding]) -> list[Buff
 
 
 class _BindingTicket:
-    """The ticket of a binding before a batch. Nobody waits for it: the batch's own answer says more."""
+    """The ticket of a binding before a batch. Its answer is ignored: the batch's own answer says more."""
 
     expects_answer = True
     may_wait_until = -inf
@@ -312,7 +312,7 @@ class _BindingTicket:
         _record(self._upstream, self._bindings, _codes(self._upstream, frame))
 
     def lost(self, *, written: bool) -> None:
-        """Do nothing: the bindings of the connection are lost with it."""
+        """Do nothing: the bindings end with the connection."""
 
 
 def _codes(upstream: Upstream, frame: memoryview) -> dict[Partition, int]:
@@ -357,8 +357,8 @@ class FenceBinder:
     async def bind(self, bindings: Sequence[FenceBinding], deadline: float) -> dict[Partition, int]:
         """Bind at the leaders; return an error code for each partition.
 
-        The code is REQUEST_TIMED_OUT where no leader has decided by the deadline (seconds, the event loop's clock). A
-        leader that moves is followed.
+        The code is REQUEST_TIMED_OUT where no leader has decided by the deadline (in seconds of the event loop's
+        clock). It follows a leader that moves.
         """
         loop = asyncio.get_running_loop()
         codes: dict[Partition, int] = {binding[:2]: REQUEST_TIMED_OUT for binding in bindings}
@@ -413,7 +413,7 @@ class FenceBinder:
         return said
 
     async def _refresh_leader(self, bindings: Sequence[FenceBinding], deadline: float) -> None:
-        """Refresh the leader of the first partition; one refresh brings the topology up to date for all."""
+        """Refresh the leader of the first partition; one refresh updates the topology for all."""
         topic, partition_index = bindings[0].topic.encode(), bindings[0].partition_index
         seen_revision = self._context.topology.owner_revision(topic, partition_index)
         try:
@@ -471,7 +471,7 @@ class ProxyBrokers:
 async def open_own(
     config: ProxyConfig, host: str, port: int, counters: Counter[str]
 ) -> AsyncIterator[OwnService | None]:
-    """Run the Own API where there is an etcd. Use `attach` before clients are served.
+    """Run the Own API if there is an etcd. Call `attach` before serving clients.
 
     Raises StartupError for errors that waiting does not resolve.
     """

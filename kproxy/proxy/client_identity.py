@@ -1,9 +1,9 @@
-"""Carry one client's identity on: its broker connections authenticate with the credential that it has presented.
+"""Forward one client's identity: its broker connections authenticate with the credential that it presented.
 
-The gate (kproxy.proxy.admission) presents each credential before it answers the client: one broker has to take it, on
+The gate (kproxy.proxy.admission) presents each credential before it answers the client: one broker must take it, on
 the connection that the client's control requests use. The client gets that broker's message and session lifetime.
 Further connections authenticate as they are dialled, and open ones renew their sessions with the new credential, all by
-kproxy.security.broker_auth. No other client's connections have the identity, and no answer that it got is shared.
+kproxy.security.broker_auth. Other clients share neither the identity nor its answers.
 
 States
   empty       nothing was presented
@@ -38,14 +38,14 @@ from kproxy.security.sasl_client import Credential
 
 
 class NotJudged(Exception):
-    """No broker says whether the client is who it claims to be; the text says why."""
+    """No broker says whether the client's identity is valid; the text gives the reason."""
 
 
 class ClientIdentity:
     """The identity of one client. `access`: that of the process.
 
-    `authenticate` has one broker take the present credential, and raises IdentityRefused with that broker's message, or
-    NotJudged. `upstreams` are all connections of the client to brokers. `on_refused` gets refusals by invariant 2.
+    `authenticate` lets one broker check the current credential, and raises IdentityRefused with that broker's message,
+    or NotJudged. `upstreams` are all connections of the client to brokers. `on_refused` gets refusals by invariant 2.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ClientIdentity:
         self._is_accepted = False
 
     async def carry(self, step: Step, credential: Credential, within_s: float) -> Step | Refused:
-        """Have a broker judge a credential; `step` is the outcome here. Return the client's. Raises NotJudged."""
+        """Let a broker judge a credential; `step` is the outcome here. Return the final one. Raises NotJudged."""
         self.credential = credential
         self.number += 1
         self._is_accepted = False
@@ -81,7 +81,7 @@ class ClientIdentity:
         return step._replace(lifetime_s=session.lifetime_s or None)
 
     def refused(self, error: IdentityRefused) -> None:
-        """Note that a broker has not taken the identity."""
+        """Note that a broker has refused the identity."""
         if self._is_accepted and error.to_client is not None:
             self._on_refused(error)
 

@@ -16,9 +16,8 @@ Invariants
 1. Answers leave in the order of their requests (kproxy.proxy.answer_order).
 2. In-flight bytes and open requests are bounded (kproxy.proxy.paced_reader).
 3. Nothing is begun during an answer or a failure: the fan-out finishes one event before the next.
-4. The bytes that all connections hold together are bounded as well (kproxy.proxy.memory_budget). When this connection
-   ends, its bytes are taken off that sum, and the brokers' answers that it holds off theirs
-   (kproxy.proxy.answer_memory).
+4. The bytes of all connections together are bounded too (kproxy.proxy.memory_budget). When this connection ends, its
+   bytes are subtracted from that sum, and its brokers' answers from theirs (kproxy.proxy.answer_memory).
 5. Any error here closes this connection and no other, with one line in the log.
 6. After `take_apart` the session is in no reference cycle. Python's cycle collector stops the event loop: it took
    20 ms to free the parts of 200 sessions. By then its timers and tasks have ended, and the listener does not know it
@@ -85,8 +84,8 @@ _PARTITIONED: Final = {
 class ClientOrigin:
     """How a client connected, and how it has to authenticate.
 
-    `fleet`: the proxies as clients of its listener reach them. `source`: the client's address as a load balancer
-    reports it; None: that of the connection. `admission` None: the client needs no proof of who it is.
+    `fleet`: the proxies, with the addresses for clients of its listener. `source`: the client's address reported by a
+    load balancer; None: that of the connection. `admission` None: the client need not authenticate.
     """
 
     fleet: Fleet
@@ -130,13 +129,13 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         self._context = context
         self._origin = origin or ClientOrigin(context.fleet)
         self._clock = context.clock
-        # It may be asked whether it is idle before it has its connection.
+        # `is_idle` may be called before the connection is made.
         self._first_byte_at = context.clock()
         self._tally = context.tally
         self._on_closed = on_closed
         self.peer = "?"
         self._answers = AnswerOrder(context, self)
-        # For how long the client of the request that was put back is throttled: its account is charged once.
+        # How long the client of the delayed request is throttled: its account is charged once.
         self._wanted_throttle_ms = 0
         self._arrival = Arrival()
         self._share = ClientMemory(context.answer_memory, self)
@@ -151,20 +150,20 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
                 self._identity_refused,
             )
         to_brokers = self._identity.access if self._identity is not None else None
-        # The time by which a connection that drains by itself is closed.
+        # When a connection that drains by itself is closed.
         self._drained_by = inf
-        # Done when the transport is gone; None: nobody waits for that.
+        # Done when the transport is gone; None if nothing waits for that.
         self._gone: asyncio.Future[None] | None = None
-        # The client's permissions; None: all. Connections from within the process are not checked.
+        # The client's permissions; None: all. Connections from this process are not checked.
         self._access = context.access.client() if context.access is not None and admission is not None else None
         self._fanout = FanoutShell(context, self, self._share, to_brokers, self._access)
         self._connections = self._fanout.connections
         self._requests = PartitionedRequests(context, self._fanout, self._access)
         self._compiled = plain_path(context, self._fanout, self._answers)
-        # Begins the requests, or leaves them to `_take`: the gate while the client has to authenticate.
+        # Begins the requests or leaves them to `_take`: the gate while the client must authenticate.
         self._plain = self._compiled
         self._meter: Meter | None = None
-        # Of the client, once it is admitted; and the quotas of which none applied to it.
+        # The client's principal once it is admitted, and the quotas, if none of them applied.
         self._principal: Principal | None = None
         self._looked_at: Quotas | None = None
         self._gate = admission.gate(self, self.broker_presses) if admission is not None else None
@@ -207,7 +206,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
     # Authentication
 
     def guard(self) -> None:
-        """Have the gate begin requests from now on, short ones alone."""
+        """Let the gate begin requests from now on, only short ones."""
         self._plain, self._charging = self._gate, None
         self._reader.admit(MOST_FRAME_BYTES)
 
@@ -248,17 +247,17 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
                 self._charging = self._meter
 
     async def carry(self, step: Step, credential: Credential, within_s: float) -> Step | Refused:
-        """Have a broker judge the credential that the client has presented. Raises NotJudged."""
+        """Let a broker judge the credential that the client presented. Raises NotJudged."""
         if self._identity is None:
             return step
         return await self._identity.carry(step, credential, within_s)
 
     def _identity_refused(self, error: IdentityRefused) -> None:
-        """Have the client authenticate again: a broker does not take its identity any more."""
+        """Make the client authenticate again: a broker no longer accepts its identity."""
         self.dismiss(f"a broker says of its identity: {error}")
 
     def dismiss(self, reason: str) -> None:
-        """Close once the answers that are due are sent, after FLUSH_S at the latest."""
+        """Close once the pending answers are sent, after FLUSH_S at the latest."""
         if self.closed or self._draining:
             return
         log.warning("client connection drained", reason=reason, client=self.peer)
@@ -278,7 +277,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         return slot
 
     def take_throttled(self, frame: memoryview, first_byte_at: float, throttle_ms: int) -> None:
-        """Begin a request of a client that has exceeded its quota. Raises CodecError."""
+        """Begin a request of a client over its quota. Raises CodecError."""
         self._take(frame, first_byte_at, throttle_ms)
 
     # Requests
@@ -294,7 +293,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         slot = Slot(answers, answers.sequence, weight, first_byte_at if api_key == PRODUCE else 0.0)
         if throttle_ms:
             slot = ThrottledSlot(answers, answers.sequence, weight, slot.began, frame, throttle_ms)
-        # The slot is taken before anything is sent: an answer may come within this step.
+        # The slot is created before anything is sent: an answer may come within this step.
         answers.slots.append(slot)
         answers.in_flight_bytes += weight
         self._budget.held += weight
@@ -309,7 +308,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
                 return
             self._tally.requests[api_key << VERSION_BITS | api_version] += 1
             if answer_bytes is None:
-                # No answer, and so no place among the answers; the last slot is this one.
+                # No answer, so no place among the answers; the last slot is this one.
                 answers.silent += 1
                 if not self.closed:
                     answers.slots.pop()
@@ -318,7 +317,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
                 answers.in_flight_bytes += answer_bytes
 
     def _put_back(self, frame: memoryview, first_byte_at: float, partitions: int, throttle_ms: int) -> None:
-        """Let the latest request wait until others are answered; its bytes count for the backlog now."""
+        """Delay the latest request until others are answered; its bytes now count for the backlog."""
         self._answers.slots.pop()
         self._answers.in_flight_bytes -= len(frame)
         self._backlog = self._backlog or deque()
@@ -327,7 +326,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         self.adjust_reading()
 
     def _begin_again(self, frame: memoryview, first_byte_at: float) -> None:
-        """Begin the request that was put back, unless its client has to authenticate meanwhile: the gate gets it then.
+        """Begin the delayed request, or pass it to the gate if its client must authenticate again.
 
         Raises CodecError.
         """
@@ -345,7 +344,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         self._negotiated = True
 
     def follow_ranges(self, ranges: Ranges) -> None:
-        """Follow a change of the offered versions. A client that was offered more must reconnect and ask again."""
+        """Follow a change of the offered versions. A client that was offered more must reconnect."""
         if not self._negotiated:
             self._ranges = ranges
         elif not self._draining and not covers(ranges, self._ranges):
@@ -379,12 +378,12 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
 
     @property
     def open_requests(self) -> int:
-        """Requests that wait to be answered, or with acks=0 to be sent."""
+        """Requests that wait for an answer, or with acks=0 to be sent."""
         return self._fanout.open_count + len(self._control.tasks)
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes sent to the client while the connection is open; after that the tally has them."""
+        """Bytes sent to the client while the connection is open; later the tally has them."""
         return 0 if self._answers.outbox is None else self._answers.outbox.written_bytes
 
     @property
@@ -415,10 +414,10 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
     def expire(self, now: float, *, is_late: bool = False) -> None:
         """Answer requests at their deadline, and judge the connection's pace.
 
-        It suspects slow brokers, and closes the connection if a request arrives too slowly or answers do not move.
+        It reports slow brokers, and closes the connection if a request arrives too slowly or answers are not read.
 
-        `is_late`: this process has not run for a while. Bytes that came meanwhile wait in the kernel and are not judged
-        yet.
+        `is_late`: this process was suspended for a while. Bytes that came meanwhile wait in the kernel and are not
+        judged yet.
         """
         if self._waits or self._waiting.watches:
             self._waiting.look(self._upstreams, now)
@@ -444,7 +443,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
             self._end()
 
     def _is_at_rest(self) -> bool:
-        """Whether nothing is asked for, on its way or claimed."""
+        """Whether nothing is requested, in flight or claimed."""
         is_busy = self._arriving_bytes or self._answers.slots or self._backlog or self._share.held or self.open_requests
         return self._reading and not (is_busy or self.closed or self._is_claimant)
 
@@ -464,7 +463,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
             self.refuse(Unanswerable(f"a request arrives too slowly: {arrived} bytes of it by now"))
 
     def _judge_taking(self, now: float) -> None:
-        """Close if answers do not move and others wait for their memory."""
+        """Close if answers are not read while others wait for their memory."""
         outbox = self._answers.outbox
         if outbox is None or self._transport is None or not self._share.is_stuck(now, outbox.taken_bytes):
             return
@@ -474,7 +473,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         self.refuse(Unanswerable(f"{held} bytes of answers do not move, and others wait for the room that they take"))
 
     def refuse(self, error: Exception) -> None:
-        """Close because of the client's bytes, or because its request can have no answer."""
+        """Close because of the client's bytes, or because its request has no possible answer."""
         if self.closed:
             return
         self._context.counters["clients.refused"] += 1
@@ -496,11 +495,11 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         self._end(lingers=True)
 
     def forbidden(self) -> None:
-        """Close at once: another client has claimed what this one was reading, and its answer was not written yet."""
+        """Close at once: another client has claimed the partition before this client's answer was written."""
         self.sever("what it was reading was claimed by another")
 
     def sever(self, reason: str) -> None:
-        """Close at once: another client has this connection's claims, so nothing more may be written or read."""
+        """Close at once: another client has this connection's claims."""
         if self.closed:
             return
         log.warning("client connection severed", client=self.peer, reason=reason)
@@ -523,7 +522,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         if self.closed:
             return
         self._draining = True
-        # A client that waits for an answer may already send the next request, which is not read.
+        # A client that waits for an answer may already send its next request, which is not read.
         self._lingers = self._lingers or bool(self._answers.slots or self._backlog)
         self.adjust_reading()
         self._end_if_drained()
@@ -533,9 +532,9 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
             self._end(lingers=self._lingers)
 
     def eof_received(self) -> bool:
-        """Answer what has been read: the client may have closed its sending side alone, and still read.
+        """Answer the requests read so far: the client may have closed only its sending side.
 
-        Only a write shows whether it is gone. Over TLS there is no such half. Claims are free at once.
+        Only a write shows whether it is gone. TLS has no half-close. Claims are released at once.
         """
         transport = self._transport
         if self.closed or transport is None or not transport.can_write_eof() or self._is_claimant:
@@ -595,7 +594,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         return True
 
     async def _count_lost(self) -> None:
-        """Count acks=0 batches in the backlog as lost: they are not begun, but their client assumes they are sent."""
+        """Count acks=0 batches in the backlog as lost: they are not begun, though their client assumes it."""
         began = self._clock()
         while self._backlog:
             self._requests.count_lost(self._backlog.popleft()[0], self._ranges)
@@ -604,7 +603,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
                 began = self._clock()
 
     async def close(self) -> None:
-        """Release everything this connection holds; whole acks=0 frames are still sent."""
+        """Release all resources of this connection; whole acks=0 frames are still sent."""
         self._end()
         if self._gate is not None:
             await self._gate.close()
@@ -628,7 +627,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
             self._identity.forget()
 
     def take_apart(self) -> None:
-        """Let go of the parts, which refer to this session (invariant 6); to be called after `close`."""
+        """Drop the parts that refer to this session (invariant 6); call it after `close`."""
         self._fanout.take_apart()
         self._plain = None
         del self._answers, self._share, self._identity, self._connections, self._fanout, self._requests, self._compiled

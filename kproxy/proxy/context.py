@@ -37,7 +37,7 @@ class ProducerIds(Protocol):
     """The allocator of producer ids."""
 
     def allocate(self) -> Awaitable[int]:
-        """Return an id that is given to nobody else. Raises EtcdError."""
+        """Return an id that no other producer has. Raises EtcdError."""
         ...
 
 
@@ -45,7 +45,7 @@ class OwnershipSource(Protocol):
     """The source of the topology."""
 
     def refresh(self, topic: bytes, partition_index: int, seen_revision: int) -> Awaitable[object]:
-        """Read one partition's owner again, after a broker refused a request routed at `seen_revision`; coalesced."""
+        """Read one partition's owner again after a broker refused a request routed at `seen_revision`; shared."""
         ...
 
 
@@ -65,22 +65,22 @@ class ProxyContext:
     counters: Counter[str] = field(default_factory=Counter)
     tally: Tally = field(default_factory=Tally)
     semantics: BrokerSemantics = LEASED
-    # Whether brokers are to confirm acks=0 requests.
+    # Whether brokers confirm acks=0 requests.
     confirm_acks0: bool = False
     # Highest versions by API key that the ownership source allows, if lower than those that the proxy serves.
     version_caps: Mapping[int, int] = field(default_factory=lambda: NO_CAPS)
-    # Where the proxy gets answers that brokers do not give (kproxy.proxy.apis), if the source has it.
+    # The proxy's source of answers that brokers do not give (kproxy.proxy.apis).
     producer_ids: ProducerIds | None = None
     coordinators: Coordinators | LeasedCoordinators = field(default_factory=Coordinators)
-    # Makes claims (the Own API); None without an etcd to keep them.
+    # The Own API's service; None without an etcd for the claims.
     own: OwnService | None = None
-    # The APIs of SASL, if clients authenticate by it, on a listener at least.
+    # The SASL APIs, if a listener authenticates clients by it.
     sasl_apis: Mapping[int, Range] = field(default_factory=lambda: NO_RANGES)
-    # The quotas that were read last; None: clients have none.
+    # Returns the current quotas; None: clients have none.
     quotas: Callable[[], Quotas] | None = None
     # The permissions of clients; None: all.
     access: AccessControl | None = None
-    # Acknowledgements are noted here; None: they are not.
+    # Records acknowledgements; None: they are not recorded.
     trail: Trail | None = None
     portions: Portions = field(default_factory=Portions)
     # Bodies of answers to Metadata requests for all topics; None if no broker has answered.

@@ -5,13 +5,13 @@ The table of APIs says how each is handled (kproxy.proxy.apis).
 `ControlRequests` runs each request as a task until it is answered; the reader of requests bounds their number. It
 serves AT_ONCE of them at a time and the rest in their order, so that the answers to a client's pipelined requests are
 not all held together (a Kafka broker serves one request of a connection at a time). Any failure closes the client's
-connection, since a request without an answer would hold up all that follow it.
+connection, since a request without an answer would block all later ones.
 
 `ControlPlane` gets the answer. It answers ApiVersions itself, from what the proxy and all its brokers serve. A request
 about a group or transaction goes to its coordinator (kproxy.proxy.coordinators), any other to one broker as received,
 and brokers that its answer names are replaced (kproxy.proxy.virtual_brokers). After a broker that cannot be reached,
-does not answer or sends a malformed answer, the next one is asked. A request that must not be carried out twice, and
-that one broker may have carried out, is given up: the client's connection is closed, as a broker's would be.
+does not answer or sends a malformed answer, the next one is asked. If a broker may have carried out a request that must
+not be repeated, the proxy closes the client's connection, as a broker would.
 
 Where brokers leave it to the proxy (`Api.ends_here`), it also answers
 - FindCoordinator for a group: with this proxy, which knows the group's coordinator from its lease when it is asked.
@@ -77,7 +77,7 @@ from kproxy_codec.primitives import INT16, INT32, INT64, Buffer
 log = structlog.get_logger(__name__)
 
 AT_ONCE: Final = 8
-# Metadata requests for all topics that are the same for many clients have bodies of a few bytes.
+# Metadata requests for all topics that many clients share have bodies of a few bytes.
 _MAX_SHARED_BYTES: Final = 64
 
 _NO_PRODUCER_ID: Final = -1
@@ -86,12 +86,12 @@ _ERROR_CODE_AT: Final = INT32.size
 _PRODUCER_ID_AT: Final = _ERROR_CODE_AT + INT16.size
 
 Result = TypeVar("Result")
-# Makes the result of a broker's answer, the request's frame and its header.
+# Makes the result from a broker's answer, the request's frame and its header.
 Take = Callable[[memoryview, memoryview, RequestHeader], Awaitable[Result]]
 
 
 class Unanswerable(Exception):
-    """There is no answer to give; the connection is closed instead."""
+    """No answer can be given; the connection is closed instead."""
 
 
 class ControlClient(PressedClient, SeverableClient, Protocol):
@@ -112,15 +112,15 @@ class ControlClient(PressedClient, SeverableClient, Protocol):
         ...
 
     def offered(self, ranges: Ranges) -> None:
-        """Use the versions that the client is about to learn."""
+        """Use the versions that the client is about to receive."""
         ...
 
 
 class ControlRequests:
     """Run the control requests of `client`.
 
-    Its Own requests go to `claims`, its SASL requests to `gate`, others to a plane that `make_plane` makes. `access`
-    None: it may do anything.
+    Its Own requests go to `claims`, its SASL requests to `gate`, others to the plane that `make_plane` makes. `access`
+    None: all is allowed.
     """
 
     __slots__ = (
@@ -152,7 +152,7 @@ class ControlRequests:
         self._make_plane = make_plane
         # None before the first request and after the last one, unless it has connections to brokers.
         self._made: ControlPlane | None = None
-        # Whether a claim is being served: one at a time, and requests behind it must see its result.
+        # Whether a claim is being served: one at a time, as later requests must see its result.
         self.is_claiming = False
         # A dict: an empty set takes 216 bytes.
         self.tasks: dict[asyncio.Task[None], None] = {}
@@ -205,13 +205,13 @@ class ControlRequests:
             slot.fill(answer)
         except (CodecError, Unanswerable) as error:
             self._client.refuse(error)
-        except Exception:  # the boundary: a request without an answer would hold up all that follow it
+        except Exception:  # the boundary: a request without an answer would block all later ones
             log.exception("request failed", request=keys.name_of(header.api_key))
             self._client.abandon()
 
     async def _own(self, frame: memoryview, header: RequestHeader) -> list[Buffer]:
         """Answer a claim. Raises CodecError, Unanswerable."""
-        # The client's id is a part of every claim, and a client may choose any id.
+        # The client id is a part of every claim, and the client chooses it.
         called = (client_id(frame) or b"")[:MAX_CLIENT_BYTES].decode(errors="replace")
         try:
             if self._access is not None:
@@ -227,7 +227,7 @@ class ControlRequests:
             self._client.adjust_reading()
 
     async def authenticate(self) -> Session:
-        """Have a broker take the client's identity. Raises IdentityRefused, NotJudged."""
+        """Let a broker check the client's identity. Raises IdentityRefused, NotJudged."""
         return await self._plane.authenticate()
 
     @property
@@ -236,7 +236,7 @@ class ControlRequests:
         return () if self._made is None else self._made.connections
 
     def end(self) -> None:
-        """Free the client's claims: it is gone."""
+        """Free the claims of a client that is gone."""
         self._claims.end()
 
     async def close(self) -> None:
@@ -250,8 +250,8 @@ class ControlRequests:
 class ControlPlane:
     """Answer control requests of `client`, AT_ONCE of them in `places`.
 
-    Answers name the proxies of `fleet`. `access` None: the client may do anything. Its requests go to brokers by
-    `to_brokers`, with its own identity if that is given.
+    Answers name the proxies of `fleet`. `access` None: all is allowed. `to_brokers`: the client's own identity at
+    brokers, if given.
     """
 
     __slots__ = (
@@ -279,14 +279,14 @@ class ControlPlane:
         self._client = client
         self._fleet = fleet
         self._access = access
-        # Brokers answer each client as they know it; as the proxy, all alike.
+        # Brokers answer each client by its own identity; all clients alike under the proxy's.
         self._shares_answers = to_brokers is None
         self._connections = Connections(context, client, access=to_brokers)
-        # Kept apart: a request to a coordinator may wait for other clients, and no other request must wait behind it.
+        # Separate: a request to a coordinator may wait for other clients, and must not delay others.
         self._to_coordinators = Connections(context, client, access=to_brokers)
         # Spreads the control planes of many connections over the brokers.
         self._key = context.random.randbytes(8)
-        # Brokers that did not answer when last asked: they are asked after the others.
+        # Brokers that did not answer when last asked: they are asked last.
         self._doubted: dict[int, None] = {}
         self.places = asyncio.Semaphore(AT_ONCE)
 
@@ -301,7 +301,7 @@ class ControlPlane:
     async def answer(self, frame: memoryview, header: RequestHeader) -> list[Buffer]:
         """Return the whole answer to a request.
 
-        Raises CodecError for a malformed request, Unanswerable where no answer comes.
+        Raises CodecError for a malformed request, Unanswerable if no answer comes.
         """
         if header.api_key == keys.API_VERSIONS:
             body = frame[header.body_offset :]
@@ -327,7 +327,7 @@ class ControlPlane:
         return _framed(header, await screen.amend(screened, body))
 
     async def _answer(self, frame: memoryview, header: RequestHeader, verdict: Verdict | None = None) -> list[Buffer]:
-        """Answer a request that its client may send, with topics as `verdict` decides. Raises as `answer`."""
+        """Answer a permitted request, with topics as `verdict` decides. Raises the errors of `answer`."""
         key, body = header.api_key, frame[header.body_offset :]
         is_coordinated = SERVED[key].handling in KEY_TYPES
         if is_coordinated or key == keys.FIND_COORDINATOR:
@@ -397,8 +397,8 @@ class ControlPlane:
     ) -> Result:
         """Return the result of `take` for the first broker that answers.
 
-        Each broker is asked at most once, in the order of this connection, or with `configs` of these, and gets its
-        own form of them. Raises Unanswerable.
+        Each broker is asked at most once, in the order of this connection, or of `configs` if given, which adapts the
+        request. Raises Unanswerable.
         """
         api = SERVED[header.api_key]
         for upstream in self._in_turn(self._key if configs is None else configs.key):
@@ -407,7 +407,7 @@ class ControlPlane:
             try:
                 async with asyncio.timeout(self._context.limits.control_attempt_s if api.repeatable else None):
                     answer = await self._ask(upstream, frame)
-                # Outside of the broker's time: this may wait for other long answers.
+                # Outside the broker's time: this may wait for other long answers.
                 taken = await take(answer, frame, header)
                 self._doubted.pop(upstream.owner, None)
                 return taken
@@ -415,7 +415,7 @@ class ControlPlane:
                 if lost.written and not api.repeatable:
                     raise Unanswerable("the broker's connection ended before it answered") from lost
             except TimeoutError:
-                # Later requests to this broker must not wait behind this one.
+                # Later requests to this broker must not wait for this one.
                 upstream.give_up("it does not answer")
             except CodecError as error:
                 upstream.distrust(str(error))
@@ -425,7 +425,7 @@ class ControlPlane:
         raise Unanswerable("no broker can be reached")
 
     def _in_turn(self, key: bytes) -> Iterator[Upstream]:
-        """Yield the connection to each broker once, as long as more are asked for; `key` decides on their order."""
+        """Yield the connection to each broker once, on demand; `key` decides the order."""
         untried = set(self._context.topology.brokers)
         while untried:
             broker = preferred(key, self._likeliest(untried))
@@ -433,11 +433,11 @@ class ControlPlane:
                 return
             untried.discard(broker)
             if self._context.topology.address(broker) is not None:
-                # Otherwise it has left while another one was asked.
+                # Otherwise the broker left while another one was asked.
                 yield self._connections.to(broker)
 
     async def authenticate(self) -> Session:
-        """Have the first broker that judges the client's identity take it. Raises IdentityRefused, NotJudged."""
+        """Let the first broker that judges the client's identity accept it. Raises IdentityRefused, NotJudged."""
         reason = "no broker is known"
         for upstream in self._in_turn(self._key):
             try:
@@ -541,7 +541,7 @@ def _framed(header: RequestHeader, body: Buffer) -> list[Buffer]:
 def _lacks_producer_id(header: RequestHeader, answer: Sequence[Buffer]) -> bool:
     """Return whether an answer to InitProducerId has neither error nor id.
 
-    KafScale's brokers answer APIs that they do not serve with the default of every field.
+    KafScale's brokers answer unsupported APIs with the default of every field.
     """
     [frame] = answer
     body = memoryview(frame)[response_body_offset(frame, header.api_key, header.api_version) :]

@@ -1,8 +1,8 @@
-"""Find the coordinators of groups and transactions, and send to them.
+"""Find the coordinators of groups and transactions, and send requests to them.
 
-Answers to clients name proxies as coordinators of everything (kproxy.proxy.virtual_brokers). `Coordinators` remembers
-the real coordinators from brokers' answers to FindCoordinator. Clients send it before anything else, and again after
-NOT_COORDINATOR, so a client's own request corrects an outdated entry.
+Answers to clients name proxies as the only coordinators (kproxy.proxy.virtual_brokers). `Coordinators` remembers the
+real coordinators from brokers' answers to FindCoordinator. Clients send it first, and again after NOT_COORDINATOR, so a
+client's own request corrects an outdated entry.
 
 Each of KafScale's brokers answers that it is the coordinator itself. With them a lease in etcd names a group's
 coordinator: `LeasedCoordinators`. A group without a lease is coordinated by the broker that is asked first, which takes
@@ -11,8 +11,7 @@ the lease; every proxy asks the same one first.
 `CoordinatorRequests` sends a client's request once, to the known coordinator; where none is known (another connection
 asked, long ago) the proxy asks first. The client acts on the result, as in Kafka: a broker's error code is passed on,
 and a lost connection becomes NOT_COORDINATOR, after which clients look for the coordinator again and repeat the
-request. Where brokers keep no transactions, a transactional producer is refused at once, with a code that it takes as
-final.
+request. If brokers have no transactions, a transactional producer is refused at once, with a fatal code.
 
 Invariants
 1. At most MAX_REMEMBERED coordinators, of keys of at most MAX_KEY_LENGTH characters, are remembered.
@@ -108,7 +107,7 @@ class Coordinators:
         self._brokers.pop((key_type, key), None)
 
     def take(self, key_type: int, found: Found) -> None:
-        """Learn from a broker's answer to FindCoordinator."""
+        """Record the coordinator in a broker's answer to FindCoordinator."""
         if found.error_code == NONE:
             self.remember(key_type, found.key, found.node_id)
         else:
@@ -124,11 +123,11 @@ class Holders(Protocol):
 
 
 class LeasedCoordinators:
-    """Take the coordinators of groups from their leases alone.
+    """Read the coordinators of groups only from their leases.
 
     A group whose holder is gone waits for the end of its lease, as a partition does. A group without a lease is not
-    offered again to a broker that has refused it, as a stopping broker does, unless all have. At most MAX_REMEMBERED
-    refused groups are remembered.
+    offered again to a broker that refused it, such as a stopping one, unless all did. At most MAX_REMEMBERED refused
+    groups are remembered.
     """
 
     are_leased = True
@@ -152,7 +151,7 @@ class LeasedCoordinators:
         return preferred(key.encode(errors="surrogateescape"), takers or self._topology.takers)
 
     def refused(self, key_type: int, key: str, broker_id: int) -> None:
-        """Note that a broker reports that it does not coordinate a group."""
+        """Note that a broker does not coordinate a group."""
         if key_type != GROUP or self._leases.holder(key) is not None or len(key) > MAX_KEY_LENGTH:
             return
         self._refused_by[key] = self._refused_by.pop(key, frozenset()) | {broker_id}
@@ -169,7 +168,7 @@ class LeasedCoordinators:
 class CoordinatorRequests:
     """Send one client connection's requests to coordinators, on `connections`.
 
-    `find` asks any broker who coordinates a key, so that `context.coordinators` knows it.
+    `find` asks any broker for the coordinator of a key, and updates `context.coordinators`.
     """
 
     def __init__(
@@ -183,7 +182,7 @@ class CoordinatorRequests:
         self._find = find
 
     async def refuse_transactions(self, header: RequestHeader, body: memoryview) -> list[Buffer] | None:
-        """Refuse a request about transactions where brokers keep none.
+        """Refuse a request about transactions if brokers have none.
 
         FindCoordinator is one of them. None for other requests. Raises CodecError.
         """
@@ -254,7 +253,7 @@ class CoordinatorRequests:
         return with_length([head, await self._context.portions.of(work, len(request_body))])
 
     async def _upstream_for(self, key_type: int, key: str) -> Upstream | None:
-        """Return the connection to the coordinator; None where none is found."""
+        """Return the connection to the coordinator; None if there is none."""
         coordinators, topology = self._context.coordinators, self._context.topology
         broker = coordinators.get(key_type, key)
         if not coordinators.are_leased and (broker is None or topology.address(broker) is None):
@@ -266,7 +265,7 @@ class CoordinatorRequests:
 
 
 def _no_transactions_code(header: RequestHeader) -> int:
-    """Return a code that ends the producer at once.
+    """Return a code that is fatal for the producer.
 
     librdkafka asks for one coordinator, and asks again for a minute after any code but
     TRANSACTIONAL_ID_AUTHORIZATION_FAILED. Java asks for several, and shows the text that comes with any code but that.

@@ -1,8 +1,8 @@
 """Admit clients within the limit of open files (descriptors).
 
 A process that admits clients until no descriptor is left cannot dial brokers for them, and would report healthy brokers
-as unreachable. So a part of the limit is reserved for connections to brokers. A client that connected in the last
-seconds counts with the connections that it may still need; an older one has them already.
+as unreachable. So part of the limit is reserved for connections to brokers. A client that connected in the last seconds
+counts with the connections that it may still need; older ones have them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 RESERVED_PART = 8
 # A client counts as new for this time at least, and for twice this time at most, in seconds.
 NEW_S = 5.0
-# A client's connections: those to brokers for records, of which few clients need more, and one for everything else.
+# A client's connections: those to brokers for records, of which few clients need more, and one for all other requests.
 MOST_BROKERS = 3
 CONTROL = 1
 
@@ -57,7 +57,7 @@ def most_clients(limit: int) -> int:
 
 
 def in_use(descriptor: int) -> int | None:
-    """A lower bound of the descriptors in use: the lowest free one, None if none is free; pass any open one."""
+    """A lower bound of the descriptors in use: the lowest free one, None if none is free; pass any open descriptor."""
     try:
         lowest = os.dup(descriptor)
     except OSError:

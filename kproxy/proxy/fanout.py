@@ -40,7 +40,7 @@ from kproxy.security.broker_auth import BrokerAuth
 from kproxy_codec.api_keys import PRODUCE
 from kproxy_codec.partitioned import PartitionedRequest
 
-# How long after a client's last byte a batch may still wait for a dial.
+# How long after the client's last byte a batch may wait for a dial.
 SENDS_S: Final = 0.5
 
 
@@ -55,7 +55,7 @@ class FanoutClient(PressedClient, SeverableClient, Protocol):
 class FanoutShell:
     """Runs the core of `client`'s connection, on broker connections of its own.
 
-    Their large answers wait for room in `share`; brokers are accessed by `to_brokers`, None: as the proxy.
+    Their large answers wait for room in `share`. `to_brokers`: the identity at brokers; None: the proxy's.
     """
 
     __slots__ = (
@@ -89,29 +89,29 @@ class FanoutShell:
         to_brokers: BrokerAuth | None = None,
         access: ClientAccess | None = None,
     ) -> None:
-        # The client's permissions, for the compiled plain path; None: all.
+        # The client's permissions for the compiled plain path; None: all.
         self.access = access
         self._context = context
         self._topology = context.topology
         self._client = client
-        # Notes its acknowledgements, if the proxy keeps a trail of them.
+        # Records its acknowledgements, if the proxy keeps a trail.
         self.acks = context.trail.connection(context.topology) if context.trail is not None else None
         self.connections = NumberedConnections(context, client, self, share, to_brokers)
         self.lookups = OwnerLookups(context)
         self.claims = ClientClaims(context, self.connections, client, self.lookups)
         self.core = Fanout(self.claims)
         self.plain = PlainRequests(self.upstreams)
-        # The core's requests by sequence: where the answer goes.
+        # The receivers of the core's answers, by sequence.
         self._responds: dict[int, Respond] = {}
         # Few at a time; an empty deque takes 760 bytes.
         self._events: list[tuple[Callable[..., list[Action]], tuple[object, ...]]] = []
         self._is_running = False
         self._last_writes = LastWrites(context.own.unsettled if context.own is not None else None)
-        # Exists once `close` waits for open requests; set when none is left.
+        # Set once no request is open; created when `close` waits for that.
         self._emptied: asyncio.Event | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
-        # From then on nothing more waits for a dial: some time after the client has sent its last.
+        # When waiting for a dial ends: some time after the client's last byte.
         self._sends_until = inf
         # The sequence of the newest request at the last call of `take_out`, and at the one before.
         self._seen = 0
@@ -135,7 +135,7 @@ class FanoutShell:
 
     @property
     def gate(self) -> tuple[Mapping[LaneKey, Any], Mapping[Hashable, Any], OpenExchanges, NumberedConnections]:
-        """The core's `gate`, and what must have followed the topology as the core has."""
+        """The core's `gate`, with the listeners of the topology that follow it."""
         return *self.core.gate, self.connections
 
     @property
@@ -144,7 +144,7 @@ class FanoutShell:
         return self._topology.version == self.core.version == self.connections.version
 
     def follow(self) -> None:
-        """Have both follow it, before a request is begun."""
+        """Make both follow it before a request is begun."""
         self.connections.follow()
         if self._topology.version != self.core.version:
             self._run()
@@ -157,7 +157,7 @@ class FanoutShell:
     # The plain path
 
     def take_over(self, piece: PlainPiece) -> PieceTicket:
-        """Have the core take over the plain path; return the ticket that replaces this one, which no upstream has."""
+        """Move the plain path's requests to the core; return the ticket that replaces this one."""
         return self._adopt((piece,))[piece]
 
     def _adopt(self, pieces: Iterable[PlainPiece] = ()) -> Mapping[Ticket, PieceTicket]:
@@ -179,13 +179,13 @@ class FanoutShell:
     # Events
 
     def _bring(self, event: Callable[..., list[Action]], *arguments: object) -> None:
-        """Queue an event; it is called with these arguments, the time and a jitter."""
+        """Queue an event, to be called with these arguments, the time and a jitter."""
         self._events.append((event, arguments))
         if not self._is_running:
             self._run()
 
     def _run(self) -> None:
-        """Bring all waiting events, and before each one a change of the topology."""
+        """Process all waiting events, and before each one a change of the topology."""
         self._is_running = True
         core, clock, random = self.core, self._context.clock, self._context.random.random
         try:
@@ -220,7 +220,7 @@ class FanoutShell:
             self._run()
 
     def before_open(self, upstream: Upstream) -> None:
-        """Handle a successful dial: the waiting requests are about to be written."""
+        """Handle a successful dial before the waiting requests are written."""
         if self.claims.gated and self.claims.have_lapsed():
             self.claims.lapse()
         if upstream.number and not upstream.closed:
@@ -233,7 +233,7 @@ class FanoutShell:
         self._bring(self.core.answered, ticket.piece, frame)
 
     def left(self, ticket: PieceTicket) -> None:
-        """Handle a piece that has left without an answer to come."""
+        """Handle a piece without an answer that has been sent."""
         self._bring(self.core.left, (ticket.piece,))
 
     def ended(self, upstream: Upstream) -> None:
@@ -248,7 +248,7 @@ class FanoutShell:
             losses, is_unconfirmed = self.connections.take(number)
             return self.core.lost(number, losses, now, jitter, is_unconfirmed=is_unconfirmed)
 
-        # Requests that wait to be sent on it must not be sent before.
+        # Requests that wait to be sent on it must not be sent first.
         self._events.insert(0, (event, ()))
         if not self._is_running:
             self._run()
@@ -264,14 +264,14 @@ class FanoutShell:
             self._adopt()
             self._bring(self.core.give_up_unwritten)
         oldest = self.connections.oldest_pieces()
-        # Use the time that was checked above: requests due a moment later would have to enter first.
+        # Use the time checked above: a request due a moment later would need to enter first.
         self._bring(lambda _, jitter: self.core.tick(oldest, now, jitter))
 
     def take_out(self, newest: int) -> None:
         """Copy requests out of receive buffers, so that these can be reused.
 
-        These are the requests that have waited since the last call. It is called from time to time; `newest` is the
-        sequence of the client's newest request.
+        These requests have waited since the last periodic call. `newest` is the sequence of the client's newest
+        request.
         """
         since, self._taken_out_to, self._seen = self._taken_out_to, self._seen, newest
         self.core.take_out(since, self._taken_out_to)
@@ -327,7 +327,7 @@ class FanoutShell:
             self._bring(self.core.severed if severed else self.core.parted)
 
     def stop_retries(self) -> None:
-        """Handle the end of what the client sends: it may be gone, and send its batches again itself."""
+        """Handle the end of the client's data: it may be gone, and send its batches again itself."""
         self._sends_until = self._context.clock() + SENDS_S
         self.core.stop_retries()
         if self.core.lanes.table:
@@ -335,7 +335,7 @@ class FanoutShell:
             self._bring(self.core.give_up_retries)
 
     def hurry(self) -> None:
-        """Stop waiting for answers to the last requests; unanswered ones stay unsettled for their time."""
+        """Stop waiting for the last answers; their writes stay unsettled until their time is over."""
         self._last_writes.stop_waiting()
 
     async def close(self) -> None:
@@ -357,7 +357,7 @@ class FanoutShell:
         await self.lookups.close()
 
     def take_apart(self) -> None:
-        """Leave no reference cycle, once this is closed and its connections are."""
+        """Break all reference cycles, once this and its connections are closed."""
         del self.core, self.claims, self.connections, self.plain
 
 

@@ -6,8 +6,7 @@ portions of about a millisecond (kproxy_codec.walk), one in a turn of the event 
 Invariants
 1. In a turn of the event loop at most one portion of one long message is worked on; several messages alternate.
 2. Short messages, up to SHORT_BYTES, do not wait.
-3. The answer that `Shared` returns for a request was asked for after that request had come: a client that has created
-   a topic and asks then sees it.
+3. `Shared` returns only answers that were requested after the caller came: a client that created a topic sees it.
 4. `Shared` keeps the latest answer to a question, and only while somebody waits for that question.
 """
 
@@ -26,7 +25,7 @@ SHORT_BYTES: Final = 4 << 10
 
 
 class Portions:
-    """Work on the long messages of all connections, a portion at a time."""
+    """Work on the long messages of all connections in portions."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
@@ -50,7 +49,7 @@ class Portions:
 
 
 class _Question(Generic[Result]):
-    """One question while anybody waits for it.
+    """One question while a caller waits for it.
 
     `asked` counts the attempts, `answered` is the number of the latest that ended.
     """

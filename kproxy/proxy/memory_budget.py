@@ -39,9 +39,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from kproxy.plain import compiled
 
-# Bytes that a session still gets from a socket that is being read when the limit is reached.
+# Limit of bytes that a session still reads from a socket when the limit is reached.
 LAST_READ_BYTES = 4096
-# A session that passes for longer must bring PASS_BYTES in each PASS_S.
+# A session that passes for longer must receive PASS_BYTES in each PASS_S.
 PASS_S = 0.02
 PASS_BYTES = 4096
 
@@ -51,7 +51,7 @@ class Waiter(Protocol):
 
     @property
     def is_amid_frame(self) -> bool:
-        """Whether a frame has begun to arrive and is not whole."""
+        """Whether a frame has partly arrived."""
         ...
 
     @property
@@ -108,7 +108,7 @@ class Budget(HeldBytes):
             self.wake()
 
     def wait(self, waiter: Waiter, *, again: bool) -> None:
-        """Queue a session that stopped reading; `again`: it was released and its frame is still not whole."""
+        """Queue a session that stopped reading; `again`: it was released and its frame is still partial."""
         self.waiting[waiter] = None
         if again:
             self.waiting.move_to_end(waiter, last=False)
@@ -152,7 +152,7 @@ class Budget(HeldBytes):
         )
 
     def _see_to_pass(self, waiter: Waiter, arrived_bytes: int) -> None:
-        """End the pass of a session that brings too little, unless too much is held for another to pass."""
+        """End the pass of a session that receives too little, unless too much is held for another to pass."""
         gets_on = waiter.arrived_bytes - arrived_bytes >= PASS_BYTES
         if gets_on or self.held >= self.limit * 3 / 2:
             self._let_pass(waiter)
@@ -192,7 +192,7 @@ class Arrival:
         self._bytes = 0
 
     def is_too_slow(self, now: float, *, began: float, arrived: int, pauses: int, pressed: bool) -> bool:
-        """Whether the frame that began to arrive at `began`, with `arrived` bytes by now, comes too slowly.
+        """Whether the frame that began to arrive at `began`, with `arrived` bytes so far, is too slow.
 
         `pauses` grows when the connection is not read; `began` and `now` are seconds of one clock.
         """

@@ -1,15 +1,15 @@
-"""Meter a client's use, and make it wait by not reading.
+"""Meter a client's usage, and throttle it by not reading.
 
 A session gives each request of an authenticated client to its `Meter` before it is begun, to charge the client's
 account. A request that exceeds a quota is served, as in Kafka: its answer says how long the client is throttled
 (throttle_time_ms, in answers to Produce, Fetch and ListOffsets), and the client is not read meanwhile. A session has no
 meter as long as no quota applies to its client.
 
-Every request of a busy client passes here. So its account is found once, and again when its client id is another one,
-where a quota names client ids; quotas that were read anew are taken at the session's next tick.
+Every request of a busy client passes here. So its account is found once, and again when its client id changes, if a
+quota names client ids; new quotas apply at the session's next tick.
 
-Where several processes share a rate, a client whose wait is over is read only if its use fits the rate that is then in
-force; until then the meter looks again every LOOK_S.
+Where several processes share a rate, a client whose wait is over is read only if its usage fits the current rate; until
+then the meter checks again every LOOK_S.
 
 Bytes produced are those of whole Produce requests. Bytes fetched are all that was sent to the client since its last
 request.
@@ -32,13 +32,13 @@ from kproxy_codec.primitives import INT16, INT32, Buffer
 
 _API_KEY_AT, _API_KEY_END = 4, 6
 _int16 = INT16.unpack_from
-# Of the client id in a frame, its length first; and the longest one that is kept.
+# Position of a frame's client id, its length first; and the longest id that is kept.
 _CLIENT_ID_AT: Final = 12
 MOST_CLIENT_ID_BYTES: Final = 255
-# Between two looks at a shared rate during a wait; and a wait that is too short for a timer, in seconds.
+# Seconds between checks of a shared rate during a wait; and the shortest wait that gets a timer.
 LOOK_S: Final = 1.0
 SHORTEST_WAIT_S: Final = 0.001
-# Versions from which an answer has throttle_time_ms at its beginning.
+# Versions from which an answer begins with throttle_time_ms.
 _AT_BEGINNING_FROM: Final = {FETCH: 1, LIST_OFFSETS: 2}
 
 
@@ -51,7 +51,7 @@ class Metered(Protocol):
 
 
 class Meter:
-    """The meter of one connection. `quotas` returns those that were read last, `on_pressure` stops reading."""
+    """The meter of one connection. `quotas` returns the current quotas, `on_pressure` stops reading."""
 
     def __init__(
         self,
@@ -71,13 +71,13 @@ class Meter:
         self._on_pressure = on_pressure
         self._counters = counters
         self._timer: asyncio.TimerHandle | None = None
-        # The account that is waited for, and the time at which the wait ends in any case.
+        # The exceeded account, and the time at which the wait ends in any case.
         self._exceeded: Account | None = None
         self._ends_at = 0.0
-        # Whether the account depends on the client id; else it is always this one.
+        # Whether the account depends on the client id; otherwise it never changes.
         self._names_clients = False
         self._account: Account | None = None
-        # The client id of an earlier request, as it is in a frame, and its account.
+        # The client id of an earlier request, as in its frame, and its account.
         self._named: bytes | None = None
         self._of_named: Account | None = None
         self._sent_bytes = 0
@@ -85,7 +85,7 @@ class Meter:
         self._use_known()
 
     def take(self, frame: memoryview, first_byte_at: float) -> bool:
-        """Charge a request; True if it exceeds a quota: it is begun then. Raises CodecError."""
+        """Charge a request; begin it and return True if it exceeds a quota. Raises CodecError."""
         account = self._account
         if self._names_clients:
             named = self._named
@@ -108,7 +108,7 @@ class Meter:
         return True
 
     def look(self) -> None:
-        """Use the quotas that were read last."""
+        """Use the current quotas."""
         quotas = self._quotas()
         if quotas is not self._known:
             self._known = quotas
@@ -134,7 +134,7 @@ class Meter:
         return account
 
     def _throttle(self, frame: memoryview, first_byte_at: float, account: Account, wait: float) -> None:
-        """Begin a request that exceeds a quota, and stop reading for `wait` seconds. Raises CodecError."""
+        """Begin a request over its quota, and stop reading for `wait` seconds. Raises CodecError."""
         self._counters["quotas.throttled"] += 1
         if self._timer is None:
             self._on_pressure(True)
@@ -148,7 +148,7 @@ class Meter:
     def _go_on(self) -> None:
         account, now = self._exceeded, self._now()
         if account is not None and account.is_shared:
-            # Its rate may have been cut meanwhile, or may rise while it waits.
+            # Its rate may have been cut meanwhile, or may rise during the wait.
             wait = min(account.wait(now), LOOK_S, self._ends_at - now)
             if wait > SHORTEST_WAIT_S:
                 self._timer = asyncio.get_running_loop().call_later(wait, self._go_on)
@@ -164,7 +164,7 @@ class Meter:
 
 
 class ThrottledSlot(Slot):
-    """The place of an answer that states how long its client is throttled."""
+    """The slot of an answer with a throttle time."""
 
     __slots__ = ("api_key", "api_version", "throttle_ms")
 
@@ -182,12 +182,12 @@ class ThrottledSlot(Slot):
 
 
 def with_throttle(api_key: int, api_version: int, buffers: list[Buffer], throttle_ms: int) -> list[Buffer]:
-    """An answer with at least this throttle_time_ms; the same where its version or its form has no place for it."""
+    """Return an answer with at least this throttle_time_ms, or unchanged if its version or form has no such field."""
     flexible = is_flexible(api_key, api_version)
     if not buffers:
         return buffers
     if api_key == PRODUCE and api_version >= 1:
-        # At the end; behind it are no tagged fields, which is one zero byte.
+        # At the end, before the empty tagged fields (one zero byte).
         last = buffers[-1]
         if flexible and (not last or last[-1] != 0):
             return buffers

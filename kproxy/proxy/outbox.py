@@ -36,14 +36,14 @@ from kproxy_codec.primitives import Buffer
 
 # Up to this size one copy is cheaper than one more buffer for the kernel to gather.
 JOIN_BYTES = 64 << 10
-# More than this is not gathered in one step, so that the transport's own limits notice it.
+# Waiting messages are written beyond this size, so that the transport's own limits apply.
 FLUSH_BYTES = 512 << 10
 # The largest write to a client's transport.
 PART_BYTES = 256 << 10
 
 
 class Flushes:
-    """The outboxes of one event loop that have something to write; one callback writes for all of them."""
+    """The outboxes of one event loop that have something to write; one callback writes them all."""
 
     __slots__ = ("_waiting",)
 
@@ -64,7 +64,7 @@ class Flushes:
                 outbox.is_waiting = False
                 outbox.flush()
         finally:
-            # One of them has failed; the others keep their turn.
+            # One of them failed; the others keep their turn.
             for outbox in waiting:
                 self.add(loop, outbox)
 
@@ -89,7 +89,7 @@ class Outbox:
 
     @property
     def put_bytes(self) -> int:
-        """All bytes ever put here and not dropped; `written_bytes` of them are with the transport."""
+        """All bytes ever put here and not dropped; the transport has `written_bytes` of them."""
         return self.written_bytes + self._bytes
 
     def put_one(self, buffer: Buffer) -> None:
@@ -106,7 +106,7 @@ class Outbox:
         self._flushes.add(self._loop, self)
 
     def put(self, buffers: Sequence[Buffer]) -> None:
-        """Queue buffers behind those that were put before."""
+        """Append buffers to the queue."""
         for buffer in buffers:
             self.put_one(buffer)
 
@@ -118,7 +118,7 @@ class Outbox:
         self._buffers = []
         size, self._bytes = self._bytes, 0
         if self._transport.is_closing():
-            # Lost, like bytes that the transport itself still holds. uvloop's transport would raise, not asyncio's.
+            # Lost, like bytes in the transport itself. uvloop's transport would raise; asyncio's would not.
             return
         self.written_bytes += size
         if len(buffers) == 1:
@@ -132,8 +132,8 @@ class Outbox:
 class PacedOutbox(Outbox):
     """The answers for one client, written as fast as its transport takes them.
 
-    While the transport has enough, the rest stays here and counts in the client's share. A transport may copy bytes
-    that it cannot send at once, and such copies could not be counted.
+    While the transport is full, the rest stays here and counts in the client's share. A transport may copy bytes that
+    it cannot send at once, and such copies could not be counted.
     """
 
     __slots__ = ("_is_paused", "_looked_at", "_share", "_untaken")
@@ -151,7 +151,7 @@ class PacedOutbox(Outbox):
 
     @property
     def taken_bytes(self) -> int:
-        """The bytes that the client's kernel or this host's has."""
+        """The number of bytes that the kernel, here or at the client, has."""
         return self.written_bytes - self._transport.get_write_buffer_size()
 
     def pause(self) -> None:
@@ -169,7 +169,7 @@ class PacedOutbox(Outbox):
             self._share.leave_untaken(0)
 
     def flush(self) -> None:
-        """Hand as much to the transport as it takes."""
+        """Hand as much to the transport as it accepts."""
         if not self._is_paused:
             if self._bytes <= FLUSH_BYTES:
                 super().flush()
@@ -179,7 +179,7 @@ class PacedOutbox(Outbox):
             self._count()
 
     def flush_all(self) -> None:
-        """Hand everything to the transport: the connection is to be closed."""
+        """Hand everything to the transport before the connection closes."""
         self._is_paused = False
         super().flush()
         self._share.leave_untaken(0)

@@ -5,9 +5,9 @@ Room has many bounds: the connection's own bytes in flight and open requests, th
 brokers, the time in this turn of the event loop, a claim that is being served.
 
 Invariants
-1. Past a bound nothing more is begun or read. Requests that one read brings beyond it wait in `_backlog`, and nothing
-   is read before they are begun. So do requests that cannot be begun within TURN_S, and those after a read that brought
-   MANY_REQUESTS and LARGE_READ_BYTES: other connections have their turn first.
+1. Beyond a limit no more is begun or read. Further requests of the same read wait in `_backlog`, and are begun before
+   the next read. So do requests that cannot be begun within TURN_S, and those after a read that brought MANY_REQUESTS
+   and LARGE_READ_BYTES: other connections have their turn first.
 2. Waiting requests are begun in an event of their own, never during an answer.
 3. Who stops reading adjusts it again when the bound is met: each bound that changes calls `adjust_reading` or `go_on`.
 """
@@ -51,9 +51,9 @@ class PacedReader(RequestReader):
         self._broker_pressure = 0
         self._client_pressure = False
         self._takes_backlog = False
-        # The number of partitions of the backlog's first request, if it waits for room for them.
+        # Partitions of the backlog's first request, if it waits for room for them.
         self._wanted_partitions = 0
-        # Whether other connections have their turn of the event loop before more is begun.
+        # Whether other connections have their event-loop turn before more is begun.
         self._rests = False
         # How often reading was stopped.
         self._pauses = 0
@@ -71,7 +71,7 @@ class PacedReader(RequestReader):
         self.adjust_reading()
 
     def broker_presses(self, slow: bool) -> None:
-        """Stop reading while a broker takes no more, and begin again."""
+        """Stop reading while a broker accepts no more, then resume."""
         self._broker_pressure += 1 if slow else -1
         self.adjust_reading()
 
@@ -87,13 +87,13 @@ class PacedReader(RequestReader):
         )
 
     def go_on(self) -> None:
-        """Read or end after a request is done: there may be room for more, or nothing left to answer."""
+        """Continue reading, or end, after a request is done."""
         if not self.closed:
             self.adjust_reading()
             self._end_if_drained()
 
     def adjust_reading(self) -> None:
-        """Read while there is room, and only then; waiting requests come first."""
+        """Read while there is room; waiting requests come first."""
         if self._transport is None or self.closed:
             return
         has_room = self._has_room()
@@ -133,7 +133,7 @@ class PacedReader(RequestReader):
         self.go_on()
 
     def _take_backlog(self) -> None:
-        """Begin waiting requests while there is room; an event of its own."""
+        """Begin waiting requests while there is room, in an event of its own."""
         began = self._clock()
         try:
             while not self.closed and self._backlog and self._has_room() and self._clock() - began <= TURN_S:
@@ -151,7 +151,7 @@ class PacedReader(RequestReader):
         self.go_on()
 
     def _let_go(self) -> None:
-        """Release everything except requests with acks=0, which are kept until they are settled."""
+        """Release everything except acks=0 requests, which are kept until they are settled."""
         self._budget.arriving -= self._arriving_bytes
         held = self._arriving_bytes + sum(len(frame) for frame, _ in self._backlog or ()) + self._answers.let_go()
         self._arriving_bytes = 0
@@ -163,5 +163,5 @@ class PacedReader(RequestReader):
         raise NotImplementedError
 
     def _end_if_drained(self) -> None:
-        """Close if nothing is read any more and all is answered."""
+        """Close if reading has ended and all is answered."""
         raise NotImplementedError

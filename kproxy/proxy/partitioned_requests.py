@@ -1,12 +1,12 @@
 """Check the Produce, Fetch and ListOffsets requests of one client connection, and begin them.
 
-These are the requests that the compiled plain path (kproxy.plain) leaves: all of them where it is not built. A request
-that names a partition twice, or more than 4,096 partitions, gets INVALID_REQUEST. The core gets the others
+The compiled plain path (kproxy.plain) leaves these requests to it; without the extension it gets all. A request that
+names a partition twice, or more than 4,096 partitions, gets INVALID_REQUEST. The core gets the others
 (kproxy.proxy.fanout).
 
 Invariant: open requests have at most MAX_OPEN_PARTITIONS partitions together, or as many as a single request has. So an
-event, such as the end of a broker's connection, concerns no more, and its duration is bounded. Requests for one
-partition do not count: their number is bounded by itself.
+event, such as the end of a broker's connection, concerns a bounded number, and its duration is bounded. Requests for
+one partition do not count: their number is bounded by itself.
 
 Produce. Versions 3–13 are served. Versions 0–2 are offered, because librdkafka drops compression otherwise, and refused
 when sent, by closing the connection as Kafka does. acks other than -1, 0 and 1 get INVALID_REQUIRED_ACKS.
@@ -14,9 +14,9 @@ when sent, by closing the connection as Kafka does. acks other than -1, 0 and 1 
 The deadline of a produce request counts from its first byte: a request that is past it when its last byte arrives is
 not sent. For a client that waits for no answer (acks=0) it counts from the last byte, as such a client has no timer.
 
-acks=0 has no answer. With `confirm_acks0` brokers are still asked for acks=1, and their answers end here. So the
-proxy knows which batches were refused, sends them to the new owner, keeps their order, and counts losses exactly. For
-topics with a writer group this is always so.
+acks=0 has no answer. With `confirm_acks0` the proxy still sends acks=1 to brokers, and drops their answers. So it knows
+which batches were refused, sends them to the new owner, keeps their order, and counts losses exactly. It always does
+this for topics with a writer group.
 
 Fetch. There are no fetch sessions (KIP-227): answers name session 0, and a request that continues a session gets
 FETCH_SESSION_ID_NOT_FOUND. If one broker leads all partitions of a fetch, that broker waits for data. Otherwise all
@@ -59,7 +59,7 @@ from kproxy_codec.produce import PRODUCE_API, parse_produce, set_acks
 
 FETCH_API: Final = FetchApi()
 MAX_FETCH_WAIT_S: Final = 300.0
-# Time for a broker's answer beyond the time that a read itself may wait.
+# Time for a broker's answer beyond the wait time of the read itself.
 READ_GRACE_S: Final = 30.0
 MAX_OPEN_PARTITIONS: Final = MAX_PARTITIONS
 
@@ -78,8 +78,8 @@ class PartitionedRequests:
     """Begins requests of one client connection; `access` None: it may do anything.
 
     Each method serves one request whose first byte came at `now`. It returns the bytes that the answer may have beyond
-    the request's own size, or None if it has no answer (acks=0). It raises CodecError, and NoRoom if the request has to
-    wait; nothing of it is changed or sent then.
+    the request's own size, or None if it has no answer (acks=0). It raises CodecError, or NoRoom if the request must
+    wait; then nothing is changed or sent.
     """
 
     __slots__ = ("_access", "_claims", "_clock", "_context", "_core", "_fanout", "_plain", "_topology")
@@ -109,7 +109,7 @@ class PartitionedRequests:
         if request.by_id:
             self._fanout.name_topics(request)
         refused = self._refused_writes(request)
-        # The next claimant of a topic must know when the last of this is written.
+        # The next claimant of a topic must know when the last write is done.
         if acks == 0 and (context.confirm_acks0 or self._claims.gates(request)):
             set_acks(request, 1)
         self._follow()
@@ -119,7 +119,7 @@ class PartitionedRequests:
         return None if acks == 0 else 0
 
     def count_lost(self, frame: memoryview, ranges: Ranges) -> None:
-        """Count the batches of a request that is not begun as lost, if its client waits for no answer."""
+        """Count the batches of a request that is not begun as lost if its client waits for no answer."""
         # A CodecError: it would have been refused.
         with contextlib.suppress(CodecError):
             header = parse_request_header(frame)
@@ -134,7 +134,7 @@ class PartitionedRequests:
                     self._context.tally.drop(name, NOT_LEADER_OR_FOLLOWER)
 
     def _refused_writes(self, request: PartitionedRequest) -> Mapping[Entry, int]:
-        """The entries that the client may not write, by the rules or without a claim."""
+        """The entries that the client may not write, by the rules or for lack of a claim."""
         refused, own = NOTHING_REFUSED, self._context.own
         if own is not None and own.gated:
             refused = refused_writes(own, self._claims.connection, request)
@@ -172,7 +172,7 @@ class PartitionedRequests:
         return min(max(request.max_bytes, 0), self._context.limits.max_answer_bytes)
 
     def list_offsets(self, frame: memoryview, header: RequestHeader, now: float, slot: Slot) -> int | None:
-        """Serve a ListOffsets request; its answer is as small as itself."""
+        """Serve a ListOffsets request; its answer is as small as the request."""
         request = LIST_OFFSETS_API.parse_request(frame, header)
         if request.is_too_large or request.repeats_a_partition():
             return self._refuse(LIST_OFFSETS_API, request, slot, INVALID_REQUEST)
@@ -199,8 +199,8 @@ class PartitionedRequests:
     # Room
 
     def _check_room(self, request: PartitionedRequest) -> None:
-        """Raises NoRoom if a request has to wait; to be called before anything of it is changed."""
-        # Nearly always nothing that counts is open. This is called for every request.
+        """Raises NoRoom if a request must wait; called before any of it changes."""
+        # Usually no multi-partition request is open. This runs for every request.
         if self._core.open_partitions or self._plain.open_partitions:
             partitions = request.partition_count
             if not self.has_room_for(partitions):
@@ -213,7 +213,7 @@ class PartitionedRequests:
 
 
 def plain_path(context: ProxyContext, fanout: FanoutShell, answers: AnswerOrder) -> CompiledPath | None:
-    """Give a client's core its compiled plain path, and return it; None where it is not built or switched off."""
+    """Give a client's core its compiled plain path, and return it; None if it is not built or switched off."""
     if compiled is not None:
         fanout.plain.path = compiled.CompiledPath(fanout, answers, context, _parse, _exchange)
     return fanout.plain.path

@@ -33,7 +33,7 @@ class CompiledPath(Taker, Protocol):
     open_partitions: int
 
     def forget_routes(self) -> None:
-        """Find the route of each partition again: its client may write to other topics now."""
+        """Find the route of each partition again: the client's permissions have changed."""
         ...
 
 
@@ -67,13 +67,13 @@ class PlainPiece(Ticket, Protocol):
 
 
 class _Forgotten:
-    """The ticket of a part whose client is gone: its answer matters to nobody."""
+    """The ticket of a part whose client is gone; ignores its answer."""
 
     expects_answer = True
     may_wait_until = -inf
 
     def sent(self) -> None:
-        """Never called: it has an answer."""
+        """Never called: the part has an answer."""
 
     def unconfirmed(self) -> None:
         """Never called, for the same reason."""
@@ -82,7 +82,7 @@ class _Forgotten:
         """Ignore the answer."""
 
     def lost(self, *, written: bool) -> None:
-        """Ignore the loss: the client sends the request again itself."""
+        """Ignore the loss: the client sends the request again."""
 
 
 _FORGOTTEN: Final = _Forgotten()
@@ -133,7 +133,7 @@ class PlainRequests:
         return leaving
 
     def forget(self) -> None:
-        """Forget the requests that have an answer: their client is gone, and there may be many."""
+        """Forget the requests that have an answer, which may be many: their client is gone."""
         if self.path is None:
             return
         for upstream in self._upstreams.values():

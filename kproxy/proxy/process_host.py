@@ -37,7 +37,7 @@ Page = TypeVar("Page", bound=HttpPage)
 
 
 class OwnPages:
-    """The admin page of this process alone. `claims` raises NotOffered if there are none, or Unanswered.
+    """The admin page of this process alone. `claims` raises NotOffered without an Own API, or Unanswered.
 
     `readiness_s` bounds the time that `readiness` takes.
     """
@@ -88,8 +88,7 @@ class OwnPages:
             vitals=vitals,
             shipping=self._shipping(),
         )
-        # Read on the event loop, which changes the tally. Counting thousands of open files takes some hundredths of a
-        # second.
+        # Read on the event loop, which changes the tally. Counting thousands of open files takes some 10 ms.
         families = Families(list(proxy.collect()))
         return await asyncio.to_thread(render, (*self._process, families), accept)
 
@@ -110,15 +109,15 @@ class ProcessHost(Protocol):
     worker: int | None
 
     async def open(self, pages: OwnPages, site: AdminSite | None) -> None:
-        """Show `pages` from now on, where `site` is, if there is one. Raises StartupError."""
+        """Show `pages` on the admin page, if there is a `site`. Raises StartupError."""
         ...
 
     def waits(self, sentence: str) -> None:
-        """Report what startup waits for; called again when that changes, and from time to time."""
+        """Report the reason why startup waits; called when it changes, and periodically."""
         ...
 
     def share(self, accounts: Accounts, connections: OpenConnections) -> asyncio.Task[None] | None:
-        """Share what these limit with other processes on the port, from now on; None: there is nothing to share.
+        """Share these limits with other processes on the port from now on; None if no process shares it.
 
         The caller ends the task.
         """
@@ -129,11 +128,11 @@ class ProcessHost(Protocol):
         ...
 
     def stops(self) -> None:
-        """Report that the process stops, before clients notice."""
+        """Report that the process stops, before clients see it."""
         ...
 
     async def close(self) -> None:
-        """Show nothing more."""
+        """End the reports."""
         ...
 
 
@@ -206,7 +205,7 @@ class AdminSite:
 
     @property
     def certificates(self) -> dict[tuple[str, str], float]:
-        """When its certificate ends, as in Vitals; empty without TLS."""
+        """The end of its certificate, as in Vitals; empty without TLS."""
         certificate = self._tls.current.certificate if self._tls is not None else None
         return {} if certificate is None else {("admin", ""): certificate.expires_at}
 
@@ -214,7 +213,7 @@ class AdminSite:
         return self._fixed_token if self._token is None else self._token.current
 
     async def start(self, page: Page) -> tuple[Page, str]:
-        """Start a page there; return it and its part of the ready line. Raises StartupError."""
+        """Start the page; return it and its part of the ready line. Raises StartupError."""
         host, port = self._address
         tls = self._tls
         real_port = await page.start(host, port, None if tls is None else lambda: tls.current, self._counters)

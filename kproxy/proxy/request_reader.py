@@ -1,6 +1,6 @@
-"""Read the requests of one client and begin them: the code that every request passes through.
+"""Read the requests of one client and begin them: the hot path of every request.
 
-`kproxy.proxy.client_session.ClientSession` is the whole session; its text has the states and invariants.
+`kproxy.proxy.client_session.ClientSession` is the whole session; its docstring has the states and invariants.
 
 The compiled plain path (kproxy.plain) has a twin of the class here, which is used instead where it is built.
 """
@@ -21,8 +21,8 @@ from kproxy.runtime.tasks import TURN_S
 from kproxy_codec.errors import CodecError
 from kproxy_codec.framing import CHUNK_BYTES
 
-# So many bytes and requests in one read are all that is read in a turn, and there may be many such reads (TLS, for
-# one). Reads are longer once one of so many bytes had fewer requests.
+# A read of this many bytes or requests is the only one in a turn, as many may follow (TLS). Reads grow after one of
+# this many bytes that had fewer requests.
 LARGE_READ_BYTES = 64 << 10
 MANY_REQUESTS = 32
 
@@ -72,7 +72,7 @@ class RequestReader:
         self._budget = context.budget
         limit = context.limits.max_request_bytes
         self._reader = FrameReader(limit, context.arena, most_shared=LARGE_READ_BYTES)
-        # Requests that wait to be begun, each with the time of its first byte; None: none.
+        # Requests that wait to be begun, each with the time of its first byte, or None.
         self._backlog: deque[tuple[memoryview, float]] | None = None
         self._first_byte_at = 0.0
         # The memory held by the arriving frame.
@@ -102,7 +102,7 @@ class RequestReader:
             for frame in coming:
                 if self.closed:
                     if frame is not frames[0]:
-                        # One before it has closed the connection; the rest is counted with the backlog.
+                        # An earlier one has closed the connection; the rest is counted with the backlog.
                         self._wait((frame, *coming), now)
                     return
                 if self._reading:
@@ -169,15 +169,15 @@ class RequestReader:
         raise NotImplementedError
 
     def refuse(self, error: Exception) -> None:
-        """Close because of the client's bytes, or because its request can have no answer."""
+        """Close because of the client's bytes, or because its request has no possible answer."""
         raise NotImplementedError
 
     def adjust_reading(self) -> None:
-        """Read while there is room, and only then."""
+        """Read while there is room."""
         raise NotImplementedError
 
     def _take(self, frame: memoryview, first_byte_at: float) -> None:
-        """Begin a request that `_plain` leaves. Raises CodecError."""
+        """Begin a request that `_plain` leaves to the session. Raises CodecError."""
         raise NotImplementedError
 
     def _rest(self) -> None:

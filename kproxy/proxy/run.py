@@ -1,10 +1,9 @@
 """Run one proxy process from start to stop.
 
-It has listeners, an ownership source, and reports about itself. A proxy may be started before its source is up: it
-reports what it waits for, also on `/readyz`, and serves once its table is loaded, and users and rules in etcd have been
-read. On SIGHUP it reads the source again, and the files of TLS, users, keys, rules and quotas.
-On SIGTERM and SIGINT it leaves the other proxies, continues to serve for `drain_delay`, which a second signal cuts
-short, and drains.
+It has listeners, an ownership source and an admin page. A proxy may start before its source is up: it reports the
+reason why it waits, also on `/readyz`, and serves once its table, and users and rules in etcd, are loaded. On SIGHUP it
+reads the source again, and the files of TLS, users, keys, rules and quotas. On SIGTERM and SIGINT it leaves the fleet,
+continues to serve for `drain_delay` or until a second signal, and drains.
 """
 
 from __future__ import annotations
@@ -66,17 +65,16 @@ from kproxy.trail.trail import Trail
 
 # For gc.set_threshold: net allocations before the youngest objects are collected, and rounds before older ones are.
 COLLECTOR_THRESHOLDS = (20_000, 50, 100)
-# How long another thread may keep Python's lock from the event loop, in seconds; by default 5 ms. Threads read long
-# requests of clients.
+# How long another thread may hold Python's lock, in seconds (Python's default: 5 ms). Threads read long requests.
 SWITCH_S = 0.001
-# How long shipping the rest of the audit trail may take at the end, in seconds.
+# How long the rest of the audit trail may take to ship at the end, in seconds.
 SHIP_REST_S = 5.0
 
 log = structlog.get_logger(__name__)
 
 
 async def run_proxy(config: ProxyConfig, host: ProcessHost | None = None) -> None:
-    """Serve until SIGTERM or SIGINT; without a `host` alone. Raises StartupError."""
+    """Serve until SIGTERM or SIGINT; alone if no `host` is given. Raises StartupError."""
     host = host or OwnHost(config)
     await until_stopped(lambda signals: _Proxy(config, signals, host).serve())
 
@@ -112,13 +110,13 @@ class _Proxy:
             ports = await self._bind()
             port = ports[0]
             await stack.enter_async_context(self._events)
-            # Before any wait, so that an unusable file or sink is reported at once.
+            # Before any wait, to report an unusable file or sink at once.
             in_etcd = self._access_in_etcd()
             security = self._open_security(in_etcd)
             fetching = asyncio.create_task(security.key_server.run()) if security.key_server is not None else None
             if fetching is not None:
                 stack.push_async_callback(cancel, fetching)
-            # Before the first client: a process in place of one that ended begins with the shares of that one.
+            # Before the first client: a restarted process begins with its predecessor's shares.
             sharing = self._host.share(security.accounts, self._connections)
             if sharing is not None:
                 stack.push_async_callback(cancel, sharing)
@@ -138,7 +136,7 @@ class _Proxy:
             context = self._context(opened, membership, own, audit.trail, security)
             await stack.enter_async_context(attach(own, context))
             stack.push_async_callback(self._listener.stop)
-            # Between the end of the last client and of the listener: the rest of the trail may pass through this proxy.
+            # Between the end of the last client and of the listener: the rest of the trail may go through this proxy.
             await stack.enter_async_context(audit.keep())
             stack.push_async_callback(self._listener.drain)
             await self._listener.serve(context, fleets=membership.by_listener, admissions=self._admissions(security))
@@ -152,7 +150,7 @@ class _Proxy:
             await membership.join()
             _tune_gc()
             sys.setswitchinterval(SWITCH_S)
-            # Also if etcd is used only for the other proxies.
+            # Also if only the other proxies are found by etcd.
             etcd = f" etcd={','.join(config.etcd)}" if config.etcd else ""
             self._host.ready(
                 f"{Address(config.listen.host, port)}{ready_listeners(config.listeners, ports)}", opened.ready or etcd
@@ -169,7 +167,7 @@ class _Proxy:
             await unless_failed(_reload_at(self._signals.hangup, opened.source, self._reloads), running)
 
     async def _linger(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Continue to serve for a while after a signal to stop, but not after a failure."""
+        """Continue to serve for a while after a stop signal, but not after a failure."""
         if kind is asyncio.CancelledError:
             await self._listener.linger(self._signals.insists)
 
@@ -231,7 +229,7 @@ class _Proxy:
         )
 
     def _open_site(self) -> AdminSite | None:
-        """Where the admin page is; None if there is none, or another process has it. Raises StartupError."""
+        """Find where the admin page is; None without one or if another process has it. Raises StartupError."""
         admin = self._config.admin
         return None if admin is None else AdminSite(self._config, admin, self._reloads, self._counters, self._events)
 
@@ -294,7 +292,7 @@ class _Proxy:
         )
 
     def _admissions(self, security: SecurityFiles) -> dict[str, Admission]:
-        """The requirements for clients, by the name of their listener; none for a listener that is not in it."""
+        """The requirements for clients, by listener; a listener that is not named has none."""
         config = self._config
         for_all = config.access is not None or config.quotas is not None or config.limits.max_connections_per_address
         admissions = {}
@@ -388,7 +386,7 @@ class _Proxy:
         )
 
     def _wait(self, sentence: str) -> None:
-        """Report what startup waits for."""
+        """Report the reason why startup waits."""
         self._listener.waits_for = sentence
         if self._reminders.is_due(sentence):
             self._host.waits(sentence)
@@ -498,7 +496,7 @@ class Audit:
 
     @property
     def shipping(self) -> ShipperVitals | None:
-        """The state of the shipping; None if nothing is shipped."""
+        """The state of the shipping; None without a sink."""
         return self._shipper.vitals if self._shipper is not None else None
 
     def _count(self, overlap: Overlap) -> None:
@@ -507,7 +505,7 @@ class Audit:
 
     @contextlib.asynccontextmanager
     async def keep(self) -> AsyncIterator[None]:
-        """Run the trail; afterwards end it, and ship as much as its sink takes."""
+        """Run the trail; then end it, and ship as much as its sink accepts."""
         if self._shipper is not None:
             self.trail.begin()
         looking = asyncio.create_task(self.trail.keep_looking())
@@ -523,7 +521,7 @@ class Audit:
                 await self._shipper.close(SHIP_REST_S)
 
     def ship(self) -> None:
-        """Begin to ship; to be called once the proxy serves."""
+        """Begin to ship; call it once the proxy serves."""
         if self._shipper is not None:
             self._shipper.start()
 

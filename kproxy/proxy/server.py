@@ -69,7 +69,7 @@ log = structlog.get_logger(__name__)
 DEADLINE_TICK_S = 0.1
 NO_FLEETS: Mapping[str, Fleet] = MappingProxyType({})
 NO_ADMISSIONS: Mapping[str, Admission] = MappingProxyType({})
-# If a tick is later than this, in seconds, the clients are not to blame for work that is not done.
+# If a tick is later than this, in seconds, clients are not blamed for unfinished work.
 LATE_S = 0.5
 
 
@@ -78,7 +78,7 @@ class Listener:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        # The reason why it does not serve yet, as a sentence, if known.
+        # Why it does not serve yet, as a sentence, if known.
         self.waits_for = ""
         self._context: ProxyContext | None = None
         self._descriptors: Descriptors | None = None
@@ -99,7 +99,7 @@ class Listener:
 
     @property
     def not_ready(self) -> str | None:
-        """Why no clients are served; None if they are."""
+        """The reason why no clients are served; None if they are."""
         if self._draining:
             return "draining: what is in flight is being answered, new connections are not taken"
         if self._leaving:
@@ -120,9 +120,9 @@ class Listener:
         return Readiness(ready=True, text="ready")
 
     async def vitals(self) -> Vitals:
-        """The current values for the metrics. Clients have their turns while the sessions are looked at.
+        """The current values for the metrics. Clients have their turns while sessions are counted.
 
-        `sent_bytes` are of the turn in which it returns: those of a session that ends are in the tally from then on.
+        `sent_bytes` is of the turn in which it returns: the tally has the bytes of sessions that end later.
         """
         in_flight_requests = upstream_connections = 0
         requests: Counter[int] = Counter()
@@ -172,7 +172,7 @@ class Listener:
     async def bind(self, host: str, port: int, *, shared: bool = False) -> int:
         """Listen without accepting yet; return the real port.
 
-        `shared`: other processes may listen there as well. Raises StartupError.
+        `shared`: other processes may listen there too. Raises StartupError.
         """
         server = await bind(self._session, host, port, shared=shared)
         self._servers.append(server)
@@ -187,7 +187,7 @@ class Listener:
         shared: bool = False,
         events: SecurityEvents = NO_EVENTS,
     ) -> int:
-        """Like `bind`, for a listener as configured; `tls` if it has TLS."""
+        """Like `bind`, for a configured listener; `tls` if it has TLS."""
         if config.is_plain:
             server = await bind(
                 lambda: self._session(config.name), *config.listen, shared=shared, only_ipv6=config.only_ipv6
@@ -222,7 +222,7 @@ class Listener:
 
         `fleets`: the proxies that answers name, by the name of the client's listener; by default those of the context.
         `admissions`: the requirements for clients, by the name of their listener; by default none.
-        `follows_versions`: brokers are asked for their versions as soon as they are known, not only when a client asks.
+        `follows_versions`: brokers are asked for their versions as soon as they appear, not only when a client asks.
         """
         if not self._servers and not self._acceptors:
             raise RuntimeError("bind comes first")
@@ -241,7 +241,7 @@ class Listener:
 
     @property
     def watching(self) -> asyncio.Task[None]:
-        """Ends only by an error; without it no deadline passes, so nothing can be served any more."""
+        """Watch deadlines; ends only by an error, after which nothing may be served."""
         if self._ticker is None:
             raise RuntimeError("serve comes first")
         return self._ticker
@@ -289,13 +289,13 @@ class Listener:
         return ClientOrigin(self._fleet_of(listener), source, self._admissions.get(listener))
 
     def _session_inside(self, listener: str, source: Source | None) -> ClientSession | None:
-        """The session of a client that was not refused at first; None if others have come inside meanwhile."""
+        """The session of an accepted client; None if the limit was reached meanwhile."""
         if self._client_count >= self._limits.max_connections and self._refuses():
             return None
         return self._admit(self._origin(listener, source))
 
     def _refuses(self) -> bool:
-        """Whether one more client is not admitted; it is logged and counted."""
+        """Whether one more client is over a limit; logs and counts it."""
         if self._context is None:
             return True
         if self._client_count >= self._limits.max_connections:
@@ -328,7 +328,7 @@ class Listener:
         return session
 
     def _welcome(self, session: ClientSession) -> None:
-        """Take a session that came in while the listener closed."""
+        """Add a session that came in while the listener closed."""
         if self._draining:
             session.drain()
 
@@ -370,11 +370,11 @@ class Listener:
         self._each(self._sessions, lambda session: session.follow_ranges(ranges), "new API versions")
 
     def _give_up_broker(self, address: Address) -> None:
-        """Stop all client connections from waiting for a broker that hangs."""
+        """Stop all clients' waiting for a broker that hangs."""
         self._each(self._sessions, lambda session: session.give_up_broker(address), "a hung broker")
 
     def _each(self, sessions: Set[ClientSession], step: Callable[[ClientSession], None], reason: str) -> None:
-        """Have these sessions take a step, each in its turn of the event loop; `reason` is for the log."""
+        """Run a step of these sessions, each in its turn of the event loop; `reason` is for the log."""
         if self._context is None:
             return
 
@@ -383,7 +383,7 @@ class Listener:
                 return
             try:
                 step(session)
-            except Exception:  # the boundary: an error in one session must not concern the others
+            except Exception:  # the boundary: an error in one session must not affect the others
                 log.exception("client connection failed", client=session.peer, reason=reason)
                 session.abandon()
 
@@ -391,7 +391,7 @@ class Listener:
             self._context.turns.take(partial(take, session))
 
     async def _in_portions(self, context: ProxyContext) -> AsyncIterator[ClientSession]:
-        """The sessions, for TURN_S in each turn of the event loop; none that has ended in the turns between."""
+        """The sessions, for TURN_S in each turn of the event loop, without those that ended meanwhile."""
         began = context.clock()
         for session in list(self._sessions):
             if context.clock() - began > TURN_S:
@@ -417,12 +417,12 @@ class Listener:
             async for session in self._in_portions(context):
                 try:
                     session.expire(now, is_late=now - due > LATE_S)
-                except Exception:  # the boundary: an error in one session must not stop the others' clock
+                except Exception:  # the boundary: an error in one session must not stop the deadlines of others
                     log.exception("client deadlines not checked")
                     session.abandon()
 
     def leave(self) -> None:
-        """Report that clients should go elsewhere, and continue to serve."""
+        """Report that clients should leave, and continue to serve."""
         self._leaving = True
 
     async def linger(self, insists: asyncio.Event) -> None:

@@ -1,7 +1,7 @@
 """Open the configured ownership source.
 
-Its table is loaded once, and kept current until it is closed. Owners that a client's requests call into question are
-looked up again meanwhile (`OwnerLookups`).
+Its table is loaded once, and kept current until it is closed. Owners that a request shows to be outdated are looked up
+again (`OwnerLookups`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kproxy_codec.produce import TOPIC_IDS_FROM
 
 # For sources that know topics only by their names.
 _WITHOUT_TOPIC_IDS: Mapping[int, int] = MappingProxyType({PRODUCE: TOPIC_IDS_FROM - 1})
-# A source that is up answers at once; a longer wait is reported. Seconds.
+# A working source answers at once; a longer wait is reported. Seconds.
 PATIENCE_S = 5.0
 # A lookup takes two of etcd's transactions; a Kafka cluster is asked about whole topics.
 MAX_LOOKUPS: Final = 256
@@ -46,7 +46,7 @@ class Source(Protocol):
 
     @property
     def stale(self) -> bool:
-        """Whether that is too long ago."""
+        """Whether the last update is too old."""
         ...
 
     async def run(self) -> None:
@@ -58,7 +58,7 @@ class Source(Protocol):
         ...
 
     def refresh(self, topic: bytes, partition_index: int, seen_revision: int) -> Awaitable[object]:
-        """Read one partition's owner again, after a broker refused a request routed at `seen_revision`; coalesced."""
+        """Read one partition's owner again after a broker refused a request routed at `seen_revision`; shared."""
         ...
 
     async def reload(self) -> str:
@@ -75,9 +75,8 @@ class OpenSource:
 
     `ready` is its part of the ready line; `following` ends only with an error or on close.
 
-    `version_caps`: the highest versions by API key that can be served with the source's knowledge. `producer_ids` and
-    `coordinators`: as in ProxyContext, if the source has them. `broker_lost` is to be called when a connection to a
-    broker has ended or cannot be made.
+    `version_caps`: the highest versions by API key that the source allows. `producer_ids` and `coordinators`: as in
+    ProxyContext, if the source has them. Call `broker_lost` when a connection to a broker ends or fails.
     """
 
     source: Source
@@ -99,7 +98,7 @@ async def open_source(
 ) -> AsyncIterator[OpenSource]:
     """Open the source as soon as it answers, however long that takes.
 
-    Brokers are accessed by `access`, in plain text by default. `waits` is called from time to time with the reason for
+    Brokers are accessed by `access`, in plain text by default. `waits` is called periodically with the reason for
     waiting.
 
     Raises StartupError for errors that waiting does not resolve.
@@ -133,7 +132,7 @@ async def _open_etcd(
         return f"etcd at {client.endpoints} answers, but its partition leases could not be read ({table.last_error})."
 
     await _loaded(table, following, lambda: waits(reason()))
-    # Topic ids come from keys; topics that are created later will have some.
+    # Topic ids come from keys; later topics will have some.
     caps = _WITHOUT_TOPIC_IDS if topology.owned_count and not topology.topic_ids else NO_CAPS
     ids = IdBlocks(client, f"{config.prefix.rstrip('/')}/producer-ids")
     coordinators = LeasedCoordinators(table.directory.groups, topology)
@@ -180,14 +179,14 @@ def _follow(source: Source, stack: contextlib.AsyncExitStack) -> asyncio.Task[No
 
 
 class OwnerLookups:
-    """Have the source read partitions' owners again, for one client connection; each lookup is a task.
+    """Look up partitions' owners again for one client connection; each lookup is a task.
 
     Invariants
-    1. One task for each partition. If the owner is asked for again while its task waits, the task reads once more: the
-       answer that it waits for may be older than the latest refusal.
-    2. No task begins after `close`: nobody would wait for it.
-    3. At most MAX_LOOKUPS tasks. The result comes by way of the topology. A partition that gets no task is asked for
-       again after its next refusal.
+    1. One task for each partition. If the owner is requested again while its task waits, the task reads once more: the
+       pending answer may be older than the latest refusal.
+    2. No task begins after `close`, as it would have no owner.
+    3. At most MAX_LOOKUPS tasks. The topology receives the result. A partition that gets no task is looked up after its
+       next refusal.
     """
 
     __slots__ = ("_again", "_closed", "_context", "_tasks")
@@ -200,7 +199,7 @@ class OwnerLookups:
         self._closed = False
 
     def ask(self, topic: bytes, partition_index: int, routed_at: int) -> None:
-        """Have the source read an owner again, unless it has reported a new one since the version `routed_at`."""
+        """Look up an owner, unless the source has reported a new one since version `routed_at`."""
         partition = (topic, partition_index)
         if self._context.topology.owner_version(topic, partition_index) > routed_at:
             return
@@ -211,7 +210,7 @@ class OwnerLookups:
             task.add_done_callback(lambda _: self._tasks.pop(partition, None))
 
     def is_under_way(self, topic: bytes, partition_index: int) -> bool:
-        """Whether a lookup has not ended; one that an ended lookup would repeat counts."""
+        """Whether a lookup is running or would be repeated."""
         return (topic, partition_index) in self._tasks
 
     async def _refresh(self, partition: tuple[bytes, int]) -> None:

@@ -2,7 +2,7 @@
 
 Every answer shows the same cluster. Its brokers are the proxies of the fleet. Each partition is led by one of them,
 which is also its only replica; a claimed partition (the Own API) is led by its claimant's proxy. Leader epochs are
-always -1, so that no client compares one with a broker's (KIP-320). Racks are left out. The cluster's id, topics,
+always -1, so that no client compares one with a broker's (KIP-320). Racks are omitted. The cluster's id, topics,
 partitions, ids, configurations and error codes stay as the broker says, so all proxies of one upstream say the same.
 
 An answer may be megabytes long (kproxy.proxy.long_answers). It names the proxies that were in the fleet when it was
@@ -32,7 +32,7 @@ from kproxy_codec.primitives import Buffer
 
 
 class AskAnother(Exception):
-    """A reference broker without a lease does not know the cluster."""
+    """A reference broker without a lease, which does not know the cluster."""
 
 
 class VirtualBrokers:
@@ -107,8 +107,8 @@ def partition_leaders(
 ) -> list[Proxy]:
     """Return the virtual leader of each partition; `topic` is its name.
 
-    A partition in a writer group is led by its claimant's proxy, where it has a claimant and the client's listener has
-    that proxy. `claimants` are the proxies under the addresses by which they claim.
+    A claimed partition is led by its claimant's proxy if the client's listener has that proxy. `claimants`: the proxies
+    by the addresses with which they claim.
     """
     leaders = fleet.leaders(topic, partition_indexes)
     group = own.gated.get(topic) if own is not None else None

@@ -19,7 +19,7 @@ from kproxy_codec.primitives import Buffer
 
 
 class View(Protocol):
-    """State that decisions read, besides the events, as it is at the moment of an event."""
+    """The state that decisions read besides the events, at the moment of an event."""
 
     @property
     def topology(self) -> Topology: ...
@@ -39,7 +39,7 @@ class View(Protocol):
 
     @property
     def fenced(self) -> bool:
-        """Whether brokers keep writer fences, so that no batch of an earlier writer is appended behind them."""
+        """Whether brokers keep writer fences, so that no batch of an earlier writer is appended after them."""
         ...
 
     @property
@@ -53,11 +53,11 @@ class View(Protocol):
         ...
 
     def write_fence(self, topic: bytes, partition_index: int) -> int:
-        """Return the fence for the client's writes to a claimed partition; 0: it has no claim of it, or none now."""
+        """Return the fence for the client's writes to a claimed partition; 0 if it has no claim now."""
         ...
 
     def is_reread(self, topic: bytes, partition_index: int) -> bool:
-        """Whether a read of the partition's owner that a Reread has asked for has not ended."""
+        """Whether a requested read of the partition's owner is still running."""
         ...
 
     def is_hung(self, address: Address | None) -> bool:
@@ -66,7 +66,7 @@ class View(Protocol):
 
 
 class Adopted(NamedTuple):
-    """A request that leaves the plain path: `exchange` has its results so far, `parts` are unanswered."""
+    """A request that leaves the plain path: `exchange` has its results so far; `parts` are unanswered."""
 
     exchange: Exchange
     routed_at: int
@@ -89,8 +89,8 @@ class Send(NamedTuple):
     """Send a part of a request on a connection; dial it if it is new.
 
     `part` is None for the whole request. `piece` is the piece's number in later events. `shares` is the number of parts
-    that the request is split into. `fences` are the partitions that its client has claimed, each with the fence that
-    must be bound on the connection before the part is written there.
+    that the request is split into. `fences` are the partitions claimed by its client, each with the fence to bind on
+    the connection before the part is written.
     """
 
     connection: int
@@ -110,7 +110,7 @@ class Withdraw(NamedTuple):
 
 
 class Respond(NamedTuple):
-    """Answer a request. Without buffers its client gets no answer (acks=0) and the request is done."""
+    """Answer a request. Without buffers its client gets no answer (acks=0), and the request is done."""
 
     sequence: int
     answer: list[Buffer]
@@ -146,7 +146,7 @@ class LetGo(NamedTuple):
 
 
 class NoteLost(NamedTuple):
-    """Note that these were written to a broker whose answer cannot come any more."""
+    """Note that these were written to a broker that can no longer answer."""
 
     partitions: list[Partition]
 
@@ -160,7 +160,7 @@ class Reread(NamedTuple):
 
 
 class WakeAt(NamedTuple):
-    """Bring the event `woken` at this time, in seconds of the clock that events carry."""
+    """Call the event `woken` at this time, in seconds of the clock of the events."""
 
     at: float
 
@@ -174,28 +174,28 @@ class Close(NamedTuple):
 
 
 class Undeliverable(NamedTuple):
-    """Report that an acks=0 part is lost, and end its client's connection."""
+    """Report a lost acks=0 part, and end its client's connection."""
 
     topic: bytes
     error_code: int
 
 
 class Unconfirmed(NamedTuple):
-    """Report acks=0 batches of which it is unknown whether they were appended."""
+    """Report acks=0 batches that may or may not have been appended."""
 
     topic: bytes
     batches: int
 
 
 class Retried(NamedTuple):
-    """Count a partition that is sent again after this event (kproxy.routing.retry) at a broker."""
+    """Count, for a broker, a partition that is sent again after this event (kproxy.routing.retry)."""
 
     event: int
     broker: int
 
 
 class Failed(NamedTuple):
-    """Count a partition that is answered with an error; `broker` is the one that it was sent to last."""
+    """Count a partition that is answered with an error; `broker` is the last one that received it."""
 
     api_key: int
     error_code: int
@@ -246,7 +246,7 @@ class Actions:
         self._actions.append(action)
 
     def add_last(self, action: Action) -> None:
-        """Append an action that ends the client's connection: it comes after all others of the event."""
+        """Append an action that ends the client's connection, after all others of the event."""
         if self._last is None:
             self._last = []
         self._last.append(action)

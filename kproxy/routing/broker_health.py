@@ -20,8 +20,8 @@ Invariants
    began. While the breaker is open, each probe has twice the patience of the one before, up to LONGEST_PATIENCE_S: one
    probe is always in flight, its answer closes the breaker at once, and a hung broker is not flooded with dials.
 3. A broker that is down is dialled again after FIRST_REDIAL_S, and then after twice as long each time, up to
-   LONGEST_REDIAL_S. So after its return it is reached within that time at the latest, and all requests for it together
-   cost one dial in that time.
+   LONGEST_REDIAL_S. So it is reached within that time of its return, and all requests for it together cost one dial in
+   that time.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from __future__ import annotations
 from math import inf
 from typing import Final
 
-# Waiting time of a request after which its broker is probed, in seconds.
+# A broker is probed once a request has waited this long, in seconds.
 SUSPICIOUS_S: Final = 0.5
 # Pause between the answer to a probe and the next probe, in seconds.
 PROBE_PAUSE_S: Final = 1.0
 LONGEST_PATIENCE_S: Final = 8.0
 FIRST_REDIAL_S: Final = 0.05
 LONGEST_REDIAL_S: Final = 1.0
-# Retransmits without an acknowledgement; the last of them may still be on its way. Their intervals double: three take
-# at least 1.4 s where the other host is near.
+# Retransmits without an acknowledgement; the last may still be in transit. Their intervals double: three take at least
+# 1.4 s to a nearby host.
 RETRANSMITS_IN_VAIN: Final = 3
 PROBES_IN_VAIN: Final = 3
 
@@ -59,7 +59,7 @@ class Breaker:
         self._asked_at = now
 
     def heard(self, now: float) -> None:
-        """Note an answer of the broker to something other than a probe."""
+        """Note an answer of the broker other than to a probe."""
         self._heard_at = now
 
     def answered(self) -> bool:
@@ -80,7 +80,7 @@ class Breaker:
 def is_cut_off(*, unacknowledged: int, retransmits: int, probes: int, silent_s: float, patience_s: float) -> bool:
     """Whether a connection's kernel reports that nothing gets through.
 
-    The report is a kproxy.runtime.sockets.Delivery. A broker that only does not read closes its TCP window, and its
+    The report is a kproxy.runtime.sockets.Delivery. A broker that merely does not read closes its TCP window, and its
     kernel acknowledges each window probe.
     """
     if silent_s < patience_s:
@@ -89,7 +89,7 @@ def is_cut_off(*, unacknowledged: int, retransmits: int, probes: int, silent_s: 
 
 
 class Redial:
-    """Pace the dials of one broker that is down, given each failed dial. Times as in `Breaker`."""
+    """Pace the dials of one broker that is down, after each failed dial. Times as in `Breaker`."""
 
     __slots__ = ("_due", "_pause_s", "failures")
 
@@ -105,5 +105,5 @@ class Redial:
         self._pause_s = min(2 * self._pause_s, LONGEST_REDIAL_S)
 
     def is_due(self, now: float) -> bool:
-        """Whether the next dial may go out."""
+        """Whether it is time for the next dial."""
         return now >= self._due

@@ -10,13 +10,13 @@ Transitions
   present, parted -> severed   another client has its claims, or may have them
 
 Invariants
-1. A batch for a topic with a writer group that a broker may have seen is held from the client's end until it is
-   answered or lost: the topic's next writer waits for that. Where brokers keep writer fences, it is noted as lost
+1. If a broker may have seen a batch for a topic with a writer group, the batch is held from the client's end until it
+   is answered or lost, and the topic's next writer waits for that. If brokers keep writer fences, it is noted as lost
    instead.
 2. A piece is held once.
 3. Once a client sends no more (`has_ended_sending`), no batch of it that has an answer is sent a second time: it may be
-   gone, and send the batch again itself. What no broker has got yet is still sent, once, unless its dial takes long:
-   such a client may also have closed its sending side alone, and wait for the answers.
+   gone, and send the batch again itself. A batch that no broker has received is still sent once, unless its dial takes
+   long: such a client may have closed only its sending side, and wait for the answers.
 """
 
 from __future__ import annotations
@@ -65,17 +65,17 @@ class ClientEnd:
         self._state = state
 
     def forbids(self, exchange: Exchange, entry: Entry) -> bool:
-        """Whether this entry must not be sent any more."""
+        """Whether this entry must no longer be sent."""
         if self._state is not ClientState.PARTED:
             return self._state is ClientState.SEVERED
         return exchange.api.api_key == PRODUCE and exchange.topic(entry).name in self._view.gated
 
     def forbids_again(self, exchange: Exchange) -> bool:
-        """Whether nothing of this exchange may be sent a second time."""
+        """Whether this exchange must not be sent a second time."""
         return self.has_ended_sending and exchange.is_ordered and not exchange.is_silent
 
     def forbids_any_of(self, piece: Piece) -> bool:
-        """Whether an entry of this piece must not be sent any more."""
+        """Whether an entry of this piece must no longer be sent."""
         return any(self.forbids(piece.exchange, entry) for entry in piece.entries())
 
     def gated_partitions(self, piece: Piece) -> list[Partition]:
@@ -93,7 +93,7 @@ class ClientEnd:
             if not partitions or piece.is_held:
                 continue
             if self._view.fenced:
-                # These connections end, and the fences protect the partitions. Another process may not know them yet.
+                # These connections end, and fences protect the partitions. Other processes may not know them yet.
                 self._actions.add(NoteLost(partitions))
             else:
                 piece.is_held = True

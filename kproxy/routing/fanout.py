@@ -5,12 +5,12 @@ in as method calls, and actions go out as values (kproxy.routing.actions). An ev
 and a `jitter` in [0, 1). The caller carries out all actions of an event, in order, before it brings the next one. If
 the topology has changed, that is the next event.
 
-Where it is built, the compiled plain path (kproxy.plain) sends requests whose routes are all proven, and takes their
-successes. They enter by `adopt` before an event that may concern them: an answer that is no success, a deadline that is
-due, a lost connection, a changed topology that concerns the core, the end of what the client sends.
+The compiled plain path (kproxy.plain), if built, sends requests whose routes are all proven, and handles their
+successes. They enter by `adopt` before an event that may concern them: an answer that is not a success, a due deadline,
+a lost connection, a changed topology that concerns the core, the end of the client's data.
 
-The states are those of the core's parts: kproxy.routing.merge has those of an exchange, kproxy.routing.lanes of a lane,
-kproxy.routing.in_flight of a connection to a broker, kproxy.routing.client_end of the client. kproxy.routing.routes
+The states are those of the core's parts: kproxy.routing.merge for an exchange, kproxy.routing.lanes for a lane,
+kproxy.routing.in_flight for a broker connection, kproxy.routing.client_end for the client. kproxy.routing.routes
 decides where batches may be pipelined, kproxy.routing.outcomes decides about failed attempts.
 
 Invariants
@@ -19,16 +19,16 @@ Invariants
 3. On a new route one batch goes first, and the next ones follow its success (kproxy.routing.routes).
 4. If a topology change moves a partition away from the broker of its unanswered batches, it waits for them.
 5. Nothing is sent again after its deadline, or for the first time after waiting until then. An entry that a broker may
-   have seen keeps its lane until it is answered or its connection has ended; entries that the client sent behind it
-   meanwhile are given up with it.
-6. Entries that the client's end forbids (kproxy.routing.client_end) are not sent. Batches that a broker has got for
-   topics with a writer group are held from that event on until they are answered or lost.
+   have seen keeps its lane until it is answered or its connection has ended; entries that the client sent after it are
+   given up with it.
+6. Entries that the client's end forbids (kproxy.routing.client_end) are not sent. Batches for topics with a writer
+   group that a broker has received are held from then on until they are answered or lost.
 7. An event changes all lanes it concerns before anything is sent.
 8. A request is answered once, or never if it is dropped. The acknowledgement of an entry is noted once, before that.
 9. Each error that a client gets is counted. A loss for a client that gets no answer (acks=0) is reported as
    Undeliverable.
 10. A read whose broker is late (kproxy.routing.in_flight) is answered without that broker's partitions, or asked again
-   while it has found too little. What the late broker answers is discarded.
+   while it has found too little. The late broker's answer is discarded.
 11. Batches of claimed partitions are sent with the fences in force at that moment. Whether the claims are live is not
    decided here: the caller checks it when it writes.
 12. An event judges at most MOST_AT_ONCE entries that have no broker, and sends as many from lanes that are due. The
@@ -74,13 +74,13 @@ from kproxy_codec.errors import CodecError
 from kproxy_codec.partitioned import PartitionedRequest, PartitionedResponse, set_response_correlation_id
 from kproxy_codec.primitives import Buffer
 
-# A broker that has not answered this long after a deadline will not answer: its own timer has run out as well. Seconds.
+# A broker that has not answered this long after a deadline will not answer: its own timer has expired too. Seconds.
 HUNG_AFTER_S = 5.0
-# Entries of one event without a broker, and lanes that are due, which are judged at once: some milliseconds.
+# Entries without a broker, and due lanes, that one event judges: some milliseconds of work.
 MOST_AT_ONCE: Final = 128
 # Timers have a resolution of milliseconds and may fire a fraction of one early, when nothing is due yet.
 TIMER_STEP_S: Final = 0.001
-# A broker has the piece, and its answer will not come.
+# A broker has the piece, but its answer will not come.
 _MAY_STILL_BE_APPENDED: Final = (retry.CONNECTION_LOST, retry.UNREADABLE)
 
 
@@ -120,42 +120,42 @@ class Fanout:
         # Valid during the current event.
         self._left_to_judge = 0
 
-    # Queries of the shell and the plain path; none of them changes anything
+    # Queries of the shell and the plain path, without side effects
 
     @property
     def gate(self) -> tuple[Mapping[LaneKey, Any], Mapping[Hashable, Any], OpenExchanges]:
-        """Whose state decides whether requests may take the plain path.
+        """The objects that decide whether requests may use the plain path.
 
-        The first two must be empty; the partitions of the third are open as well. The objects stay the same: the
-        compiled path looks at them without a call.
+        The first two must be empty; the partitions of the third are open as well. The objects are never replaced: the
+        compiled path reads them directly.
         """
         return self.lanes.table, self._exchanges.refused_lanes, self._exchanges
 
     @property
     def is_concerned(self) -> bool:
-        """Whether the topology's change concerns requests on the plain path."""
+        """Whether the change of the topology affects requests on the plain path."""
         return self.routes.is_outdated(self._topology.moved_since(self.version))
 
     @property
     def open_count(self) -> int:
-        """The number of open exchanges: not answered yet, or with acks=0 not sent."""
+        """The number of open exchanges: not answered, or with acks=0 not sent."""
         return len(self._exchanges)
 
     @property
     def open_partitions(self) -> int:
-        """The partitions of the open exchanges that have more than one."""
+        """The number of partitions in open exchanges with more than one."""
         return self._exchanges.partitions
 
     @property
     def is_idle(self) -> bool:
-        """Whether the passing of time changes nothing."""
+        """Whether time alone changes nothing."""
         return not len(self._exchanges) and not self._in_flight.pieces
 
     def is_due(self, now: float) -> bool:
         """Whether a tick at this time reaches a deadline; requests of the plain path must enter before."""
         return any(exchange.is_late(now) for exchange in self._exchanges)
 
-    # Not events: these return no actions
+    # Not events: these return no actions.
 
     def name_topics(self, request: PartitionedRequest) -> None:
         """Replace topic ids by names."""
@@ -172,7 +172,7 @@ class Fanout:
         ]
 
     def opened(self, connection: int) -> None:
-        """Note that a dial has succeeded: pieces that waited for it are about to be written."""
+        """Note a successful dial: pieces that waited for it are about to be written."""
         self._in_flight.opened(connection)
 
     def unsent(self, number: int) -> None:
@@ -184,7 +184,7 @@ class Fanout:
     def take_out(self, since: int, up_to: int) -> None:
         """Copy requests out of receive buffers, so that these can be reused.
 
-        These are the requests with a sequence in (since, up_to]. The shell calls it from time to time.
+        These are the requests with a sequence in (since, up_to]. The shell calls this periodically.
         """
         self._exchanges.take_out(since, up_to)
         if not self.lanes.table:
@@ -207,14 +207,14 @@ class Fanout:
         self._begin(now, jitter)
         self._exchanges.add(exchange)
         if not exchange.is_silent and exchange.is_late(now):
-            # Its deadline passed before it began: no broker gets any of it.
+            # Its deadline passed before it began: no broker receives any of it.
             self._actions.add(Counted("deadlines", 1))
             self._outcomes.expire_one(exchange, {(exchange.sequence, entry) for entry in exchange.open_entries()})
             return self._finish()
         self._dispatch(exchange, refused)
         for entry, error_code in refused.items():
             if error_code == UNKNOWN_TOPIC_ID:
-                # Its client asks again, and the name decides whether it may have the topic.
+                # Its client retries, and the name decides whether it may access the topic.
                 self._outcomes.ask_for_owner(*exchange.partition(entry), self._topology.version)
             self._exchanges.conclude(exchange, entry, error_code)
         if refused:
@@ -224,14 +224,14 @@ class Fanout:
     # Events: brokers
 
     def left(self, pieces: Sequence[int], now: float, jitter: float) -> list[Action]:
-        """Finish pieces without an answer (acks=0) that have left: nothing more will be known of them."""
+        """Finish pieces without an answer (acks=0) that have been sent: their outcome stays unknown."""
         self._begin(now, jitter)
         for number in pieces:
             self._left(self._in_flight.pieces[number])
         return self._finish()
 
     def answered(self, number: int, frame: memoryview, now: float, jitter: float) -> list[Action]:
-        """Take a broker's answer to a piece."""
+        """Handle a broker's answer to a piece."""
         self._begin(now, jitter)
         piece = self._in_flight.pieces[number]
         exchange = piece.exchange
@@ -273,7 +273,7 @@ class Fanout:
         """End a connection and the pieces on it.
 
         `is_unconfirmed`: acks=0 batches that left on it shortly before may not have arrived, or the broker refused them
-        by closing the connection, as Kafka's brokers do. So their owners are looked up again.
+        by closing the connection, as Kafka does. So their owners are looked up again.
         """
         self._begin(now, jitter)
         ended = self._in_flight.connections[connection]
@@ -295,16 +295,16 @@ class Fanout:
     # Events: the topology and time
 
     def topology_changed(self, now: float, jitter: float) -> list[Action]:
-        """Follow the topology; an entry that backs off from one owner and now has another one waits no longer."""
+        """Follow the topology; an entry that backs off from one owner is sent at once to a new one."""
         self._begin(now, jitter)
         self._follow()
         self.lanes.hasten(self._has_moved)
         return self._finish()
 
     def woken(self, receiving: Collection[int], now: float, jitter: float) -> list[Action]:
-        """Handle the time of the last WakeAt: lanes may be due, reads may be late or have to be asked again.
+        """Handle the time of the last WakeAt: lanes may be due, and reads may be late or need another attempt.
 
-        `receiving` are the connections on which an answer arrives, or that are not read for now: none there is late.
+        `receiving` are the connections where an answer arrives, or which are not read for now: no read there is late.
         """
         self._begin(now, jitter)
         self._wakes_at = None
@@ -322,8 +322,8 @@ class Fanout:
         """Answer requests at their deadline.
 
         Done entries get their results, the others an error. A produce entry that a broker may have seen gets
-        REQUEST_TIMED_OUT, one never written NOT_LEADER_OR_FOLLOWER. `oldest` is, by connection, the piece to be
-        answered next.
+        REQUEST_TIMED_OUT, one never written NOT_LEADER_OR_FOLLOWER. `oldest` is the next piece to be answered, by
+        connection.
         """
         self._begin(now, jitter)
         due = [exchange for exchange in self._exchanges if exchange.is_late(now)]
@@ -350,7 +350,7 @@ class Fanout:
         return self._finish()
 
     def give_up_unwritten(self, now: float, jitter: float) -> list[Action]:
-        """Answer batches that still wait for a dial, some time after `stop_retries`, and those behind them."""
+        """Answer batches that still wait for a dial some time after `stop_retries`, and those behind them."""
         self._begin(now, jitter)
         withdrawn = self._in_flight.withdraw(lambda piece: self._client.forbids_again(piece.exchange))
         for piece in withdrawn:
@@ -414,7 +414,7 @@ class Fanout:
     # Sending
 
     def _dispatch(self, exchange: Exchange, refused: Mapping[Entry, int] = NOTHING_REFUSED) -> None:
-        """Send all entries of an exchange that are not `refused`, or let them wait in their lanes."""
+        """Send all entries of an exchange that are not `refused`, or queue them in their lanes."""
         held = self._hold_back(exchange, refused) if self.lanes.table else refused
         pieces = split(exchange.request, self._topology, held, self._taken_by)
         exchange.shares = max(1, len(pieces))
@@ -443,7 +443,7 @@ class Fanout:
         return exchange.route(entry, self._topology, taken_by)
 
     def _taken_by(self, topic: bytes, partition_index: int) -> int:
-        """The broker that has taken a partition without a known owner, or NO_OWNER."""
+        """The broker that accepted a partition without a known owner, or NO_OWNER."""
         number = self.routes.proven_on(topic, partition_index)
         return NO_OWNER if number is None else self._in_flight.connections[number].broker
 
@@ -466,7 +466,7 @@ class Fanout:
         part = None if whole else selection
         piece = self._in_flight.add(exchange, connection, part, self._topology.version)
         if exchange.look_until and shares > 1:
-            # Alone a broker waits for data, and nobody waits for others; beside others it answers at once.
+            # A single broker waits for data itself; with others it answers at once.
             self._in_flight.expect(piece, self._outcomes.now)
         fences = self._fences(exchange, selection) if self._view.has_claims else ()
         self._actions.add(Send(connection.number, owner, piece.number, exchange, part, shares, fences))
@@ -482,7 +482,7 @@ class Fanout:
         return True
 
     def _fences(self, exchange: Exchange, selection: Selection) -> list[Fenced]:
-        """The fences to send the entries with, as they are now: a claim may be raised before a retry."""
+        """The fences for sending the entries now: a claim may be raised before a retry."""
         if exchange.api.api_key != PRODUCE:
             return []
         partitions = map(exchange.partition, entries_of(selection))
@@ -511,11 +511,11 @@ class Fanout:
                 if exchange not in self._exchanges or not exchange.is_open(item.entry):
                     self._outcomes.settle(exchange, (item.entry,), appended=False)
                 elif key in given_up or exchange.is_late(self._outcomes.now):
-                    # It, or one before it, has reached its deadline.
+                    # It, or an earlier one, has reached its deadline.
                     given_up.add(key)
                     self._outcomes.give_up_late(item)
                 elif key in self.lanes.table and not self.lanes.is_probing(key, sequence):
-                    # One before it found its route new, or found no route.
+                    # An earlier one found its route new, or found no route.
                     self.lanes.queue(key, item)
                 else:
                     partition = exchange.partition(item.entry)
@@ -535,7 +535,7 @@ class Fanout:
     def _follow(self) -> None:
         """Block partitions with unanswered batches that would now go elsewhere.
 
-        If many partitions change owners, most of them are not this client's: partitions that did not move are skipped.
+        If many partitions change owners, few of them are this client's: partitions that did not move are skipped.
         """
         moved = self._topology.moved_since(self.version)
         self.version = self._topology.version
@@ -544,7 +544,7 @@ class Fanout:
             self._rename()
             for connection in self._in_flight.connections.values():
                 if self._topology.address(connection.broker) is None:
-                    # What comes next goes elsewhere, or waits.
+                    # Later batches go elsewhere, or wait.
                     self.routes.forget_connection(connection.number)
         topics = {topic for topic, _ in moved} if moved is not None else None
         for piece in self._in_flight.ordered():
@@ -552,13 +552,13 @@ class Fanout:
             if topics is not None and not exchange.asks_of_any(topics):
                 continue
             for entry in piece.entries():
-                # The same owner with a new ownership counts as another one: it now takes what it refused before.
+                # The same owner with a new ownership counts as a different one: it now accepts what it refused before.
                 is_new = self._topology.owner_version(*exchange.partition(entry)) > piece.routed_at
                 if is_new or self._route(exchange, entry) != piece.connection.broker:
                     self.lanes.block(lane_key(exchange, entry), (exchange.sequence,))
 
     def _rename(self) -> None:
-        """Use the topic names that the topology has learnt since, for requests that are open or in flight."""
+        """Apply topic names that the topology has learnt to requests that are open or in flight."""
         in_flight = [piece.exchange for piece in self._in_flight.ordered()]
         renamed = self._names.learn([*in_flight, *self._exchanges])
         if renamed:
@@ -567,7 +567,7 @@ class Fanout:
             self._outcomes.give_up(self.lanes.rename(key, new_key))
 
     def _has_moved(self, item: Item, routed_at: int) -> bool:
-        """Whether the partition has another owner since, one that can be sent to."""
+        """Whether the partition has since moved to an owner that can be reached."""
         if self._topology.owner_version(*item.exchange.partition(item.entry)) <= routed_at:
             return False
         return self._route(item.exchange, item.entry) != NO_OWNER
@@ -575,7 +575,7 @@ class Fanout:
     # Answers
 
     def _passes_through(self, piece: Piece, response: PartitionedResponse) -> bool:
-        """Whether an answer can be passed to the client as it came."""
+        """Whether an answer can be passed to the client unchanged."""
         exchange = piece.exchange
         return (
             piece.part is None
@@ -597,7 +597,7 @@ class Fanout:
                 self._actions.add(Note(exchange, entry, broker, piece.routed_at, result))
 
     def _take_results(self, piece: Piece, frame: memoryview, matched: Matched) -> None:
-        """Take an answer's results: successes first, as the lanes they release matter for the failures."""
+        """Record an answer's results: successes first, as the lanes that they release affect the failures."""
         exchange = piece.exchange
         failures = []
         for entry, error_code, topic, ordinal in matched:
@@ -613,7 +613,7 @@ class Fanout:
             if error_code == NOT_LEADER_OR_FOLLOWER:
                 exchange.attempts(entry).refused_by |= {broker}
                 if exchange.is_ordered:
-                    # Not for a read: the plain path is not adopted for its answer, and counts on this route.
+                    # Not for a read: the plain path does not enter the core for its answer, and relies on this route.
                     self.routes.refuted(*exchange.partition(entry), piece.connection.number)
             self._failed(exchange, entry, error_code, piece.routed_at, result)
         self._exchanges.finish_if_complete(exchange, self._outcomes.now)
@@ -645,7 +645,7 @@ class Fanout:
         exchange = piece.exchange
         for entry in piece.entries():
             if piece.is_late:
-                # It is answered, or was sent elsewhere since.
+                # It has been answered, or sent elsewhere.
                 self._outcomes.doubt(exchange, entry, event, piece.routed_at)
                 continue
             exchange.note_sent(entry, piece.connection.broker)
@@ -670,11 +670,11 @@ class Fanout:
         sent = {(piece.exchange.sequence, entry) for piece in written for entry in piece.entries()}
         is_severed = state is ClientState.SEVERED
         for exchange in self._exchanges:
-            # A read that waits to be asked again has no open entry, but would send all of them again.
+            # A read that waits for another attempt has no open entry, but would send all of them again.
             if is_severed or any(self._client.forbids(exchange, entry) for entry in exchange.open_entries()):
                 self._part_from(exchange, sent)
         self._outcomes.settle_pieces(withdrawn)
-        # Items that these release have ended as well; the next event notices it.
+        # Items that these release have also ended; the next event handles them.
         return self._actions.take()
 
     def _part_from(self, exchange: Exchange, sent: set[tuple[int, Entry]]) -> None:

@@ -3,8 +3,7 @@
 `Fleet` chooses the proxy to name as leader, coordinator or controller.
 
 Every proxy serves every partition and every group; naming different proxies only spreads the clients. So an outdated
-choice costs only an uneven spread for a moment, and a proxy that is asked for a partition which another one is named
-leader of serves it.
+choice only makes the spread uneven for a moment: a proxy also serves partitions whose named leader is another proxy.
 
 State: the proxies, replaced as a whole. One instance per process, changed by the watch of the proxies and read by
 everything else, on one event loop: a synchronous step reads one consistent view.
@@ -23,7 +22,7 @@ from typing import Final, NamedTuple
 
 from kproxy.routing.rendezvous import preferred, preferred_by_index
 
-# The first virtual node id, which a proxy that is alone has; far above the ids of real brokers.
+# The first virtual node id, used by a single proxy; far above the ids of real brokers.
 FIRST_NODE_ID: Final = 1_000_000
 
 
@@ -69,7 +68,7 @@ class Fleet:
         return next(iter(self._by_id.values()))
 
     def leaders(self, topic: bytes, partition_indexes: Sequence[int]) -> list[Proxy]:
-        """The proxy to name as leader of each of these partitions; `topic` is its name."""
+        """The proxy to name as leader of each of these partitions; `topic` is a name."""
         return [self._by_id[chosen] for chosen in preferred_by_index(topic, partition_indexes, self._by_id)]
 
     def coordinator(self, key_type: int, key: str) -> Proxy:

@@ -1,4 +1,4 @@
-"""Identify the partitions and batches of requests, to keep their order and to send them again.
+"""Identify the partitions and batches of requests, in order to keep their order and to resend them.
 
 Order is kept per topic name and partition index. A client may name its topic by id (KIP-516) in one request and by name
 in the next, as franz-go does. So ids are replaced by names, and requests that came before the name was known are
@@ -25,7 +25,7 @@ LaneKey: TypeAlias = Hashable
 
 
 def lane_key(exchange: Exchange, entry: Entry) -> LaneKey:
-    """The key of an entry's lane: a partition for produce. Reads are not ordered, so each has a lane of its own."""
+    """The key of an entry's lane: its partition for produce. Reads are not ordered, so each has its own lane."""
     topic, partition_index = exchange.partition(entry)
     if exchange.api.api_key == PRODUCE:
         return topic, partition_index
@@ -33,7 +33,7 @@ def lane_key(exchange: Exchange, entry: Entry) -> LaneKey:
 
 
 class TopicNames:
-    """Replaces topic ids by names; remembers at most `max_nameless` ids whose names are not known yet."""
+    """Replaces topic ids by names; remembers at most `max_nameless` ids without a known name."""
 
     __slots__ = ("_nameless", "_topology", "_view")
 
@@ -44,7 +44,7 @@ class TopicNames:
         self._nameless: dict[bytes, None] = {}
 
     def put(self, request: PartitionedRequest) -> None:
-        """Put the names of topics, as far as they are known, into a new request."""
+        """Replace the ids of a new request by known names."""
         for topic in request.topics:
             name = self._topology.name_of(topic.wire)
             if name is not None:
@@ -53,7 +53,7 @@ class TopicNames:
                 self._nameless[topic.wire] = None
 
     def learn(self, exchanges: Iterable[Exchange]) -> list[tuple[LaneKey, LaneKey]]:
-        """Put names that have become known into these; return the lane keys that change by it, old and new."""
+        """Apply new names to these exchanges; return the changed lane keys, old and new."""
         names = {each: name for each in self._nameless if (name := self._topology.name_of(each)) is not None}
         if not names:
             return []
@@ -69,7 +69,7 @@ class TopicNames:
 
 
 def place_of(exchange: Exchange, entry: Entry) -> Place | None:
-    """The place of a produced batch among its producer's; None if it has none or cannot be read."""
+    """The sequence position of a produced batch; None if it has none or cannot be read."""
     if exchange.api.api_key != PRODUCE:
         return None
     try:

@@ -12,14 +12,14 @@ Transitions
   dialling -> open     `opened`
   dialling, open -> closed     `closed`
 
-A read is not waited for without end: one that is late is left out of its answer (`overdue`). While a broker owes the
-answer to one, the client's further reads do not go there; they find nothing there.
+The wait for a read is bounded: a late read is left out of the answer (`overdue`). Until the broker answers it, the
+client's further reads skip that broker.
 
 Invariants
 1. A broker has at most one connection that is not closed.
 2. `of` names exactly the sequences with a piece in flight for a partition, under the partition's current name.
 3. A connection's `late` is the number of its pieces in flight that were left out.
-4. Of each connection at most MAX_PARTITIONS partitions are known by name for each WINDOW_S (`RecentBatches`).
+4. At most MAX_PARTITIONS partitions of a connection are remembered for each WINDOW_S (`RecentBatches`).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from kproxy.routing.identity import LaneKey, lane_key
 from kproxy.routing.merge import Exchange, Partition
 from kproxy.routing.split import Entry, Selection, entries_of
 
-# acks=0 batches that left within this time before a connection's end, or up to twice as long, are in doubt; in seconds.
+# acks=0 batches sent within this time before a connection's end, or up to twice as long, are in doubt; in seconds.
 WINDOW_S: Final = 1.0
 MAX_PARTITIONS: Final = 4096
 # A read is late if its answer comes this long after it could have come, or twice as long as answers took before; in
-# seconds. So a broker that is always slow is waited for, and one that begins to hang is not.
+# seconds. So the proxy waits for a broker that is always slow, but not for one that begins to hang.
 LATE_AFTER_S: Final = 0.2
 
 Batches: TypeAlias = dict[Partition, tuple[int, int]]
@@ -61,7 +61,7 @@ _NEXT: Final[Mapping[ConnectionState, Sequence[ConnectionState]]] = {
 
 
 class BrokerConnection:
-    """One connection to `broker`; `late` is the number of its unanswered reads that were left out."""
+    """One connection to `broker`; `late` is its number of unanswered reads that were left out."""
 
     __slots__ = ("_delay_s", "_unconfirmed", "broker", "late", "number", "state")
 
@@ -84,11 +84,11 @@ class BrokerConnection:
 
     @property
     def patience_s(self) -> float:
-        """The time after which a read here is late."""
+        """The delay after which a read here is late."""
         return max(LATE_AFTER_S, 2 * self._delay_s)
 
     def note_delay(self, delay_s: float) -> None:
-        """Note how long the answer to a read took; it counts less with each later one."""
+        """Note how long a read took; its weight falls with each later one."""
         self._delay_s = max(delay_s, self._delay_s / 2)
 
     def note_unconfirmed(self, partition: Partition, routed_at: int, now: float) -> None:
@@ -107,7 +107,7 @@ class Piece:
 
     `part` is None for the whole exchange. `routed_at` is the topology's version when it was sent, `keys` are the lanes
     in which it is counted. `is_held`: its writer is gone, and its partitions are held until it is answered or lost.
-    `due` is when a read could be answered at the soonest, as far as is known; `is_late`: it is left out.
+    `due` is the earliest expected answer to a read; `is_late`: the read is left out.
     """
 
     __slots__ = ("connection", "due", "exchange", "is_held", "is_late", "keys", "number", "part", "routed_at")
@@ -181,7 +181,7 @@ class InFlight:
             connection.move(ConnectionState.OPEN)
 
     def closed(self, connection: BrokerConnection) -> None:
-        """Send nothing more on this connection; no change if it is closed already."""
+        """Send nothing more on this connection; has no effect if it is closed."""
         if connection.state is not ConnectionState.CLOSED:
             connection.move(ConnectionState.CLOSED)
             del self._by_broker[connection.broker]
@@ -195,7 +195,7 @@ class InFlight:
     # Pieces
 
     def add(self, exchange: Exchange, connection: BrokerConnection, part: Selection | None, routed_at: int) -> Piece:
-        """Add a piece that is sent or waits for its dial."""
+        """Add a piece that is sent or waits for the connection's dial."""
         self._newest_piece += 1
         piece = self.pieces[self._newest_piece] = Piece(self._newest_piece, exchange, connection, part, routed_at)
         if self._sequences is not None and exchange.is_ordered:
@@ -236,7 +236,7 @@ class InFlight:
             self.next_check = late_at
 
     def overdue(self, receiving: Collection[int], now: float) -> list[Piece]:
-        """The reads that are late from now on; none is on a connection that is `receiving`."""
+        """The reads that become late now; none is on a connection that is `receiving`."""
         if self.next_check is None or now < self.next_check:
             return []
         self.next_check = None
@@ -256,7 +256,7 @@ class InFlight:
         return overdue
 
     def shrink(self) -> None:
-        """Free the room of what has been in flight; nothing is."""
+        """Shrink the tables. Call only while nothing is in flight."""
         self.pieces.clear()
 
     def of(self, key: LaneKey) -> Collection[int]:
@@ -268,7 +268,7 @@ class InFlight:
         return self._sequences.get(key, ())
 
     def forget(self) -> None:
-        """Discard the index behind `of`: it is not needed now, or partitions have new names."""
+        """Discard the index of `of`: it is not needed now, or partitions have new names."""
         self._sequences = None
 
     def ordered(self) -> list[Piece]:
@@ -276,7 +276,7 @@ class InFlight:
         return [piece for piece in self.pieces.values() if piece.exchange.is_ordered]
 
     def withdraw(self, is_meant: Callable[[Piece], bool]) -> list[Piece]:
-        """Take back matching pieces that no broker has seen."""
+        """Withdraw matching pieces that no broker has seen."""
         withdrawn = [
             piece
             for piece in self.pieces.values()
@@ -296,8 +296,8 @@ class RecentBatches:
     """The acks=0 batches sent on one connection since `since`, and in the window before.
 
     No answer says whether such a batch was appended. A broker that refuses one closes the connection, as Apache Kafka
-    does; a broker that is killed or cut off closes it as well. Bytes that left this process shortly before may or may
-    not have arrived. Brokers close within milliseconds, so bytes that left long before are not in doubt.
+    does; so does a broker that is killed or cut off. Bytes sent shortly before may or may not have arrived. Brokers
+    close within milliseconds, so bytes sent long before are not in doubt.
     """
 
     __slots__ = ("_before", "_now", "_since")

@@ -2,11 +2,9 @@
 
 There are lanes per client connection and partition. Normally there are no lanes: on a proven route
 (kproxy.routing.routes) the batches of a partition follow one another on one upstream connection, and the broker answers
-that connection in order. A partition has a lane
-  while its route is new and the first batch on it is unanswered;
-  while its batch N is refused and waits for its retry;
-  while N is unresolved on an earlier route and N+1 is to go elsewhere;
-  while a broker that may have seen a batch has not answered, and the client was answered at the batch's deadline.
+that connection in order. A partition has a lane while its route is new and the first batch on it is unanswered; while
+its batch N is refused and waits for its retry; while N is unresolved on an earlier route and N+1 goes elsewhere; while
+a broker that may have seen a batch has not answered, and the client was answered at the batch's deadline.
 
 States of a lane
   blocked    items wait: some are still unanswered on an earlier route, or the back-off is not over. The back-off ends
@@ -28,9 +26,9 @@ Invariants
 2. While a lane exists, nothing of its partition is sent except the one item that probes.
 3. A new route is proven by one success before anything is pipelined on it: a broker that has just become the owner and
    has no producer state would accept any sequence number.
-4. Batches that the client sent before it could know that an earlier batch was given up are not sent again after it
-   (`is_given_up`): to a broker without state of the producer they would look like the first.
-5. Each lane that waits only for time has an entry with its `due` in a heap, so that no step scans all lanes.
+4. Batches that the client sent before it learned that an earlier batch was given up are not resent (`is_given_up`): a
+   broker without the producer's state would take them for the first.
+5. Each lane that waits only for a time has an entry with its `due` in a heap, so that no step scans all lanes.
    `scheduled` is the time of the latest entry. An entry is skipped if its lane is gone or is due at another time.
 """
 
@@ -66,7 +64,7 @@ _NOTHING = Release([], [])
 
 
 class Pause(NamedTuple):
-    """When a refused item may go again, in seconds of the proxy's clock.
+    """When a refused item may be resent, in seconds of the proxy's clock.
 
     `due` is for the same owner, `soonest` for another. `routed_at` is the topology's version it was sent at.
     """
@@ -114,7 +112,7 @@ class _Lane:
         self.soonest = 0.0
         self.scheduled: float | None = None
         self.routed_at = 0
-        # Sequences in (given_up_behind, given_up_to] are behind a batch that was given up.
+        # Sequences in (given_up_behind, given_up_to] follow a batch that was given up.
         self.given_up_behind = 0
         self.given_up_to = 0
 
@@ -136,9 +134,9 @@ class Lanes:
     __slots__ = ("_by_due", "_ties", "table")
 
     def __init__(self) -> None:
-        # Normally empty. Every request checks it, as an attribute because a call costs more.
+        # Normally empty. Each request checks it, as an attribute because a call costs more.
         self.table: dict[LaneKey, _Lane] = {}
-        # (due, tie-breaker, key) of the lanes that wait for time.
+        # (due, tie-breaker, key) of the lanes that wait for a time.
         self._by_due: list[tuple[float, int, LaneKey]] = []
         self._ties = 0
 
@@ -149,22 +147,22 @@ class Lanes:
         return key in self.table
 
     def shrink(self) -> None:
-        """Free the room of past lanes, if there are none."""
+        """Shrink the tables, if there are no lanes."""
         if not self.table:
             self.table.clear()
 
     def is_probing(self, key: LaneKey, sequence: int) -> bool:
-        """Whether that exchange's batch is the one in flight on a new route."""
+        """Whether that exchange's batch is in flight as the probe of a new route."""
         lane = self.table.get(key)
         return lane is not None and lane.probing == sequence
 
     def is_given_up(self, key: LaneKey, sequence: int) -> bool:
-        """Whether that exchange's batch must not be sent again because one before it was given up."""
+        """Whether that exchange's batch must not be resent because an earlier one was given up."""
         lane = self.table.get(key)
         return lane is not None and lane.given_up_behind < sequence <= lane.given_up_to
 
     def probe(self, key: LaneKey, sequence: int) -> None:
-        """Note that a batch goes first on a new route; no change if it is the lane's own item in flight."""
+        """Note that a batch goes first on a new route; has no effect if it is the lane's own item in flight."""
         lane = self.table.setdefault(key, _Lane())
         if lane.state is LaneState.BLOCKED:
             lane.move(LaneState.PROBING, sequence)
@@ -172,7 +170,7 @@ class Lanes:
     def queue(self, key: LaneKey, item: Item) -> None:
         """Queue an item of a blocked partition.
 
-        If it is the first, something else is in flight: the lane does not wait for time alone.
+        If it is the first, another item is in flight: the lane does not wait only for a time.
         """
         insort(self.table[key].waiting, item, key=_sequence)
 
@@ -184,9 +182,9 @@ class Lanes:
             lane.outstanding.discard(lane.probing)
 
     def refused(self, key: LaneKey, item: Item, pause: Pause | None, outstanding: Iterable[int]) -> None:
-        """Queue an item to be sent again after `pause`.
+        """Queue an item to be resent after `pause`.
 
-        `pause` is None if the item goes with those before it. `outstanding` are later ones already in flight behind it.
+        `pause` is None if the item goes with those before it. `outstanding` are later items already in flight.
         """
         lane = self.table.get(key)
         if lane is None:
@@ -203,7 +201,7 @@ class Lanes:
         self._schedule(key, lane)
 
     def put_off(self, key: LaneKey, item: Item, now: float, outstanding: Iterable[int]) -> None:
-        """Begin a lane with an item that may go with the next ones that are `ready`; `outstanding` as in `refused`."""
+        """Begin a lane with an item that may go with the next `ready` items; `outstanding` as in `refused`."""
         lane = self.table[key] = _Lane()
         lane.waiting.append(item)
         lane.outstanding.update(outstanding)
@@ -211,7 +209,7 @@ class Lanes:
         self._schedule(key, lane)
 
     def hasten(self, has_moved: Callable[[Item, int], bool]) -> None:
-        """End back-offs early, at `soonest`, for partitions with another owner since their item was sent."""
+        """End back-offs early, at `soonest`, for partitions whose owner changed since their item was sent."""
         for key, lane in self.table.items():
             backs_off = lane.state is LaneState.BLOCKED and lane.waiting and lane.soonest < lane.due
             if backs_off and has_moved(lane.waiting[0], lane.routed_at):
@@ -219,7 +217,7 @@ class Lanes:
                 self._schedule(key, lane)
 
     def settled(self, key: LaneKey, sequence: int, *, appended: bool, given_up: bool) -> Release:
-        """Take an item's final outcome: `appended`, `given_up` after retries, or finally refused by a broker."""
+        """Record an item's final outcome: `appended`, `given_up` after retries, or finally refused by a broker."""
         lane = self.table.get(key)
         if lane is None:
             return _NOTHING
@@ -241,7 +239,7 @@ class Lanes:
         """Give up a batch that is answered at its deadline.
 
         The client does not know it yet. `up_to` is the newest request read so far, `outstanding` are this partition's
-        sequences in flight. Returns the waiting items from that batch on, which are not sent any more.
+        sequences in flight. Returns the waiting items from that batch on, which are no longer sent.
         """
         lane = self.table.get(key)
         if lane is None:
@@ -257,7 +255,7 @@ class Lanes:
         return abandoned
 
     def ready(self, now: float, most: int) -> list[Item]:
-        """Return the first items of at most `most` lanes that may probe now; they count as in flight from here on."""
+        """Return the first items of at most `most` lanes that may probe now; they count as in flight from now on."""
         items: list[Item] = []
         while len(items) < most and (due := self.next_due()) is not None and due <= now:
             lane = self.table[heappop(self._by_due)[2]]
@@ -268,7 +266,7 @@ class Lanes:
         return items
 
     def next_due(self) -> float | None:
-        """The time at which the next lane that waits only for time may probe."""
+        """When the next lane that waits only for a time may probe."""
         while self._by_due:
             due, _, key = self._by_due[0]
             lane = self.table.get(key)
@@ -280,7 +278,7 @@ class Lanes:
         return None
 
     def _schedule(self, key: LaneKey, lane: _Lane) -> None:
-        """Note when a changed lane may probe; a lane that waits for more than time is passed over then."""
+        """Note when a changed lane may probe; lanes that wait for more than a time are skipped then."""
         if lane.scheduled != lane.due:
             lane.scheduled = lane.due
             self._ties += 1
@@ -289,8 +287,8 @@ class Lanes:
     def rename(self, key: LaneKey, new_key: LaneKey) -> list[Item]:
         """Rename a partition; merge its lane with that of the new name, if any.
 
-        The items in flight of both must be settled before anything of the merged lane goes. Returns items that waited
-        in one lane behind a batch that was given up in the other: they are not sent any more.
+        The items in flight of both must be settled before the merged lane sends anything. Returns the items of one lane
+        that waited behind a batch given up in the other: they are no longer sent.
         """
         old = self.table.pop(key, None)
         if old is None:
@@ -320,7 +318,7 @@ class Lanes:
         return abandoned
 
     def waiting(self) -> list[tuple[LaneKey, Item]]:
-        """All items that wait."""
+        """All waiting items."""
         return [(key, item) for key, lane in self.table.items() for item in lane.waiting]
 
     def take_away(self, key: LaneKey, is_meant: Callable[[Item], bool]) -> list[Item]:
@@ -340,7 +338,7 @@ class Lanes:
             self._settle(key, lane)
 
     def _settle(self, key: LaneKey, lane: _Lane) -> None:
-        """Schedule or remove a lane after something of it was resolved."""
+        """Schedule or remove a lane after part of it was resolved."""
         if lane.waiting:
             self._schedule(key, lane)
         elif not lane.outstanding and lane.state is LaneState.BLOCKED:

@@ -1,4 +1,4 @@
-"""Track one client request from its split to its one answer.
+"""Track one client request from its split to its answer.
 
 States
   open       some entry of it (one partition) has no result; or all have one, and it is about to be answered
@@ -108,21 +108,21 @@ class Exchange:
         self.deadline = deadline
         self.open_count = request.partition_count
         self.throttle_time_ms = 0
-        # Whether its partitions keep the order of requests. Reads have none, and acks=0 has no outcome.
+        # Whether its partitions keep the order of requests. Reads have no order, and acks=0 has no outcome.
         self.is_ordered = api.api_key == PRODUCE and request.acks != 0
-        # Whether its client gets no answer (acks=0), even if brokers are asked for one.
+        # Whether its client gets no answer (acks=0), even if brokers are asked to confirm.
         self.is_silent = False
-        # Nearly all exchanges need none of these.
+        # Few exchanges need any of these.
         self._attempts: dict[Entry, Attempts] | None = None
         self._ambiguous: set[Entry] | None = None
         self._splitter: tuple[int, Splitter] | None = None
         self.payload_bytes = 0
         self.has_errors = False
-        # The number of brokers that it was last split among.
+        # The number of brokers in its last split.
         self.shares = 1
         # Whether an entry was left out: a broker may still answer it.
         self.is_partial = False
-        # For reads that are asked again: until when (seconds of the proxy's clock), and how often so far.
+        # For reads with several attempts: their end (in seconds of the proxy's clock), and the number so far.
         self.look_until = 0.0
         self.looks = 0
         self._results: list[list[Buffer | None]] | None = None
@@ -154,7 +154,7 @@ class Exchange:
         return attempts
 
     def note_sent(self, entry: Entry, broker: int) -> None:
-        """Note the broker to which an entry without success was sent; successes are not noted."""
+        """Note the broker of an entry that was sent without success; successes are not noted."""
         self.attempts(entry).sent_to = broker
 
     def sent_to(self, entry: Entry) -> int:
@@ -164,13 +164,13 @@ class Exchange:
 
     @property
     def ambiguous(self) -> set[Entry]:
-        """Entries of which a broker may have appended an earlier attempt."""
+        """Entries that a broker may have appended in an earlier attempt."""
         if self._ambiguous is None:
             self._ambiguous = set()
         return self._ambiguous
 
     def splitter(self, pieces: int) -> Splitter:
-        """The encoder of the request's parts, if it is split into this many."""
+        """The encoder of the request's parts, if it is split into `pieces`."""
         if self._splitter is None or self._splitter[0] != pieces:
             self._splitter = (pieces, Splitter(self.request, self.api.piece_preamble(self.request, pieces)))
         return self._splitter[1]
@@ -180,7 +180,7 @@ class Exchange:
         return self.open_count == 0
 
     def selection(self, part: Selection | None) -> Selection:
-        """The entries of a part of the request; all entries if it is None."""
+        """The entries of a part of the request; all entries if `part` is None."""
         return split_whole(self.request.topics) if part is None else part
 
     def topic(self, entry: Entry) -> TopicSpan:
@@ -232,20 +232,20 @@ class Exchange:
                     self.open_count -= 1
 
     def give_error(self, entry: Entry, error_code: int) -> None:
-        """Answer an entry with an error code of the proxy's own."""
+        """Answer an entry with the proxy's own error code."""
         _, partition_index = self.partition(entry)
         self.has_errors = True
         self.take(entry, self.api.error_entry(self.request.header.api_version, partition_index, error_code))
 
     def leave_out(self, selection: Selection) -> None:
-        """Answer the open entries of these as partitions without records; clients take offsets of -1 for unknown."""
+        """Answer these open entries as partitions without records; clients treat offsets of -1 as unknown."""
         for entry in filter(self.is_open, entries_of(selection)):
             self.is_partial = True
             version, (_, partition_index) = self.request.header.api_version, self.partition(entry)
             self.take(entry, self.api.error_entry(version, partition_index, NONE))
 
     def note(self, response: PartitionedResponse) -> None:
-        """Take the fields of an answer that are not of one partition."""
+        """Record the fields of an answer that belong to no partition."""
         self.throttle_time_ms = max(self.throttle_time_ms, response.throttle_time_ms)
         self.payload_bytes += response.payload_bytes
         if response.other_tags:
@@ -269,7 +269,7 @@ class Exchange:
         ]
 
     def reset(self) -> None:
-        """Discard all results of a read that is asked again."""
+        """Discard all results of a read before its next attempt."""
         self.move(ExchangeState.OPEN)
         self._results = None
         self.open_count = self.request.partition_count
@@ -278,23 +278,23 @@ class Exchange:
         self.looks += 1
 
     def stop_looking(self) -> None:
-        """End the wait of a read: the results so far are its answer."""
+        """End the wait of a read; its answer is the results so far."""
         self.look_until = 0.0
         if self.state is ExchangeState.LOOKING:
             self.move(ExchangeState.OPEN)
 
     def drop(self) -> None:
-        """Discard the results. A piece in flight keeps the exchange, and brokers' answers are large."""
+        """Discard the results: a piece in flight refers to the exchange, and brokers' answers are large."""
         self.move(ExchangeState.DROPPED)
         self._results = None
 
     def release(self) -> None:
-        """Discard the request's bytes and the results, after the answer: a piece that was left out keeps the rest."""
+        """Discard the request's bytes and results after the answer: a piece that was left out keeps the rest."""
         self.request.let_go()
         self._results = None
 
     def fit(self, first: Partition | None) -> Partition | None:
-        """Empty the results that go beyond the limits of a read from several brokers, from the partition `first` on.
+        """Empty the results beyond the limits of a read from several brokers, starting at the partition `first`.
 
         Returns the first partition that is left out; None if there is none.
         """
@@ -315,7 +315,7 @@ class Exchange:
         # The header's tagged fields, if any, the fields of the API before the topics, and their number.
         small = (_NO_TAGS if flexible else b"") + head + encode_count(len(request.topics), compact=flexible)
         parts: list[Buffer] = []
-        # Without a result there is no partition in it either.
+        # Without a result it also has no partitions.
         for topic, results in zip(request.topics, self._results or [[]] * len(request.topics), strict=True):
             parts.append(small + request.topic_head(topic))
             # It is complete, so none of them is None.
@@ -333,7 +333,7 @@ Matched = list[tuple[Entry, int, TopicSpan, int]]
 def match_results(exchange: Exchange, selection: Selection, response: PartitionedResponse) -> Matched:
     """Pair each selected entry with its result.
 
-    Raises InvalidField if the answer lacks one of them, has one that was not asked for, or has one twice.
+    Raises InvalidField if the answer lacks a result, has an unexpected one, or has one twice.
     """
     found: dict[tuple[bytes, int], tuple[TopicSpan, int]] = {}
     for topic in response.topics:
@@ -355,7 +355,7 @@ def match_results(exchange: Exchange, selection: Selection, response: Partitione
 
 
 def is_success(exchange: Exchange, part: Selection | None, frame: memoryview) -> bool:
-    """Whether an answer has a result without an error for each entry of a part, and no other."""
+    """Whether an answer has exactly one result, without an error, for each entry of a part."""
     try:
         response = exchange.api.parse_response(frame, exchange.request.header.api_version)
         matched = match_results(exchange, exchange.selection(part), response)
@@ -365,7 +365,7 @@ def is_success(exchange: Exchange, part: Selection | None, frame: memoryview) ->
 
 
 def answers_in_order(request: PartitionedRequest, response: PartitionedResponse) -> bool:
-    """Whether the answer to a whole request lists exactly its partitions, in its order, without errors."""
+    """Whether the answer to a whole request lists its partitions in order, without errors or others."""
     if len(request.topics) != len(response.topics):
         return False
     for asked, answered in zip(request.topics, response.topics, strict=True):

@@ -7,9 +7,9 @@ Invariants
 2. Each error that a client gets is counted. A loss for a client that gets no answer (acks=0) is reported as
    Undeliverable.
 3. A read that found too little is asked again after a pause, until its time is up.
-4. A partition that the upstream does not have gets UNKNOWN_TOPIC_OR_PARTITION, as from Kafka, where it was sent to no
-   broker; one without a leader, or with an unknown owner, gets NOT_LEADER_OR_FOLLOWER.
-5. A batch that is out of order only because one before it was refused does not get that error
+4. A partition that was sent to no broker gets UNKNOWN_TOPIC_OR_PARTITION if the upstream does not have it, as from
+   Kafka; without a leader or a known owner it gets NOT_LEADER_OR_FOLLOWER.
+5. A batch that is out of order only because an earlier one was refused does not get that error
    (kproxy.routing.refused).
 """
 
@@ -29,10 +29,10 @@ from kproxy.routing.topology import Topology
 from kproxy_codec.error_codes import NOT_LEADER_OR_FOLLOWER, UNKNOWN_TOPIC_OR_PARTITION
 from kproxy_codec.primitives import Buffer
 
-# Pauses before a read that spans brokers and waits for data is asked again, in seconds: short at first, then longer to
+# Pauses between attempts of a read that spans brokers and waits for data, in seconds: short at first, then longer to
 # spare the brokers.
 LOOK_PAUSES_S: Final = (0.005, 0.01, 0.02, 0.04)
-# Times are sums, so a time that is due now may be slightly later by rounding.
+# Times are sums: rounding may put a time that is due slightly later.
 _SAME_TIME_S: Final = 1e-6
 
 
@@ -47,13 +47,13 @@ class OpenExchanges:
         # By sequence, in the order of requests.
         self._table: dict[int, Exchange] = {}
         self._refused = Refused()
-        # (due, sequence) of the reads that wait to be asked again.
+        # (due, sequence) of the reads that wait for another attempt.
         self._looking: list[tuple[float, int]] = []
-        # The first partition that the limits of a read left out last.
+        # The first partition that the limits of the last read left out.
         self._left_out: Partition | None = None
         # The newest request that has been read.
         self.newest = 0
-        # The partitions of the open exchanges that have more than one.
+        # The number of partitions in open exchanges with more than one.
         self.partitions = 0
 
     def __len__(self) -> int:
@@ -73,14 +73,14 @@ class OpenExchanges:
             self._note_arrival(exchange)
 
     def adopt(self, exchanges: Iterable[Exchange]) -> None:
-        """Add requests that may be older than others that are here."""
+        """Add requests that may be older than others here."""
         for exchange in exchanges:
             self.newest = max(self.newest, exchange.sequence)
             self._open(exchange)
         self._table = dict(sorted(self._table.items()))
 
     def shrink(self) -> None:
-        """Free the room of past exchanges; none is open."""
+        """Shrink the tables. Call only while no exchange is open."""
         self._table.clear()
 
     def _open(self, exchange: Exchange) -> None:
@@ -97,7 +97,7 @@ class OpenExchanges:
 
     @property
     def refused_lanes(self) -> Mapping[Hashable, Any]:
-        """Not empty while all new requests must come here: a refused batch may come again."""
+        """Not empty while all new requests must enter the core: a refused batch may come again."""
         return self._refused.lanes
 
     def _note_arrival(self, exchange: Exchange) -> None:
@@ -115,7 +115,7 @@ class OpenExchanges:
     # Results
 
     def is_misled(self, exchange: Exchange, entry: Entry) -> bool:
-        """Whether a batch may be out of order only because its client sends an earlier one again."""
+        """Whether a batch may be out of order only because its client resends an earlier one."""
         place = place_of(exchange, entry)
         return place is not None and self._refused.misleads(lane_key(exchange, entry), place)
 
@@ -138,7 +138,7 @@ class OpenExchanges:
             exchange.give_error(entry, final)
 
     def finish_if_complete(self, exchange: Exchange, now: float) -> None:
-        """Answer a complete exchange, unless it is answered already or is asked again."""
+        """Answer a complete exchange, unless it is already answered or needs another attempt."""
         if not exchange.complete or exchange.state is not ExchangeState.OPEN:
             return
         if exchange.look_until and self._looks_again(exchange, now):
@@ -149,7 +149,7 @@ class OpenExchanges:
             exchange.release()
 
     def respond(self, exchange: Exchange, answer: list[Buffer]) -> None:
-        """Answer an exchange; one whose client gets no answer (acks=0) is done."""
+        """Answer an exchange; one without an answer (acks=0) is done."""
         exchange.move(ExchangeState.ANSWERED)
         self._close(exchange)
         self._actions.add(Respond(exchange.sequence, [] if exchange.is_silent else answer))
@@ -160,10 +160,10 @@ class OpenExchanges:
         self._close(exchange)
         self._actions.add(Drop(exchange.sequence))
 
-    # Reads that are asked again
+    # Further attempts of reads
 
     def _looks_again(self, exchange: Exchange, now: float) -> bool:
-        """Schedule another attempt of a read that found too little, if it has time left; return whether it does."""
+        """Schedule another attempt of a read that found too little and has time left; return whether it does."""
         pause = LOOK_PAUSES_S[min(exchange.looks, len(LOOK_PAUSES_S) - 1)]
         if exchange.has_errors or now + pause >= exchange.look_until:
             return False
@@ -174,7 +174,7 @@ class OpenExchanges:
         return True
 
     def next_look(self) -> float | None:
-        """The time at which the next read is to be asked again."""
+        """When the next read is due for another attempt."""
         while self._looking and not self._is_looking(self._looking[0][1]):
             heappop(self._looking)
         return self._looking[0][0] if self._looking else None
@@ -184,7 +184,7 @@ class OpenExchanges:
         return exchange is not None and exchange.state is ExchangeState.LOOKING
 
     def look(self, now: float) -> list[Exchange]:
-        """Reset and return the reads that are to be asked again now."""
+        """Reset and return the reads that are due for another attempt."""
         again = []
         while (due := self.next_look()) is not None and due <= now + _SAME_TIME_S:
             exchange = self._table[heappop(self._looking)[1]]

@@ -1,14 +1,13 @@
-"""Decide what becomes of entries: sent again, failed, given up, expired.
+"""Decide the outcome of entries: resent, failed, given up or expired.
 
 kproxy.routing.retry has the rules for each error. This module adds the facts of the client connection: earlier
 attempts, batches before and behind in the lane, deadlines, the client's end. Entries that may go now are `released`;
 kproxy.routing.fanout sends them at the end of the event.
 
 Rules
-1. Nothing is sent again after its deadline, to a broker that hangs, or against the client's end or that of what it
-   sends.
-2. A batch behind a refused one is sent again behind it, and spends no attempt of its own.
-3. If an attempt may have been appended, the batch is sent again only where brokers recognise it.
+1. Nothing is resent after its deadline, to a broker that hangs, or after the client's end or the end of its data.
+2. A batch behind a refused one is resent behind it, and uses none of its attempts.
+3. If an attempt may have been appended, the batch is resent only if brokers recognise it.
 4. An out-of-order error behind a refused batch is not the batch's own outcome: producers stop at that code.
 """
 
@@ -36,8 +35,8 @@ from kproxy_codec.produce import base_offset_of
 class _Verdict(NamedTuple):
     """The next step: another attempt after `pause`, or `error_code` for the client.
 
-    Without a pause the entry is sent again behind the one before it. `gives_up`: the batches that its client sent
-    behind it must not come before it.
+    Without a pause the entry is resent behind the one before it. `gives_up`: later batches of its client must not
+    overtake it.
     """
 
     sends_again: bool
@@ -88,7 +87,7 @@ class Outcomes:
         """Retry or fail an entry after an attempt that was sent at the topology's version `routed_at`.
 
         `event` is an error code or a failure of kproxy.routing.retry. `result` is the broker's own entry, for codes
-        that are passed on. It would go to `broker` now; NO_OWNER if to none.
+        that are passed on. `broker` would receive it now; NO_OWNER if none.
         """
         self.doubt(exchange, entry, event, routed_at)
         if not exchange.is_open(entry) or exchange not in self._exchanges:
@@ -104,7 +103,7 @@ class Outcomes:
             return
         self._exchanges.conclude(exchange, entry, error_code, result if error_code == event else None)
         if verdict.gives_up and exchange.is_ordered and (behind_it := self._in_flight.of(key)):
-            # Its client sends it again. Batches that the client sent behind it without knowing must not come first.
+            # Its client resends it. Batches that the client sent after it, unaware of the error, must not come first.
             self.give_up(self._lanes.give_up(key, sequence, self._exchanges.newest, behind_it))
         self.settle(exchange, (entry,), appended=False, given_up=verdict.gives_up)
 
@@ -119,7 +118,7 @@ class Outcomes:
             exchange.ambiguous.add(entry)
             safe = self._view.knows_batches_again and is_recognisable(exchange, entry)
         is_probing = self._lanes.is_probing(key, sequence)
-        # If a refusal may follow an append, sending again is not safe just because it was behind another batch.
+        # If a refusal may follow an append, a resend is not safe just because it was behind another batch.
         behind = key in self._lanes and retry.is_held_back(event) and not is_probing and (safe or not is_ambiguous)
         attempts = exchange.attempts(entry)
         owner_version = self._view.topology.owner_version(*exchange.partition(entry))
@@ -144,7 +143,7 @@ class Outcomes:
     def _has_time(
         self, exchange: Exchange, attempts: retry.Attempts, decision: retry.Decision, pause: Pause, broker: int
     ) -> bool:
-        """Whether a retry may succeed before the deadline: it would wait behind a broker that hangs."""
+        """Whether a retry may succeed before the deadline: a broker that hangs would delay it."""
         latest = min(exchange.deadline, attempts.first_failed_at + decision.wait_s)
         return pause.due < latest and not self._view.is_hung(self._view.topology.address(broker))
 
@@ -155,15 +154,15 @@ class Outcomes:
         return retry.rows_of(api_key, exchange.request.acks, self._view.semantics, base_offset)
 
     def doubt(self, exchange: Exchange, entry: Entry, event: int, routed_at: int) -> None:
-        """Have the owner looked up after an event that casts doubt on it.
+        """Look up the owner after an event that casts doubt on it.
 
-        Even if nothing is sent again from here: the client's own next attempt needs the new owner.
+        This is done even without a resend: the client's next attempt needs the new owner.
         """
         if retry.doubts_the_owner(event):
             self.ask_for_owner(*exchange.partition(entry), routed_at)
 
     def ask_for_owner(self, topic: bytes, partition_index: int, routed_at: int) -> None:
-        """Have the owner looked up, unless the topology has news of it since `routed_at`."""
+        """Look up the owner, unless the topology has changed it since `routed_at`."""
         if self._view.topology.owner_version(topic, partition_index) <= routed_at:
             self._actions.add(Reread(topic, partition_index, routed_at))
 
@@ -195,12 +194,12 @@ class Outcomes:
             self._exchanges.finish_if_complete(item.exchange, self.now)
 
     def give_up_lanes(self, keys: Iterable[LaneKey]) -> None:
-        """Answer what waits in these lanes, except for acks=0."""
+        """Answer the items waiting in these lanes, except for acks=0."""
         for key in keys:
             self.give_up(self._lanes.take_away(key, lambda item: self._client.forbids_again(item.exchange)))
 
     def give_up_late(self, item: Item) -> None:
-        """Give up an item whose deadline has passed, or that of one before it in its lane."""
+        """Give up an item if its deadline, or that of an earlier one in its lane, has passed."""
         exchange = item.exchange
         self.give_up([item])
         if exchange.is_late(self.now) and exchange not in self._exchanges:
@@ -208,7 +207,7 @@ class Outcomes:
         self.settle(exchange, (item.entry,), appended=False, given_up=True)
 
     def expire(self, due: list[Exchange]) -> None:
-        """Answer the open entries of these exchanges and take back their pieces that no broker has seen."""
+        """Answer the open entries of these exchanges and withdraw their pieces that no broker has seen."""
         sequences = {exchange.sequence for exchange in due}
         withdrawn = self._in_flight.withdraw(lambda piece: piece.exchange.sequence in sequences)
         written = [piece for piece in self._in_flight.pieces.values() if piece.exchange.sequence in sequences]
@@ -217,13 +216,13 @@ class Outcomes:
                 piece.exchange.note_sent(entry, piece.connection.broker)
         unwritten = {(piece.exchange.sequence, entry) for piece in withdrawn for entry in piece.entries()}
         for exchange in due:
-            # It may have been answered by the expiry of another one, which gave up the entries waiting behind it.
+            # The expiry of another exchange may have answered it by giving up the entries behind it.
             if exchange in self._exchanges:
                 self.expire_one(exchange, unwritten)
         self.settle_pieces(withdrawn)
 
     def expire_one(self, exchange: Exchange, unwritten: set[tuple[int, Entry]]) -> None:
-        """Answer the open entries of an exchange; those `unwritten` have reached no broker."""
+        """Answer the open entries of an exchange; no broker has received those in `unwritten`."""
         exchange.stop_looking()
         written = self._rows(exchange, None)[retry.CONNECTION_LOST].final or NOT_LEADER_OR_FOLLOWER
         for entry in exchange.open_entries():
@@ -234,5 +233,5 @@ class Outcomes:
                 self._exchanges.conclude(exchange, entry, NOT_LEADER_OR_FOLLOWER if never_written else written)
         self._exchanges.finish_if_complete(exchange, self.now)
         if exchange not in self._exchanges:
-            # Its pieces may stay in flight for long; they are kept only for order.
+            # Its pieces may stay in flight for long; they are kept only for their order.
             exchange.request.let_go()

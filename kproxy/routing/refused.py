@@ -1,9 +1,9 @@
-"""Track refused batches that one client connection will send again.
+"""Track refused batches that one client connection will resend.
 
 These are batches of idempotent producers. A broker refuses the batches behind such a batch with
 OUT_OF_ORDER_SEQUENCE_NUMBER. That is not the later batch's own outcome, and producers overreact to it: librdkafka
-begins a new epoch, in which it sends again every batch that is not acknowledged, of every partition, including those
-that an earlier answer left in doubt. Batches that were appended are then there twice.
+begins a new epoch, in which it resends every unacknowledged batch of every partition, including those that an earlier
+answer left in doubt. Batches that were appended are then duplicated.
 
 States of a lane
   (unknown)  none of its batches was refused, or its client has begun to send them again
@@ -14,8 +14,8 @@ Transitions
   refused   -> (unknown)  `arrived`: a batch up to the last one comes again, or one of another epoch
 
 Invariants
-1. A batch is misled if one before it in the same epoch was refused and has not come again. So a batch that is still out
-   of order when it comes again does get that error.
+1. A batch is misled if an earlier one of its epoch was refused and has not come again. So a batch that is still out of
+   order when it comes again gets that error.
 2. At most MAX_LANES lanes are known, the latest ones.
 """
 
@@ -29,20 +29,20 @@ _MAX_SEQUENCE: Final = (1 << 31) - 1
 
 
 class Place(NamedTuple):
-    """A batch's place among those of its producer."""
+    """The position of a batch among those of its producer."""
 
     producer_id: int
     producer_epoch: int
     base_sequence: int
 
     def is_behind(self, other: Place) -> bool:
-        """Whether this batch follows the other in the same epoch; after 2^31-1 sequences begin again at 0."""
+        """Whether this batch follows the other in the same epoch; after 2^31-1 sequences restart at 0."""
         distance = (self.base_sequence - other.base_sequence) & _MAX_SEQUENCE
         return self[:2] == other[:2] and 0 < distance <= _MAX_SEQUENCE >> 1
 
 
 class Refused:
-    """The first and the last refused batch, by lane; `lanes` is public so that callers can check for any."""
+    """The first and the last refused batch, by lane; callers check the public `lanes` for any."""
 
     __slots__ = ("lanes",)
 
@@ -50,7 +50,7 @@ class Refused:
         self.lanes: dict[Hashable, tuple[Place, Place]] = {}
 
     def note(self, key: Hashable, place: Place) -> None:
-        """Note a batch that was refused with an error after which its client sends it again."""
+        """Note a batch that was refused with an error after which its client resends it."""
         first, last = self.lanes.pop(key, (place, place))
         if first[:2] != place[:2]:
             first = last = place
@@ -59,11 +59,11 @@ class Refused:
             del self.lanes[next(iter(self.lanes))]
 
     def arrived(self, key: Hashable, place: Place) -> None:
-        """Note that a batch of a known lane has come from its client."""
+        """Note that a batch of a known lane has arrived from its client."""
         if not place.is_behind(self.lanes[key][1]):
             del self.lanes[key]
 
     def misleads(self, key: Hashable, place: Place) -> bool:
-        """Whether a batch may be out of order because one before it was refused."""
+        """Whether a batch may be out of order because an earlier one was refused."""
         known = self.lanes.get(key)
         return known is not None and place.is_behind(known[0])

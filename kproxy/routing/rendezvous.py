@@ -2,9 +2,9 @@
 
 The same candidates give the same choice everywhere, and only the share of a candidate that leaves moves.
 
-For brokers: the live broker that a partition without an owner is offered to first, so that first writes spread and do
-not race. For proxies: the one that is named leader of a partition, or coordinator of a group. Every proxy makes the
-same choice, on every machine and with every version of Python: weights are digests of bytes, read as big-endian.
+For brokers: the live broker that is offered a partition without an owner first, so that first writes spread and do not
+race. For proxies: the leader to name for a partition, or the coordinator for a group. Every proxy makes the same
+choice, on every machine and with every version of Python: weights are digests of bytes, read as big-endian.
 """
 
 from __future__ import annotations

@@ -5,12 +5,12 @@ proxy does with one partition's part of a request. Produce is strict: a batch th
 sent again unless the broker would recognise it. Fetch and ListOffsets change nothing and may always be asked again.
 
 Answers leave in the order of requests, so an entry that waits for its retry delays every later answer of its client.
-Hence two more bounds besides each row's own, both counted from the entry's first failure: WAIT_S for entries refused
-before the append, AMBIGUOUS_WAIT_S for entries that may have been appended and whose lane has to wait. After that the
+Two further bounds, counted from the entry's first failure, therefore apply to every row: WAIT_S for entries refused
+before the append, AMBIGUOUS_WAIT_S for entries that may have been appended and whose lane must wait. After that the
 client gets the code and follows its own retry policy.
 
-A failed attempt that doubts the owner has it read again. Further attempts until that ends are not among MAX_ATTEMPTS,
-because the table cannot have corrected them; the back-off grows with each, and the bounds in time stay.
+A failed attempt that doubts the owner looks it up again. Attempts before that ends do not count for MAX_ATTEMPTS,
+because the table could not correct them; the back-off grows with each, and the time limits stay.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from kproxy.routing.topology import NO_OWNER
 from kproxy_codec import error_codes as codes
 from kproxy_codec.api_keys import PRODUCE as PRODUCE_KEY
 
-# Events besides Kafka's codes, which have 16 bits.
+# Events other than Kafka's 16-bit error codes.
 NOT_WRITTEN: Final = 1 << 16
 """The dial failed, or no byte of the piece was written: no broker has seen it."""
 CONNECTION_LOST: Final = NOT_WRITTEN + 1
 """The connection ended with the piece written and unanswered."""
 UNREADABLE: Final = NOT_WRITTEN + 2
-"""The broker answered something that is not an answer to this piece."""
+"""The broker's bytes are not an answer to this piece."""
 
 _EVENT_NAMES = {
     value: name for name, value in globals().items() if isinstance(value, int) and name.isupper() and value >= 1 << 16
 }
 
 ALL_ACKS: Final = -1
-# At one owner; and in total, if a partition moves between attempts.
+# At one owner, and in total if a partition moves between attempts.
 MAX_ATTEMPTS: Final = 3
 MAX_ATTEMPTS_IN_ALL: Final = 9
 BACKOFF_S: Final = (0.02, 0.1, 0.25, 0.5)
 WAIT_S: Final = 1.0
-"""The time after an entry's first failure in which it may be sent again, in seconds."""
+"""How long after an entry's first failure it may be resent, in seconds."""
 AMBIGUOUS_WAIT_S: Final = 3.0
 """The same for an entry that a broker may have appended."""
 NO_OFFSET: Final = -1
@@ -49,9 +49,9 @@ NO_OFFSET: Final = -1
 class Attempts:
     """The failed attempts of an entry.
 
-    `in_all` counts all, `here` those since its partition last got another owner, `blind` those among them that were
-    sent before the owner had been read again. `refused_by`: the brokers that answered NOT_LEADER_OR_FOLLOWER;
-    `sent_to`: the one it was sent to last.
+    `in_all` counts all, `here` those since its partition's owner last changed, `blind` those of `here` that were sent
+    before the owner was looked up. `refused_by`: the brokers that answered NOT_LEADER_OR_FOLLOWER; `sent_to`: the last
+    receiver.
     """
 
     __slots__ = (
@@ -78,7 +78,7 @@ class Attempts:
     def send_blindly(self, owner_version: int) -> None:
         """Note that the next attempt is sent while the owner is being read again.
 
-        `owner_version` is the ownership's now: the table may have had news since the last failure.
+        `owner_version` is the ownership's now: the table may have changed since the last failure.
         """
         self._is_blind = bool(self.in_all) and owner_version == self._owner_version
 
@@ -120,7 +120,7 @@ class RetryLimit(Enum):
 
 
 class RetryRule(NamedTuple):
-    """One row: `final` is the client's code when no (further) retry is allowed; None passes the event's own code on."""
+    """One row: `final` is the client's code if no (further) retry is allowed; None passes on the event's own code."""
 
     bound: RetryLimit
     final: int | None
@@ -131,7 +131,7 @@ _PASS_THROUGH = RetryRule(RetryLimit.NEVER, None)
 
 
 class BrokerSemantics(NamedTuple):
-    """The behaviour of brokers that sending again depends on.
+    """The behaviour of brokers that decides about resending.
 
     Each ownership source has brokers of one semantics. `refuses_before_append`: they answer NOT_LEADER_OR_FOLLOWER only
     before anything is appended, whatever the acks and the base offset. `knows_batches_again`: they recognise a batch
@@ -145,13 +145,13 @@ class BrokerSemantics(NamedTuple):
 LEASED: Final = BrokerSemantics(refuses_before_append=True, knows_batches_again=True)
 """Reference brokers: an owner holds a lease and checks it before it appends."""
 KAFKA: Final = BrokerSemantics(refuses_before_append=False, knows_batches_again=True)
-"""Apache Kafka: with acks=all a leader that is deposed while it waits for its followers answers so after its append.
-That answer has the base offset; one that refuses before the append has none."""
+"""Apache Kafka: with acks=all a leader that is deposed while it waits for its followers returns this error after its
+append. That answer has the base offset; a refusal before the append has none."""
 
 PRODUCE: Final[dict[int, RetryRule]] = {
     NOT_WRITTEN: RetryRule(RetryLimit.ATTEMPTS, codes.NOT_LEADER_OR_FOLLOWER),
     codes.NOT_LEADER_OR_FOLLOWER: RetryRule(RetryLimit.ATTEMPTS, None),
-    # Answered before anything is appended. Clients may know a topic sooner than its brokers or the proxy do.
+    # Answered before the append. Clients may know a topic sooner than its brokers or the proxy do.
     codes.UNKNOWN_TOPIC_ID: RetryRule(RetryLimit.ATTEMPTS, None),
     codes.LEADER_NOT_AVAILABLE: RetryRule(RetryLimit.TIME, None),
     codes.NOT_ENOUGH_REPLICAS: RetryRule(RetryLimit.TIME, None),
@@ -164,7 +164,7 @@ PRODUCE: Final[dict[int, RetryRule]] = {
 
 _UNCLEAR = RetryRule(RetryLimit.TIME, codes.REQUEST_TIMED_OUT, ambiguous=True)
 
-# acks=all, for brokers that may have appended when they answer these.
+# acks=all, for brokers that may append before they answer these.
 PRODUCE_UNCLEAR: Final[dict[int, RetryRule]] = {
     **PRODUCE,
     codes.NOT_LEADER_OR_FOLLOWER: _UNCLEAR,
@@ -197,7 +197,7 @@ _SAY_NOT_APPENDED = frozenset(
         codes.UNKNOWN_TOPIC_OR_PARTITION,
     }
 )
-# Retriable errors of Kafka's clients: the client sends the same batch again by itself.
+# Retriable errors of Kafka's clients: the client resends the same batch by itself.
 _COMES_AGAIN = _SAY_NOT_APPENDED | {
     codes.CORRUPT_MESSAGE,
     codes.REQUEST_TIMED_OUT,
@@ -238,7 +238,7 @@ _DOUBTS_THE_OWNER = frozenset(
 def rows_of(
     api_key: int, acks: int, semantics: BrokerSemantics, base_offset: int | None = None
 ) -> dict[int, RetryRule]:
-    """The rows for an entry of a request; `base_offset` is from the broker's answer to it, None without an answer."""
+    """The rules for an entry; `base_offset` is from the broker's answer, None without an answer."""
     if api_key != PRODUCE_KEY:
         return READ
     if semantics.refuses_before_append or acks != ALL_ACKS:
@@ -247,7 +247,7 @@ def rows_of(
 
 
 def event_name(event: int) -> str:
-    """The name of an event: that of the error code, or of the failure."""
+    """The name of the error code or failure."""
     return _EVENT_NAMES.get(event) or codes.name_of(event)
 
 
@@ -267,8 +267,8 @@ class Decision(NamedTuple):
 def decide(rows: dict[int, RetryRule], event: int, *, exhausted: bool, resend_is_safe: bool) -> Decision:
     """Decide about `event`; `exhausted` as in Attempts.
 
-    `resend_is_safe`: the broker would recognise the batch as one it has, because the batch carries a producer id and is
-    not transactional, and the upstream rebuilds its producer state from its log. Only ambiguous rows need it.
+    `resend_is_safe`: the broker would recognise the batch as a duplicate, because it has a producer id and is not
+    transactional, and the upstream rebuilds its producer state from its log. Only ambiguous rows need it.
     """
     row = rows.get(event, _PASS_THROUGH)
     final = event if row.final is None else row.final
@@ -279,28 +279,27 @@ def decide(rows: dict[int, RetryRule], event: int, *, exhausted: bool, resend_is
 
 
 def final_code(error_code: int, *, is_ambiguous: bool) -> int:
-    """The code for the client: a refusal of one attempt does not exclude that an earlier one was appended."""
+    """The code for the client: a refusal of one attempt does not rule out that an earlier one was appended."""
     if is_ambiguous and error_code in _SAY_NOT_APPENDED:
         return codes.REQUEST_TIMED_OUT
     return error_code
 
 
 def doubts_the_owner(event: int) -> bool:
-    """Whether the owner may have changed and is to be looked up again."""
+    """Whether the owner may have changed and must be looked up."""
     return event in _DOUBTS_THE_OWNER
 
 
 def comes_again(error_code: int) -> bool:
-    """Whether a client sends the same batch again after this code.
+    """Whether a client resends the same batch after this code.
 
-    Batches that wait behind it must not be sent before: to a broker without state of the producer they would look like
-    the first.
+    Batches behind it must not be sent first: a broker without the producer's state would take them for the first.
     """
     return error_code in _COMES_AGAIN
 
 
 def is_held_back(error_code: int) -> bool:
-    """Whether a batch refused with this code, behind one that was refused, is sent again behind it."""
+    """Whether a batch refused with this code behind a refused one is resent behind it."""
     return error_code in _HELD_BACK
 
 

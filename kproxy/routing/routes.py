@@ -2,8 +2,8 @@
 
 A route is a partition's path over one connection to a broker under one ownership. It is new until a batch on it has
 succeeded. It is new again on another connection, at another owner, when the same owner returns, and when its broker
-answers that it is not the owner: a broker that refuses batch N, becomes the owner and then sees N+1 would append it if
-it has no state of the producer.
+denies being the owner: a broker that refuses batch N, becomes the owner and then sees N+1 would append it if it lacks
+the producer's state.
 
 Invariants
 1. A partition has at most one proven route.
@@ -41,7 +41,7 @@ class Routes:
         self.generation = 0
 
     def new_among(self, topic: TopicSpan, ordinals: Iterable[int], connection: int) -> list[int]:
-        """The ordinals of those partitions of a topic that may not be pipelined on a connection."""
+        """The ordinals of a topic's partitions that may not be pipelined on a connection."""
         proven = self._proven.get(topic.name)
         if proven is None:
             return list(ordinals)
@@ -72,7 +72,7 @@ class Routes:
             self._forget(topic, partition_index)
 
     def is_outdated(self, moved: Iterable[tuple[bytes, int]] | None) -> bool:
-        """Whether `forget_outdated` might forget something."""
+        """Whether `forget_outdated` might have an effect."""
         if moved is None:
             return bool(self._proven)
         return any(partition_index in self._proven.get(topic, ()) for topic, partition_index in moved)
@@ -80,8 +80,8 @@ class Routes:
     def forget_outdated(self, moved: Iterable[tuple[bytes, int]] | None) -> None:
         """Forget outdated routes after a topology change.
 
-        These are routes whose partition has another owner, or the same one again. `moved`: the partitions that may have
-        moved (`Topology.moved_since`); None for all, and for other changes.
+        These are routes whose partition has a new ownership. `moved`: the partitions that may have moved
+        (`Topology.moved_since`); None for all, and for other changes.
         """
         if moved is None:
             self.generation += 1
@@ -92,7 +92,7 @@ class Routes:
                 self._forget(topic, partition_index)
 
     def forget_connection(self, connection: int) -> None:
-        """Forget the routes of a connection that has ended, or whose broker has left."""
+        """Forget the routes of a connection that ended, or whose broker left."""
         gone = [
             (topic, partition_index)
             for topic, proven in self._proven.items()

@@ -11,11 +11,11 @@ from kproxy.routing.topology import NO_OWNER, Topology
 from kproxy_codec.partitioned import PartitionedRequest, TopicSpan
 
 Selection = list[tuple[int, list[int]]]
-"""A part of a request, by topic (its place in the request): the ordinals of the selected partitions, ascending."""
+"""A part of a request, by topic (its position in the request): the ordinals of the selected partitions, ascending."""
 Entry = tuple[int, int]
-"""One partition of a request: the topic's place and the partition's ordinal within it."""
+"""One partition of a request: the topic's position and the partition's ordinal within it."""
 NOTHING_REFUSED: Final[Mapping[Entry, int]] = MappingProxyType({})
-"""Entries that are not to be sent, with the error code of each: none."""
+"""No refused entries. Such a mapping has an error code for each entry that is not sent."""
 
 
 def route(
@@ -30,9 +30,9 @@ def route(
     """The broker to send this partition to, or NO_OWNER.
 
     An owned partition goes only to its owner, even if the owner's address is unknown (then NO_OWNER). A partition
-    without an owner goes to the broker that it was `taken_by`. Otherwise, if the topology's brokers take partitions, it
-    is offered to the one that rendezvous hashing prefers among `takers`, except those in `refused_by`: a broker that
-    stops takes nothing more. It is not offered if `topic` is an unknown topic id, which may be that of a deleted topic.
+    without an owner goes to the broker in `taken_by`. Otherwise, if the topology's brokers accept partitions, it is
+    offered to the one that rendezvous hashing prefers among `takers`, except those in `refused_by`: a stopping broker
+    accepts no more. It is not offered if `topic` is an unknown topic id, which may be that of a deleted topic.
     """
     owner = topology.owner(topic, partition_index)
     if owner != NO_OWNER:
@@ -53,7 +53,7 @@ def split(
 ) -> dict[int, Selection]:
     """The pieces by broker, without the entries in `held`.
 
-    NO_OWNER collects entries that cannot be sent. `taken_by` returns the broker that has taken a partition without an
+    NO_OWNER collects entries that cannot be sent. `taken_by` returns the broker that accepted a partition without an
     owner, or NO_OWNER.
     """
     pieces: dict[int, Selection] = {}
@@ -76,7 +76,7 @@ _ONE_PARTITION: Final[Selection] = [(0, [0])]
 
 
 def split_whole(topics: Sequence[TopicSpan]) -> Selection:
-    """All of a request in one piece."""
+    """The whole request in one piece."""
     if len(topics) == 1:
         partitions = len(topics[0].partitions)
         return _ONE_PARTITION if partitions == 1 else [(0, list(range(partitions)))]

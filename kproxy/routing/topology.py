@@ -9,23 +9,23 @@ Invariants
    revision, so that a late event of an earlier owner cannot bring that owner back.
 2. `revision` is the highest revision seen; it decreases only in `begin_rebuild` (a restored etcd).
 3. `version` grows by one with every change that could alter a route. `moved_since` names every partition whose entry
-   has changed since a version, or returns None: a change was of another kind, or is too long ago. Versions, and not
-   revisions, identify the state of this table when a request was sent: a read of one partition may bring a revision
-   before the watch brings a lower one of another partition.
+   has changed since a version, or returns None: a change was of another kind, or is too long ago. Versions, not
+   revisions, identify the state of this table when a request was sent: a read of one partition may return a revision
+   before the watch delivers a lower one of another partition.
 4. A topic id (KIP-516, 16 bytes) is another name of its topic: lookups by either find the same entry, at the same cost.
    A topic has at most one id; with a new id it is a new topic, and the old id finds nothing. Kafka's ids are UUIDs of
    version 4, whose bytes are never all ASCII: none of them is the name of a topic.
 5. `owned_count` is the number of partitions that have an owner.
-6. A broker may be doubted: it is not known to answer at its address. `takers`, which are offered partitions without an
-   owner, are the brokers that are not doubted, or all if all are doubted. Partitions that a doubted broker owns still
-   go to it.
+6. A broker may be doubted: it may not answer at its address. `takers`, which are offered partitions without an owner,
+   are the brokers that are not doubted, or all if all are doubted. Partitions that a doubted broker owns still go to
+   it.
 7. Partition indexes lie in [0, MAX_PARTITION_INDEX]; others are refused, so that a bad key cannot use up memory.
 8. `lacks` is true only where the source names every partition that the upstream has, and has named them all
-   (`is_complete`): of a partition without an owner it tells that there is none at all.
+   (`is_complete`): a partition without an owner then does not exist.
 9. A load (`begin_load`) sets each row at once, so a row counts before the load has ended. Entries that the load does
    not name are removed at its end, unless they are newer than the load. A load that is dropped halfway removes nothing.
-10. A hint is an owner or an address without a revision, from a broker. It stands in for the source's own word, which
-   is kept: a change by the source replaces the hint, and `drop_hints` undoes all of them.
+10. A hint is an owner or an address without a revision, from a broker. It overrides the source's value, which is kept:
+   a change by the source replaces the hint, and `drop_hints` undoes all of them.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from kproxy_codec.partitioned import TOPIC_ID_BYTES
 
 NO_OWNER = -1
 MAX_PARTITION_INDEX = 999_999
-# Moves that `moved_since` remembers: more than happen between two requests of a busy client.
+# Limit of moves that `moved_since` remembers: more than occur between two requests of a busy client.
 MAX_MOVES_KEPT = 256
-# Rows that are checked in one step when a load ends.
+# Rows checked per step when a load ends.
 PORTION_ROWS = 1_000
 
 
@@ -76,29 +76,29 @@ class _TopicOwners:
 
 
 class Topology:
-    """The routing table. Topics are bytes as on the wire, so that a lookup decodes nothing."""
+    """The routing table. Topics are bytes as on the wire, so lookups decode nothing."""
 
     def __init__(self, *, offers_unowned: bool = True) -> None:
-        """`offers_unowned`: a partition without an owner may be offered to a broker, which will take it."""
+        """`offers_unowned`: a partition without an owner may be offered to a broker, which accepts it."""
         self.offers_unowned = offers_unowned
-        # By name, and by id if there is one.
+        # By name, and by id if the topic has one.
         self._topics: dict[bytes, _TopicOwners] = {}
         self._ids: dict[bytes, bytes] = {}
         self._names: dict[bytes, bytes] = {}
         self._brokers: dict[int, Address] = {}
         self._doubted: set[int] = set()
-        # What the source says where a hint stands in for it.
+        # The source's value where a hint overrides it.
         self._hinted: dict[tuple[bytes, int], int] = {}
         self._hinted_brokers: dict[int, Address | None] = {}
         self.revision = 0
         self.version = 0
         # The partitions of the latest changes, one for each step of `version`.
         self._moves: deque[tuple[bytes, int]] = deque(maxlen=MAX_MOVES_KEPT)
-        # The names of the topics in order; None after one was added.
+        # The names of the topics in order; None after an addition.
         self._in_order: list[bytes] | None = None
         self._waiting: dict[Callable[[], None], None] = {}
         self.owned_count = 0
-        # Whether the partitions in `_sizes` are all that the upstream has.
+        # Whether `_sizes` has all partitions of the upstream.
         self.is_complete = False
         # How many partitions each topic has, by name.
         self._sizes: dict[bytes, int] = {}
@@ -113,7 +113,7 @@ class Topology:
         return topic_owners.owners[partition_index]
 
     def owner_revision(self, topic: bytes, partition_index: int) -> int:
-        """The revision of the partition's last change, 0 if none was ever seen."""
+        """The revision of the partition's last change, 0 if it never had one."""
         topic_owners = self._topics.get(topic)
         if topic_owners is None or not 0 <= partition_index < len(topic_owners.revisions):
             return 0
@@ -127,7 +127,7 @@ class Topology:
         return topic_owners.versions[partition_index]
 
     def lacks(self, topic: bytes, partition_index: int) -> bool:
-        """Whether the upstream is known to have no such partition: a client gets UNKNOWN_TOPIC_OR_PARTITION."""
+        """Whether the upstream is known not to have this partition: a client gets UNKNOWN_TOPIC_OR_PARTITION."""
         return self.is_complete and not 0 <= partition_index < self._sizes.get(self._names.get(topic, topic), 0)
 
     def name_of(self, topic: bytes) -> bytes | None:
@@ -160,7 +160,7 @@ class Topology:
         return self._brokers.keys() - self._doubted or self._brokers
 
     def ownerships(self, after: tuple[bytes, int] = (b"", -1)) -> Iterator[Ownership]:
-        """Every owned partition behind `after`, by topic and index."""
+        """Every owned partition after `after`, by topic and index."""
         for topic in self._topics_from(after[0]):
             topic_owners = self._topics.get(topic)
             if topic_owners is None:
@@ -185,7 +185,7 @@ class Topology:
     def moved_since(self, version: int) -> Sequence[tuple[bytes, int]] | None:
         """The partitions whose entry has changed since `version`.
 
-        They are listed under each name of their topics. None if something else may have changed.
+        They are listed under each name of their topics. None if other facts may have changed.
         """
         count = self.version - version
         if count > len(self._moves):
@@ -214,7 +214,7 @@ class Topology:
         for call in waiting:
             call()
 
-    # Changes: only for ownership sources
+    # Changes: for ownership sources only
 
     def set_owner(self, topic: bytes, partition_index: int, owner: int, revision: int) -> bool:
         """Record `owner` (NO_OWNER for a removal) as of `revision`; False if the entry is as new or newer."""
@@ -251,7 +251,7 @@ class Topology:
         return topic_owners
 
     def set_topic_id(self, topic: bytes, topic_id: bytes | None) -> None:
-        """Set or remove (None) a topic's id. Raises ValueError for an invalid id, or one that is in use."""
+        """Set or remove (None) a topic's id. Raises ValueError if the id is invalid or in use."""
         known = self._ids.get(topic)
         if topic_id == known:
             return
@@ -267,7 +267,7 @@ class Topology:
         self._changed()
 
     def set_size(self, topic: bytes, partitions: int) -> None:
-        """Note how many partitions a topic has in the upstream, with owners or not; 0: there is no such topic."""
+        """Note how many partitions a topic has in the upstream, owned or not; 0 if it does not exist."""
         if partitions:
             self._sizes[topic] = partitions
         else:
@@ -286,7 +286,7 @@ class Topology:
         return Load(self, revision)
 
     def begin_rebuild(self) -> None:
-        """Forget every owner and revision: etcd was restored, and its revisions start anew."""
+        """Forget every owner and revision: etcd was restored, and its revisions restart."""
         self._topics.clear()
         self._ids.clear()
         self._names.clear()
@@ -317,7 +317,7 @@ class Topology:
     # Hints, while the source is silent
 
     def hint_owner(self, topic: bytes, partition_index: int, owner: int) -> bool:
-        """Route to `owner`, which a broker names; return whether that changes the route. `topic` is a name."""
+        """Route to `owner`, named by a broker; return whether that changes the route. `topic` is a name."""
         if not 0 <= partition_index <= MAX_PARTITION_INDEX or self.owner(topic, partition_index) == owner:
             return False
         topic_owners = self._topics.get(topic) or self._add(topic)
@@ -327,7 +327,7 @@ class Topology:
         return True
 
     def hint_broker(self, broker_id: int, address: Address) -> bool:
-        """Place a broker where another one says that it is; return whether that is another address."""
+        """Set a broker's address as reported by another one; return whether it changes."""
         known = self._brokers.get(broker_id)
         if known == address:
             return False
@@ -337,11 +337,11 @@ class Topology:
 
     @property
     def is_hinted(self) -> bool:
-        """Whether some hint stands."""
+        """Whether there is a hint."""
         return bool(self._hinted or self._hinted_brokers)
 
     def drop_hints(self) -> None:
-        """Return to what the source said last."""
+        """Return to the source's last values."""
         hinted, self._hinted = self._hinted, {}
         for (topic, partition_index), owner in hinted.items():
             if self.owner(topic, partition_index) != owner:
@@ -355,7 +355,7 @@ class Topology:
     # For code that talks to brokers
 
     def doubt(self, broker_id: int, *, doubted: bool) -> None:
-        """Note whether a broker does not answer at its address."""
+        """Note whether a broker fails to answer at its address."""
         if doubted is (broker_id in self._doubted) or broker_id not in self._brokers:
             return
         if doubted:
@@ -389,7 +389,7 @@ class Load:
         return changed
 
     def end(self) -> Iterator[None]:
-        """Remove rows that were not named. Iterate it to its end; other events may happen between its steps."""
+        """Remove rows that were not named. Exhaust the iterator; other events may occur between its steps."""
         for position, row in enumerate(self._topology.ownerships()):
             named = self._named.get(row.topic, b"")
             is_named = row.partition_index < len(named) and named[row.partition_index]

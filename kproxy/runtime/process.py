@@ -67,7 +67,7 @@ def _watch(read_fd: int, insist: bool, remove: Path | None) -> None:
         # There is no such pipe: another program set the variable, and there is no parent to wait for.
         return
     if remove is not None:
-        import shutil  # takes 10 ms, which no other command has to wait for
+        import shutil  # takes 10 ms, which no other command must wait for
 
         shutil.rmtree(remove, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -135,7 +135,7 @@ def raise_open_file_limit() -> int | None:
 
 
 def open_file_limit() -> int | None:
-    """The soft limit of open files; None where the system has no limit."""
+    """The soft limit of open files; None if the system has no limit."""
     if sys.platform == "win32":
         return None
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

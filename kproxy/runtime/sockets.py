@@ -133,7 +133,7 @@ class Delivery(NamedTuple):
 
 
 def delivery(transport: asyncio.BaseTransport) -> Delivery | None:
-    """The delivery state of a connection; None where the system does not report it."""
+    """The delivery state of a connection; None if the system does not report it."""
     sock = _tcp_socket(transport) if sys.platform == "linux" else None
     if sock is None:
         return None

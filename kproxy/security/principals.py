@@ -51,7 +51,7 @@ class NoPrincipal(Exception):
 
 
 def map_name(of_certificate: str, rules: Sequence[MappingRule], *, has_escapes: bool = True) -> str | None:
-    """The principal's name for a certificate's; None where no rule matches or nothing is left of it."""
+    """The principal's name for a certificate's; None if no rule matches or nothing is left of it."""
     veiled = of_certificate
     if has_escapes:
         veiled = _ESCAPE.sub(lambda escape: _STAND_INS.get(escape[0], escape[0]), of_certificate)

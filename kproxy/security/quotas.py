@@ -230,7 +230,7 @@ class Quotas:
         return min(found, key=lambda quota: quota.principal == _EVERY_USER).connections if found else None
 
     def account(self, principal: Principal, client_id: str) -> Account | None:
-        """The account of a client; None where nothing limits it."""
+        """The account of a client; None if nothing limits it."""
         fitting = [
             (quota.principal == _EVERY_USER, quota.client_id is None, place)
             for place, quota in enumerate(self._quotas)

@@ -120,7 +120,7 @@ class _Pace:
 
     @property
     def left_s(self) -> float:
-        """How long the next one has to wait, in seconds; 0 or less: not at all."""
+        """How long the next one must wait, in seconds; 0 or less: not at all."""
         return self._free_at - self._clock()
 
     def worked(self, seconds: float) -> None:
@@ -416,7 +416,7 @@ class TlsAcceptor(Generic[Session]):
             # TimeoutError is an OSError.
             self._refused(client_failure(error, names=(), asked_for="", words=self._words), peer)
         except Exception:  # the boundary: an error with one connection must not end the listener
-            log.exception("handshake failed by an error", client=peer)
+            log.exception("handshake failed with an error", client=peer)
         finally:
             # This does nothing where the event loop has taken the descriptor.
             connection.close()

@@ -9,7 +9,7 @@ States of `Acked`
   open   something has; mostly a chunk is open: `volume` is not 0
 
 Transitions
-  idle -> open   `begin` or `add`, which notify the trail that there is something to take
+  idle -> open   `begin` or `add`, which notify the trail
   open -> open   a batch continues the chunk; or the chunk is finished, and the batch opens another
   open -> idle   `take`, by the trail's look
 
@@ -46,9 +46,9 @@ from kproxy_codec.record_batch import HEADER_BYTES, MAGIC, NO_PRODUCER_ID, NO_SE
 if TYPE_CHECKING:
     from kproxy.trail.trail import Trail
 
-# The most numbers in `spans`, two for each span, while one more is open.
+# Limit of numbers in `spans`, two per span, while one more is open.
 MOST_FINISHED: Final = 2 * (MAX_SPANS - 1)
-# More than the bytes of any chunk, which one connection sends between two looks.
+# More than the bytes of any chunk that one connection sends between two looks.
 ONE_BATCH: Final = 1 << 48
 # No log has as many records.
 MOST_OFFSET: Final = 1 << 62
@@ -75,9 +75,9 @@ class Asked(Protocol):
 
 
 class _OpenChunk:
-    """The open chunk in Python, and what else is noted of its partition: `Acked` explains the attributes.
+    """The open chunk in Python, and further state of its partition: `Acked` explains the attributes.
 
-    To note a batch takes 1.8 µs in Python, and less than 0.04 µs compiled. The proxy takes 0.9 µs for all of a batch of
+    Noting a batch takes 1.8 µs in Python, and less than 0.04 µs compiled. The proxy takes 0.9 µs in all for a batch in
     a request of 100 × 100 B (timed in a loop).
     """
 
@@ -119,7 +119,7 @@ class _OpenChunk:
         self.producer = _NOBODY
         self.counts_sequences = False
         self.first_sequence = 0
-        # Where the next batch begins; it may be beyond 2^31-1. Without idempotence all batches have the same.
+        # The first sequence of the next batch; it may exceed 2^31-1. Without idempotence all batches have the same.
         self.next_sequence = 0
         self.first_offset = 0
         self.next_offset = 0
@@ -131,11 +131,11 @@ class _OpenChunk:
         self.spans.extend((self.first_offset, self.next_offset - self.first_offset))
 
     def is_full(self) -> bool:
-        """Whether there is no room for one more finished span."""
+        """Whether there is no room for another finished span."""
         return len(self.spans) >= MOST_FINISHED
 
     def finish(self) -> None:
-        """Close the chunk, if one is open; if one of its spans has no records, its batches count as unread."""
+        """Close the chunk if one is open; if one of its spans has no records, its batches count as unread."""
         if not self.volume:
             return
         batches, size = divmod(self.volume, ONE_BATCH)
@@ -155,7 +155,7 @@ class _OpenChunk:
             self.unread += batches
 
     def take(self) -> Sequence[Chunk]:
-        """Return and forget the chunks; it is idle then."""
+        """Return and forget the chunks; then it is idle."""
         self.finish()
         self.is_idle = True
         chunks, self.chunks = self.chunks, None
@@ -171,8 +171,8 @@ else:
 class Acked(OpenChunk):
     """`acks` is of the first request since the last look, and so is `latency_s`, the time to its acknowledgement.
 
-    `unread` counts acknowledged batches whose header cannot be read. `row` is the open row of the trail that they go
-    into, None if there is none. `partition` and `place` are the overlap detector's (kproxy.trail.overlaps.Writer).
+    `unread` counts acknowledged batches whose header cannot be read. `row` is their open row in the trail, None if
+    there is none. `partition` and `place` are the overlap detector's (kproxy.trail.overlaps.Writer).
     """
 
     __slots__ = ("client", "peer", "principal", "trail")
@@ -188,7 +188,7 @@ class Acked(OpenChunk):
         client: str,
         principal: str | None = None,
     ) -> None:
-        # A topic whose name is not known is named by its id.
+        # A topic without a known name is named by its id.
         key = PartitionKey(topic.decode() if topic.isascii() else topic.hex(), topic_id, partition)
         super().__init__(key, origin, trail.woken)
         self.trail = trail
@@ -197,7 +197,7 @@ class Acked(OpenChunk):
         self.principal = principal
 
     def add(self, asked: Asked, frame: memoryview, start: int, base_offset: int, size: int) -> None:
-        """Take a batch that may not continue the chunk.
+        """Add a batch that may not continue the chunk.
 
         Its header is at `start` of the request's `frame`.
         """
@@ -229,19 +229,19 @@ class Acked(OpenChunk):
         self.volume += size + ONE_BATCH
 
     def wake(self, asked: Asked) -> None:
-        """Queue it for the next look: something comes after a look."""
+        """Queue this for the next look: it has data now."""
         self.is_idle = False
         self.woken.append(self)
         self.acks = asked.acks
         self.latency_s = self.trail.seconds_since(asked)
 
 
-# A client may write to any number of partitions, and choose any client id.
+# A client may write to any number of partitions, with any client ids.
 MAX_PARTITIONS = 10_000
 MAX_CLIENT_ID_BYTES = 255
 # Higher than any revision.
 _NOW = 1 << 63
-# In a partition's result, after its index and error code.
+# In a partition's result, after the index and error code.
 _BASE_OFFSET = 6
 _base = INT64.unpack_from
 
@@ -253,7 +253,7 @@ class ConnectionAcks:
 
     def __init__(self, trail: Trail, topology: Topology, connection: int) -> None:
         self.peer = "?"
-        # Who the client is, once it is authenticated; its batches come later.
+        # The client's principal, once it is authenticated; its batches come later.
         self.principal: str | None = None
         self._trail = trail
         self._topology = topology
@@ -273,7 +273,7 @@ class ConnectionAcks:
             acked.add(exchange, request.frame, start, _base(result, _BASE_OFFSET)[0], end - start)
 
     def open_chunk(self, frame: memoryview, topic: bytes, partition: int, owner: int) -> Acked | None:
-        """Where the owner's acknowledgements of a partition are noted; None if they are not.
+        """The open chunk of the owner's acknowledgements of a partition; None if they are not noted.
 
         `frame` is a request's.
         """

@@ -26,9 +26,9 @@ from pathlib import Path
 from kproxy.errors import StartupError
 from kproxy.trail.sink import BatchPreference, SinkFailed, on_thread
 
-# The trail shows who wrote where and when: it is not for every user.
+# The trail shows who wrote where and when, so not every user may read it.
 FILE_MODE = 0o640
-# A Parquet file gathers rows for so long, in seconds.
+# A Parquet file collects rows for this long, in seconds.
 PARQUET_FILE_S = 60.0
 _DIRECTORY_MODE = 0o750
 PREFIX = "kproxy-audit-"
@@ -57,7 +57,7 @@ class TrailFiles:
         self._number -= 1
 
     def keep_names(self) -> None:
-        """Sync the directory: a new file must survive a power failure."""
+        """Sync the directory, so that a new file survives a power failure."""
         descriptor = os.open(self._directory, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -66,7 +66,7 @@ class TrailFiles:
 
 
 def check_directory(directory: Path) -> None:
-    """Check that the directory can be written to, or made. Raises StartupError."""
+    """Check that the directory is writable or can be created. Raises StartupError."""
     found = next(each for each in (directory, *directory.absolute().parents) if each.exists())
     if not found.is_dir() or not os.access(found, os.W_OK | os.X_OK):
         at = "" if found == directory else f": {found} is where it would be made"
@@ -74,7 +74,7 @@ def check_directory(directory: Path) -> None:
 
 
 def prepare(directory: Path) -> None:
-    """Create the directory and check that it can be written to. Raises StartupError."""
+    """Create the directory and check that it is writable. Raises StartupError."""
     try:
         directory.mkdir(_DIRECTORY_MODE, parents=True, exist_ok=True)
     except OSError as error:
@@ -85,16 +85,16 @@ def prepare(directory: Path) -> None:
 
 
 def remove_left_behind(directory: Path, now_ms: int) -> None:
-    """Remove unfinished files of killed processes: nothing else does."""
+    """Remove unfinished files of killed processes: no one else does."""
     for path in directory.glob(f"{PREFIX}*{UNFINISHED}"):
-        # Another process may be quicker, or own the file: then it may stay.
+        # Another process may be quicker, or own the file; then it may stay.
         with contextlib.suppress(OSError):
             if path.stat().st_mtime < now_ms / 1000 - LEFT_BEHIND_S:
                 path.unlink()
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write all of `data`: a nearly full disk takes a part without an error."""
+    """Write all of `data`: a nearly full disk writes only a part, without an error."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(descriptor, rest) :]
@@ -140,7 +140,7 @@ class JsonSink:
             os.fsync(self._descriptor)
             if is_new:
                 self._files.keep_names()
-            # It fails if somebody has removed the file, whose rows nobody can read then.
+            # Fails if the file was removed: its rows could not be read.
             path.stat()
         except OSError:
             self._cut_off()
@@ -154,7 +154,7 @@ class JsonSink:
 
     def _cut_off(self) -> None:
         path, descriptor = self._path, self._descriptor
-        # If the disk does not allow it, readers ignore a line that is not whole.
+        # If the disk refuses, readers ignore a partial line.
         with contextlib.suppress(OSError):
             if descriptor >= 0:
                 os.ftruncate(descriptor, self._whole_bytes)

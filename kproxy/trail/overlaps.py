@@ -2,17 +2,17 @@
 
 The detector knows the offsets that this process has seen acknowledged.
 
-Two owners of one partition cause that (split brain), and so does a new owner that lacks records which an earlier owner
-had acknowledged. An idempotent batch that is sent again gets its first offset again; that is no overlap.
+The cause is two owners of one partition (split brain), or a new owner that lacks records acknowledged by an earlier
+one. An idempotent batch that is sent again gets its first offset again; that is no overlap.
 
 Invariants
 1. The intervals of a partition are disjoint and in order, neighbours are joined, and there are at most MAX_INTERVALS:
    the lowest go first. Offsets below `floor` are forgotten and not judged.
 2. An offset is reported once for each time it is assigned again.
 3. A partition of a recreated topic is another partition. For topics without ids, offset 0 shows that.
-4. What a writer refers to is checked before it is used: the detector must have the partition still, and the write at
-   its place must be the writer's own. A partition that the detector has forgotten keeps nothing once it is judged, so
-   that writers, of which there may be any number, keep no more than the detector.
+4. A writer's references are checked before use: the detector must still have the partition, and the write at its place
+   must be the writer's own. A forgotten partition keeps nothing once it is judged, so that any number of writers keep
+   no more than the detector.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from kproxy.trail.spans import Chunk, Intervals
 from kproxy_codec.record_batch import NO_PRODUCER_ID
 
 MAX_INTERVALS: Final = 64
-# For each partition this much is remembered, to name the first origin of an offset and to recognize resent batches: the
-# last writes of MAX_REMEMBERED producers, MAX_SPANS_REMEMBERED spans of each (which grow to twice as many before the
-# first of them are forgotten), MAX_SPANS_TOGETHER of all. Each keeps its last LEAST_SPANS_REMEMBERED: a producer sends
-# at most five batches again, and other producers' writes must not push them out. MAX_ADDED chunks may come in addition
+# The memory of each partition, used to name the first origin of an offset and to recognise resent batches: the last
+# writes of MAX_REMEMBERED producers, MAX_SPANS_REMEMBERED spans of each (which grow to twice as many before the first
+# of them are forgotten), MAX_SPANS_TOGETHER of all. Each keeps its last LEAST_SPANS_REMEMBERED: a producer sends at
+# most five batches again, and other producers' writes must not push them out. MAX_ADDED chunks may come in addition
 # before the excess is forgotten.
 MAX_REMEMBERED: Final = 128
 MAX_ADDED: Final = 24
@@ -53,7 +53,7 @@ class Origin(NamedTuple):
 
 
 class PartitionKey(NamedTuple):
-    """A partition of a topic; `topic_id` is None where topics have none."""
+    """A partition of a topic; `topic_id` is None if topics have none."""
 
     topic: str
     topic_id: bytes | None
@@ -63,7 +63,7 @@ class PartitionKey(NamedTuple):
 class Overlap(NamedTuple):
     """Offsets from `first_offset` to `last_offset` that were assigned before.
 
-    `earlier` None: it is not known any more which broker did.
+    `earlier` None: the broker is no longer known.
     """
 
     topic: str
@@ -77,8 +77,8 @@ class Overlap(NamedTuple):
 class Writer(Protocol):
     """A client connection that writes to a partition under one ownership.
 
-    The detector notes in it what it need not search for then: its `partition`, and which of the partition's last
-    writes is the writer's own last one, its `place`. Either may be out of date.
+    It caches lookups of the detector: its `partition`, and `place`, the position of its own last write there. Either
+    may be out of date.
     """
 
     key: PartitionKey
@@ -101,13 +101,13 @@ class _LastWrites:
 
     def __init__(self) -> None:
         self.writes: list[_Write] = []
-        # How many writes there may be before the first of them are forgotten.
+        # Limit of writes before the first are forgotten.
         self.most = MAX_ADDED
-        # At least the number of spans in them.
+        # At least the number of their spans.
         self._spans = 0
 
     def add(self, added: Iterable[_Added]) -> bool:
-        """Remember chunks, which are extended here from now on; return whether there is an excess to be forgotten."""
+        """Remember chunks, which are extended here from now on; return whether the excess must be forgotten."""
         for writer, chunk in added:
             last = self._last(writer, chunk)
             if last is None or not last.extend(chunk):
@@ -138,7 +138,7 @@ class _LastWrites:
         return None
 
     def first_origin(self, offset: int, now: Chunk) -> Origin | None:
-        """The first origin of the offset; None if it was this very batch of `now`, _NOBODY if it is forgotten."""
+        """The first origin of the offset; None if it was the batch `now` itself, _NOBODY if it is forgotten."""
         holders = [write for write in self.writes if _covers(write[1], offset)]
         shift = _shift(now, offset)
         if shift is not None:
@@ -185,11 +185,11 @@ class OverlapDetector:
     def __init__(self) -> None:
         # In the order of their last write.
         self.partitions: dict[PartitionKey, _Partition] = {}
-        # Those with something to judge.
+        # Partitions with chunks to judge.
         self.added: deque[_Partition] = deque()
 
     def add(self, writer: Writer, chunk: Chunk) -> None:
-        """Take acknowledged offsets; the chunk is extended here from now on."""
+        """Add acknowledged offsets; the chunk is extended here from now on."""
         found = writer.partition
         if found is None or not found.is_kept:
             found = writer.partition = self._find(writer.key)
@@ -197,7 +197,7 @@ class OverlapDetector:
             found = writer.partition = self._begin(writer.key)
         if not found.added:
             self.added.append(found)
-            # Now it is the last one written to.
+            # Now it is the last partition written to.
             del self.partitions[writer.key]
             self.partitions[writer.key] = found
         found.added.append((writer, chunk))
@@ -219,7 +219,7 @@ class OverlapDetector:
 
     @property
     def has_added(self) -> bool:
-        """Whether there is something to judge."""
+        """Whether there are chunks to judge."""
         return bool(self.added)
 
     def judge(self, most: int = MAX_PARTITIONS) -> list[Overlap]:
@@ -237,7 +237,7 @@ class OverlapDetector:
 class _Partition:
     """A partition; the chunks that are `added` to it are judged together.
 
-    `is_kept`: the detector has it still; writers may refer to it for longer.
+    `is_kept`: the detector still has it; writers may refer to it for longer.
     """
 
     __slots__ = ("_last_writes", "added", "intervals", "is_kept", "key")
@@ -252,14 +252,14 @@ class _Partition:
     def is_recreated(self, chunk: Chunk) -> bool:
         """Whether a chunk that begins with offset 0 is in another topic of the same name.
 
-        It is not where its first batch is remembered at that very offset: that is sent again.
+        It is not if its first batch is remembered at that offset: that is a resend.
         """
         if self.key.topic_id is not None or not self.intervals.high:
             return False
         return self._last_writes.first_origin(0, chunk) is not None
 
     def forget(self) -> None:
-        """Leave the detector; what is added is judged first."""
+        """Leave the detector once the added chunks are judged."""
         self.is_kept = False
         if not self.added:
             self.intervals, self._last_writes = Intervals(), _LastWrites()
@@ -295,7 +295,7 @@ class _Partition:
         return overlaps
 
     def _known(self, starts: list[int], ends: list[int], first: int, end: int) -> list[tuple[int, int]]:
-        """The parts of an interval that were assigned before, cut where their origins differ."""
+        """The parts of an interval that were assigned before, split where their origins differ."""
         low = bisect_right(ends, first)
         high = bisect_left(starts, end)
         pairs = zip(starts[low:high], ends[low:high], strict=True)
@@ -333,7 +333,7 @@ def _producer(chunk: Chunk) -> tuple[int, int]:
 
 
 def _shift(chunk: Chunk, offset: int) -> int | None:
-    """Offset minus sequence number there: the same for a batch and its resend. None without a producer id."""
+    """Offset minus sequence number, which is the same for a batch and its resend. None without a producer id."""
     if chunk.producer_id == NO_PRODUCER_ID:
         return None
     sequence = chunk.first_sequence

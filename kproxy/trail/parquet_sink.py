@@ -66,7 +66,7 @@ class ParquetSink:
             raise SinkFailed(f"{self._directory}: {getattr(error, 'strerror', None) or error}") from error
 
     async def close(self) -> None:
-        """Nothing is open: every write closes its file."""
+        """Do nothing: every write closes its file."""
 
     def _write(self, data: bytes) -> None:
         rows = pyarrow.json.read_json(

@@ -121,7 +121,7 @@ def encode_range(
     principal: str | None,
     batches: bytes,
 ) -> bytes:
-    """Encode a Range as `encode_row` does, at a third of the cost: there are thousands at once.
+    """Encode a Range as `encode_row` does, at a third of the cost, as thousands may come at once.
 
     `batches` has the fields from producer_id on (kproxy.trail.spans.OpenRow.as_json), `stamp` is as above.
     """

@@ -10,10 +10,10 @@ Invariants
 1. `offer` never waits and never raises: a slow sink never delays clients.
 2. A page is in the queue until the sink has made it durable. So pages leave in order, none is skipped, and a page is
    written again after a failure: at least once.
-3. Queued pages cost at most `max_bytes`. A page for which there is no room is dropped whole, and counted: the numbers
-   of its rows are missing from the trail, so readers see the gap.
+3. Queued pages cost at most `max_bytes`. A page without room is dropped whole and counted: the numbers of its rows are
+   missing from the trail, so readers see the gap.
 4. The first page does not wait for others: an audit does not know a process without a page in the sink.
-5. No failure is silent: each episode has a line in the log when it begins, when pages are dropped, and when it is over.
+5. No failure is silent: the log has a line when one begins, when pages are dropped, and when it ends.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kproxy.trail.sink import Sink, SinkFailed
 PAUSE_S = 0.1
 MAX_PAUSE_S = 5.0
 CLOSING_PAUSE_S = 0.5
-# The cost of a page beside its bytes.
+# The cost of a page besides its bytes.
 PAGE_OVERHEAD_BYTES = 256
 
 log = structlog.get_logger(__name__)
@@ -39,7 +39,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ShipperVitals:
-    """The state at this moment.
+    """The current state.
 
     `age_s`: seconds since the sink last took pages, or since the start.
     """
@@ -93,7 +93,7 @@ class Shipper:
         self._task = asyncio.get_running_loop().create_task(self._ship(), name="audit shipper")
 
     def offer(self, page: bytes, first_sequence: int, last_sequence: int) -> None:
-        """Queue a page with the rows of these sequence numbers, or drop it."""
+        """Queue a page with rows of these sequence numbers, or drop it."""
         queued = _Page(page, last_sequence - first_sequence + 1, self._clock())
         if self._closed or self._queued_bytes + queued.cost > self._max_bytes:
             self._drop(queued)
@@ -125,7 +125,7 @@ class Shipper:
         finally:
             self._closed = True
             lost = sum(page.rows for page in self._queue)
-            # A process whose shipper was never started has served no client.
+            # A process whose shipper never started has served no client.
             if lost and self._task is not None:
                 log.error("audit trail not shipped to its end", consequence="its last rows are lost", rows=lost)
                 self._counters["audit.pages_dropped"] += len(self._queue)
@@ -157,7 +157,7 @@ class Shipper:
                 self._shipped(pages)
 
     async def _wanted(self) -> None:
-        """Wait until there is something to write; return with an empty queue only when closing."""
+        """Wait until there are pages to write; return with an empty queue only when closing."""
         preference = self._sink.preference
         while not self._closing:
             self._changed.clear()
@@ -174,7 +174,7 @@ class Shipper:
                 continue
 
     def _next_pages(self) -> list[_Page]:
-        """The first pages of the queue, as many as the sink takes at once; at least one."""
+        """The first pages of the queue, as many as the sink accepts at once; at least one."""
         pages: list[_Page] = []
         room = self._sink.preference.bytes
         for page in self._queue:
@@ -193,7 +193,7 @@ class Shipper:
         self._has_shipped = True
         if self._failures or (self._drops and not self._queue):
             log.warning("audit sink recovered", failures=self._failures, pages_dropped=self._drops)
-            # A sink that is merely slow must not log this for every page.
+            # A slow sink must not log this for every page.
             self._drops = 0
         self._failures = 0
 
@@ -205,7 +205,7 @@ class Shipper:
         pause_s = min(PAUSE_S * 2.0 ** min(self._failures - 1, 10), MAX_PAUSE_S)
         until = self._clock() + pause_s * self._random.uniform(0.5, 1.0)
         while (left_s := until - self._clock()) > 0:
-            # `close` does not wait for a long pause to end.
+            # `close` does not wait until a long pause ends.
             self._changed.clear()
             if self._closing:
                 await asyncio.sleep(min(left_s, CLOSING_PAUSE_S))

@@ -40,7 +40,7 @@ class Sink(Protocol):
         ...
 
     async def close(self) -> None:
-        """Release everything.
+        """Release all resources.
 
         A cancelled write may still be under way on its thread.
         """
@@ -52,8 +52,8 @@ async def on_thread(work: Callable[[], _Result]) -> _Result:
 
     Return its result or raise its error.
 
-    The interpreter waits for the threads of an executor when it ends, and a disk or a broker may hang for long. Pages
-    are written a few times a minute: a thread for each costs nothing.
+    At its end the interpreter waits for the threads of an executor, and a disk or a broker may hang for long. Pages are
+    written a few times a minute, so a thread for each costs little.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[_Result] = loop.create_future()
@@ -73,7 +73,7 @@ async def on_thread(work: Callable[[], _Result]) -> _Result:
             result = work()
         except BaseException as error:  # noqa: BLE001 - passed on to the caller
             failure = error
-        # Once the loop is closed nobody waits any more.
+        # Once the loop is closed, no caller waits.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(settle, result, failure)
 
@@ -109,5 +109,5 @@ def make_sink(
         return JsonSink(options.directory, incarnation, began_ms)
     from kproxy.trail.parquet_sink import FILE_BYTES, ParquetSink
 
-    # The rows of the next file need room while a file is being written.
+    # The rows of the next file need memory while a file is being written.
     return ParquetSink(options.directory, incarnation, began_ms, file_bytes=min(FILE_BYTES, options.max_bytes // 3))

@@ -12,12 +12,11 @@ Transitions
 Invariants
 1. The next look (`look`), at most LOOK_S later, judges acknowledged offsets, whether anything is shipped or not.
 2. An acknowledgement is in a row that is closed at most `interval_s` later; LATE_S is allowed for a late event loop.
-3. Rows get sequence numbers in the order in which they are closed, each once. An acknowledgement that cannot be put
-   into a row also takes a number, which is not shipped. A gap means that something is missing, and nothing else makes
-   one.
+3. Rows get sequence numbers in the order in which they are closed, each once. An acknowledgement that fits no row also
+   takes a number, which is not shipped. So every gap means that something is missing.
 4. While the trail runs a row comes at least every MARK_S, and a mark within `interval_s` of the last row. Durations are
    measured on the monotonic clock; the wall clock only dates rows.
-5. Memory is bounded: MAX_OPEN_ROWS rows with twice MAX_SPANS spans each, and what comes between two looks.
+5. Memory is bounded: MAX_OPEN_ROWS rows with twice MAX_SPANS spans each, and the acknowledgements between two looks.
 """
 
 from __future__ import annotations
@@ -41,15 +40,15 @@ log = structlog.get_logger(__name__)
 LOOK_S: Final = 0.5
 MARK_S: Final = 10.0
 LATE_S: Final = 1.0
-# Beyond this the row that was begun first is closed.
+# Above this number the oldest row is closed.
 MAX_OPEN_ROWS: Final = 20_000
 # A page is one record; brokers accept at least 1 MiB.
 MAX_PAGE_BYTES: Final = 256 << 10
-# Partitions or rows that are processed before clients are served again, and for how long in seconds: a partition may
+# How many partitions or rows are processed before clients are served again, and for how many seconds: a partition may
 # have thousands of spans.
 MAX_STEP: Final = 200
 STEP_S: Final = 0.003
-# Partitions that are taken or judged between two readings of the clock.
+# Partitions that are processed between two readings of the clock.
 AT_ONCE: Final = 10
 # At most this many overlaps are logged in one look.
 MAX_OVERLAPS_LOGGED: Final = 20
@@ -71,7 +70,7 @@ class Trail:
     `offer` None: nothing is shipped, but offsets are still judged. Rows are signed with `key`, if there is one.
 
     `proxy` and `incarnation` are as in the rows. `clock` is in seconds, `wall_ms` in milliseconds since the epoch.
-    `left_out` are topics that are not noted. `on_overlap` is called with each overlap.
+    `left_out` are topics without a trail. `on_overlap` is called with each overlap.
     """
 
     def __init__(
@@ -103,10 +102,10 @@ class Trail:
         self._connections = 0
         # Something was acknowledged since the last look.
         self.woken: list[Acked] = []
-        # Those that the present look has still to take, the next one at the end.
+        # Those that the current look has yet to process, the next one at the end.
         self._taking: list[Acked] = []
         self._open: dict[Acked, OpenRow] = {}
-        # The lines of a page to come, how long they are together, and the first one's sequence.
+        # The lines of the next page, their length, and the first one's sequence.
         self._lines: list[bytes] = []
         self._page_bytes = 0
         self._page_from = 0
@@ -118,7 +117,7 @@ class Trail:
         self._now = self._looked = self._told = clock()
 
     def connection(self, topology: Topology) -> ConnectionAcks:
-        """Note the acknowledgements of one more client connection."""
+        """Note the acknowledgements of another client connection."""
         self._connections += 1
         return ConnectionAcks(self, topology, self._connections)
 
@@ -138,7 +137,7 @@ class Trail:
         self._offer_page()
 
     def end(self) -> None:
-        """Close all rows and write the last one: nothing is acknowledged any more."""
+        """Close all rows and write the last one: no more acknowledgements come."""
         self.look()
         if not self._running:
             return
@@ -168,7 +167,7 @@ class Trail:
                 self._miss()
 
     def _look(self) -> Iterator[None]:
-        """Look in steps. If it is abandoned, the next look takes the rest."""
+        """Look in steps. The next look continues an abandoned one."""
         self._read_clocks()
         looked_at, looked = self._at, self._now
         self._taking[:0] = reversed(self.woken)
@@ -205,7 +204,7 @@ class Trail:
                 break
 
     def _mark(self) -> None:
-        """Write a mark when there is nothing to report: soon after the last row, then every MARK_S."""
+        """Write a mark when there are no rows: soon after the last row, then every MARK_S."""
         if self.woken:
             return
         quiet_s = self._interval_s if self._has_told else MARK_S
@@ -214,7 +213,7 @@ class Trail:
             self._has_told = False
 
     def _close_some(self) -> bool:
-        """Close rows that would be too old at the next look, oldest first; return whether there may be more."""
+        """Close rows that would be too old at the next look, oldest first; return whether more may remain."""
         self._read_clocks()
         due = self._now - self._interval_s + LOOK_S
         for _ in range(MAX_STEP):
@@ -227,12 +226,12 @@ class Trail:
         return True
 
     def _step_is_over(self) -> bool:
-        """Whether clients have waited for long enough since the clocks were read."""
+        """Whether clients have waited long enough since the clocks were read."""
         return self._clock() - self._now > STEP_S
 
     def _read_clocks(self) -> None:
         self._now = self._clock()
-        # Times must not go back within the trail, even if the clock is set back.
+        # Times must not decrease within the trail, even if the clock is set back.
         self._at = max(self._at, self._wall_ms())
 
     def _take(self, acked: Acked) -> None:

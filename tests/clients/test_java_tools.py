@@ -15,7 +15,7 @@ from tests.support.clients.java import SHORT_JAVA, java_executable
 from tests.support.clients.kafka_io import read_partition
 from tests.support.processes.dev import KproxyProcess
 
-# The first run of all downloads Kafka's jars.
+# The very first run downloads Kafka's jars.
 pytestmark = [pytest.mark.java, pytest.mark.timeout(900)]
 
 TIMEOUT_S = 90.0

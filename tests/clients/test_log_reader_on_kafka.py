@@ -20,7 +20,7 @@ from tests.support.brokers.real_kafka import RealKafka
 from tests.support.clients.kafka_io import TIMEOUT_S
 from tests.support.waiting import wait_for
 
-# The first run of all downloads Kafka's jars.
+# The very first run downloads Kafka's jars.
 pytestmark = [pytest.mark.java, pytest.mark.timeout(900)]
 
 BATCHES = 60
@@ -51,7 +51,7 @@ def write(real_kafka: RealKafka, which: TopicPartition, batches: int = BATCHES, 
 
 
 def has_deleted(real_kafka: RealKafka, which: TopicPartition, offset: int) -> bool:
-    """Delete the records before an offset; False where a busy Kafka has no leader ready for it."""
+    """Delete the records before an offset; False if a busy Kafka has no leader ready for it."""
     cut_off = confluent_kafka.TopicPartition(*which, offset)
     try:
         for deleted in real_kafka.admin().delete_records([cut_off]).values():

@@ -124,7 +124,7 @@ def check_read(read: list[Placed], sent: list[Record]) -> None:
 
 
 def check_acknowledged(acknowledged: Acknowledged, sent: list[Record]) -> None:
-    """Each record was acknowledged at the very place where it has to be."""
+    """Each record was acknowledged at the very place where it must be."""
     expected = {
         number: (record.partition, sum(each.partition == record.partition for each in sent[:number]))
         for number, record in enumerate(sent)

@@ -1,6 +1,6 @@
 """Python's three clients against a running `kproxy dev`, with default settings and the proxy as their only address.
 
-Each writes records with and without keys, is told where they lie, and reads them back. Partitions are assigned by hand:
+Each writes records with and without keys, gets their offsets, and reads them back. Partitions are assigned by hand:
 the reference brokers keep no consumer groups.
 """
 

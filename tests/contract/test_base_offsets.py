@@ -37,7 +37,7 @@ from tests.support.processes.served import kafka_proxy, port_of
 from tests.support.waiting import wait_for
 from tests.support.wire.record_batches import build_batch
 
-# The first run of all downloads Kafka's jars.
+# The very first run downloads Kafka's jars.
 pytestmark = [pytest.mark.java, pytest.mark.timeout(900)]
 
 VERSIONS = (3, 7, 9, 11, 13)

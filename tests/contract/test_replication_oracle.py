@@ -71,7 +71,7 @@ def test_unreplicated_records_are_neither_acknowledged_nor_read(sides: Sides, to
 
 
 def _is_neither_acknowledged_nor_read(sides: Sides, topic: str) -> bool:
-    """False where the followers may have left the ISR, as the machine stood still."""
+    """False if the followers may have left the ISR, as the machine stood still."""
     stopped_s: list[float] = []
 
     def script(side: Side) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def _is_neither_acknowledged_nor_read(sides: Sides, topic: str) -> bool:
 
 
 def too_few(side: Side, topic: str, end: int) -> dict[str, Any]:
-    """What comes of it where fewer replicas are in sync than have to be; what was acknowledged ends at `end`."""
+    """What comes of it where fewer replicas are in sync than must be; what was acknowledged ends at `end`."""
     with ToLeader(side, topic) as leader:
         return {
             "acks=all": leader.produce(batch(0, producer_id=88)),

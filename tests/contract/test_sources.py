@@ -51,7 +51,7 @@ class World(ABC):
         """Owners of `topic` by partition, and the brokers' addresses."""
 
     async def topic_id(self) -> bytes | None:
-        """The id of `topic`; None where the source knows of none."""
+        """The id of `topic`; None if the source knows of none."""
         return None
 
     @abstractmethod

@@ -2,7 +2,7 @@
 
 Every produce request that comes by is taken apart and put together again by kafka-python, with the producer's id and
 sequence numbers removed: a broker that still saw them would refuse what is missing and drop what comes twice. So a run
-through it without a fault is part of the evidence. Where something has to be sent again, as when a broker is killed,
+through it without a fault is part of the evidence. Where something must be sent again, as when a broker is killed,
 they must stay (`keep_producers`), and only a fault that leaves as many records as there were goes unnoticed. All else
 passes as it is. For clients to come through it, the proxy behind must advertise the relay's address.
 """
@@ -37,7 +37,7 @@ class Record:
 
 @dataclass
 class Tamper:
-    """A fault to apply once: `change` gets a batch's records and gives others, or None where it cannot here."""
+    """A fault to apply once: `change` gets a batch's records and gives others, or None if it cannot here."""
 
     change: Callable[[list[Record]], list[Record] | None]
     victims: set[int] = field(default_factory=set)

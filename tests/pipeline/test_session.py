@@ -20,7 +20,7 @@ from tests.support.clients.spark import QUICK, SETTINGS
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
 
-# Sums on an executor, where kproxy has to be found, and says by whom.
+# Sums on an executor, where kproxy must be found, and says by whom.
 JOB = """
 import sys
 from kproxy.pipeline.session import SessionOptions, open_session

@@ -264,7 +264,7 @@ def _claimant(random: Random, partitions: range, ordinary: range, trouble_s: flo
 
 
 def _limits(random: Random) -> Mapping[str, float]:
-    """Sometimes so low that requests have to wait for each other."""
+    """Sometimes so low that requests must wait for each other."""
     limits: dict[str, float] = {"connect_timeout_s": random.choice((0.3, 1.0, 1.0, 3.0))}
     if random.random() < 0.15:
         limits["max_open_requests"] = random.choice((2, 4))

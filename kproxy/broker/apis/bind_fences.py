@@ -2,13 +2,13 @@
 
 kproxy_codec.own has its format.
 
-- A bound fence counts for everything produced on this connection from then on, and etcd keeps it. Connections bound
-  lower, or not at all, are refused with POLICY_VIOLATION until the fence is released with a higher one.
+- A bound fence applies to all later writes on this connection, and etcd keeps it. Connections bound lower, or not at
+  all, are refused with POLICY_VIOLATION until the fence is released with a higher one.
 - A fence lower than the known one: POLICY_VIOLATION, with the highest; and what is produced on the connection is
   refused.
 - Not the owner: 6; the connection counts as bound if this broker leads by the time of its next requests. No such topic
-  or partition: 3. A partition that was never taken is taken first, if this broker may take it.
-- etcd does not answer: 15 where nothing was done, 7 where that is unknown; the connection is bound as before.
+  or partition: 3. This broker first takes a partition that never had a leader, if it may.
+- etcd does not answer: 15 if nothing was done, 7 if that is unknown; the binding does not change.
 - A fence below 1, or above etcd's revision: INVALID_REQUEST; also for every partition of a request that names one
   twice.
 """
@@ -27,14 +27,14 @@ from kproxy_codec.own import (
     parse_bind_fences_request,
 )
 
-# The limit of one connection: four times the partitions that a request may name.
+# The limit of one connection: four times the partitions of one request.
 MAX_BINDINGS = 16_384
-# The codes for which the connection is bound: the broker knows how the fence compares, or is not the owner.
+# The codes that bind the connection: the broker can compare the fence, or is not the owner.
 _BINDING = (error_codes.NONE, error_codes.NOT_LEADER_OR_FOLLOWER, error_codes.POLICY_VIOLATION)
 
 
 def handle(broker: Broker, request: Request) -> Body | Awaitable[Body | None]:
-    """Bind and release, in one step where nothing has to be taken or kept first."""
+    """Bind and release, in one step if no partition must be taken and no fence kept first."""
     asked = parse_bind_fences_request(request.frame, request.header)
     takeable = broker.takeable([(each.topic.encode(), (each.partition_index,)) for each in asked])
     if takeable:
@@ -53,7 +53,7 @@ def _bind(broker: Broker, request: Request, asked: tuple[FenceBinding, ...]) -> 
 
 
 def _at_once(broker: Broker, asked: FenceBinding) -> BoundFence | Partition:
-    """Answer from memory, or return the partition whose fence etcd has to keep first."""
+    """Answer from memory, or return the partition whose fence etcd must keep first."""
     if asked.fence < 1:
         return _refused(asked, error_codes.INVALID_REQUEST)
     partition = broker.led(asked.topic.encode(), asked.partition_index)

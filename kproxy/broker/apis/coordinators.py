@@ -3,16 +3,15 @@
 Neither groups nor transactions are offered; idempotent producers are.
 
 FindCoordinator, versions 0-6
-- No coordinator is ever named: every key gets an error and, from version 1, a sentence that says why. The codes are
-  those at which clients fail at once and show the sentence (tried with librdkafka 2.16 and kafka-python 3.0):
-  INVALID_REQUEST for groups; CLUSTER_AUTHORIZATION_FAILED for transactions, because librdkafka would ask for ever after
-  INVALID_REQUEST.
+- No answer names a coordinator: every key gets an error and, from version 1, a sentence with the reason. With these
+  codes clients fail at once and show the sentence (tried with librdkafka 2.16 and kafka-python 3.0): INVALID_REQUEST
+  for groups; CLUSTER_AUTHORIZATION_FAILED for transactions, because librdkafka would retry INVALID_REQUEST for ever.
 
 InitProducerId, versions 0-5
 - Without a transactional id: a producer id that was never assigned before, epoch 0. COORDINATOR_NOT_AVAILABLE, which
-  clients retry, where etcd gives none.
+  clients retry, if etcd gives none.
 - With one: TRANSACTIONAL_ID_AUTHORIZATION_FAILED, the one code that makes every client fail at once instead of asking
-  for ever. (Clients ask FindCoordinator first, whose answer says why.)
+  for ever. (Clients send FindCoordinator first, whose answer gives the reason.)
 - An empty transactional id, and a producer id without an epoch or the reverse: INVALID_REQUEST.
 """
 
@@ -39,7 +38,7 @@ _REASONS = {
 
 
 def handle_find_coordinator(broker: Broker, request: Request) -> Body:
-    """Answer FindCoordinator: refuse every key, and say why."""
+    """Answer FindCoordinator: refuse every key, with the reason."""
     version = request.header.api_version
     message = control.decode_request(FIND_COORDINATOR, version, request.body)
     key_type = message.key_type if version >= 1 else _GROUP

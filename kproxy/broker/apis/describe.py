@@ -5,7 +5,7 @@ DescribeCluster, versions 0-1 (KIP-700)
   UNSUPPORTED_ENDPOINT_TYPE.
 
 DescribeConfigs, versions 1-4
-- Brokers and topics are described under Kafka's names, so that admin tools find what they look for; all is read-only.
+- Brokers and topics are described under Kafka's names, so that admin tools find them; all are read-only.
 - A topic that does not exist: UNKNOWN_TOPIC_OR_PARTITION, or INVALID_TOPIC_EXCEPTION for an illegal name. Another
   broker, another resource type: INVALID_REQUEST.
 
@@ -49,7 +49,7 @@ _CONCURRENT_CREATIONS = 8
 
 
 def handle_metadata(broker: Broker, request: Request) -> Body | Awaitable[Body]:
-    """Answer Metadata at once, unless topics are to be created first."""
+    """Answer Metadata at once, unless it creates topics first."""
     message = control.decode_request(METADATA, request.header.api_version, request.body)
     if not broker.replica_manager.holds_lease:
         return _send_elsewhere(broker, message)
@@ -62,7 +62,7 @@ def handle_metadata(broker: Broker, request: Request) -> Body | Awaitable[Body]:
 
 
 def _names(broker: Broker, message: control.Message) -> list[str]:
-    """List the topics asked for by name; all of them where the request says so."""
+    """List the requested topics by name; all topics if the request says so."""
     if message.topics is None or (message.version == 0 and not message.topics):
         return list(broker.view.topics)
     return [asked.name for asked in message.topics if asked.name is not None]
@@ -83,10 +83,10 @@ async def _create_and_describe(broker: Broker, message: control.Message, to_crea
 
 
 def _send_elsewhere(broker: Broker, message: control.Message) -> Body:
-    """Answer that clients should ask another broker.
+    """Refer clients to another broker.
 
-    Raises CloseConnection if there is none. Closing alone is not enough: a Java client that knows this broker as a
-    leader reconnects and asks it first.
+    Raises CloseConnection if there is none. Closing is not enough: a Java client that knows this broker as a leader
+    reconnects to it first.
     """
     version = message.version
     others = [each for each in describe_brokers(broker, "node_id") if each["node_id"] != broker.config.node_id]
@@ -106,7 +106,7 @@ def _describe(broker: Broker, message: control.Message) -> Body:
     if message.topics is None or (version == 0 and not message.topics):
         topics = [_topic(broker, topic, version) for topic in broker.view.topics.values()]
     else:
-        # Each once, as Kafka answers.
+        # Each topic once, as Kafka answers.
         once = {(asked.name, asked.topic_id if version >= 10 else None): asked for asked in message.topics}
         topics = [_asked(broker, asked, version) for asked in once.values()]
     fields: dict[str, Any] = {"brokers": describe_brokers(broker, "node_id"), "topics": topics}
@@ -119,7 +119,7 @@ def _describe(broker: Broker, message: control.Message) -> Body:
 
 def _asked(broker: Broker, asked: control.Message, version: int) -> dict[str, Any]:
     if version < _TOPIC_ID_VERSION and (asked.name is None or (asked.topic_id is not None and asked.topic_id.int)):
-        # Versions 10 and 11 have topic ids, but know topics by name alone.
+        # Versions 10 and 11 have topic ids, but find topics only by name.
         return {"error_code": error_codes.INVALID_REQUEST, "name": asked.name or "", "partitions": []}
     if asked.name is None:
         found = broker.view.topic_by_id(asked.topic_id.bytes) if asked.topic_id is not None else None
@@ -134,7 +134,7 @@ def _asked(broker: Broker, asked: control.Message, version: int) -> dict[str, An
 
 
 def _unknown(topic: str) -> int:
-    """Return the error code of a topic that does not exist."""
+    """Return the error code for a topic that does not exist."""
     legal = check_name(topic) is None
     return error_codes.UNKNOWN_TOPIC_OR_PARTITION if legal else error_codes.INVALID_TOPIC_EXCEPTION
 
@@ -153,9 +153,9 @@ _BROKER_ENDPOINTS, _CONTROLLER_ENDPOINTS = 1, 2
 _TOPIC_RESOURCE = 2
 _BROKER_RESOURCE = 4
 MAX_DESCRIBED_PARTITIONS = 2000
-# Empty, not null: kafka-clients 3.9 reads both without asking.
+# Empty, not null: kafka-clients 3.9 reads both unconditionally.
 _NO_ELR: dict[str, list[int]] = {"eligible_leader_replicas": [], "last_known_elr": []}
-# Kafka's numbering of where a configuration comes from.
+# Kafka's numbers for the source of a configuration.
 TOPIC_SOURCE = 1
 BROKER_SOURCE = 4
 
@@ -279,7 +279,7 @@ def handle_describe_topic_partitions(broker: Broker, request: Request) -> Body:
 def describe_partition(broker: Broker, topic: Topic, partition_index: int) -> dict[str, Any]:
     """Describe leader, epoch, replicas and ISR of a partition.
 
-    LEADER_NOT_AVAILABLE while no live broker owns it. The ISR is that of its replicas while the state is not known.
+    LEADER_NOT_AVAILABLE while no live broker owns it. While the state is unknown, the ISR is all replicas.
     """
     leader_id, leader_epoch = broker.current_leader(topic.name, partition_index)
     state = broker.view.state(topic, partition_index)
@@ -303,19 +303,19 @@ def describe_brokers(broker: Broker, id_field: str) -> list[dict[str, Any]]:
 
 
 def describe_topic_configs(broker: Broker, configs: Mapping[str, str], replication_factor: int) -> list[dict[str, Any]]:
-    """Describe a topic's effective configuration and whether the topic or the broker sets each value."""
+    """Describe a topic's effective configuration and the source of each value: topic or broker."""
     values = topic_config_values(configs, replication_factor, broker.config)
     return [describe_config(name, value, TOPIC_SOURCE if name in configs else BROKER_SOURCE) for name, value in values]
 
 
 def describe_config(name: str, value: str, source: int) -> dict[str, Any]:
-    """Describe one configuration value; none can be altered, none is secret."""
+    """Describe one configuration value; all are read-only, none is secret."""
     return {"name": name, "value": value, "read_only": True, "config_source": source, "is_sensitive": False}
 
 
 def controller_id(broker: Broker) -> int:
-    """Return the lowest live broker id, -1 where none is live.
+    """Return the lowest live broker id, or -1.
 
-    Every broker does what a controller does, and all of them name the same one.
+    Every broker acts as controller, and all name the same one.
     """
     return min(broker.view.brokers, default=-1)

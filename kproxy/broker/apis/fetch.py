@@ -16,7 +16,7 @@ ListOffsets, versions 1-9
   after it, answered with the batch's own first timestamp and offset; records are not unpacked, so a client may get a
   few earlier records.
 - Nothing found: offset -1, timestamp -1, no error. Not the owner: 6. Another leader epoch: 74 or 75 (KIP-320).
-- A partition named twice: INVALID_REQUEST. Whoever asks as a replica is answered as a consumer.
+- A partition named twice: INVALID_REQUEST. A request from a replica is answered as a consumer's.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _serve(broker: Broker, fetch: FetchRequest, deadline: float) -> Body | Await
     found = _read(broker, fetch)
     if _is_enough(found, fetch):
         return _encode(fetch, found)
-    # The wait begins in the step that found too little, so that every later append wakes it.
+    # The wait begins in the same step that found too little, so that every later append wakes it.
     return _wait(broker, fetch, deadline, _Wait(broker, fetch))
 
 
@@ -87,7 +87,7 @@ def _is_enough(found: _Found, fetch: FetchRequest) -> bool:
 
 
 class _Wait:
-    """One wait for news in any of the partitions that a fetch names."""
+    """A wait for changes in any partition of a fetch."""
 
     def __init__(self, broker: Broker, fetch: FetchRequest) -> None:
         self._woken = asyncio.get_running_loop().create_future()
@@ -184,14 +184,14 @@ EARLIEST = -2
 MAX_TIMESTAMP = -3
 EARLIEST_LOCAL = -4
 LATEST_TIERED = -5
-# The lowest version of the request in which Kafka knows each.
+# The lowest request version in which Kafka knows each.
 _KNOWN_FROM = {LATEST: 1, EARLIEST: 1, MAX_TIMESTAMP: 7, EARLIEST_LOCAL: 8, LATEST_TIERED: 9}
 _NOTHING = TimestampAndOffset(-1, -1)
 _logger = structlog.get_logger(__name__)
 
 
 def handle_list_offsets(broker: Broker, request: Request) -> Body | Awaitable[Body | None]:
-    """Answer ListOffsets at once, unless a partition has to be taken first."""
+    """Answer ListOffsets at once, unless a partition must be taken first."""
     message = control.decode_request(LIST_OFFSETS, request.header.api_version, request.body)
     wanted = [(topic.name.encode(), [each.partition_index for each in topic.partitions]) for topic in message.topics]
     takeable = broker.takeable(wanted)
@@ -244,7 +244,7 @@ def _list_one(broker: Broker, topic: str, asked: control.Message, version: int) 
 
 
 def _find(partition: Partition, timestamp: int) -> TimestampAndOffset | None:
-    """Find an offset; None: not available yet. Raises OSError, LogFailed."""
+    """Find an offset; None if it is not available yet. Raises OSError, LogFailed."""
     if timestamp == LATEST:
         latest = partition.latest_offset()
         return None if latest is None else TimestampAndOffset(-1, latest)

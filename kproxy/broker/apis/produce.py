@@ -7,14 +7,14 @@
 - From version 13 topics are named by id (KIP-516); an unknown one: UNKNOWN_TOPIC_ID.
 - A partition named twice: every partition gets INVALID_REQUEST. acks other than -1, 0, 1: INVALID_REQUIRED_ACKS.
 - acks=0 is not answered; after an error the connection is closed, as in Kafka, so that the client notices it.
-- A writer that the partition's fence refuses (BindFences): POLICY_VIOLATION, whatever it sent. A fence that the
-  connection is bound to, and that is not kept for this very topic, is kept first; else LEADER_NOT_AVAILABLE.
-- With `--flush always` no answer is sent before the records are on the disk: 7 if the disk fails. acks=0 does not wait
-  for the disk either.
-- acks=-1 is answered when every in-sync replica has the records, within the request's time: else 7, or 20 where too few
-  replicas are left in sync; 19, before anything is appended, where they are too few already. Transactional batches get
+- A writer that the partition's fence refuses (BindFences): POLICY_VIOLATION, whatever it sent. If the connection's
+  fence is not yet kept for this topic, it is kept first; else LEADER_NOT_AVAILABLE.
+- With `--flush always` no answer is sent before the records are on the disk: 7 if the disk fails. Even acks=0 does not
+  wait for the disk.
+- acks=-1 is answered when every in-sync replica has the records, within the request's time: else 7, or 20 if too few
+  replicas stay in sync; 19, before the append, if there are too few already. Transactional batches get
   INVALID_TXN_STATE.
-- A partition that was never taken is taken first, if this broker may take it.
+- This broker first takes a partition that never had a leader, if it may.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NODE_ENDPOINTS_TAG = 0
 
 
 def handle(broker: Broker, request: Request) -> Body | Awaitable[Body | None] | None:
-    """Append what can be appended, in one step where nothing has to be taken first."""
+    """Append the batches, in one step if no partition must be taken first."""
     produce = parse_produce(request.frame, request.header)
     _name_topics(broker, produce)
     takeable = broker.takeable([(topic.name, topic.partitions) for topic in produce.topics])
@@ -60,9 +60,9 @@ def _name_topics(broker: Broker, produce: PartitionedRequest) -> None:
 
 
 class _Pending(NamedTuple):
-    """A result that has to wait before it is answered.
+    """A result that must wait before it is answered.
 
-    For every in-sync replica or, with acks=1, for the disk here. `at` is its place among the results.
+    For every in-sync replica or, with acks=1, for the disk here. `at` is its index among the results.
     """
 
     at: int
@@ -78,7 +78,7 @@ def _append(broker: Broker, produce: PartitionedRequest, bindings: Bindings) -> 
 def _unknown_fences(
     broker: Broker, produce: PartitionedRequest, bindings: Bindings
 ) -> list[tuple[Partition, FenceBinding]]:
-    """List the partitions that do not know yet the fence that this connection is bound to."""
+    """List the partitions that do not yet know the fence to which this connection is bound."""
     unknown = []
     for topic in produce.topics:
         for index in topic.partitions:
@@ -122,7 +122,7 @@ def _is_settled(partition: Partition, acks: int, last_offset: int) -> bool:
 async def _wait_and_answer(
     broker: Broker, produce: PartitionedRequest, results: list[AppendResult], pending: list[_Pending]
 ) -> Body | None:
-    """Answer once everything is replicated, or on the disk. Waiting for one after the other takes no longer."""
+    """Answer once everything is replicated, or on the disk. Sequential waits take no longer than the longest."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + produce.timeout_ms / 1000
     for each in pending:
@@ -152,7 +152,7 @@ def _answer(broker: Broker, produce: PartitionedRequest, results: list[AppendRes
 
 
 def _close_on_failure(produce: PartitionedRequest, results: list[AppendResult]) -> None:
-    """Close after an error with acks=0: it is the only way to report it to the client."""
+    """Close after an error with acks=0, as the client gets no other report."""
     names = [(topic.name, index) for topic in produce.topics for index in topic.partitions]
     failures = [
         f"{name.decode(errors='replace')}-{index}: {error_codes.name_of(result.error_code)}"

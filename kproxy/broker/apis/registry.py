@@ -2,7 +2,7 @@
 
 ApiVersions, versions 0-4
 - An unknown version is answered in version 0 with UNSUPPORTED_VERSION and the whole list (KIP-511).
-- From version 3, a client's software name and version must match Kafka's pattern: else INVALID_REQUEST.
+- From version 3, a client's software name and version must match Kafka's pattern, else INVALID_REQUEST.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kproxy_codec.foreign import SASL_HANDSHAKE_REFUSED, sasl
 from kproxy_codec.own import BIND_FENCES_VERSION
 from kproxy_codec.produce import MAX_VERSION as PRODUCE_MAX_VERSION
 
-# Requests of other APIs are small, and their codec is not made for large ones.
+# Requests of other APIs are small, and their codec is too slow for large ones.
 MAX_CONTROL_BYTES = 1 << 20
 _LARGE_APIS = frozenset({PRODUCE, FETCH, LIST_OFFSETS, BIND_FENCES})
 API_VERSIONS_MAX = 4

@@ -3,15 +3,15 @@
 CreateTopics, versions 2-7
 - Any broker creates; the answer waits for the leaders, for the request's timeout but at most LEADERS_TIMEOUT_S.
 - Replication factor -1 means as many replicas as the broker's default and the live brokers allow; any other number is
-  taken exactly, or INVALID_REPLICATION_FACTOR. Partitions -1 means the broker's default. A request may instead assign
+  used exactly, or INVALID_REPLICATION_FACTOR. Partitions -1 means the broker's default. A request may instead assign
   live brokers to each partition.
 - A configuration that cannot be set (`config`): INVALID_CONFIG.
 - From version 5 the answer describes the topic that was created, or with validate_only would be.
 - A topic that is named twice in a request: INVALID_REQUEST.
 
 DeleteTopics, versions 1-6
-- Any broker deletes, by name or, from version 6, by topic id. Owners give up the partitions and remove their logs as
-  soon as they see it; the answer does not wait for that.
+- Any broker deletes, by name or, from version 6, by topic id. Owners give up the partitions and remove their logs when
+  they see the deletion; the answer does not wait for them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ async def handle_create_topics(broker: Broker, request: Request) -> Body:
 
 
 async def _create(broker: Broker, asked: control.Message, *, validate_only: bool) -> TopicValue | TopicOutcome:
-    """Create or only plan one topic; return it, or why there is none."""
+    """Create, or only plan, one topic; return it, or the reason why it is refused."""
     assigned = sorted(asked.assignments, key=lambda each: int(each.partition_index))
     if [each.partition_index for each in assigned] != list(range(len(assigned))):
         message = "replicas are to be assigned to partitions 0, 1, 2 and so on"

@@ -5,7 +5,7 @@ RFC 5802 and RFC 7677, both ways.
 The secret is random and shared by the cluster. The first broker puts it into etcd, which every broker can read. A
 follower's name is its broker id and the log id of its data directory (as KIP-858's directory ids), so that a listener
 can tell it from an earlier one with that id. Neither side reveals the secret: a listener learns nothing from a follower
-that came to the wrong address, and a follower trusts no listener that has not proved that it knows it.
+at the wrong address, and a follower trusts no listener that has not proved its knowledge.
 
 States, of either handshake
   first     nothing was exchanged
@@ -32,7 +32,7 @@ from kproxy.etcd import EtcdClient
 from kproxy_codec.control import MOST_SCRAM_BYTES
 
 MECHANISM = "SCRAM-SHA-256"
-# A listener could demand so many rounds of hashing that its follower does nothing else; our own demand 4,096.
+# A listener could demand so many rounds of hashing that they block its follower; ours demands 4,096.
 MAX_ITERATIONS = 16_384
 LEAST_CHARACTERS = 16
 
@@ -41,11 +41,11 @@ SECRET_BYTES = 32
 
 
 class AuthenticationFailed(Exception):
-    """The other side has not proved that it knows the secret; the message says why."""
+    """The other side has not proved that it knows the secret; the message gives the reason."""
 
 
 class Secret(NamedTuple):
-    """The cluster's secret, and what a listener needs to verify it."""
+    """The cluster's secret, and the keys that a listener needs to verify it."""
 
     text: str
     salt: bytes
@@ -55,7 +55,7 @@ class Secret(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Secret:
-        """Derive the keys of a secret. Raises ValueError for a text that SASL forbids or that could be guessed."""
+        """Derive the keys of a secret. Raises ValueError for a guessable text, or one that SASL forbids."""
         if len(text) < LEAST_CHARACTERS:
             raise ValueError(f"{len(text)} characters are too short")
         try:
@@ -121,7 +121,7 @@ class FollowerHandshake:
             raise AuthenticationFailed(str(error)) from error
 
     def check(self, message: bytes) -> None:
-        """Verify the listener's last message: it must know the secret, too. Raises AuthenticationFailed."""
+        """Verify the listener's last message: it must know the secret too. Raises AuthenticationFailed."""
         try:
             self._client.set_server_final(_text(message))
         except (ScramException, ValueError) as error:
@@ -129,7 +129,7 @@ class FollowerHandshake:
 
 
 class SharedSecret:
-    """The secret as last read: `load` it before anything else, and again when etcd's history may have changed."""
+    """The secret as last read: `load` it first, and again when etcd's history may have changed."""
 
     def __init__(self, client: EtcdClient, keys: Keys) -> None:
         self._client = client
@@ -143,7 +143,7 @@ class SharedSecret:
         return self._secret
 
     async def load(self) -> None:
-        """Read the secret, or make one. Raises EtcdError, StartupError."""
+        """Read the secret, or create one. Raises EtcdError, StartupError."""
         # If etcd has lost it, put back what this broker remembers.
         proposal = self._secret.text if self._secret is not None else secrets.token_urlsafe(SECRET_BYTES)
         stored = await get_or_put(self._client, self._key, proposal.encode())

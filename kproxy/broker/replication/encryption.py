@@ -1,10 +1,10 @@
-"""TLS between brokers: contexts for the listener and for dials, and why a connection failed.
+"""TLS between brokers: contexts for the listener and for dials, and reasons for failed connections.
 
-A broker with `--replication-tls-cert`, `--replication-tls-key` and `--replication-tls-ca` speaks TLS alone, as leader
-and as follower; one without speaks plain text alone. So all brokers of a cluster have it, or none.
+A broker with `--replication-tls-cert`, `--replication-tls-key` and `--replication-tls-ca` uses only TLS, as leader and
+as follower; one without uses only plain text. So all brokers of a cluster have TLS, or none.
 
 Invariants
-1. With TLS a broker neither sends nor accepts a byte of replication outside it, whatever etcd or the other side says.
+1. With TLS a broker neither sends nor accepts a byte of replication outside it, whatever etcd or the peer says.
 2. Both sides show a certificate that an authority of the CA file has signed. Names in it do not count: the
    authentication inside (kproxy.broker.replication.authentication) names the broker.
 """
@@ -24,7 +24,7 @@ from kproxy.security.tls_errors import DialWords, ListenerWords, broker_failure
 from kproxy_codec.foreign import foreign_protocol
 
 CLOSED = "the leader closed the connection"
-# Connections whose handshake is not finished: brokers need a few milliseconds, and the oldest goes.
+# Limit of connections with an unfinished handshake; beyond it the oldest is closed. Brokers need a few milliseconds.
 MAX_HALF_OPEN = 64
 _OPTIONS = "--replication-tls-cert, --replication-tls-key and --replication-tls-ca"
 _TURN_ON = f"give it {_OPTIONS}"
@@ -69,7 +69,7 @@ class Encryption:
         return None if self._tls is None else self._tls.current.dial
 
     def acceptor(self, session: Callable[[], ClientConnection]) -> TlsAcceptor[ClientConnection] | None:
-        """The way into the replication listener; None if it speaks plain text."""
+        """The TLS acceptor of the replication listener; None if it uses plain text."""
         tls = self._tls
         if tls is None:
             return None
@@ -83,7 +83,7 @@ class Encryption:
         )
 
     def explain(self, error: Exception | None, host: str) -> str:
-        """Say why a leader could not be reached; `error` None: it closed the connection."""
+        """Return why a leader could not be reached; `error` None: it closed the connection."""
         text = CLOSED if error is None else str(error)
         if error is not None and not isinstance(error, (ssl.SSLError, ConnectionResetError, ConnectionAbortedError)):
             return text
@@ -94,11 +94,11 @@ class Encryption:
 
 
 NO_ENCRYPTION = Encryption(None, Reloads())
-"""That of a broker without a certificate."""
+"""The encryption of a broker without a certificate."""
 
 
 def without_tls(error: Exception) -> str:
-    """The reason why bytes are no request of a follower, for a listener without TLS."""
+    """The reason why bytes are not a follower's request, for a listener without TLS."""
     foreign = foreign_protocol(error)
     if foreign is not None and foreign.protocol == "TLS":
         return f"it speaks TLS, and this broker has no certificate: give this broker {_OPTIONS}"

@@ -15,7 +15,7 @@ Transitions
 
 Invariants of a connection
 1. The other side is not trusted before it has proved that it knows the secret.
-2. Answers are matched in order and by correlation_id; an answer that does not match ends the connection.
+2. Answers are matched in order and by correlation_id; a mismatch ends the connection.
 3. Memory is bounded: frames by the limit of the state, pending answers by the requests sent.
 
 States of a fetcher
@@ -41,11 +41,11 @@ Invariants of a fetcher
 4. A leader that waits for records is hurried when there is something to ask that was not in the request.
 5. A request names at most MAX_PARTITIONS partitions and asks for at most MAX_BYTES of records; the leader answers first
    what had no room before.
-6. Nothing is asked without a live lease: another process may have the broker's id by then, with its own disk, and the
-   leader would count our reports as that one's.
-7. Where records have to be on the disk, nothing behind them is asked for before they are (`Partition.next_fetch`). A
+6. Nothing is requested without a live lease: another process may have the broker's id by then, and the leader would
+   count our reports as that one's.
+7. Where records must be on the disk, nothing behind them is asked for before they are (`Partition.next_fetch`). A
    disk that is slow, or hangs, delays other partitions by at most FLUSH_PATIENCE_S.
-8. However many partitions are followed, replication leaves either side time for its clients: see REST_S_PER_PARTITION.
+8. Replication leaves both sides time for clients, however many partitions are followed: see REST_S_PER_PARTITION.
 """
 
 from __future__ import annotations
@@ -82,20 +82,20 @@ from kproxy_codec.replica_fetch import ReplicaAnswer, encode_replica_fetch, read
 
 CONNECT_TIMEOUT_S = 5.0
 UNAUTHENTICATED_FRAME_BYTES = 64 << 10
-# Of what a leader says about a failed authentication.
+# Limit on a leader's message about a failed authentication.
 MAX_MESSAGE_CHARACTERS = 500
-# A request, and the one that hurries its answer.
+# A request, and the one that hurries it.
 MOST_AWAITED = 2
 _HANDSHAKE_VERSION = 1
 _AUTHENTICATE_VERSION = 2
 
 
 class LeaderLost(Exception):
-    """The connection is unusable or could not be made; the message says why."""
+    """The connection is unusable or could not be made; the message gives the reason."""
 
 
 class LeaderConnection(asyncio.BufferedProtocol):
-    """A follower's connection, by its broker and data directory, to a leader. See `open`."""
+    """A follower's connection to a leader, in the name of its broker and data directory. See `open`."""
 
     def __init__(self, follower: ReplicaKey, arena: ReceiveArena, host: str, encryption: Encryption) -> None:
         self._follower = follower
@@ -178,7 +178,7 @@ class LeaderConnection(asyncio.BufferedProtocol):
         min_bytes: int,
         max_bytes: int,
     ) -> asyncio.Future[memoryview]:
-        """Ask for topics by id, and withdraw partitions; the future gets the frame for `read_answer`, or LeaderLost."""
+        """Fetch topics by id, and withdraw partitions; the future gets the frame for `read_answer`, or LeaderLost."""
         correlation_id = self._awaited.next_id()
         frame = encode_replica_fetch(
             self._follower.node_id,
@@ -194,7 +194,7 @@ class LeaderConnection(asyncio.BufferedProtocol):
 
     @staticmethod
     def read_answer(frame: memoryview) -> ReplicaAnswer:
-        """Decode a Fetch answer. Raises LeaderLost for an invalid one, or one that fails as a whole."""
+        """Decode a Fetch answer. Raises LeaderLost if it is invalid or fails as a whole."""
         try:
             answer = read_replica_answer(frame)
         except CodecError as error:
@@ -224,7 +224,7 @@ class LeaderConnection(asyncio.BufferedProtocol):
         for answer in self._awaited.end():
             if not answer.done():
                 answer.set_exception(LeaderLost(self._lost_because))
-                # Nobody may await it any more.
+                # The future may have no waiter by now.
                 answer.exception()
 
     # Called by the transport
@@ -257,16 +257,16 @@ class LeaderConnection(asyncio.BufferedProtocol):
 
 MAX_WAIT_MS = 500
 MIN_BYTES = 1
-# The records in one answer, which has to be in memory as a whole.
+# Limit on the records of one answer, which is held in memory as a whole.
 MAX_BYTES = 4 << 20
-# Added to the wait that the request allows the leader.
+# Added to the wait time in the request.
 ANSWER_PATIENCE_S = 10.0
 PARTITION_PAUSE_S = 0.1
 LONGEST_STEP_S = 0.01
-# The wait for applied records to be flushed, so that the next request can ask behind them: most disks take far less.
+# The wait for a flush of applied records, after which the next request continues behind them.
 FLUSH_PATIENCE_S = 0.05
-# About the cost of one partition in a request. Beyond PARTITIONS_WITHOUT_REST as much time is left to other tasks
-# between an answer and the next request, so that appends to many partitions are fetched together.
+# About the cost of one partition in a request. Beyond PARTITIONS_WITHOUT_REST other tasks get as much time between an
+# answer and the next request, so that appends to many partitions are fetched together.
 REST_S_PER_PARTITION = 30e-6
 PARTITIONS_WITHOUT_REST = 200
 FIRST_PAUSE_S = 0.05
@@ -274,7 +274,7 @@ LONGEST_PAUSE_S = 1.0
 _logger = structlog.get_logger(__name__)
 
 _Asked = list[tuple[Partition, PartitionFetch]]
-# The bytes of the topic id, and the partition index.
+# Topic id and partition index.
 _Key = tuple[bytes, int]
 _Thing = TypeVar("_Thing")
 
@@ -296,8 +296,8 @@ class ReplicaFetchers:
     ) -> None:
         """`replica` is this broker and its data directory.
 
-        `hosted` is read anew whenever something changes, `secret` at each connection. `may_fetch`, asked before each
-        request, tells whether our lease is certain to live.
+        `hosted` is read again after each change, `secret` at each connection. `may_fetch`, called before each request,
+        returns whether our lease is certain to live.
         """
         self._replica = replica
         self._view = view
@@ -309,7 +309,7 @@ class ReplicaFetchers:
         self._encryption = encryption
         self._fetchers: dict[int, _Fetcher] = {}
         self._followed: dict[tuple[bytes, int], tuple[Partition, _Fetcher]] = {}
-        # Of `hosted`: those to look at again.
+        # Keys of `hosted` to check again.
         self._stale: set[tuple[bytes, int]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -387,7 +387,7 @@ class ReplicaFetchers:
             for leader_id, fetcher in list(self._fetchers.items()):
                 if fetcher.task is task:
                     del self._fetchers[leader_id]
-            # Another fetcher replaces it, after the pause before a leader is dialled again.
+            # Another fetcher replaces it, after the pause before redialling a leader.
             asyncio.get_running_loop().call_later(LONGEST_PAUSE_S, self.wake)
 
     async def _open(self, leader: LiveBroker) -> LeaderConnection:
@@ -421,24 +421,24 @@ class _Fetcher:
         self._partitions: set[Partition] = set()
         self._to_ask: dict[Partition, None] = {}
         self._open: dict[_Key, tuple[Partition, PartitionFetch]] = {}
-        self._withdrawn: set[_Key] = set()  # the leader may answer them until it is told
+        self._withdrawn: set[_Key] = set()  # the leader may answer these until it sees the withdrawal
         self._paused: dict[Partition, float] = {}  # until when, on the loop's clock
-        self._reason = ""  # why there is no connection, as it was logged
+        self._reason = ""  # the last logged reason for a missing connection
         self._wake: Callable[[], None] | None = None
         self._loop = asyncio.get_running_loop()
         self.task = asyncio.create_task(self._run(), name=f"fetcher of broker {leader.node_id}")
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is followed from this leader."""
+        """Whether it follows no partition."""
         return not self._partitions
 
     def follow(self, partition: Partition) -> None:
-        """Follow this partition, perhaps anew; `hurry` then has it asked for."""
+        """Follow this partition, perhaps again; `hurry` then requests it."""
         key = _key(partition)
         if partition not in self._partitions:
             self._partitions.add(partition)
-            # Whatever the leader has told of it before, a log that is new here may not know.
+            # A log that is new here may not know what the leader reported before.
             self._withdrawn.add(key)
         found = self._open.get(key)
         if found is not None and found != (partition, partition.next_fetch()):
@@ -449,7 +449,7 @@ class _Fetcher:
             self._to_ask[partition] = None
 
     def leave(self, partition: Partition) -> None:
-        """Follow this partition no more."""
+        """Stop following this partition."""
         self._partitions.discard(partition)
         self._to_ask.pop(partition, None)
         self._paused.pop(partition, None)
@@ -457,7 +457,7 @@ class _Fetcher:
             self._withdrawn.add(_key(partition))
 
     def _begin_anew(self) -> None:
-        """Ask for everything: the leader knows nothing of earlier connections."""
+        """Request everything: the leader forgets earlier connections."""
         self._open.clear()
         self._withdrawn.clear()
         self._to_ask = {partition: None for partition in self._partitions if partition not in self._paused}
@@ -481,14 +481,14 @@ class _Fetcher:
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
     def _log(self, reason: str) -> None:
-        """Log each reason once: a leader that is gone is dialled until another broker leads."""
+        """Log each reason once: a lost leader is redialled until another broker leads."""
         if reason != self._reason:
             self._reason = reason
             address = str(_address(self.leader))
             _logger.warning("leader not reachable", leader_id=self._leader_id, address=address, reason=reason)
 
     async def _exchange(self, connection: LeaderConnection) -> bool:
-        """Send one request and apply its answer; False if there was nothing to ask. Raises LeaderLost."""
+        """Send one request and apply its answer; False if there was nothing to request. Raises LeaderLost."""
         await self._until_allowed()
         asked = self._next()
         withdrawn, self._withdrawn = self._withdrawn, set()
@@ -514,7 +514,7 @@ class _Fetcher:
         return True
 
     def _next(self) -> _Asked:
-        """Choose what to ask now. It is open from here on."""
+        """Choose the next questions, which are open from now on."""
         now = self._loop.time()
         for partition in [partition for partition, until in self._paused.items() if until <= now]:
             del self._paused[partition]
@@ -539,7 +539,7 @@ class _Fetcher:
     async def _take(self, answer: ReplicaAnswer) -> list[Partition]:
         """Apply an answer and return its partitions; yield to other tasks in between. Raises LeaderLost.
 
-        A partition may have to wait for the disk, and there may be thousands.
+        A partition may need to wait for the disk, and there may be thousands.
         """
         results = [(topic_id, fetched) for topic_id, fetches in answer.topics for fetched in fetches]
         named = [(topic_id, fetched.partition_index) for topic_id, fetched in results]
@@ -565,7 +565,7 @@ class _Fetcher:
     # Waiting
 
     async def _until_allowed(self) -> None:
-        # Nothing signals that a lapsed lease was renewed after all, and it is rare.
+        # There is no signal that a lapsed lease was renewed after all, and it is rare.
         while not self._may_fetch():  # noqa: ASYNC110
             await asyncio.sleep(PARTITION_PAUSE_S)
 
@@ -583,7 +583,7 @@ class _Fetcher:
     async def _wait_for(
         self, connection: LeaderConnection, answer: asyncio.Future[memoryview], deadline: float
     ) -> list[memoryview]:
-        """Wait for `answer`; hurry the leader as soon as there is more to ask. Raises LeaderLost."""
+        """Wait for `answer`; hurry the leader as soon as there is more to request. Raises LeaderLost."""
         hurried: asyncio.Future[memoryview] | None = None
         while not answer.done():
             # Once hurried, the end of a pause is ignored: it would be over at every look from then on.
@@ -594,7 +594,7 @@ class _Fetcher:
             if now >= deadline:
                 raise LeaderLost("no answer in time")
             if hurried is None and (self._to_ask or any(until <= now for until in self._paused.values())):
-                # Its purpose is to stand behind the waiting fetch.
+                # Its only purpose is to end the wait of the earlier fetch.
                 hurried = connection.fetch((), max_wait_ms=0, min_bytes=0, max_bytes=MAX_BYTES)
         if hurried is None:
             return [answer.result()]

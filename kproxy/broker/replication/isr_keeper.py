@@ -16,7 +16,7 @@ Invariants
 3. At most one change of a partition is under way, at most CONCURRENT_CHANGES of all. A round continues where it had to
    stop, so that no partition is looked at twice before every other one was.
 4. A round looks at the partitions whose ISR may have to change by now (`is_isr_due`), and at all when a broker comes or
-   goes. So thousands of partitions whose ISR is full cost next to nothing.
+   goes. So thousands of partitions with a full ISR cost almost nothing.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class _Follower:
 
 
 class FollowerPresence:
-    """Detect followers that are gone by their broken connections. The replication listener feeds it. Times are seconds.
+    """Detect lost followers by their broken connections, as reported by the replication listener. Times are in seconds.
 
     A process that dies breaks its connections at once, while its lease lasts for seconds. Until then leaders would wait
-    for it: it is in sync, and confirms nothing.
+    for it: it is in sync, but confirms nothing.
 
     States of a follower, by broker
       unknown    it has never connected; nothing follows from that
@@ -78,7 +78,7 @@ class FollowerPresence:
         self._followers: dict[int, _Follower] = {}
 
     def subscribe(self, subscriber: Callable[[], None]) -> None:
-        """Call `subscriber` when `gone` has changed."""
+        """Call `subscriber` when `gone` changes."""
         self._subscribers.append(subscriber)
 
     def connected(self, node_id: int) -> None:
@@ -128,7 +128,7 @@ _logger = structlog.get_logger(__name__)
 
 
 class IsrKeeper:
-    """Keeps the ISR of the partitions that this broker leads; the caller owns the coroutine `run`."""
+    """Keeps the ISR of the partitions led by this broker; the caller owns the coroutine `run`."""
 
     def __init__(
         self,
@@ -140,21 +140,21 @@ class IsrKeeper:
         on_deposed: Callable[[Partition], None],
         presence: FollowerPresence | None = None,
     ) -> None:
-        """`presence` tells whose connection has broken.
+        """`presence` knows the broken connections.
 
-        `on_deposed` is called when etcd says that a partition's lease key is no longer ours.
+        `on_deposed` is called when a partition's lease key is no longer ours according to etcd.
         """
         self.shrinks = self.expansions = 0
         self._client = client
         self._view = view
         self._led = led
         self._on_deposed = on_deposed
-        # Often enough to keep the lag threshold, and for a follower that has caught up to count soon.
+        # Often enough for the lag threshold, and to add a follower soon after it catches up.
         self._interval_s = min(isr_lag_s / 4, 0.25)
         self._wake = asyncio.Event()
         self._swept_at = float("-inf")
         self._changing: dict[Partition, asyncio.Task[None]] = {}
-        # The rest of this round, and whether there is a reason for another one, and for one over all.
+        # The rest of this round, and whether another one is needed, for some partitions or for all.
         self._to_look_at: deque[Partition] = deque()
         self._is_round_due = True
         self._is_all_due = True
@@ -164,7 +164,7 @@ class IsrKeeper:
         view.subscribe(self._on_change)
 
     def _on_change(self, change: Change) -> None:
-        # What else changes in etcd changes no ISR, and a look for each of thousands of changes would hold up the watch.
+        # Other changes in etcd affect no ISR, and a check for each of thousands of changes would delay the watch.
         if change.kind in (Kind.BROKER, Kind.SNAPSHOT):
             self._begin_round()
 

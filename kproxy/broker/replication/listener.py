@@ -16,8 +16,8 @@ Transitions
 Invariants
 1. Before a connection is authenticated nothing of the broker's state can be read or changed through it, and its frames
    are at most UNAUTHENTICATED_FRAME_BYTES long.
-2. At most MAX_UNAUTHENTICATED connections are not authenticated: one more closes the oldest. So strangers cannot keep
-   brokers out, which need a few milliseconds. Each broker has at most one authenticated connection.
+2. At most MAX_UNAUTHENTICATED connections are not authenticated: one more closes the oldest. So strangers cannot lock
+   out brokers, which need only a few milliseconds. Each broker has at most one authenticated connection.
 3. A follower fetches under the id that it has proved, and no follower fetches with an earlier data directory of the
    broker of that id: it would replace the present one's connection.
 4. A request is refused by Kafka's own answer where there is one, and by closing the connection, with one log line.
@@ -47,13 +47,13 @@ from kproxy_codec.replica_fetch import VERSION as REPLICA_FETCH_VERSION
 
 AUTHENTICATION_TIMEOUT_S = 10.0
 UNAUTHENTICATED_FRAME_BYTES = 64 << 10
-# Far more than the largest fetch of a follower, which names MAX_PARTITIONS partitions.
+# Far more than a follower's largest fetch, which names MAX_PARTITIONS partitions.
 FRAME_BYTES = 1 << 20
 MAX_UNAUTHENTICATED = 64
 OFFERED = MappingProxyType(
     {
         API_VERSIONS: (0, API_VERSIONS_MAX),
-        # Version 0 sends what follows without a header.
+        # Version 0 is followed by messages without a header.
         SASL_HANDSHAKE: (1, 1),
         SASL_AUTHENTICATE: (0, 2),
         FETCH: (REPLICA_FETCH_VERSION, REPLICA_FETCH_VERSION),
@@ -76,7 +76,7 @@ class ReplicationListener:
     ) -> None:
         """`secret` returns the cluster's current secret; `presence` records which followers are connected.
 
-        `clock` is the one of the partitions led here.
+        `clock` is that of the partitions led here.
         """
         self.clock = clock
         self._secret = secret
@@ -94,7 +94,7 @@ class ReplicationListener:
         return frozenset(self._authenticated)
 
     async def bind(self, address: tuple[str, int]) -> int:
-        """Bind and return the port; nothing is accepted yet. Raises StartupError."""
+        """Bind and return the port, without accepting connections yet. Raises StartupError."""
         self._server = await bind(self._connection, *address, choose="another --replication-listen")
         return bound_port(self._server)
 
@@ -155,7 +155,7 @@ class ReplicationListener:
         self._authenticated[node_id] = session
         self._presence.connected(node_id)
         if earlier is not None:
-            # A leftover of a restart, or of a connection that broke on the other side alone.
+            # Left over from a restart, or from a connection that broke only on the other side.
             earlier.end_fetches()
             earlier.connection.abort()
 
@@ -173,7 +173,7 @@ class _Session:
     def __init__(self, listener: ReplicationListener) -> None:
         self._listener = listener
         self._handshake: ListenerHandshake | None = None
-        # None until the other side is authenticated.
+        # None until the peer is authenticated.
         self._fetches: OpenFetches | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.connection = ClientConnection(
@@ -198,7 +198,7 @@ class _Session:
         self._listener.closed(self)
 
     def end_fetches(self) -> None:
-        """Forget what is asked here: nothing counts any more that this connection says."""
+        """Drop the open questions: this connection's requests no longer count."""
         if self._fetches is not None:
             self._fetches.close()
             self._fetches = None

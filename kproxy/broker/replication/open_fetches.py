@@ -1,8 +1,8 @@
-"""What one follower's connection still asks for: the leader's side of its fetches.
+"""The open questions of one follower's connection: the leader's side of its fetches.
 
 A follower asks once for each partition. Its question stays open, over any number of requests and answers, until an
-answer names the partition; then the follower asks anew. So a request names what the follower has not asked yet, an
-answer what there is news of, and a partition without news costs nothing.
+answer names the partition; then the follower asks anew. So a request names only new questions, an answer names only
+partitions with news, and a partition without news costs nothing.
 
 States of a question
   ready   there may be something to answer: it is new; or records were appended, the high watermark or the log's start
@@ -17,9 +17,9 @@ Transitions
   ready, idle -> ended
 
 Invariants
-1. A question is answered at most once. What an answer has no room for stays ready, before all that becomes ready later.
-2. Nothing is remembered beyond the connection. A follower that connects again asks for everything again, and so does
-   one whose leader was restarted.
+1. A question is answered at most once. Questions that do not fit into an answer stay ready, before any later ones.
+2. Nothing outlives the connection. A follower that reconnects asks for everything again, also after a restart of the
+   leader.
 3. While a question is idle, the follower has the whole log. Its log changes only by our answer, so each of its requests
    says so again, unless it withdraws the question: it has caught up as of its last request (FollowerContact). From the
    next append on, the time of that request counts. A follower that is dead, frozen or cut off sends none.
@@ -55,17 +55,17 @@ from kproxy_codec.partitioned import MAX_PARTITIONS, encode_topics
 from kproxy_codec.primitives import Buffer
 from kproxy_codec.replica_fetch import VERSION
 
-# The longest wait, whatever is asked for, also by clients: one that is gone must not occupy the broker for long.
+# The longest wait, also for clients: a lost client must not occupy the broker for long.
 MAX_WAIT_MS = 60_000
 
 _Key = tuple[bytes, int]
 """A topic's id, and the partition index."""
-# Of (high watermark, log start offset), where a follower was told of nothing yet.
+# The (high watermark, log start offset) of a follower that has no report yet.
 _NOTHING = (-1, -1)
 
 
 class Asked(NamedTuple):
-    """One question; `partition` is None where it is not led here, for the reason `refusal`, an error code."""
+    """One question; `partition` is None if it is not led here, for the reason `refusal`, an error code."""
 
     topic_id: bytes
     fetch: PartitionFetch
@@ -78,7 +78,7 @@ Answered = tuple[bytes, PartitionFetched]
 
 
 class _Question:
-    """An open question. `refused` is the answer where there are no records to give."""
+    """An open question. `refused` is the answer if there are no records to return."""
 
     __slots__ = ("asked", "owner", "refused", "told")
 
@@ -102,7 +102,7 @@ class _Question:
 class OpenFetches:
     """The open questions of one connection of the follower `replica_id`; `close` when the connection ends.
 
-    `clock` is the one of the partitions led here.
+    `clock` is that of the partitions led here.
     """
 
     def __init__(self, replica_id: int, clock: Clock) -> None:
@@ -110,7 +110,7 @@ class OpenFetches:
         self._contact = FollowerContact(clock)
         self._open: dict[_Key, _Question] = {}
         self._ready: dict[_Question, None] = {}
-        # The last marks told, and of which partition; an error forgets them.
+        # The last reported marks, and their partition; an error forgets them.
         self._told: dict[_Key, tuple[Partition, tuple[int, int]]] = {}
         self._news = asyncio.Event()
         self._is_hurried = False
@@ -118,7 +118,7 @@ class OpenFetches:
     # Requests
 
     def serve(self, broker: Broker, request: Request) -> Body | Awaitable[Body]:
-        """Answer a Fetch, at once if there is something urgent. Raises CodecError, CloseConnection."""
+        """Answer a Fetch, at once if a question is urgent. Raises CodecError, CloseConnection."""
         fetch = parse_fetch(request.frame, request.header)
         if fetch.replica_id != self._replica_id:
             raise CloseConnection(f"Fetch with replica_id {fetch.replica_id} from broker {self._replica_id}")
@@ -145,7 +145,7 @@ class OpenFetches:
         found, is_urgent = self._look(max_bytes)
         if is_urgent:
             return _encode(self._end_all(found))
-        # Whatever becomes ready from this step on ends the wait.
+        # Any question that becomes ready after this step ends the wait.
         deadline = asyncio.get_running_loop().time() + min(fetch.max_wait_ms, MAX_WAIT_MS) / 1000
         return self._answer_later(max_bytes, deadline)
 
@@ -167,7 +167,7 @@ class OpenFetches:
     # Questions
 
     def take(self, asked: Iterable[Asked], withdrawn: Iterable[_Key]) -> None:
-        """Take a request's questions. What is open was asked again by it."""
+        """Add a request's questions. It repeats the ones that are open."""
         self._contact.heard()
         for key in withdrawn:
             self._end(self._open.get(key))
@@ -185,11 +185,11 @@ class OpenFetches:
             self._ready[question] = None
 
     def answer(self, max_bytes: int) -> list[Answered]:
-        """Answer what there is news of, urgent or not."""
+        """Answer all questions with news, urgent or not."""
         return self._end_all(self._look(max_bytes)[0])
 
     def close(self) -> None:
-        """End every question: the connection is gone."""
+        """End every question because the connection is gone."""
         for question in list(self._open.values()):
             self._end(question)
 
@@ -201,7 +201,7 @@ class OpenFetches:
             self._news.set()
 
     def _look(self, max_bytes: int) -> tuple[list[tuple[_Question, PartitionFetched]], bool]:
-        """Return what there is to answer, and whether it is urgent; the other ready questions are idle from now on."""
+        """Return the answers, and whether one is urgent; the other ready questions become idle."""
         found: list[tuple[_Question, PartitionFetched]] = []
         left, is_urgent = max_bytes, False
         for question in list(self._ready):

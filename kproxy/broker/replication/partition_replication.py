@@ -21,15 +21,14 @@ Invariants
    replicas in etcd's ISR and those proposed: an expansion counts from the moment it is proposed, a shrink only once its
    transaction succeeded. So every replica that may be elected has all records below it.
 2. It does not move while etcd's ISR has fewer than min_insync_replicas members.
-3. A replica's progress counts only in the epoch in which it was reported, and only for the log of which it was
-   reported: a broker that comes back with another disk is another replica (ReplicaKey), and late reports of the old one
-   do not count.
+3. A replica's progress counts only in the epoch in which it was reported, and only for the reported log: a broker that
+   returns with another disk is another replica (ReplicaKey), and late reports of the old one do not count.
 4. A waiter is answered once: 0 when the high watermark has passed its offset; NOT_ENOUGH_REPLICAS_AFTER_APPEND when the
    ISR has become too small; REQUEST_TIMED_OUT when its time is over or leadership ends. Never 6: its records are in the
    log.
 5. No waiter is older than MAX_WAITER_AGE_S.
-6. A follower that waits at the log's end costs nothing until the log grows, and has caught up for as long as its
-   connection is heard of.
+6. A follower that waits at the log's end costs nothing until the log grows, and counts as caught up while its
+   connection sends requests.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Role(Enum):
 
 
 class WrongRole(Exception):
-    """A change of role that only a follower may make, on a replica that is not one."""
+    """An attempt to change the role of a replica that is not a follower."""
 
 
 _LEADING = (Role.LEADER, Role.RESIGNED)
@@ -74,7 +73,7 @@ class Isr(NamedTuple):
 
 
 class FollowerContact:
-    """When a follower was last heard of on one connection (`open_fetches`), on the clock of the partitions led here."""
+    """The time of a follower's last request on one connection (`open_fetches`), by the partitions' clock."""
 
     __slots__ = ("_clock", "heard_at")
 
@@ -97,7 +96,7 @@ class _Progress:
     def __init__(self, now: float, replica: ReplicaKey | None = None) -> None:
         self.replica = replica
         self.log_end_offset = UNKNOWN_OFFSET
-        # A follower that is in sync when we begin has the whole threshold for its first fetch.
+        # A follower in sync at the start has the whole threshold for its first fetch.
         self._caught_up_at = now
         self.contact: FollowerContact | None = None
         self.fetched_at = now
@@ -132,10 +131,9 @@ class _Waiter:
 class ReplicationManager:
     """One partition's replication on one broker.
 
-    It reads the log's end through `log_end`, and uses nothing else of it. `counted_end` is the end of our own log for
-    the high watermark: `log_end`, or less where records have to be on the disk first. `isr_lag_s` is how long a
-    follower may go without having caught up (Kafka's replica.lag.time.max.ms). `on_high_watermark` is called after it
-    has moved.
+    It reads only the end of the log, through `log_end`. `counted_end` is the end of our own log for the high watermark:
+    `log_end`, or less if records must be on the disk first. `isr_lag_s` is how long a follower may lag (Kafka's
+    replica.lag.time.max.ms). `on_high_watermark` is called after it has moved.
     """
 
     def __init__(
@@ -172,7 +170,7 @@ class ReplicationManager:
 
     @property
     def is_leading(self) -> bool:
-        """Whether it is leader, or resigned and still serving its followers."""
+        """Whether it leads, or has resigned and still serves its followers."""
         return self.role in _LEADING
 
     def check_follows(self) -> None:
@@ -181,7 +179,7 @@ class ReplicationManager:
             raise WrongRole(f"a {self.role.value} replica, of leader epoch {self.leader_epoch}, takes no other role")
 
     def become_leader(self, leader_epoch: int, epoch_start_offset: int, replicas: Iterable[int], isr: Isr) -> None:
-        """Lead; nothing is known yet of the followers' progress. Raises WrongRole."""
+        """Lead; the followers' progress is still unknown. Raises WrongRole."""
         self.check_follows()
         now = self._clock()
         self.role, self.leader_id, self.leader_epoch = Role.LEADER, self.replica.node_id, leader_epoch
@@ -191,7 +189,7 @@ class ReplicationManager:
         self.log_appended()
 
     def become_follower(self, leader_id: int, leader_epoch: int) -> None:
-        """Follow that leader; NO_LEADER while there is none. Raises WrongRole."""
+        """Follow that leader; NO_LEADER if there is none. Raises WrongRole."""
         self.check_follows()
         self.leader_id, self.leader_epoch = leader_id, leader_epoch
 
@@ -207,7 +205,7 @@ class ReplicationManager:
             self._isr_due_at = float("-inf")
 
     def close(self) -> None:
-        """Answer every waiter: nothing here is certain any more."""
+        """Answer every waiter: this replica is no longer reliable."""
         self.role = Role.CLOSED
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
@@ -217,7 +215,7 @@ class ReplicationManager:
 
     @property
     def in_sync(self) -> frozenset[ReplicaKey]:
-        """Every replica that is in etcd's ISR or may be soon: no other can be elected."""
+        """Every replica that is in etcd's ISR or may soon be: no other can be elected."""
         return self.isr.members if self.proposed is None else self.isr.members | self.proposed
 
     def is_in_sync(self, node_id: int) -> bool:
@@ -229,7 +227,7 @@ class ReplicationManager:
         return len(self.isr.members) >= self.min_insync_replicas
 
     def replica_fetched(self, replica: ReplicaKey, fetch_offset: int) -> None:
-        """Note that a follower asked from `fetch_offset`: it has everything below."""
+        """Note that a follower fetched from `fetch_offset`: it has everything below."""
         progress = self._followers[replica.node_id]
         now, log_end = self._clock(), self._log_end()
         if progress.replica != replica or fetch_offset < progress.log_end_offset:
@@ -241,7 +239,7 @@ class ReplicationManager:
         if fetch_offset >= log_end:
             progress.caught_up(now)
         elif fetch_offset >= progress.leader_end_at_fetch >= 0:
-            # It has what was the end when it last asked, so it was caught up then (as in Apache Kafka).
+            # It has everything up to the end at its last request, so it was caught up then (as in Apache Kafka).
             progress.caught_up(progress.fetched_at)
         progress.fetched_at, progress.leader_end_at_fetch = now, log_end
         if progress.log_end_offset != fetch_offset:
@@ -249,18 +247,18 @@ class ReplicationManager:
             self.log_appended()
 
     def follower_waits(self, node_id: int, contact: FollowerContact) -> None:
-        """Note that the follower that fetched last, to the end of the log, waits there for more."""
+        """Note that the follower that fetched last, to the end of the log, waits there."""
         self._followers[node_id].contact = contact
 
     def follower_waits_no_more(self, node_id: int, contact: FollowerContact) -> None:
-        """Note that there is more for a follower that waits, or that it waits for nothing any more."""
+        """Note that there is more for a waiting follower, or that it waits no longer."""
         progress = self._followers.get(node_id)
         if progress is not None and progress.contact is contact:
             progress.contact = None
             progress.caught_up(contact.heard_at)
 
     def follower_answered(self, node_id: int, contact: FollowerContact) -> None:
-        """Note that a follower, last heard of through `contact`, is sent what it lacks."""
+        """Note that a follower, last heard of through `contact`, is sent the records that it lacks."""
         progress = self._followers.get(node_id)
         if progress is not None:
             progress.fetched_at, progress.leader_end_at_fetch = contact.heard_at, self._log_end()
@@ -270,12 +268,12 @@ class ReplicationManager:
         return replica_id in self._followers
 
     def follower_progress(self) -> dict[int, tuple[int, float]]:
-        """Return, by follower, its last reported log end offset and for how many seconds it has not been caught up."""
+        """Return each follower's last reported log end offset, and for how many seconds it has lagged."""
         now = self._clock()
         return {each: (has.log_end_offset, now - has.caught_up_at) for each, has in self._followers.items()}
 
     def log_appended(self) -> None:
-        """Move the high watermark as far as possible, after an in-sync log has grown."""
+        """Move the high watermark as far as possible after an in-sync log has grown."""
         if not self.is_leading or not self.has_enough_in_sync:
             return
         lowest = self._counted_end()
@@ -292,15 +290,15 @@ class ReplicationManager:
         return progress.log_end_offset if progress is not None and progress.replica == replica else UNKNOWN_OFFSET
 
     def leader_told(self, high_watermark: int) -> None:
-        """Take over the leader's high watermark, as far as our own log goes."""
+        """Adopt the leader's high watermark, limited to our own log."""
         self.high_watermark = max(self.high_watermark, min(high_watermark, self._log_end()))
 
     def wanted_isr(self, live: Collection[int], gone: Collection[int] = ()) -> frozenset[ReplicaKey] | None:
-        """Compute the ISR to propose to etcd; None where it is right.
+        """Compute the ISR to propose to etcd; None if it is right.
 
         Also None while a proposal is running. `live` are the live brokers, `gone` those among them whose connection has
         broken. A replica leaves the ISR if its broker is dead, it has lagged too long, or it lacks committed records;
-        also if it is gone, where enough others stay for the high watermark to move. A replica joins once it has
+        also if it is gone and enough others remain for the high watermark to move. A replica joins once it has
         everything below the high watermark and below the beginning of this epoch.
         """
         if self.role is not Role.LEADER or self.proposed is not None:
@@ -316,7 +314,7 @@ class ReplicationManager:
 
     @property
     def is_isr_due(self) -> bool:
-        """Whether `wanted_isr` may differ from when it was last None, with the same brokers live and gone."""
+        """Whether `wanted_isr` may differ from its last None, with the same brokers live and gone."""
         return self._isr_due_at <= self._clock()
 
     def _isr_right_until(self, live: Collection[int]) -> float:
@@ -339,7 +337,7 @@ class ReplicationManager:
                 continue
             replica = progress.replica
             if replica is None:
-                # A follower that was in sync when we began has its threshold for its first fetch.
+                # A follower in sync at the start has its threshold for its first fetch.
                 wanted.update(each for each in self.isr.members if each.node_id == node_id)
                 continue
             least = self.high_watermark
@@ -350,11 +348,11 @@ class ReplicationManager:
         return frozenset(wanted)
 
     def isr_proposed(self, members: frozenset[ReplicaKey]) -> None:
-        """Note that `members` are about to be put into etcd."""
+        """Note that `members` are being put into etcd."""
         self.proposed, self._isr_due_at = members, float("-inf")
 
     def isr_settled(self, isr: Isr) -> None:
-        """Apply etcd's ISR, whether it is the proposal or not."""
+        """Apply etcd's ISR, whether or not it is the proposal."""
         self.isr, self.proposed = isr, None
         self.log_appended()
         if not self.has_enough_in_sync:
@@ -363,7 +361,7 @@ class ReplicationManager:
                 waiter.answer(error_codes.NOT_ENOUGH_REPLICAS_AFTER_APPEND)
 
     def followers_behind(self, live: Collection[int]) -> bool:
-        """Return whether a live in-sync follower lacks a part of the log."""
+        """Return whether a live in-sync follower lacks part of the log."""
         log_end = self._log_end()
         return any(
             self._log_end_in(replica) < log_end
@@ -374,7 +372,7 @@ class ReplicationManager:
     # Waiters
 
     async def wait_for_isr(self, offset: int, timeout_s: float) -> int:
-        """Wait until every in-sync replica has `offset`, at most `timeout_s`; return the producer's error code."""
+        """Wait at most `timeout_s` until every in-sync replica has `offset`; return the producer's error code."""
         if self.high_watermark > offset:
             return error_codes.NONE
         if self.is_leading and not self.has_enough_in_sync:

@@ -21,7 +21,7 @@ pytest_plugins = ["tests.support.etcd.embedded", "tests.support.brokers.referenc
 
 @pytest.fixture
 def topic(request: pytest.FixtureRequest) -> str:
-    """A topic name that no other test uses."""
+    """A topic name unique to the test."""
     return f"t-{uuid.uuid4().hex[:12]}"
 
 
@@ -61,7 +61,7 @@ def test_every_produce_version_is_appended_and_answered(leader: BrokerProcess, t
 
 
 def test_unknown_topic_id_gets_its_own_error(leader: BrokerProcess, topic: str) -> None:
-    """KIP-516; the rest of the request is served."""
+    """KIP-516; the other topics of the request are served."""
     with leader.client() as client:
         known, unknown = client.topic_id(topic), uuid.uuid4()
         data = [
@@ -139,7 +139,7 @@ def test_non_leader_names_the_leader(cluster: Cluster, leader: BrokerProcess, to
             named = said.responses[0].partition_responses[0].current_leader
             return said if named is not None and named.leader_epoch >= 0 else None
 
-        # It learns the lease first and then the epoch, both soon after the owner.
+        # The broker sees the lease first and then the epoch, both soon after the owner.
         answer = wait_for(answer_with_epoch)
     result = answer.responses[0].partition_responses[0]
     assert (result.error_code, result.base_offset) == (error_codes.NOT_LEADER_OR_FOLLOWER, -1)
@@ -221,7 +221,7 @@ def test_idempotent_resend_gets_first_offset_and_gap_fails(leader: BrokerProcess
 
 def test_pipelined_requests_are_answered_in_order(leader: BrokerProcess, topic: str) -> None:
     with leader.client() as client:
-        send_fetch(client, topic, 0, max_wait_ms=300, min_bytes=1 << 20)  # it waits, and so do the requests behind it
+        send_fetch(client, topic, 0, max_wait_ms=300, min_bytes=1 << 20)  # it waits, and so do later requests
         for _ in range(20):
             client.send_produce(topic, 0, build_batch())
         client.send(api_keys.API_VERSIONS, 3, client_software_name="t", client_software_version="1")
@@ -364,7 +364,7 @@ def test_every_metadata_version_names_brokers_and_leaders(cluster: Cluster, topi
 
 def test_all_brokers_describe_the_cluster_alike(cluster: Cluster, topic: str) -> None:
     cluster.leader(topic)
-    # Each broker learns of the topic and its owner by its own watch, so they agree soon, not at once.
+    # Each broker sees the topic and its owner by its own watch, so they agree soon, not at once.
     answers: list[dict[str, Any]] = []
 
     def are_alike() -> bool:
@@ -682,7 +682,7 @@ def test_a_control_request_over_a_mebibyte_is_refused(leader: BrokerProcess) -> 
 
 
 def test_client_that_reads_nothing_costs_little(leader: BrokerProcess, topic: str) -> None:
-    """The broker holds answers up to its high-water mark and one more; other clients are served."""
+    """The broker holds answers up to its high-water mark plus one; other clients are served."""
     with leader.client() as producer:
         for _ in range(8):
             producer.produce(topic, 0, build_batch([os.urandom(1_000_000)]))

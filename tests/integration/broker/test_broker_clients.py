@@ -38,7 +38,7 @@ def expected(topic: str) -> set[tuple[bytes, bytes]]:
 
 
 def in_order_within_partitions(records: list[tuple[int, int, bytes]]) -> bool:
-    """Return whether offsets and keys rise together in each partition. Records are (partition, offset, key)."""
+    """Return whether offsets and keys both increase in each partition. Records are (partition, offset, key)."""
     last: dict[int, tuple[int, int]] = {}
     for partition, offset, key in records:
         before = last.get(partition, (-1, -1))
@@ -148,9 +148,9 @@ def test_offsets_by_time_are_found_by_a_client(cluster: Cluster, topic: str) -> 
 
 
 def test_idempotent_producer_survives_restarts_and_kill_9(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path) -> None:
-    """Every acknowledged record is there, once, in order, though its only broker is restarted and killed."""
+    """Every acknowledged record exists once, in order, although its only broker is restarted and killed."""
     broker = BrokerProcess(1, tmp_path / "1", etcd.endpoint, etcd_prefix, lease_ttl_s=2).start()
-    broker.arguments.append(f"listen={broker.port}")  # clients know only this address
+    broker.arguments.append(f"listen={broker.port}")  # clients only know this address
     acknowledged: list[int] = []
     failures: list[Any] = []
     stop = threading.Event()
@@ -205,7 +205,7 @@ def read_partition(broker: BrokerProcess, topic: str, end: int) -> list[Any]:
     return read
 
 
-# A feature that is not offered fails at once, with the reason
+# An unsupported feature fails at once, with the reason
 
 
 def test_a_librdkafka_group_is_refused_with_the_reason(cluster: Cluster, topic: str) -> None:

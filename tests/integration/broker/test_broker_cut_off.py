@@ -1,4 +1,4 @@
-"""A broker cut off from etcd that its clients still reach: it accepts and serves nothing once its lease has ended."""
+"""A broker cut off from etcd but not from clients: it accepts and serves nothing once its lease has ended."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ async def site(etcd_cluster: EtcdCluster, etcd_prefix: str, tmp_path: Path) -> A
         yield site
 
 
-# Cut off from etcd: with one replica, whose holder nobody can stand in for
+# Cut off from etcd: with one replica, which no other broker can replace
 
 
 async def test_broker_without_etcd_takes_nothing_after_its_lease(site: FaultySite) -> None:
-    """At any acks, whether etcd's connections end or fall silent; and all that it took is there afterwards."""
+    """With any acks, whether etcd's connections end or fall silent; and all acknowledged records remain."""
     ways = {1: "refused", 2: "silent"}
     await site.add(ways, has_followers=False, lease_ttl_s=TTL_S)
     for node_id in ways:
@@ -61,7 +61,7 @@ async def test_broker_without_etcd_majority_takes_nothing_after_lease(etcd_prefi
             writers = await _start_writers(site, stack)
             for member in etcd.members[1:]:
                 await member.freeze()
-            # A leader of etcd that hears from nobody takes itself for the leader for some time.
+            # An isolated etcd leader considers itself the leader for some time.
             await eventually(lambda: not etcd.members[0].leads(), "the member that is left steps down")
             cut_at = time.monotonic()
             await asyncio.sleep(TTL_S + 0.5)
@@ -74,7 +74,7 @@ async def test_broker_without_etcd_majority_takes_nothing_after_lease(etcd_prefi
 
 
 async def _start_writers(site: FaultySite, stack: AsyncExitStack) -> list[Writer]:
-    """At every broker one for each kind of acks, partition by partition; all that can be acknowledged have been."""
+    """Start a writer for each kind of acks at every broker; wait until each possible one is acknowledged."""
     writers = []
     for broker in site.brokers.values():
         topic = f"t{broker.node_id}"

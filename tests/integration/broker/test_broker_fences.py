@@ -1,4 +1,4 @@
-"""Writer fences at reference brokers, with a real etcd: which writers are accepted or refused, and who remembers it."""
+"""Writer fences at reference brokers with a real etcd: accepted and refused writers, and who remembers the fence."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def leader(cluster: Cluster, topic: str) -> BrokerProcess:
 
 @pytest.fixture
 def grant(etcd_client: EtcdClient, etcd_prefix: str) -> Grant:
-    """A revision higher than all before, as a claim gets one."""
+    """A revision higher than all before, like a claim's."""
     return lambda: etcd_client.put(f"{etcd_prefix}/kproxy/own/writers/claim", b"{}")
 
 
@@ -81,7 +81,7 @@ def test_bind_fences_api_is_offered(cluster: Cluster) -> None:
     assert (BIND_FENCES, 0, 0) in [(each.api_key, each.min_version, each.max_version) for each in keys]
 
 
-# Who may write
+# Accepted writers
 
 
 async def test_only_writers_bound_to_the_fence_may_write(clients: list[RawClient], topic: str, grant: Grant) -> None:
@@ -147,7 +147,7 @@ async def test_release_lets_others_write_but_no_predecessor(clients: list[RawCli
     assert release(other, topic, released_at) == (0, released_at)
     assert write(other, topic) == 0
     assert write(old, topic) == REFUSED
-    # A connection of the same claim, and what it sends behind its bind.
+    # A connection of the same claim, and its writes after its bind.
     late.send_bind_fences(FenceBinding(topic, 0, fence))
     late.send_produce(topic, 0, build_batch())
     assert late.bound() == [BoundFence(topic, 0, REFUSED, released_at)]
@@ -175,7 +175,7 @@ async def test_higher_of_two_concurrent_binds_stays(clients: list[RawClient], to
         one, other = other, one
 
 
-# What is asked
+# Requests
 
 
 async def test_each_partition_of_request_gets_its_own_answer(cluster: Cluster, topic: str, grant: Grant) -> None:
@@ -208,7 +208,7 @@ async def test_invalid_bind_is_refused_and_changes_nothing(clients: list[RawClie
     fence = await grant()
     twice = client.bind_fences(FenceBinding(topic, 0, fence), FenceBinding(topic, 0, fence, is_released=True))
     assert [each.error_code for each in twice] == [error_codes.INVALID_REQUEST] * 2
-    # Of a history that is no more, as after etcd was restored: it would shut out everybody.
+    # From a lost history, as after a restore of etcd: it would lock out all writers.
     for nonsense in (0, -1, (1 << 63) - 1, fence + 1_000_000):
         assert bind(client, topic, nonsense) == (error_codes.INVALID_REQUEST, NO_FENCE)
         assert release(client, topic, nonsense) == (error_codes.INVALID_REQUEST, NO_FENCE)
@@ -240,7 +240,7 @@ async def test_a_topics_fences_go_with_it(cluster: Cluster, etcd_client: EtcdCli
 
 
 async def test_next_leader_knows_the_fence(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path, grant: Grant) -> None:
-    """kill -9 of the leader, three replicas; and of all there are, with one."""
+    """kill -9 of the leader with three replicas, and of the only broker with one."""
     options = {"lease_ttl_s": TTL_S, "default_replication_factor": 3}
     with start_brokers((1, 2, 3), tmp_path, etcd.endpoint, etcd_prefix, **options) as brokers:
         leader = Cluster(brokers).leader("t")
@@ -300,14 +300,14 @@ async def test_bind_without_etcd_is_answered_in_time(tmp_path: Path) -> None:
             assert old.leaders("t") == {0: 1}
             fences = [await etcd_client.put("/p/claim", b"x") for _ in range(3)]
             assert bind(old, "t", fences[0]) == (0, fences[0])
-            # Known to be over, so that what is refused is not refused for being of no history.
+            # Known to be over, so that no refusal is due to an unknown history.
             assert release(new, "t", fences[0]) == (0, fences[0])
             await freeze(server)
             try:
                 closing.send_bind_fences(FenceBinding("t", 0, fences[2]))
                 new.send_bind_fences(FenceBinding("t", 0, fences[1]))
                 closing.close()
-                # Answered while those wait for etcd; once more where the machine stands still for as long as that.
+                # Answered while those wait for etcd; retried if the machine stalls that long.
                 for _ in range(5):
                     assert bind(old, "t", fences[0]) == (0, fences[0]), "that asks nobody"
                     assert write(old, "t") == 0, "nobody else waits"
@@ -321,14 +321,14 @@ async def test_bind_without_etcd_is_answered_in_time(tmp_path: Path) -> None:
                 assert write(old, "t") == 0, "nothing is assumed"
             finally:
                 os.kill(server.pid, signal.SIGCONT)
-            # What was sent may have been done meanwhile, and is then what holds.
+            # The request may have been carried out meanwhile, and then applies.
             code, fence = wait_for(lambda: _settled(new, fences[2]), what="etcd again")
             assert (code, fence) == (0, fences[2])
             assert [write(each, "t") for each in (old, new)] == [REFUSED, 0]
 
 
 async def test_restored_etcd_voids_earlier_binds(tmp_path: Path) -> None:
-    """From a copy of its files, in which the broker's lease lives, and nothing of the latest claim."""
+    """From a copy of its files, which has the broker's lease but not the latest claim."""
     async with own_etcd(tmp_path / "etcd") as (server, etcd_client):
         with start_broker(1, tmp_path / "1", server.endpoint, "/p", lease_ttl_s=60) as broker:
             with broker.client() as owner, broker.client() as unbound:
@@ -341,7 +341,7 @@ async def test_restored_etcd_voids_earlier_binds(tmp_path: Path) -> None:
                     fence = await etcd_client.put("/p/claim", b"x")
                 assert bind(owner, "t", fence) == (0, fence)
                 assert write(unbound, "t") == REFUSED
-                # What the broker has been told is more than the copy has.
+                # The broker knows more than the copy has.
                 later = encode_value(TopicValue(uuid.uuid4(), [[1]], {}))
                 await etcd_client.put(Keys("/p").topic("later"), later)
                 wait_for(lambda: owner.metadata("later", create=False).topics[0].error_code == 0)

@@ -1,4 +1,4 @@
-"""ReplicaManager against a real etcd, with views that do not update: decisions of the transaction alone."""
+"""ReplicaManager against a real etcd, with views that do not update: only the transaction decides."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ANYBODYS = [DEAD, *LOG_IDS]
 
 
 class Member:
-    """One broker's lease, view and manager; its view learns only what `look` reads."""
+    """One broker's lease, view and manager; its view only knows what `look` reads."""
 
     def __init__(self, node_id: int, client: EtcdClient, prefix: str, directory: Path, ttl_s: int = 10) -> None:
         self.node_id = node_id
@@ -75,7 +75,7 @@ class Member:
         self.manager.begin(self.lease.fence)
 
     async def take(self, *partitions: int) -> list[int]:
-        """The partitions led after trying to take these."""
+        """Return the partitions led after an attempt to take these."""
         await self.manager.take([PartitionKey(TOPIC, partition) for partition in partitions], 10)
         return sorted(partition for _, partition in self.manager.partitions)
 
@@ -130,7 +130,7 @@ async def test_concurrent_takers_of_a_partition_share_one_transaction(join: Join
 
 
 async def test_partition_changed_behind_our_back_is_not_taken(join: Join, topic_id: uuid.UUID) -> None:
-    """It may have been written meanwhile, by the broker that is now the only one in its ISR."""
+    """It may have been written meanwhile by the broker that is now alone in its ISR."""
     member = await join(1)
     await member.begin()
     await member.client.put(
@@ -186,7 +186,7 @@ async def test_snapshot_before_take_over_does_not_end_it(join: Join, topic_id: u
 
 
 async def test_key_of_deleted_topic_does_not_block_namesake(join: Join, topic_id: uuid.UUID) -> None:
-    """Both happened while the broker saw nothing: the key of the first is its own, and nobody else would delete it."""
+    """Both happened unseen by the broker: the first topic's key is its own, and only it can delete it."""
     member = await join(1)
     await member.begin()
     running = asyncio.create_task(member.manager.run())

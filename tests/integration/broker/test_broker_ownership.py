@@ -1,4 +1,4 @@
-"""Partition leases with real brokers and a real etcd: ownership, its end, and what a former owner may still do."""
+"""Partition leases with real brokers and a real etcd: ownership, its end, and the rights of a former owner."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Keys:
         return {kv.key.rpartition("/")[2]: int(kv.value) for kv in kvs}
 
     async def held_lease(self, partition: int = 0) -> KeyValue:
-        """As soon as there is one."""
+        """Return the lease as soon as it exists."""
         found: KeyValue = await eventually(lambda: self.lease(partition))
         return found
 
@@ -96,14 +96,14 @@ def leading_broker(etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path, lease_ttl_s: 
 
 @pytest.fixture
 async def broker(etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -> AsyncIterator[BrokerProcess]:
-    """Broker 1; it leads the one partition of TOPIC."""
+    """Broker 1, which leads the one partition of TOPIC."""
     with leading_broker(etcd, keys, tmp_path, LASTING_TTL_S) as started:
         yield started
 
 
 @pytest.fixture
 async def mortal(etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -> AsyncIterator[BrokerProcess]:
-    """The same with a short lease, for tests that wait for its end: it may also end where the machine stands still."""
+    """The same with a short lease, for tests that wait for its end; a stall of the machine may also end it."""
     with leading_broker(etcd, keys, tmp_path, TTL_S) as started:
         yield started
 
@@ -115,7 +115,7 @@ def produce(broker: BrokerProcess, value: bytes = b"v", **options: Any) -> tuple
 
 
 def accepted(broker: BrokerProcess, value: bytes = b"v", **options: Any) -> tuple[int, int]:
-    """As `produce`, again and again while it says that it does not lead: then nothing is written."""
+    """Like `produce`, repeated while the broker does not lead: then nothing is written."""
     found: tuple[int, int] = wait_for(
         lambda: result if (result := produce(broker, value, **options))[0] != NOT_LEADER else None
     )
@@ -143,13 +143,13 @@ async def test_topic_counts_on_brokers_unseen_by_the_watch(keys: Keys, asked: Ne
 
 
 def partitions_known(client: RawClient) -> int:
-    """How many partitions of TOPIC a broker knows; asking this way touches none."""
+    """Return how many partitions of TOPIC a broker knows; this request takes none."""
     topics = client.request(DESCRIBE_TOPIC_PARTITIONS, 0, topics=[{"name": TOPIC}]).topics
     return len(topics[0].partitions)
 
 
 async def test_each_partition_goes_to_one_of_several_brokers(etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -> None:
-    """Their first replica is dead; each broker takes some by itself while clients touch all of them everywhere."""
+    """Their first replica is dead; each broker takes some by itself while clients use all of them everywhere."""
     partitions = 30
     with (
         start_brokers((1, 2, 3), tmp_path, etcd.endpoint, keys.prefix, lease_ttl_s=LASTING_TTL_S) as brokers,
@@ -298,7 +298,7 @@ async def test_broker_with_deleted_key_registers_anew(broker: BrokerProcess, key
 
 
 async def test_broker_stopped_past_ttl_acknowledges_nothing(mortal: BrokerProcess, keys: Keys) -> None:
-    """The zombie: a write that waits in its socket while another could have taken over."""
+    """The zombie: a write waits in its socket while another broker could have taken over."""
     broker = mortal
     assert accepted(broker) == (0, 0)
     with broker.client() as client, broker.client() as reader:
@@ -334,13 +334,13 @@ async def test_broker_cut_off_from_etcd_stops_and_recovers(keys: Keys, tmp_path:
             os.kill(server.pid, signal.SIGCONT)
             wait_for(lambda: produce(broker)[0] == 0, what="etcd is back")
             offsets = wait_for(lambda: values_read(broker))
-            # The lease may end between the write and its answer: then the answer says that the outcome is unknown.
+            # The lease may end between the write and its answer, which then reports an unknown outcome.
             may_be_there = code == error_codes.REQUEST_TIMED_OUT and len(offsets) > taken + 2
             expected = list(range(taken + 2 + may_be_there))
             assert offsets == expected, f"an acknowledged record is gone, or one that was refused with {code} is there"
 
 
-# Two of one kind
+# Duplicates
 
 
 async def test_second_process_under_one_id_gives_up(
@@ -378,7 +378,7 @@ async def test_key_on_foreign_lease_is_not_ours(broker: BrokerProcess, keys: Key
 
 
 async def test_log_of_earlier_namesake_topic_is_set_aside(broker: BrokerProcess, keys: Keys) -> None:
-    """The broker was away while its topic was deleted and created again."""
+    """The broker was away while its topic was recreated."""
     assert produce(broker) == (0, 0)
     assert broker.terminate() == 0
     log_id = uuid.UUID(json.loads((broker.data_dir / "broker.json").read_text())["log_id"])
@@ -393,7 +393,7 @@ async def test_log_of_earlier_namesake_topic_is_set_aside(broker: BrokerProcess,
 
 
 async def test_recreated_topic_keeps_nothing_of_the_deleted_one(broker: BrokerProcess, keys: Keys) -> None:
-    """Its partitions' logs are removed one by one, and meanwhile those of the same name are set up."""
+    """The logs of its partitions are removed one by one while those of the new topic are created."""
     partitions = 60
     topic_key = f"{keys.prefix}/refbroker/topics/{TOPIC}"
     with broker.client() as client:
@@ -427,12 +427,12 @@ async def test_damaged_log_disables_only_its_partition(broker: BrokerProcess, ke
 
 @pytest.mark.long
 async def test_many_partitions_are_taken_and_released_quickly(etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -> None:
-    """More logs than the usual limit on open files allows."""
+    """There are more logs than the usual limit on open files."""
     partitions = 1200
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     broker = BrokerProcess(1, tmp_path / "1", etcd.endpoint, keys.prefix, lease_ttl_s=LASTING_TTL_S)
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))  # what the broker inherits
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))  # the limit that the broker inherits
         broker.start(wait=False)
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         broker.wait_ready()

@@ -27,7 +27,7 @@ from tests.support.wire.record_batches import build_batch
 
 pytest_plugins = ["tests.support.etcd.embedded"]
 
-# Of etcd's metrics: leases given out, and the streams that were opened to keep leases alive and to watch.
+# etcd's metrics of granted leases, and of the streams that keep leases alive and watch.
 GRANTED = "etcd_debugging_lease_granted"
 STREAMS = "grpc_server_started"
 
@@ -61,7 +61,7 @@ def counts(server: EmbeddedEtcd) -> dict[str, float]:
 
 
 async def led(client: EtcdClient, keys: Keys, topic: str, partitions: int) -> set[int]:
-    """Wait until all partitions are led; the leases that their keys are on."""
+    """Wait until all partitions are led; return the leases of their keys."""
     deadline = time.monotonic() + 60
     while True:
         kvs = (await client.get_prefix(f"{keys.leases}{topic}/")).kvs
@@ -72,7 +72,7 @@ async def led(client: EtcdClient, keys: Keys, topic: str, partitions: int) -> se
 
 
 async def test_all_partitions_share_one_lease_and_stream(tmp_path: Path) -> None:
-    """However many there are: leases and streams would cost etcd with every partition."""
+    """Whatever their number: a lease and a stream for each would burden etcd."""
     keys = Keys("/p")
     async with own_etcd(tmp_path / "etcd") as (server, client):
         before = await asyncio.to_thread(counts, server)
@@ -109,12 +109,12 @@ async def test_stopped_broker_is_succeeded_before_its_lease_ends(
             await asyncio.to_thread(wait_for, lambda: client.leaders("t") == {0: 3 - first}, ttl_s)
         took_s = time.monotonic() - began
         print(f"another leads {took_s:.2f} s after SIGTERM, at a lease of {ttl_s} s")
-        # It takes a fraction of a second, and much longer on a machine that is busy; an expiry takes the lease's time.
+        # It takes a fraction of a second, or much longer on a busy machine; an expiry takes the lease's time.
         assert took_s < ttl_s / 3
 
 
 async def in_sync(client: EtcdClient, keys: Keys, wanted: set[int], topic: str = "t") -> float:
-    """Wait until the ISR is this; when that was seen."""
+    """Wait until the ISR is `wanted`; return the time."""
     deadline = time.monotonic() + 60
     while True:
         found = await client.get(keys.state(topic, 0))
@@ -133,7 +133,7 @@ CLOCK_S = 0.1
 async def test_stalled_follower_leaves_isr_only_after_the_lag(
     etcd: EmbeddedEtcd, etcd_client: EtcdClient, etcd_prefix: str, tmp_path: Path
 ) -> None:
-    """It is stopped, not dead: its connections and its lease are there."""
+    """It is suspended, not dead: its connections and its lease exist."""
     keys, lag_s = Keys(etcd_prefix), 4.0
     common = [
         "--listen",
@@ -161,7 +161,7 @@ async def test_stalled_follower_leaves_isr_only_after_the_lag(
                 asked_at = time.monotonic()
                 return asked_at if client.produce("t", 0, build_batch(), acks=-1).error_code == 0 else None
 
-            # What counts is when it fetched last: that is after this, since the leader's answer waits for its fetch.
+            # The last fetch counts: it comes after this, since the leader's answer waits for it.
             asked_at = await asyncio.to_thread(wait_for, written_since, what="the leader")
         stopped_at = time.monotonic()
         follower.signal(signal.SIGSTOP)

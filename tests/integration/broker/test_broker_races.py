@@ -19,7 +19,7 @@ from tests.support.etcd.etcd_history import connected, history
 from tests.support.wire.record_batches import build_batch
 
 RACES = 200
-# All five are in one process: a lease must not end while it waits for disks or for the machine.
+# All five are in one process, whose lease must not end while it waits for disks or the machine.
 TTL_S = 120
 RACERS = (1, 2, 3, 4, 5)
 SEED = 7
@@ -27,7 +27,7 @@ SEED = 7
 
 @pytest.fixture
 async def racers(etcd_cluster: EtcdCluster, etcd_prefix: str, tmp_path: Path) -> AsyncIterator[list[Member]]:
-    """Each with connections to etcd of its own, and deaf to what becomes of the partitions: none ever gives way."""
+    """Each has its own connections to etcd and ignores changes of partitions, so that none gives way."""
     async with AsyncExitStack() as stack:
         members = []
         for node_id in RACERS:
@@ -44,7 +44,7 @@ async def racers(etcd_cluster: EtcdCluster, etcd_prefix: str, tmp_path: Path) ->
 
 
 async def race(member: Member, order: list[int]) -> dict[int, int]:
-    """Ask for every partition and append to those that were got, at once; the offset given out in each."""
+    """Take every partition and append at once to those obtained; return the assigned offset of each."""
     appended: dict[int, int] = {}
 
     async def run(partition: int) -> None:
@@ -64,7 +64,7 @@ async def race(member: Member, order: list[int]) -> dict[int, int]:
 async def test_one_of_five_racing_brokers_wins_each_lease(racers: list[Member]) -> None:
     keys, client = racers[0].keys, racers[0].client
     start = (await client.get_prefix(keys.leases)).revision
-    # All in one order, so that they meet at every partition.
+    # All in the same order, so that they compete for every partition.
     order = random.Random(SEED).sample(range(RACES), RACES)
     appended = await asyncio.gather(*(race(member, order) for member in racers))
     end = (await client.get_prefix(keys.leases)).revision

@@ -1,4 +1,4 @@
-"""Brokers whose disk takes longer for an fsync than their lease lives: they keep it, and answer what needs no disk."""
+"""Brokers whose fsync takes longer than their lease: they keep it, and serve requests that need no disk."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.support.waiting import wait_for
 from tests.support.wire.record_batches import build_batch
 
 IDS = (1, 2, 3)
-# A machine that stands still for seconds ends no lease.
+# A machine that stalls for seconds ends no lease.
 LEASE_TTL_S = 12
 # Longer than a lease lives.
 STALL_S = 14.0
 PAUSE_S = 0.1
-# In which several segments fill.
+# Several segments fill in these rounds.
 LEAST_ROUNDS = 10
 SEGMENT_BYTES = 20_000
 VALUE = b"x" * 9_000
@@ -33,7 +33,7 @@ OPTIONS: dict[str, Any] = {
     "segment_bytes": SEGMENT_BYTES,
     "flush_interval_s": 0.2,
     "default_replication_factor": 3,
-    # Nobody is to leave the ISR.
+    # No replica should leave the ISR.
     "isr_lag_s": 60,
 }
 
@@ -58,7 +58,7 @@ class Site:
             )
             wait_for(lambda: client.leaders(topic) == {0: 1, 1: 2, 2: 3})
             wait_for(lambda: all(sorted(each.isr_nodes) == list(IDS) for each in self.partitions(client)))
-        # Whoever leads has written in its epoch, and everybody has it on the disk.
+        # Each leader has written in its epoch, and all replicas have it on the disk.
         for partition in range(3):
             result = self.client(partition).produce(topic, partition, build_batch([b"first"]), timeout_ms=30_000)
             assert result.error_code == error_codes.NONE
@@ -67,12 +67,12 @@ class Site:
         return client.metadata(self.topic).topics[0].partitions
 
     def client(self, broker: int) -> RawClient:
-        """One more connection to a broker, by its place."""
+        """One more connection to a broker, by its index."""
         return self._stack.enter_context(self.brokers[broker].client())
 
     @contextmanager
     def stalled(self, broker: int) -> Iterator[None]:
-        """That broker's disk brings nothing home until the block ends."""
+        """That broker's disk completes no fsync until the block ends."""
         directory = self.brokers[broker].data_dir
         told = directory.with_name(f"{directory.name}.stalled")
         told.touch()
@@ -89,7 +89,7 @@ class Site:
             return [(each.leader_id, each.leader_epoch) for each in self.partitions(client)]
 
     def check_leases(self, epochs: list[tuple[int, int]]) -> None:
-        """Nobody has lost one, and nobody leads anew."""
+        """Check that no broker lost its lease or leads again."""
         assert self.epochs() == epochs
         for broker in self.brokers:
             assert "lease lost" not in broker.log()
@@ -106,7 +106,7 @@ def site(etcd: EmbeddedEtcd, directory: Path, topic: str, **options: Any) -> Ite
 
 @pytest.mark.long
 def test_stalled_disk_delays_segments_and_checkpoints(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
-    """With --flush interval no answer waits for the disk: it is the last second that a power cut may take."""
+    """With --flush interval no answer waits for the disk: a power cut may lose the last second."""
     with site(etcd, tmp_path, "slow-interval") as site_:
         epochs, topic = site_.epochs(), site_.topic
         clients = [site_.client(each) for each in range(3)]
@@ -122,7 +122,7 @@ def test_stalled_disk_delays_segments_and_checkpoints(etcd: EmbeddedEtcd, tmp_pa
                 written += 2
                 time.sleep(PAUSE_S)
             assert all(high_watermark(site_, partition) < written for partition in range(3)), "and not on the disk"
-            # As leader of one partition and as follower of the others.
+            # As leader of one partition, and as follower of the others.
             for partition in range(3):
                 rolled = len(site_.files(0, partition)) - len(before[partition])
                 assert rolled >= written * len(VALUE) // SEGMENT_BYTES - 1 > 3
@@ -131,19 +131,19 @@ def test_stalled_disk_delays_segments_and_checkpoints(etcd: EmbeddedEtcd, tmp_pa
 
 
 def high_watermark(site_: Site, partition: int) -> int:
-    """As the first broker has written it down."""
+    """The high watermark that the first broker has stored."""
     path = site_.brokers[0].data_dir / f"{site_.topic}-{partition}" / "checkpoint.json"
     return int(json.loads(path.read_text())["high_watermark"]) if path.exists() else 0
 
 
 @pytest.mark.parametrize("slow", ["follower", pytest.param("leader", marks=pytest.mark.long)])
 def test_flush_always_delays_only_acks_that_need_disk(etcd: EmbeddedEtcd, tmp_path: Path, slow: str) -> None:
-    """Partition 0 is led by the first broker. Its acks=all waits for the leader's disk as well as for any follower's,
-    acks=1 for the leader's alone; whatever needs no disk that stalls is answered all the while."""
+    """The first broker leads partition 0. Its acks=all waits for the leader's disk and any follower's, acks=1 only for
+    the leader's; all requests that need no stalled disk are answered meanwhile."""
     stalled = 0 if slow == "leader" else 1
     with site(etcd, tmp_path, f"slow-{slow}", flush="always") as site_:
         epochs, topic = site_.epochs(), site_.topic
-        # Each of them fills half a segment: segments begin in the midst of it.
+        # Each fills half a segment, so segments begin within it.
         all_acks = [site_.client(0) for _ in range(10)]
         one_ack = site_.client(0)
         asking, third = site_.client(stalled), site_.client(2)

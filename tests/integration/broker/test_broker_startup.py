@@ -2,7 +2,7 @@
 
 It waits for an etcd that does not answer, as a proxy does.
 
-And how its command starts it with what it was told.
+And how its command passes its options.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytest_plugins = ["tests.support.etcd.embedded", "tests.support.brokers.referenc
 
 
 def refusal(broker: BrokerProcess) -> str:
-    """What a broker that must not start says last."""
+    """Return the last output of a broker that must not start."""
     try:
         broker.start(wait=False)
         assert broker.process.wait(PATIENCE_S) == 2, broker.log()
@@ -91,14 +91,14 @@ async def start_while_etcd_hangs(tmp_path: Path) -> None:
     async with EmbeddedEtcd(tmp_path / "etcd") as etcd:
         brokers = []
         try:
-            # Each is at another step of its start when etcd stops.
+            # Each is at a different step of its start when etcd stops.
             for node_id in range(1, 6):
                 brokers.append(waiting_broker(tmp_path, etcd.endpoint, node_id))
                 await asyncio.sleep(0.25)
             os.kill(etcd.pid, signal.SIGSTOP)
-            # On a quick machine all the others are ready by now.
+            # On a fast machine all the others are ready now.
             brokers.append(waiting_broker(tmp_path, etcd.endpoint, 6))
-            # Longer than a call may take, and than a lease lasts; a slow machine needs more to come so far.
+            # Longer than the limit of a call and than a lease; a slow machine needs more to get here.
             await asyncio.sleep(6.5)
             await eventually(lambda: any(map(waits, brokers)), what="one of them waits")
             os.kill(etcd.pid, signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""Brokers and their disks: full disks, killed writers, torn tails, and what clients can read after retention."""
+"""Brokers and their disks: full disks, killed writers, torn tails, and clients' reads after retention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.wire.record_batches import build_batch
 
 DISK_BYTES = 512 << 10
 VALUE = b"x" * 20_000
-# What a starting broker reads beside its logs.
+# A starting broker also reads these bytes besides its logs.
 OTHER_BYTES = 4_000_000
 
 
@@ -65,7 +65,7 @@ def first_offset(client: RawClient, topic: str) -> int:
 
 
 def produce_until_refused(client: RawClient, topic: str) -> tuple[int, Any]:
-    """How many batches were taken, and the answer to the first that was not."""
+    """Return the number of accepted batches, and the first refusal."""
     for taken in range(200):
         result = client.produce(topic, 0, build_batch([VALUE]))
         if result.error_code != error_codes.NONE:
@@ -75,7 +75,7 @@ def produce_until_refused(client: RawClient, topic: str) -> tuple[int, Any]:
 
 
 def test_full_disk_is_reported_and_broker_recovers(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
-    """And after kill -9 in mid-write all is there that was acknowledged, and nothing else."""
+    """After kill -9 in mid-write, exactly the acknowledged records exist."""
     topic = "full"
     options: dict[str, Any] = {"flush": "always", "segment_bytes": 2 * DISK_BYTES, "lease_ttl_s": 10}
     with (
@@ -177,7 +177,7 @@ def test_start_reads_only_records_behind_snapshot(etcd: EmbeddedEtcd, tmp_path: 
                 taken += 1
 
         def read_at_start() -> int:
-            """How much the broker has read when it leads; then all records are asked for."""
+            """Return how much the broker has read when it leads; then read all records."""
             with broker.client() as client:
                 wait_for(lambda: client.leaders(topic) == {0: 1})
                 told = Path(f"/proc/{broker.process.pid}/io").read_text().split()
@@ -207,7 +207,7 @@ def in_sync(client: RawClient, topic: str) -> list[int]:
 
 
 def accepted(result: Any) -> Any:
-    """The answer to a produce; None where it says that it was refused, for too few in sync."""
+    """The answer to a produce; None if it was refused because too few replicas are in sync."""
     return None if result.error_code == error_codes.NOT_ENOUGH_REPLICAS else result
 
 
@@ -236,7 +236,7 @@ def test_follower_without_room_delays_no_one_and_recovers(etcd: EmbeddedEtcd, tm
         wait_for(lambda: client.leaders(topic)[0] == 1 and in_sync(client, topic) == [1, 2, 3])
         disk.confine(follower.process.pid)
         for offset in range(2 * DISK_BYTES // len(VALUE)):
-            # On a machine that stands still the third may leave for a moment as well; what is refused is not written.
+            # On a machine that stalls, the third may also leave for a moment; refused batches are not written.
             taken = wait_for(lambda: accepted(client.produce(topic, 0, build_batch([VALUE]))))
             assert taken.base_offset == offset
         wait_for(lambda: in_sync(client, topic) == [1, 3])

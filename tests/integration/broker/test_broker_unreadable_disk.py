@@ -1,4 +1,4 @@
-"""Brokers with a bad sector in one file: its partition goes out of service, with a line of log; no other one does."""
+"""Brokers with a bad sector in one file: only its partition goes out of service, with a log line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPTIONS: dict[str, Any] = {"disk_may_be_unreadable": 1, "lease_ttl_s": 5}
 
 
 class Site:
-    """A broker with two topics of which each has BATCHES batches; `tell` is where a bad sector is named."""
+    """A broker with two topics of BATCHES batches each; the file `tell` names a bad sector."""
 
     def __init__(self, broker: BrokerProcess, tell: Path) -> None:
         self.broker = broker
@@ -38,7 +38,7 @@ class Site:
         self.tell.write_text(f"{self.path(name)} {position}")
 
     def restart(self) -> None:
-        """After a stop in good order the segments would not be read."""
+        """After a clean stop the segments would not be read."""
         self.broker.kill()
         self.broker.start()
 
@@ -60,7 +60,7 @@ def site(etcd: EmbeddedEtcd, tmp_path: Path, request: pytest.FixtureRequest) -> 
 
 
 def fetch(client: RawClient, topic: str, offset: int) -> tuple[int, list[int]]:
-    """The error code and the base offsets of the batches."""
+    """Return the error code and the base offsets of the batches."""
     partition = {
         "partition": 0,
         "current_leader_epoch": -1,
@@ -111,7 +111,7 @@ def test_unreadable_file_keeps_one_partition_closed(site: Site, name: str, posit
         assert str(site.path(name)) in line
         assert "Input/output error" in line
         assert client.leaders(BAD) == {0: -1}
-        # A disk that reads again needs no restart.
+        # A disk that recovers needs no restart.
         site.tell.unlink()
         wait_for(lambda: client.leaders(BAD) == {0: 1})
         assert client.produce(BAD, 0, build_batch([VALUE])).base_offset == BATCHES

@@ -1,6 +1,6 @@
-"""The cost of a dead broker for partitions led by others: as long as it is in sync, acks=all waits for it.
+"""The cost of a dead broker for partitions led by others: while it is in sync, acks=all waits for it.
 
-`KPROXY_KILLS=30 pytest -s` prints the longest pause of healthy partitions for so many kills.
+`KPROXY_KILLS=30 pytest -s` prints the longest pause of healthy partitions in 30 kills.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tests.support.etcd.etcd_cluster import EtcdCluster
 
 KILLS = int(os.environ.get("KPROXY_KILLS", "2"))
 IDS = (1, 2, 3)
-# A dead follower is waited for as long as that where its connection says nothing: its lease lives, and it may lag.
+# How long acks=all waits for a dead follower whose connection does not break: its lease lives, and it may lag.
 TTL_S = 90
-# Of what is wanted, a second, many times: a busy machine stops everybody now and then.
+# Many times the expected second: a busy machine stalls all processes now and then.
 LIMIT_S = 45.0
 
 
 def longest_pause_s(writer: Writer, since: float) -> float:
-    """Between two acknowledgements, from the last one before `since` on."""
+    """The longest gap between acknowledgements, starting at the last one before `since`."""
     times = [each.answered_at for each in writer.acked]
     return max(later - max(earlier, since) for earlier, later in itertools.pairwise(times) if later > since)
 
@@ -63,7 +63,7 @@ async def test_dead_broker_stops_no_partition_of_others(
                 for writer in writers:
                     await asyncio.to_thread(writer.next_ack, time.monotonic(), TTL_S)
             pauses += [longest_pause_s(writer, killed_at) for writer in writers]
-            # It need not wait for its predecessor.
+            # So that it need not wait for its predecessor.
             await site.end_lease(victim)
             await site.heal()
     print(

@@ -1,4 +1,4 @@
-"""The leader of three has a disk that fails: another one leads soon, and not a record is lost."""
+"""The leader of three replicas has a failing disk: another one leads soon, and no record is lost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytest_plugins = ["tests.support.etcd.embedded"]
 
 IDS = (1, 2, 3)
 TOPIC = "t"
-# A leader gives up after half of it.
+# A leader gives up after half of this.
 LAG_S = 4.0
 LEASE_TTL_S = 4
 OPTIONS: dict[str, Any] = {
@@ -32,13 +32,13 @@ OPTIONS: dict[str, Any] = {
     "isr_lag_s": LAG_S,
     "flush_interval_s": 0.2,
     "default_replication_factor": 3,
-    # Long enough for a preferred leader to be asked again while its disk fails.
+    # Long enough for another attempt of a preferred leader while its disk fails.
     "leader_rebalance_s": 2.0,
 }
 
 
 class Site:
-    """Three brokers; the first stands first for the only partition, and its disk may fail."""
+    """Three brokers; the first is the preferred leader of the only partition, and its disk may fail."""
 
     def __init__(self, brokers: list[BrokerProcess], disk: FaultyDisk) -> None:
         self.brokers = brokers
@@ -103,7 +103,7 @@ async def test_another_leads_while_leaders_disk_fails(
             gap_s = await asyncio.to_thread(fail_and_mend, site_, writer, {operation: fault})
         what = fault if isinstance(fault, str) else errno.errorcode[fault]
         print(f"\nflush {flush}, {operation} {what}: longest time without a write {gap_s:.1f} s")
-        # No proxy hides from librdkafka that a batch is refused because the one before it was: it begins a new epoch.
+        # Without a proxy librdkafka sees that a batch is refused because of the one before it, and begins a new epoch.
         writer.judge(0, log_bytes(site_), may_repeat=True)
 
 
@@ -114,7 +114,7 @@ def fail_and_mend(site_: Site, writer: IdempotentWriter, faults: dict[str, int |
         wait_for(lambda: site_.leader() in (2, 3), what="another leads")
         led = site_.led_by_first()
         writer.wait_for_more(50)
-        # Several times as long as it takes to look for a preferred leader.
+        # Several times the interval of checks for a preferred leader.
         time.sleep(2 * LAG_S)
         assert site_.led_by_first() == led, "it took the partition back while its disk fails"
         assert site_.leader() in (2, 3)
@@ -141,7 +141,7 @@ def test_leader_without_another_in_sync_keeps_lead(etcd: EmbeddedEtcd, etcd_pref
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("flush", ["always", "interval"])
 def test_stop_with_hanging_disk_is_bounded(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path, flush: str) -> None:
-    """The lease goes, and the process ends, though the disk does not come back."""
+    """The lease ends, and so does the process, although the disk does not recover."""
     with (
         site(etcd, etcd_prefix, tmp_path, flush=flush) as site_,
         site_.brokers[0].client() as client,

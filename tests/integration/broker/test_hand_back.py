@@ -1,4 +1,4 @@
-"""A broker that comes back leads its preferred partitions again, and no writer notices the move."""
+"""A broker that returns leads its preferred partitions again, unnoticed by writers."""
 
 from __future__ import annotations
 

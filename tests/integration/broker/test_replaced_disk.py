@@ -1,4 +1,4 @@
-"""A broker that comes back with an empty disk, and requests of its predecessor that are still under way (KIP-903).
+"""A broker that returns with an empty disk, while requests of its predecessor are still in flight (KIP-903).
 
 Real brokers, real etcd. Both faults together lost every acknowledged record before there were log ids: the late fetch
 put the empty log into the ISR, and the leader died.
@@ -23,9 +23,9 @@ from tests.support.etcd.etcd_cluster import EtcdCluster
 from tests.support.waiting import eventually
 from tests.support.wire.record_batches import build_batch
 
-# A machine that stands still for seconds ends no lease; those of the dead are ended by the test.
+# A machine that stalls for seconds ends no lease; the test ends those of dead brokers.
 TTL_S = 60
-# Longer than the test holds a follower's question back.
+# Longer than the test delays a follower's question.
 LAG_S = 300.0
 RECORDS = 20
 
@@ -38,7 +38,7 @@ async def site(etcd_cluster: EtcdCluster, etcd_prefix: str, tmp_path: Path) -> A
 
 
 def produce(site: FaultySite, broker: int, values: list[bytes]) -> list[int]:
-    """Their offsets, each acknowledged by all in sync."""
+    """Return the offsets, each acknowledged by all in-sync replicas."""
     client = RawClient(*site.brokers[broker].client_address)
     try:
         offsets = []
@@ -53,7 +53,7 @@ def produce(site: FaultySite, broker: int, values: list[bytes]) -> list[int]:
 
 
 async def replace_disk(site: FaultySite, broker: int) -> None:
-    """kill -9, and nothing is left of what it had."""
+    """kill -9, and remove all its data."""
     await site.brokers[broker].down()
     shutil.rmtree(site.brokers[broker].data_dir)
 
@@ -78,7 +78,7 @@ async def test_late_fetch_does_not_make_empty_disk_lead(site: FaultySite) -> Non
     await site.in_sync("t", 0, (2, 3))
     await site.brokers[1].up()
     way.release_questions()
-    # The log that the late question tells of is in sync as far as the leader knows; it is nobody's any more.
+    # The log named by the late question is in sync for the leader, but no longer exists.
     await site.in_sync("t", 0, (1, 2, 3))
     await site.brokers[2].down()
     await site.end_lease(2)
@@ -95,7 +95,7 @@ async def test_late_fetch_does_not_make_empty_disk_lead(site: FaultySite) -> Non
 
 
 async def test_only_copy_is_not_restarted_on_empty_disk(site: FaultySite) -> None:
-    """Consumers would read something else at the same offsets; whoever has the old disk may bring it back."""
+    """Consumers would read other records at the same offsets; the owner of the old disk may restore it."""
     await site.put_topic("t", [[1]])
     await site.led_by("t", 0, [1])
     await asyncio.to_thread(produce, site, 1, [b"v"])

@@ -32,20 +32,20 @@ from tests.support.brokers.replicating import LEADER, SECRET, FollowerSide, Lead
 from tests.support.waiting import PATIENCE_S, eventually
 
 T, U = uuid.uuid4(), uuid.uuid4()
-# A leader that may wait so long shows what does not wait for it.
+# A leader with this wait shows which events do not wait for it.
 LONG_WAIT_MS = 600_000
 ANOTHER = Secret.of("another cluster's secret, as long as this one's")
 
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A follower hears of what is committed when it asks the next time, and dials again after a pause."""
+    """Make followers learn the high watermark at their next request, and redial after a pause."""
     monkeypatch.setattr(fetchers, "MAX_WAIT_MS", 50)
     monkeypatch.setattr(fetchers, "FIRST_PAUSE_S", 0.01)
 
 
 async def replicated(*replicas: tuple[Partition, Partition]) -> None:
-    """The follower has what the leader has, to the byte, and knows what is committed."""
+    """Wait until the follower's log equals the leader's, and it knows the high watermark."""
     for leader, follower in replicas:
         await _reaches(follower, leader.log_end_offset)
         assert read_all(follower.log) == read_all(leader.log)
@@ -68,7 +68,7 @@ async def test_appended_records_are_fetched(tmp_path: Path) -> None:
 
 
 async def test_hung_disk_delays_only_its_own_partition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where records are to be on the disk, the next request says that they are; so it waits for that, and only it."""
+    """With flush policy always the next request confirms the flush, so only that partition's request waits."""
     hangs, goes_on, sync = threading.Event(), threading.Event(), segment._sync_data
 
     def wait(fd: int) -> None:
@@ -97,7 +97,7 @@ async def test_hung_disk_delays_only_its_own_partition(tmp_path: Path, monkeypat
 
 
 async def test_dead_lease_stops_fetches_and_dials(tmp_path: Path) -> None:
-    """Another process may have the broker's id by then: what this one has must not count as what that one has."""
+    """Another process may have the broker's id by then, and this broker's log must not count as that one's."""
     async with pair(tmp_path) as both:
         leader, follower = both.replicate("t", T, 0)
         append(leader, b"before")
@@ -126,7 +126,7 @@ async def test_append_does_not_wait_for_leaders_long_poll(tmp_path: Path, monkey
 async def test_newly_followed_partition_skips_leaders_long_poll(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a take-over: partition by partition a broker becomes the leader of what another led."""
+    """As after a take-over: a broker becomes the leader of another's partitions one by one."""
     monkeypatch.setattr(fetchers, "MAX_WAIT_MS", LONG_WAIT_MS)
     async with pair(tmp_path) as both:
         for index in range(5):
@@ -136,7 +136,7 @@ async def test_newly_followed_partition_skips_leaders_long_poll(
 
 
 async def test_leader_unaware_of_its_lease_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what it does lead goes on meanwhile, although the leader waits for it."""
+    """Meanwhile fetches of its other partitions continue, although the leader waits for the lease."""
     monkeypatch.setattr(fetchers, "MAX_WAIT_MS", LONG_WAIT_MS)
     async with pair(tmp_path) as both:
         early = both.follower.follow("t", 1, T)
@@ -178,7 +178,7 @@ async def test_partitions_beyond_request_limit_are_fetched_in_turn(
 
 
 async def test_one_request_fetches_many_partitions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each request costs both sides something for each partition: not one for each append."""
+    """Each request has a cost per partition on both sides, so there is not one for each append."""
     rest_s = 0.05
     monkeypatch.setattr(fetchers, "PARTITIONS_WITHOUT_REST", 3)
     monkeypatch.setattr(fetchers, "REST_S_PER_PARTITION", rest_s)
@@ -277,7 +277,7 @@ async def test_partition_no_longer_followed_is_not_fetched(tmp_path: Path) -> No
 
 
 async def test_diverged_tail_is_truncated_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The leader says where the logs part, and does not wait with it for records."""
+    """The leader reports the divergence point without waiting for records."""
     monkeypatch.setattr(fetchers, "MAX_WAIT_MS", LONG_WAIT_MS)
     async with pair(tmp_path) as both:
         leader = both.leader.lead("t", 0, T, epoch=1)
@@ -291,11 +291,11 @@ async def test_diverged_tail_is_truncated_at_once(tmp_path: Path, monkeypatch: p
         assert read_all(follower.log) == read_all(leader.log)
 
 
-# Who is slow, or no broker at all
+# Slow peers, and peers that are not brokers
 
 
 async def test_unauthenticated_peer_is_closed_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Be it silent, or sending a byte now and then."""
+    """It is silent, or sends a byte now and then."""
     async with pair(tmp_path) as both:
         leader, follower = both.replicate("t", T, 0)
         append(leader, b"v")
@@ -325,7 +325,7 @@ Behave = Callable[["Liar", memoryview], Awaitable[bytes]]
 
 
 class Liar:
-    """Listens as a leader does; `behave` makes the answer to each request, the length before it. b"": hang up."""
+    """Listens like a leader; `behave` returns the answer to each request, length first. b"": hang up."""
 
     def __init__(self, behave: Behave, secret: Secret = SECRET) -> None:
         self.behave = behave
@@ -370,7 +370,7 @@ def answering(frame: memoryview, **fields: object) -> bytes:
 
 
 def fetched(frame: memoryview, *results: PartitionFetched, topic_id: uuid.UUID = T, **changes: int) -> bytes:
-    """An answer to a fetch, honest in its form."""
+    """A well-formed answer to a fetch."""
     head, tail = response_ends(13, 0, [], changes.get("error_code", 0))
     entries = [part for each in results for part in result_entry(13, each)]
     array = encode_topics([(topic_id.bytes, entries, len(results))], flexible=True, by_id=True)
@@ -385,7 +385,7 @@ def good(index: int = 0, **changes: object) -> PartitionFetched:
 
 
 def once_authenticated(make: Callable[[memoryview], bytes]) -> Behave:
-    """Knows the secret, and lies from then on."""
+    """Knows the secret, and lies once authenticated."""
 
     async def behave(liar: Liar, frame: memoryview) -> bytes:
         return make(frame) if parse_request_header(frame).api_key == FETCH else in_good_faith(liar, frame)
@@ -394,7 +394,7 @@ def once_authenticated(make: Callable[[memoryview], bytes]) -> Behave:
 
 
 async def _lets_anybody_in(liar: Liar, frame: memoryview) -> bytes:
-    """And hopes to be believed."""
+    """Accept any peer, and claim to know the secret."""
     if parse_request_header(frame).api_key == SASL_HANDSHAKE:
         return answering(frame, mechanisms=[authentication.MECHANISM])
     try:
@@ -430,7 +430,7 @@ def _costly(liar: Liar) -> Liar:
     return liar
 
 
-# Before it has proved anything: it is asked for no record.
+# Before the listener has proved anything, it gets no fetch.
 STRANGERS: dict[str, tuple[Callable[[], Liar], str]] = {
     "does not know the secret": (lambda: Liar(_lets_anybody_in, ANOTHER), "signature"),
     "wants no proof and has none": (lambda: Liar(_wants_no_proof), "Malformed"),
@@ -444,7 +444,7 @@ STRANGERS: dict[str, tuple[Callable[[], Liar], str]] = {
 
 @asynccontextmanager
 async def lied_to(tmp_path: Path, liar: Liar) -> AsyncIterator[tuple[FollowerSide, LeaderSide, Partition]]:
-    """A follower of two partitions whose leader is the liar, and an honest one that is not asked yet."""
+    """A follower of two partitions whose leader is the liar, and an honest leader that is not used yet."""
     server = await asyncio.start_server(liar.serve, "127.0.0.1", 0)
     follower, honest = FollowerSide(tmp_path / "follower"), LeaderSide(tmp_path / "leader")
     await honest.start()
@@ -461,7 +461,7 @@ async def lied_to(tmp_path: Path, liar: Liar) -> AsyncIterator[tuple[FollowerSid
 
 
 async def _is_found_out(tmp_path: Path, liar: Liar, reason: str) -> Partition:
-    """The follower takes nothing, says why, once, and goes on with an honest leader."""
+    """Check that the follower accepts nothing, logs the reason once, and continues with an honest leader."""
     with capture_logs() as logs:
         async with lied_to(tmp_path, liar) as (follower, honest, partition):
             await eventually(lambda: liar.dialled >= 3)
@@ -485,7 +485,7 @@ async def test_non_broker_listener_is_asked_nothing(tmp_path: Path, case: str) -
     assert liar.fetches == 0
 
 
-# Knows the secret, and answers what cannot be: nothing of it counts, not even what could be.
+# Knows the secret, and sends invalid answers: no part of them counts, even the valid ones.
 LIES: dict[str, tuple[Callable[[memoryview], bytes], str]] = {
     "another partition": (lambda frame: fetched(frame, good(1)), "not asked"),
     "one more partition": (lambda frame: fetched(frame, good(), good(1)), "not asked"),
@@ -528,7 +528,7 @@ async def test_leader_that_answers_twice_is_not_believed(tmp_path: Path) -> None
 )
 async def test_invalid_records_change_no_log(tmp_path: Path, records: bytes) -> None:
     def make(frame: memoryview) -> bytes:
-        """What is wrong is one partition's; the other's is good."""
+        """One partition's result is invalid; the other's is valid."""
         asked = parse(frame, parse_request_header(frame))
         wanted = [partition_fetch(asked, start) for topic in asked.topics for start in topic.starts]
         return fetched(
@@ -548,7 +548,7 @@ async def test_invalid_records_change_no_log(tmp_path: Path, records: bytes) -> 
             await eventually(lambda: other.high_watermark == 3 and liar.fetches > 10)
             assert (partition.log_end_offset, partition.log.size_in_bytes) == (0, 0)
     assert liar.dialled == 1
-    # Asked again only after a pause.
+    # Retried only after a pause.
     assert len([each for each in logs if "refused" in each["event"]]) < 50
 
 
@@ -577,7 +577,7 @@ async def test_hung_leader_of_idle_partitions_costs_no_work(tmp_path: Path, monk
 
     monkeypatch.setattr(fetchers._Fetcher, "_until", counted)
     await _is_found_out_after(tmp_path, lambda liar: liar.fetches == 2)
-    # uvloop's timers are a millisecond early at times, in which there is time for a hundred looks.
+    # uvloop's timers may be a millisecond early, which allows a hundred looks.
     assert looks < 2_000
 
 
@@ -588,7 +588,7 @@ async def test_hung_leader_is_dialled_again_when_needed(tmp_path: Path, monkeypa
 
 
 async def _is_found_out_after(tmp_path: Path, hangs: Callable[[Liar], bool]) -> None:
-    """It leads one of three partitions that it is asked for, answers late, and hangs at some time."""
+    """Check that it leads one of three requested partitions, answers late, and hangs at some point."""
 
     async def behave(liar: Liar, frame: memoryview) -> bytes:
         if parse_request_header(frame).api_key != FETCH:

@@ -1,4 +1,4 @@
-"""TLS between brokers: who replicates with whom, what the others learn, and new certificates.
+"""TLS between brokers: pairs that replicate, errors of the others, and new certificates.
 
 The first half has a leader and a follower in this process, the second half brokers as processes. The last test is about
 TLS of clients.
@@ -87,7 +87,7 @@ async def test_follower_gets_records(site: Site, tmp_path: Path, by_tls: bool) -
     assert leaders.handshakes == ({"done": 1} if by_tls else {})
 
 
-# Whether the follower has TLS, the event and the reason in the leader's log, and the reason in the follower's.
+# The follower's TLS, the event and reason in the leader's log, and the reason in the follower's.
 REFUSED = {
     False: (
         "handshake rejected",
@@ -114,7 +114,7 @@ async def test_plain_and_tls_mismatch_names_the_remedy(site: Site, tmp_path: Pat
             await asyncio.sleep(0.2)
             assert theirs.log_end_offset == 0
             assert not both.leader.listener.followers
-            # At the end of the block a follower may be in the middle of a dial, which the leader logs as its end.
+            # At the end of the block the follower may be dialling, which the leader logs as its end.
             said, told = reasons(logs, event), reasons(logs, "leader not reachable")
     assert all(leader_says in reason for reason in said), logs
     assert all(follower_says in reason for reason in told), logs
@@ -122,12 +122,12 @@ async def test_plain_and_tls_mismatch_names_the_remedy(site: Site, tmp_path: Pat
 
 @pytest.mark.usefixtures("_short_waits")
 async def test_follower_with_tls_never_sends_plain_text(site: Site, tmp_path: Path) -> None:
-    """Whoever writes the leader's key, or stands at its address, gets the first message of TLS and nothing else."""
+    """Whoever puts the leader's key or listens at its address gets only the first message of TLS."""
     first_bytes: list[bytes] = []
 
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         first_bytes.append(await reader.read(1 << 16))
-        # An answer of Kafka's protocol, in case that somebody would go on with that.
+        # An answer of Kafka's protocol, in case the follower would accept it.
         writer.write(bytes(100))
         writer.close()
 
@@ -150,7 +150,7 @@ def _stranger_with(shown: Callable[[Site], Pair]) -> Callable[[Site], ssl.SSLCon
     return context
 
 
-# What listens at a leader's address, and the reason in the follower's log.
+# The listener at a leader's address, and the reason in the follower's log.
 LEADERS: dict[str, tuple[Callable[[Site], ssl.SSLContext], str]] = {
     "another authority": (
         _stranger_with(lambda site: site.theirs.issue("broker", HOST)),
@@ -185,7 +185,7 @@ async def test_follower_trusts_only_brokers_and_explains(site: Site, tmp_path: P
     assert heard == [], "it was told something"
 
 
-# A certificate that the broker itself does not begin with
+# Certificates that the broker refuses at its start
 
 
 def _encryption(site: Site, shown: Pair, ca: Path | None = None) -> Encryption:
@@ -244,7 +244,7 @@ class Brokers:
         wait_for(lambda: self.in_sync() == set(ids), what=lambda: "\n".join(each.log() for each in self.brokers))
 
     def write(self) -> int:
-        """A record with acks=all; its offset."""
+        """Write a record with acks=all; return its offset."""
         with self.leader.client() as client:
             produced = client.produce(TOPIC, 0, build_batch([b"v"]), acks=-1)
         assert produced.error_code == error_codes.NONE, produced
@@ -254,7 +254,7 @@ class Brokers:
         return replication_of(self.etcd, self.prefix, broker.node_id)
 
     def restart(self, broker: BrokerProcess, tls: ReplicationTls | None) -> None:
-        """In good order, with other options."""
+        """Restart cleanly, with other options."""
         broker.terminate()
         broker.stop()
         self.start(broker, tls)
@@ -301,7 +301,7 @@ def processes(
 Start = Callable[[ReplicationTls | None], Brokers]
 
 
-# What comes to the listener, and the reason in its log.
+# The connecting peer, and the reason in the listener's log.
 FOLLOWERS: dict[str, tuple[Callable[[Site], ssl.SSLContext], str]] = {
     "no certificate": (lambda site: client_context(site.ours.ca), "it shows no certificate"),
     "another authority": (
@@ -316,7 +316,7 @@ FOLLOWERS: dict[str, tuple[Callable[[Site], ssl.SSLContext], str]] = {
 
 
 def test_brokers_replicate_by_mutual_tls_and_exclude_others(site: Site, processes: Start) -> None:
-    """With `min.insync.replicas` 3 an answered record is on all of them."""
+    """With `min.insync.replicas` 3 all brokers have an acknowledged record."""
     brokers = processes(site.options())
     brokers.create(min_insync_replicas=3)
     assert [brokers.write() for _ in range(3)] == [0, 1, 2]
@@ -331,7 +331,7 @@ def test_brokers_replicate_by_mutual_tls_and_exclude_others(site: Site, processe
         with pytest.raises((OSError, Closed)), way.client() as client:
             client.secure(context(site)).request(API_VERSIONS, 0)
         wait_for(lambda reason=reason: reason in leader.log(), what=reason)  # type: ignore[misc]
-    # Neither is the certificate without the secret.
+    # A certificate without the secret is not enough either.
     with way.client().secure(ours) as client:
         client.send_fetch(follower.node_id, [])
         assert client.is_closed()
@@ -349,7 +349,7 @@ def test_broker_with_wrong_certificate_stays_out_of_isr(site: Site, processes: S
     outsider.stop()
     rest = {each.node_id for each in brokers.brokers} - {outsider.node_id}
     brokers.wait_in_sync(*rest)
-    # It trusts the others; they do not trust it.
+    # It trusts the others, but they do not trust it.
     brokers.start(outsider, site.options(shown=site.theirs.issue("broker", HOST), ca=site.both))
     refused = "it does not trust the authority that signed this broker's certificate"
     wait_for(lambda: refused in outsider.log(), what=outsider.log)
@@ -363,7 +363,7 @@ def test_broker_with_wrong_certificate_stays_out_of_isr(site: Site, processes: S
 
 
 def test_certificates_change_and_no_replica_leaves_the_isr(site: Site, tmp_path: Path, processes: Start) -> None:
-    """To those of another authority, in three steps, and connections that exist stay."""
+    """They move to another authority in three steps, and existing connections stay."""
     files = tmp_path / "files"
     files.mkdir()
     options = ReplicationTls(files / "cert", files / "key", files / "ca")
@@ -393,11 +393,11 @@ def test_certificates_change_and_no_replica_leaves_the_isr(site: Site, tmp_path:
     reload("] reloaded", 2)
     put(new, site.theirs.ca)
     reload("] reloaded", 3)
-    # What others would refuse changes nothing.
+    # Files that others would refuse change nothing.
     put(site.pair, site.theirs.ca)
     reload("reload failed", 1)
     put(new, site.theirs.ca)
-    # This time they notice by themselves.
+    # This time they notice without a signal.
     wait_for(lambda: all(each.log().count("] reloaded") == 4 for each in brokers.brokers))
     brokers.write()
     assert [each.log().count("follower authenticated") for each in brokers.brokers] == authenticated
@@ -406,7 +406,7 @@ def test_certificates_change_and_no_replica_leaves_the_isr(site: Site, tmp_path:
     assert told["kproxy_broker_tls_handshakes_total", (("outcome", "done"), ("use", "replication"))] == 2
     expiry = told["kproxy_broker_tls_certificate_expiry_timestamp_seconds", (("use", "replication"),)]
     assert expiry == pytest.approx(time.time() + 30 * 86_400, abs=86_400)
-    # New connections have the new ones.
+    # New connections use the new certificates.
     way = brokers.replication(brokers.leader)
     with way.client().secure(client_context(site.theirs.ca, new)) as client:
         assert client.request(API_VERSIONS, 0).error_code == error_codes.NONE
@@ -439,7 +439,7 @@ def test_broker_admits_clients_by_tls_certificate(
             client.metadata(TOPIC)
             produced = client.produce(TOPIC, 0, build_batch([b"v" * 300_000]), acks=-1)
             assert produced.error_code == error_codes.NONE
-        # That of a broker is none of a client.
+        # A broker's certificate is not a client's.
         for context in (client_context(site.ours.ca), client_context(site.ours.ca, site.pair)):
             with pytest.raises((OSError, Closed)), FollowerClient(HOST, port) as client:
                 client.secure(context).metadata(TOPIC)

@@ -27,20 +27,20 @@ from tests.support.waiting import PATIENCE_S, eventually
 TTL_S = 2
 LAG_S = 1.0
 IDS = (1, 2, 3)
-# What else may come of a write with acks=all: it timed out, too few are in sync, or were when it was written.
+# Other outcomes of a write with acks=all: a timeout, or too few in-sync replicas before or after the append.
 NO_ACK = {error_codes.REQUEST_TIMED_OUT, error_codes.NOT_ENOUGH_REPLICAS, error_codes.NOT_ENOUGH_REPLICAS_AFTER_APPEND}
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 class Trio(NamedTuple):
-    """Brokers 1, 2 and 3 and a proxy before them."""
+    """Brokers 1, 2 and 3 and a proxy in front of them."""
 
     site: FaultySite
     proxy: KproxyProcess
 
     async def topic(self, name: str, *, first: int = 1, partitions: int = 1) -> str:
-        """One that `first` leads and all have in sync."""
+        """A topic led by `first`, with all replicas in sync."""
         replicas = [first, *(node_id for node_id in IDS if node_id != first)]
         await self.site.put_topic(name, [replicas] * partitions)
         for partition in range(partitions):
@@ -55,7 +55,7 @@ class Trio(NamedTuple):
         return Writer(topic, lambda: [("127.0.0.1", port_of(self.proxy))], name="proxied")
 
     async def recovered(self, topic: str, *writers: Writer) -> None:
-        """All brokers have the same log again, and it is what the writers know."""
+        """Wait until all brokers have the same log again, which matches the writers' accounts."""
         await self.site.in_sync(topic, 0, IDS)
         log = await self.site.same_logs(topic, 0, IDS)
         for writer in writers:
@@ -89,7 +89,7 @@ def longest_pause_s(writer: Writer, since: float) -> float:
     return max(later - earlier for earlier, later in itertools.pairwise(times))
 
 
-# An owner that dies, one that leaves
+# Owners that die or leave
 
 
 async def test_dead_or_released_partition_is_soon_written_again(
@@ -97,7 +97,7 @@ async def test_dead_or_released_partition_is_soon_written_again(
 ) -> None:
     topic, idle = await trio.topic("in-time"), await trio.topic("never-written")
     async with trio.direct(topic) as direct, trio.proxied(topic) as proxied:
-        # What is wanted is the lease's time and 2 s, and half a second; `pytest -s` prints what it is here and now.
+        # The target is the lease's time plus 2.5 s; `pytest -s` prints the value on this machine.
         for how in ("kill -9", "SIGTERM"):
             await asyncio.gather(*(acked_since(writer, time.monotonic()) for writer in (direct, proxied)))
             owner = trio.site.brokers[await trio.site.led_by(topic, 0, IDS)]
@@ -123,7 +123,7 @@ async def test_dead_or_released_partition_is_soon_written_again(
 
 
 async def test_owner_again_after_another_reuses_no_offset(trio: Trio) -> None:
-    """It never stops: what it keeps in memory is from before the other's writes."""
+    """It never stops: its state in memory is older than the other's writes."""
     topic = await trio.topic("a-b-a")
     owners = [1]
     async with trio.direct(topic) as writer:
@@ -139,7 +139,7 @@ async def test_owner_again_after_another_reuses_no_offset(trio: Trio) -> None:
 
 
 async def _taken_from(trio: Trio, topic: str, owner: int) -> int:
-    """End the owner's lease until another broker has the partition; which one. The owner may be the quickest itself."""
+    """End the owner's lease until another broker has the partition; return it. The owner may be the fastest itself."""
     for _ in range(20):
         lease = await trio.site.client.get(trio.site.keys.lease(topic, 0))
         assert lease is not None
@@ -166,7 +166,7 @@ async def test_leader_without_followers_acknowledges_nothing_they_lack(trio: Tri
 
 
 async def _is_cut_off_from_its_followers(trio: Trio, name: str) -> bool:
-    """False where the leadership moved: its lease ends where the machine stands still for so long."""
+    """False if the leadership moved: a stall of the machine may end its lease."""
     topic = await trio.topic(name)
     leader = trio.site.brokers[1]
     async with trio.direct(topic) as writer, trio.direct(topic, acks=1) as hasty:
@@ -209,7 +209,7 @@ async def _is_cut_off_from_its_followers(trio: Trio, name: str) -> bool:
 
 @pytest.mark.parametrize("how", [pytest.param("refused", marks=pytest.mark.long), "silent"])
 async def test_leader_cut_off_from_etcd_is_replaced(trio: Trio, how: str) -> None:
-    """Clients and followers still reach it, and one client is stubborn and asks nobody else."""
+    """Clients and followers still reach it, and one stubborn client contacts no other broker."""
     topic = await trio.topic(f"cut-off-{how}")
     old = trio.site.brokers[1]
     stubborn = [Writer(topic, lambda: [old.client_address], acks=acks, name=f"stubborn{acks}") for acks in (0, 1, -1)]
@@ -226,7 +226,7 @@ async def test_leader_cut_off_from_etcd_is_replaced(trio: Trio, how: str) -> Non
     await trio.recovered(topic, writer, *stubborn)
 
 
-# Brokers that die and come back
+# Brokers that die and return
 
 
 async def test_killed_follower_catches_up_and_rejoins_isr(trio: Trio) -> None:
@@ -265,7 +265,7 @@ async def test_broker_with_wiped_disk_catches_up(trio: Trio) -> None:
         await trio.site.in_sync(topic, 0, IDS)
     assert writer.acked[0].offset == 0
     await trio.recovered(topic, writer)
-    # It counts for full again.
+    # It counts as a full replica again.
     await asyncio.gather(*(trio.site.brokers[node_id].down() for node_id in (1, 2)))
     await trio.site.led_by(topic, 0, [3])
     await trio.site.heal()
@@ -273,7 +273,7 @@ async def test_broker_with_wiped_disk_catches_up(trio: Trio) -> None:
 
 
 async def test_broker_with_lost_disk_does_not_lead(trio: Trio) -> None:
-    """Etcd still says that it was in sync. It comes back first, and dies and comes once more before the others do."""
+    """It is still in sync according to etcd. It returns first, dies, and returns once more before the others do."""
     topic = await trio.topic("wiped-first")
     lost = trio.site.brokers[2]
     async with trio.direct(topic) as writer:
@@ -291,7 +291,7 @@ async def test_broker_with_lost_disk_does_not_lead(trio: Trio) -> None:
 
 @pytest.mark.long
 async def test_serial_broker_kills_keep_records_complete_and_ordered(trio: Trio) -> None:
-    """Idempotent producers with several requests in flight, one through the proxy and one without."""
+    """Idempotent producers with several requests in flight, one through the proxy and one directly."""
     topics = [await trio.topic("rolling-proxied", partitions=3), await trio.topic("rolling-direct", partitions=3)]
     ways = [trio.proxy.kafka, trio.site.bootstrap]
     writers = [IdempotentWriter(bootstrap, topic, 3) for bootstrap, topic in zip(ways, topics, strict=True)]

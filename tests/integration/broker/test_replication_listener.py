@@ -1,6 +1,6 @@
-"""The listener for the other brokers: who is admitted, what they may ask, and that strangers disturb no one else.
+"""The listener for the other brokers: admission, allowed requests, and strangers that disturb no others.
 
-The brokers are real. What strangers do to one of them must leave a topic that is replicated through it alone.
+The brokers are real. Strangers at one of them must not affect the topic that it replicates.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.support.wire.record_batches import build_batch
 pytest_plugins = ["tests.support.etcd.embedded", "tests.support.brokers.reference_broker"]
 
 TOPIC = "replicated"
-# The id of no broker here.
+# An id that no broker here has.
 STRANGER = 9
 ANOTHER = Secret.of("another cluster's secret, as long as this one's")
 
@@ -45,7 +45,7 @@ class Leader:
         self.topic_id = topic_id
 
     def replicates(self) -> int:
-        """Whether a record still reaches every replica in sync; its offset."""
+        """Check that a record still reaches every in-sync replica; return its offset."""
         with self.broker.client() as client:
             produced = client.produce(TOPIC, 0, build_batch([b"v"]), acks=-1)
         assert produced.error_code == error_codes.NONE
@@ -78,14 +78,14 @@ def _isr(broker: BrokerProcess) -> list[int]:
         return list(client.metadata(TOPIC).topics[0].partitions[0].isr_nodes)
 
 
-# Who is let in
+# Admission
 
 
 @pytest.mark.parametrize("version", [0, 1, 2])
 def test_peer_with_the_secret_may_fetch(leader: Leader, version: int) -> None:
     with leader.replication.client().authenticate(STRANGER, leader.replication.secret, version) as client:
         answer = client.fetch(STRANGER, leader.asking())
-    # It has proved to be a broker, and that broker keeps no replica of this partition.
+    # It has proved to be a broker, but that broker keeps no replica of this partition.
     assert answer.error_code == error_codes.NONE
     assert [each.error_code for each in answer.topics[0][1]] == [error_codes.REPLICA_NOT_AVAILABLE]
 
@@ -121,7 +121,7 @@ def _produce_as_a_broker(client: FollowerClient, leader: Leader) -> None:
 
 
 def _fetch_for_another(client: FollowerClient, leader: Leader) -> None:
-    """Whose progress would count."""
+    """Fetch with an id whose progress would count."""
     client.authenticate(STRANGER, leader.replication.secret)
     client.send_fetch(2, leader.asking(fetch_offset=10**6))
 
@@ -145,7 +145,7 @@ def _cut_short(client: FollowerClient, leader: Leader) -> None:
     client.send_bytes(request_header(FETCH, 13, 1, b"raw") + bytes(20))
 
 
-# What is said, and what the log says of it. There is no answer, the connection is closed.
+# The messages, and their log lines. The connection is closed without an answer.
 REFUSED: dict[str, tuple[Callable[[FollowerClient, Leader], None], str]] = {
     "a fetch": (lambda client, leader: client.send_fetch(2, leader.asking()), "not authenticated"),
     "a fetch of no partition": (lambda client, _: client.send_fetch(2, []), "not authenticated"),
@@ -213,7 +213,7 @@ def test_peer_without_the_secret_learns_only_that(leader: Leader, name: int, sec
 
 
 def test_requests_after_a_failed_proof_are_ignored(leader: Leader) -> None:
-    """All in one packet, so that it is there before the connection is closed."""
+    """All in one packet, so that it arrives before the connection is closed."""
     with leader.replication.client() as client:
         client.shake_hands()
         handshake = FollowerHandshake(ReplicaKey(2, NO_DIRECTORY), ANOTHER)
@@ -228,7 +228,7 @@ def test_requests_after_a_failed_proof_are_ignored(leader: Leader) -> None:
 def test_strangers_do_not_keep_brokers_out(leader: Leader) -> None:
     with ExitStack() as stack:
         strangers = [stack.enter_context(leader.replication.client()) for _ in range(listener.MAX_UNAUTHENTICATED + 5)]
-        # Whoever came first has to go.
+        # The oldest connections must go.
         assert all(stranger.is_closed() for stranger in strangers[:5])
         with leader.replication.follower(STRANGER) as client:
             assert client.fetch(STRANGER, leader.asking()).error_code == error_codes.NONE
@@ -237,7 +237,7 @@ def test_strangers_do_not_keep_brokers_out(leader: Leader) -> None:
 
 
 def test_earlier_data_directory_is_refused(leader: Leader, cluster: Cluster) -> None:
-    """It would end the connection of the broker that has the id now."""
+    """It would end the connection of the current broker with that id."""
     follower = next(broker for broker in cluster.brokers if broker is not leader.broker)
     closings, authenticated = leader.closings(), leader.broker.log().count("follower authenticated")
     with leader.replication.client() as client:
@@ -254,18 +254,18 @@ def test_earlier_data_directory_is_refused(leader: Leader, cluster: Cluster) -> 
 
 
 def test_a_broker_has_one_connection(leader: Leader) -> None:
-    """A follower that was started anew is not kept waiting by what is left of it."""
+    """A restarted follower does not wait for the end of its old connection."""
     with leader.replication.follower(STRANGER) as first, leader.replication.follower(STRANGER) as second:
         assert first.is_closed()
         assert second.fetch(STRANGER, leader.asking()).error_code == error_codes.NONE
 
 
-# What clients may not do on theirs
+# Requests that clients may not send here
 
 
 @pytest.mark.parametrize("version", range(4, 13))
 def test_a_client_does_not_fetch_as_a_follower(leader: Leader, version: int) -> None:
-    """It would move the high watermark past what the followers have."""
+    """It would move the high watermark past the followers' logs."""
     before = leader.closings()
     with leader.broker.client() as client:
         partition = {"partition": 0, "fetch_offset": 10**6, "partition_max_bytes": 1000}
@@ -291,7 +291,7 @@ def test_replication_apis_are_not_offered_to_clients(leader: Leader) -> None:
         assert client.is_closed()
 
 
-# What a follower is told
+# Answers to followers
 
 
 @pytest.fixture
@@ -313,14 +313,14 @@ def follower(leader: Leader) -> Iterator[FollowerClient]:
 def test_follower_learns_the_reason_for_an_error(
     leader: Leader, follower: FollowerClient, changes: dict[str, int], error_code: int
 ) -> None:
-    """At once, however long it would wait."""
+    """At once, however long its request would wait."""
     ((topic, (fetched,)),) = follower.fetch(STRANGER, leader.asking(**changes), max_wait_ms=60_000).topics
     assert topic == leader.topic_id.bytes
     assert (fetched.error_code, fetched.records) == (error_code, b"")
 
 
 def test_follower_may_fetch_maximum_number_of_partitions(leader: Leader, follower: FollowerClient) -> None:
-    """Which is more than a stranger may send."""
+    """That is more than a stranger may send."""
     asked = [PartitionFetch(index, 0, 0, -1, 0, 1000) for index in range(MAX_PARTITIONS)]
     ((_, results),) = follower.fetch(STRANGER, [(leader.topic_id, asked)]).topics
     codes = [each.error_code for each in results]

@@ -1,4 +1,4 @@
-"""The secret of a cluster's brokers: created once, by the first of them, and kept by all."""
+"""The secret of a cluster's brokers: the first one creates it, and all keep it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def test_first_broker_creates_the_secret(etcd_client: EtcdClient, etcd_pre
 
 
 async def test_lost_secret_is_restored_from_brokers_memory(etcd_client: EtcdClient, etcd_prefix: str) -> None:
-    """Else those that were not started anew since would be strangers to those that were."""
+    """Otherwise brokers that were not restarted since could not authenticate those that were."""
     keys = Keys(etcd_prefix)
     remembering, new = SharedSecret(etcd_client, keys), SharedSecret(etcd_client, keys)
     await remembering.load()

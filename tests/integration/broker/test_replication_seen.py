@@ -62,7 +62,7 @@ def proxy_of(etcd: str, prefix: str, directory: Path, *more: str) -> Iterator[Kp
 
 
 def said(*arguments: str) -> str:
-    """What a command prints that finds nothing to fail for."""
+    """Return the output of a command that finds no fault."""
     ended = run_kproxy(*arguments)
     assert ended.status == 0, ended.stderr
     return ended.stdout
@@ -89,12 +89,12 @@ def test_a_follower_that_is_killed_is_seen_everywhere(etcd: EmbeddedEtcd, etcd_p
         in_proxy, in_etcd = ["--admin", proxy.admin], ["--etcd", etcd.endpoint, "--prefix", etcd_prefix]
 
         def doctored() -> list[dict[str, Any]]:
-            """What it says of replicas, by etcd and by the proxy."""
+            """Return its findings about replicas, by etcd and by the proxy."""
             findings = json.loads(said("doctor", *in_proxy, *in_etcd, "--json"))["findings"]
             return [finding for finding in findings if finding["check"].startswith("replication.")]
 
         def rarely_doctored() -> list[dict[str, Any]]:
-            """For a wait of a lease's length: each look is a process."""
+            """Poll slowly for the length of a lease: each check is a process."""
             time.sleep(2)
             return doctored()
 
@@ -108,7 +108,7 @@ def test_a_follower_that_is_killed_is_seen_everywhere(etcd: EmbeddedEtcd, etcd_p
         assert (seen("max_follower_lag_records") or 0) >= 1
         assert "1 of these lack a replica; 0 refuse acks=all" in page(leader.admin, "/")[1]
         in_sync = ",".join(str(each) for each in (1, 2, 3) if each != missing)
-        # The proxy reads that of etcd once a second at most.
+        # The proxy reads etcd at most once a second for this.
         wait_for(lambda: "; 1 under-replicated" in said("table", *in_proxy), what="the proxy's table says so")
         lines = said("table", *in_proxy).splitlines()
         assert lines[-1].endswith(f"  {in_sync} without {missing}")
@@ -160,7 +160,7 @@ async def test_a_broker_is_ready_while_its_lease_lives(tmp_path: Path) -> None:
             finally:
                 os.kill(server.pid, signal.SIGCONT)
             await _answers(broker.admin, 200, "ready\n")
-            # Whichever etcd does first when it wakes up: renew the lease, or end it.
+            # etcd may do either first when it wakes up: renew the lease, or end it.
             ended = [await asyncio.to_thread(Seen(broker), f"lease_{how}_total") for how in ("lapses", "losses")]
             assert sum(count or 0 for count in ended) >= 1
 
@@ -216,7 +216,7 @@ async def test_proxy_reports_unknown_state(tmp_path: Path) -> None:
             assert (await asyncio.to_thread(page, proxy.admin, "/replication?limit=0"))[0] == 400
             await freeze(server)
             try:
-                # What was read in the last second is answered still.
+                # A read from the last second is still used.
                 await asyncio.to_thread(wait_for, lambda: page(proxy.admin, "/replication")[0] == 503)
                 (unknown,) = await replication_of_proxy(AdminPlace(parse_address(proxy.admin, "--admin")))
                 assert unknown.mark == "warn"
@@ -243,7 +243,7 @@ async def _table(admin: str) -> TablePage:
     return table
 
 
-# What is read of etcd
+# Rows read from etcd
 
 
 async def test_isr_is_read_by_brokers_in_it(etcd_client: EtcdClient, etcd_prefix: str) -> None:
@@ -289,7 +289,7 @@ async def _written(
     other_topic: bool = False,
     partition: int = 0,
 ) -> Replication:
-    """What is read of one partition of `t` that stands in etcd so, among keys that make no sense.
+    """Return the row for one partition of `t` with this state in etcd, among nonsensical keys.
 
     `is_namesakes`: its lease key is of an earlier topic of that name.
     """

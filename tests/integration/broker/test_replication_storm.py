@@ -1,7 +1,7 @@
 """Replicated brokers under several random faults at a time, with every kind of client.
 
-`KPROXY_STORM_MINUTES` is for how long, `KPROXY_STORM_SEED` decides what happens: `make storm MINUTES=60 SEED=7`. A seed
-gives the same troubles in the same order; how far clients and brokers come in the midst of each is up to the machine.
+`KPROXY_STORM_MINUTES` is the duration, `KPROXY_STORM_SEED` the seed of the faults: `make storm MINUTES=60 SEED=7`. A
+seed gives the same faults in the same order; the progress of clients and brokers during each depends on the machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PATIENCE_S = 90
 
 
 class Storm:
-    """The clients of one run, and what they are to find when it is over."""
+    """The clients of one run, and the checks at its end."""
 
     def __init__(self, site: FaultySite, proxy_port: int) -> None:
         self.site = site
@@ -68,7 +68,7 @@ class Storm:
                 await self.site.in_sync(topic, partition, BROKERS, PATIENCE_S)
 
     async def goes_on(self) -> None:
-        """Whatever was done, everybody who insists is acknowledged again."""
+        """Wait until every persistent client is acknowledged again."""
         since = time.monotonic()
         for writer in self.idempotent:
             await asyncio.to_thread(writer.wait_for_more, 20, PATIENCE_S)
@@ -77,7 +77,7 @@ class Storm:
                 await asyncio.to_thread(plain.next_ack, since, PATIENCE_S)
 
     async def judge(self) -> Counter[str]:
-        """Once all clients have stopped: every replica holds the same, and it is what they were told."""
+        """After all clients have stopped: check that all replicas are equal and match the clients' acknowledgements."""
         await self.all_in_sync()
         counts: Counter[str] = Counter()
         for partition in range(PARTITIONS):

@@ -1,6 +1,6 @@
 """Brokers whose etcd was restored from a snapshot that is older than everything they have written.
 
-Real brokers, real etcd, a real snapshot: topic created, nothing led, nothing written.
+Real brokers, a real etcd and a real snapshot, taken after the topic's creation and before its first leader.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.support.etcd.etcd_cluster import running_cluster
 from tests.support.waiting import PATIENCE_S
 from tests.support.wire.record_batches import build_batch
 
-# A machine that stands still for seconds ends no lease; those of the dead are ended by the test.
+# A machine that stalls for seconds ends no lease; the test ends those of dead brokers.
 TTL_S = 60
 PREFIX = "/restored"
 REPLICAS = (1, 2, 3)
@@ -32,7 +32,7 @@ VALUES = [b"v%d" % number for number in range(40)]
 
 
 async def create_topic_unseen(site: FaultySite, snapshot: Path) -> None:
-    """Create the topic while no broker can take its partition, and save etcd as it is then."""
+    """Create the topic while no broker can take its partition, and save that state of etcd."""
     for broker in site.brokers.values():
         broker.signal(signal.SIGSTOP)
     view = ClusterView(Keys(PREFIX))

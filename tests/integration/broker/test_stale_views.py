@@ -1,6 +1,6 @@
 """Brokers and proxies cut off from etcd give no outdated answers (the KRaft split-brain text, steps 5, 6).
 
-A is cut off and its lease has ended; B has made a topic since, and leads what A led. A is still reached by everybody.
+A is cut off and its lease has ended; B has created a topic since, and leads A's partitions. All clients still reach A.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TTL_S = 2
 TIMEOUT_S = 60.0
 FRESH_CLIENTS = 20
 
-# What names brokers or topics, by the name of what is asked.
+# Requests whose answers name brokers or topics, by API.
 QUESTIONS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "Metadata": (METADATA, 8, {"topics": [{"name": "made-since"}], "allow_auto_topic_creation": False}),
     "Metadata of all topics": (METADATA, 1, {"topics": None}),
@@ -56,7 +56,7 @@ QUESTIONS: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 @pytest.fixture
 async def site(etcd_cluster: EtcdCluster, etcd_prefix: str, tmp_path: Path) -> AsyncIterator[FaultySite]:
-    """A and B, in sync with A in the lead of `moved`."""
+    """A and B, in sync, with A as the leader of `moved`."""
     async with faulty_site(etcd_cluster, etcd_prefix, tmp_path) as site:
         await site.add((A, B), lease_ttl_s=TTL_S)
         await site.put_topic("moved", [[A, B]], **{"min.insync.replicas": "1"})
@@ -66,7 +66,7 @@ async def site(etcd_cluster: EtcdCluster, etcd_prefix: str, tmp_path: Path) -> A
 
 
 async def cut_off(site: FaultySite, how: str = "silent") -> None:
-    """A loses etcd, and its lease; B goes on."""
+    """A loses etcd and its lease; B continues."""
     await site.brokers[A].cut_off_from_etcd(how)
     await site.led_by("moved", 0, [B])
 
@@ -79,7 +79,7 @@ async def make_topic_at_b(site: FaultySite) -> None:
         made = await asyncio.to_thread(request, broker, CREATE_TOPICS, 5, topics=[asked], timeout_ms=30_000)
         return made.topics[0].error_code in (error_codes.NONE, error_codes.TOPIC_ALREADY_EXISTS)
 
-    # Without a lease it ends the connection: that ends where the machine stands still for so long.
+    # Without a lease it ends the connection; a stall of the machine may end the lease.
     await eventually(is_made, "the topic is made", ignored=(Closed,))
 
 
@@ -89,7 +89,7 @@ def request(broker: FaultyBroker, api_key: int, version: int, **fields: Any) -> 
 
 
 async def sends_elsewhere(broker: FaultyBroker, version: int) -> bool:
-    """Whether Metadata names the other brokers alone, and no leader; else it is as ever."""
+    """Whether Metadata names only the other brokers, and no leader; otherwise it is unchanged."""
     asked = {"topics": [{"name": "moved"}, {"name": "made-since"}], "allow_auto_topic_creation": False}
     described = await asyncio.to_thread(request, broker, METADATA, version, **asked)
     codes = [(topic.name, topic.error_code, len(topic.partitions)) for topic in described.topics]
@@ -127,7 +127,7 @@ async def test_broker_without_lease_describes_nothing_until_renewed(site: Faulty
         assert await sends_elsewhere(broker, version)
     for question in QUESTIONS:
         assert await asyncio.to_thread(is_refused, broker, question), question
-    # Who asks for the versions is not sent away: librdkafka would take the broker for one of before ApiVersions.
+    # ApiVersions is still answered: otherwise librdkafka would assume a broker older than ApiVersions.
     assert (await asyncio.to_thread(request, broker, API_VERSIONS, 0)).error_code == error_codes.NONE
     await site.heal()
 
@@ -143,7 +143,7 @@ async def test_broker_without_lease_describes_nothing_until_renewed(site: Faulty
 
 
 class Client:
-    """Writes with one client that knows A alone at first. A record when it begins, one when the leader has moved."""
+    """Writes with one client that only knows A at first: a record at its start, and one when the leader has moved."""
 
     def __init__(self, bootstrap: str) -> None:
         self.bootstrap = bootstrap
@@ -202,7 +202,7 @@ class Java(Client):
         assert len(run.acknowledged) == 4
 
     def _records(self) -> Iterator[Record]:
-        # Some of them do not wait in the pipe's buffer.
+        # Some do not fit into the pipe's buffer.
         for _ in range(3):
             yield Record(None, bytes(100_000), partition=0)
         self.pause()
@@ -218,7 +218,7 @@ class Java(Client):
     ],
 )
 async def test_clients_leave_broker_that_loses_its_lease(site: FaultySite, kind: Callable[[str], Client]) -> None:
-    """Although A takes their connections, and is the one that they know best."""
+    """Although A accepts their connections, and is the broker that they know best."""
     client = kind(site.brokers[A].address)
     async with asyncio.timeout(3 * TIMEOUT_S):
         writing = asyncio.create_task(asyncio.to_thread(client.run))
@@ -237,7 +237,7 @@ async def test_clients_leave_broker_that_loses_its_lease(site: FaultySite, kind:
 
 
 async def test_cut_off_proxy_skips_brokers_without_leases(site: FaultySite, tmp_path: Path) -> None:
-    """Every fresh client is told the same, of a topic that the proxy has not heard of."""
+    """Every new client gets the same answer about a topic that the proxy does not know."""
     async with AsyncExitStack() as stack:
         way = await stack.enter_async_context(Relay(site.etcd.members[0].endpoint))
         arguments = ["serve", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--prefix", site.prefix]
@@ -248,7 +248,7 @@ async def test_cut_off_proxy_skips_brokers_without_leases(site: FaultySite, tmp_
         await make_topic_at_b(site)
         told = [await asyncio.to_thread(topic_error, port_of(proxy)) for _ in range(FRESH_CLIENTS)]
         assert told == [error_codes.NONE] * FRESH_CLIENTS
-        # Nobody is left who knows: it is not known, which clients wait for, and no topic is said to be missing.
+        # No broker knows any more: topics are reported as unavailable, which clients wait out, and none as missing.
         await site.brokers[B].cut_off_from_etcd("silent")
 
         async def nobody_knows() -> bool:

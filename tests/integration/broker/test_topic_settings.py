@@ -16,7 +16,7 @@ from tests.support.waiting import wait_for
 from tests.support.wire.record_batches import build_batch
 
 SEGMENT_BYTES = 1 << 20
-# Two of them fill a segment, a third begins the next.
+# Two of these fill a segment; a third begins the next.
 BATCH_BYTES = 500_000
 BATCHES = 9
 RETENTION_CHECK_INTERVAL_S = 1
@@ -41,19 +41,19 @@ def earliest(client: RawClient, topic: str) -> int:
     return offset
 
 
-# What is configured -> where the segments begin that are left.
+# Configurations -> the base offsets of the remaining segments.
 KEPT: list[tuple[dict[str, int], list[int]]] = [
     ({}, [0]),
     ({"segment.bytes": SEGMENT_BYTES}, [0, 2, 4, 6, 8]),
     ({"segment.bytes": SEGMENT_BYTES, "retention.bytes": 2 * SEGMENT_BYTES}, [4, 6, 8]),
-    # The records say that they are years old; Kafka, too, lets the last segment go by age and not by size.
+    # The records have timestamps years ago; Kafka also removes the last segment by age, but not by size.
     ({"segment.bytes": SEGMENT_BYTES, "retention.ms": 60_000}, [BATCHES]),
     ({"retention.bytes": 0}, [0]),
 ]
 
 
 def create(client: RawClient, configs: dict[str, int]) -> str:
-    """A topic with one partition on all three, led by the first of them, and the records in it."""
+    """Create a topic with one partition on all three brokers, led by the first, and write its records."""
     topic = f"settings-{uuid.uuid4().hex[:10]}"
     asked = {
         "name": topic,

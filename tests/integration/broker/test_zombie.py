@@ -1,14 +1,14 @@
 """The zombie leader of the KRaft split-brain text, thirty times: stopped for longer than its lease, then continued.
 
-Ten brokers lead one partition each and are all stopped at once, while two others live on, take over and are written to.
-Three times, and each time every broker is caught at another place:
+Ten brokers lead one partition each and are all stopped at once, while two others take over and receive writes. This
+runs three times, with every broker stopped at a different place each time:
 
 asleep             by SIGSTOP from outside; a produce and a fetch wait in its sockets when it wakes
 before the write   it has looked at its fence, and writes when it wakes
 after the write    the bytes are in its log; it is killed in its sleep, so that nobody takes them back
 after the append   its followers never got the batch, which waits for them with acks=all
 
-What it says when it is awake is no acknowledgement, it serves no read, and what it wrote late is in no log in the end.
+After it wakes it acknowledges nothing and serves no read, and its late write is in no log at the end.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ACKS = (-1, 1, 0)
 NOT_LEADER = error_codes.NOT_LEADER_OR_FOLLOWER
 REFUSED_UNWRITTEN = {NOT_LEADER, error_codes.NOT_ENOUGH_REPLICAS}
 HANG_S = 60.0
-# After the append nothing may be said that sounds like a refusal.
+# After the append no answer may look like a refusal.
 NO_ACK = {
     "asleep": {NOT_LEADER},
     "before the write": {NOT_LEADER},
@@ -67,14 +67,14 @@ async def site(etcd_cluster: EtcdCluster, tmp_path_factory: pytest.TempPathFacto
 
 
 class Zombie:
-    """One broker's fate in one round. It leads partition `node_id` - 1."""
+    """One broker in one round. It leads partition `node_id` - 1."""
 
     def __init__(self, broker: FaultyBroker, topic: str, round_number: int) -> None:
         self.broker = broker
         self.topic = topic
         self.partition = broker.node_id - 1
         self.place = list(PLACES)[(broker.node_id + round_number) % len(PLACES)]
-        # What waits in the queue behind a leader's acks=all would wait there in any case.
+        # Requests queued behind a leader's acks=all would wait there in any case.
         self.acks = -1 if self.place == "after the append" else ACKS[(broker.node_id // len(PLACES)) % len(ACKS)]
         self._writer: RawClient | None = None
         self._reader: RawClient | None = None
@@ -84,7 +84,7 @@ class Zombie:
         return client.produce(self.topic, self.partition, build_batch([value]), acks=acks, answered=answered)
 
     def fall_asleep(self) -> None:
-        """Stop, with a produce and a fetch on their way."""
+        """Stop, with a produce and a fetch in flight."""
         self._writer, self._reader = self.broker.client(), self.broker.client()
         if self.place == "asleep":
             self.broker.signal(signal.SIGSTOP)
@@ -96,7 +96,7 @@ class Zombie:
         return psutil.Process(self.broker.process.pid).status() == psutil.STATUS_STOPPED
 
     def send_more(self) -> None:
-        """To the sleeper: a second produce, and a read of what it has."""
+        """Send the stopped broker a second produce, and a read."""
         assert self._writer is not None
         assert self._reader is not None
         more = build_batch([self._stamp + b" more"])
@@ -105,7 +105,7 @@ class Zombie:
         self._reader.send(FETCH, 11, max_wait_ms=0, topics=[{"topic": self.topic, "partitions": [partition]}])
 
     def what_it_says(self) -> tuple[list[int], list[int]]:
-        """Error codes: of its answers to the produces, and to the fetch."""
+        """Return the error codes of its answers to the produces and to the fetch."""
         assert self._writer is not None
         assert self._reader is not None
         produced: list[int] = []
@@ -145,7 +145,7 @@ class Zombie:
 
 
 async def written(site: FaultySite, zombie: Zombie, leaders: Sequence[int], value: bytes) -> tuple[int, int]:
-    """Error code and base offset of a write to one of these, sent again where it is refused before it is written.
+    """Return the error code and base offset of a write to one of these, repeated if it is refused before the append.
 
     On a slow machine a follower may leave the ISR, or a leader lose its lease, for a moment.
     """
@@ -184,7 +184,7 @@ async def test_leader_stopped_past_its_lease_keeps_nothing(site: FaultySite, rou
             taken = await written(site, zombie, OTHERS, b"meanwhile")
             assert taken == (0, 1), "the new leader does not write where the old one would"
     finally:
-        # Also when this round fails: the next one needs them awake.
+        # Also when this round fails: the next one needs them running.
         await asyncio.gather(*(zombie.wake() for zombie in zombies))
     for zombie in zombies:
         await asyncio.to_thread(zombie.check_answers)

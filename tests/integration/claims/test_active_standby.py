@@ -23,7 +23,7 @@ from tests.support.waiting import wait_for
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "active_standby.py"
 PATIENCE_S = 40.0
-# For how long who wakes up is left to try what it likes.
+# How long a resumed process may try to write.
 AWAKE_S = 0.5
 WROTE = re.compile(r"wrote number (\d+) at offset (\d+)")
 
@@ -54,7 +54,7 @@ class Writer:
         return self
 
     def is_active(self, times: int = 1) -> Self:
-        """It has become active so many times, and has written since."""
+        """Wait until it has become active `times` times, and has written since."""
         self.has_said("ACTIVE with fence", times)
         written = self.said.count("wrote")
         return self.has_said("wrote", written + 20)
@@ -98,7 +98,7 @@ def test_the_log_shows_one_writer_after_another(owned_topics: OwnedTopics, write
 
     third = writers.start("third").has_said("standing by")
     with standing_still(second):
-        # It stays the owner, as it may wake up at any time; somebody has to take over.
+        # It remains the owner, as it may resume at any time; another process must take over.
         time.sleep(AWAKE_S)
         assert "ACTIVE with" not in third.said
         fourth = writers.start("fourth", "--take-over").is_active()
@@ -140,7 +140,7 @@ def standing_still(writer: Writer) -> Iterator[None]:
 
 
 def check(log: list[bytes], writers: list[Writer]) -> None:
-    """`log`: all there is in the partition, from offset 0 on."""
+    """`log`: all records of the partition, from offset 0 on."""
     records = [json.loads(value) for value in log]
     fences = [each["fence"] for each in records]
     assert all(earlier <= later for earlier, later in pairwise(fences)), "a stale fence follows a newer one's record"
@@ -149,7 +149,7 @@ def check(log: list[bytes], writers: list[Writer]) -> None:
     assert len(turns) >= len(writers)
     for turn in turns:
         assert turn[0]["number"] is None
-    # Each begins after all that those before it had written: none twice, none left out.
+    # Each begins after all earlier records: none is duplicated or missing.
     numbers = [each["number"] for each in records if each["number"] is not None]
     assert numbers == list(range(1, len(numbers) + 1))
     for writer in writers:

@@ -1,7 +1,7 @@
 """The Own API's table of cases (semantics §5), on two proxies with two workers each, before reference brokers.
 
-Every case is taken three times: its connections at two proxies, at two workers of one, and at one worker.
-What is decided for all combinations of generations and whole groups is in tests/unit/claims/test_own_rules.py.
+Every case runs three times: with its connections at two proxies, at two workers of one, and at one worker. The
+decisions for all combinations of generations and whole groups are in tests/unit/claims/test_own_rules.py.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class Case(NamedTuple):
 
 
 def a_owns(generation: int, resource: str = "0") -> list[Step]:
-    """A owns a resource with a generation above 1: the first claim of what nobody owns is granted with 1."""
+    """A owns a resource with a generation above 1: the first claim of an unowned resource is granted with 1."""
     return [own("A", [(resource, 1)], New(1)), own("A", [(resource, generation)], New(generation))]
 
 
 def partly_refused() -> Step:
-    """A owns partition 0; in one request it writes both partitions, and a topic that everybody writes."""
+    """A owns partition 0; in one request it writes both partitions, and an unprotected topic."""
 
     async def send(run: CaseRun) -> Checked:
         places = [(run.topic, 0), (run.topic, 1), (OPEN_TOPIC, 0)]
@@ -81,7 +81,7 @@ def partly_refused() -> Step:
 
 
 def claimed_while_it_waits() -> Step:
-    """A, who owns partition 0 as a reader, waits for records; B claims it, and A hears of none."""
+    """A, which owns partition 0 as a reader, waits for records; B claims it, and A gets none."""
 
     async def send(run: CaseRun) -> Checked:
         fetched = run.clients["A"].send_fetch(run.topic, 0, await run.end_of(0), max_wait_ms=30_000)
@@ -97,7 +97,7 @@ def claimed_while_it_waits() -> Step:
 
 
 def claimed_while_nobody_had_it() -> Step:
-    """B, bound to the readers, waits for records of partition 0, which nobody owns until A claims it."""
+    """B, bound to the readers, waits for records of partition 0, which is unowned until A claims it."""
 
     async def send(run: CaseRun) -> Checked:
         fetched = run.clients["B"].send_fetch(run.topic, 0, await run.end_of(0), max_wait_ms=30_000)
@@ -121,7 +121,7 @@ def claimed_behind_another_answer() -> Step:
     async def send(run: CaseRun) -> Checked:
         first = run.clients["B"].send_fetch(run.topic, 1, await run.end_of(1), max_wait_ms=20_000)
         second = run.clients["B"].send_fetch(run.topic, 0, 0)
-        # By now the broker has answered the second one.
+        # The broker has answered the second one by now.
         await asyncio.sleep(0.3)
         await (await own("A", [("0", 1)], New(1), group=READERS)(run))
 
@@ -473,7 +473,7 @@ CASES = [
     ),
 ]
 
-# Where the connections of a case are: A and B at two proxies, at two workers of one, at one worker.
+# The locations of a case's connections: A and B at two proxies, at two workers of one, at one worker.
 PLACES = {
     "two proxies": {"A": Place(0, 1), "B": Place(1, 1), "C": Place(1, 2)},
     "two workers": {"A": Place(0, 1), "B": Place(0, 2), "C": Place(1, 1)},
@@ -481,7 +481,7 @@ PLACES = {
 }
 
 
-# Of each case one place is not long, of neighbouring cases another one.
+# Each case runs in one place without `long`; neighbouring cases use different places.
 IN_PLACES = [
     pytest.param(case, where, id=f"{case.what}-{where}", marks=[pytest.mark.long] * (turn != number % len(PLACES)))
     for number, case in enumerate(CASES)

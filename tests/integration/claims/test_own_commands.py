@@ -31,7 +31,7 @@ from tests.support.processes.dev import KproxyProcess, run_kproxy
 from tests.support.processes.served import counted, page, port_of
 from tests.support.waiting import PATIENCE_S, eventually
 
-# A claim that cannot be confirmed is answered after it.
+# The answer to a claim that cannot be confirmed comes after this time.
 OWN_TIMEOUT_S = 4.0
 TOPIC = "gated"
 HOST = "127.0.0.1"
@@ -78,7 +78,7 @@ def site(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     serve = ["serve", "--config", str(config), "--admin", "127.0.0.1:0", *there]
     commands = {"broker": [*broker, *there], "one": [*serve, "--workers", "2"], "other": serve}
     with ExitStack() as stack:
-        # All at once: nobody waits for another.
+        # All at once: none waits for another.
         started = {name: KproxyProcess(arguments, directory / name) for name, arguments in commands.items()}
         for process in started.values():
             stack.callback(process.stop)
@@ -89,7 +89,7 @@ def site(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 def group() -> str:
-    """One that no other test has claims in."""
+    """A group in which no other test has claims."""
     return f"g-{uuid.uuid4().hex}"
 
 
@@ -112,7 +112,7 @@ async def connected(etcd: _Client) -> AsyncIterator[_Client]:
 
 
 async def claimed(owner: OwnClient, group: str, resources: Sequence[tuple[str, int]] | None) -> None:
-    """Until all of it is granted: where the machine is busy that may take longer than the proxies wait for it."""
+    """Wait until all is granted, which may exceed the proxies' timeout on a busy machine."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         response = await owner.own(group, resources)
@@ -126,7 +126,7 @@ async def claimed(owner: OwnClient, group: str, resources: Sequence[tuple[str, i
 
 @contextmanager
 def running(directory: Path, *arguments: str) -> Iterator[KproxyProcess]:
-    """A command that goes on until it is ended; it is ended at the end of the block."""
+    """Run a command for the length of the block."""
     process = KproxyProcess(["own", *arguments], directory / f"stderr-{uuid.uuid4().hex}")
     try:
         yield process
@@ -135,7 +135,7 @@ def running(directory: Path, *arguments: str) -> Iterator[KproxyProcess]:
 
 
 async def told(process: KproxyProcess, part: str) -> None:
-    """Until it has said so on stderr."""
+    """Wait until its stderr contains `part`."""
     await eventually(lambda: part in process.stderr(), process.stderr)
 
 
@@ -144,18 +144,18 @@ async def line_of(process: KproxyProcess) -> str:
 
 
 async def own(*arguments: str) -> tuple[int, list[str], list[str]]:
-    """Run a command to its end: its status, and the lines that it printed."""
+    """Run a command to its end; return its status and output lines."""
     ended = await asyncio.to_thread(run_kproxy, "own", *arguments)
     return ended.status, ended.stdout.splitlines(), ended.stderr.splitlines()
 
 
 async def owned(claims: Claims, group: str) -> list[str]:
-    """The resources that somebody owns."""
+    """The owned resources of the group."""
     return [each.resource for each in (await claims.page(group)).claims]
 
 
 async def until_owned(site: Site, group: str, resources: Sequence[str]) -> None:
-    """Until these are owned and nothing else, and the proxy that is asked has heard of it."""
+    """Wait until exactly these are owned, and the proxy knows."""
     deadline = time.monotonic() + PATIENCE_S
     for claims in (site.at_etcd, site.at_proxy):
         while (found := await owned(claims, group)) != list(resources):
@@ -196,7 +196,7 @@ async def test_a_proxys_list_and_etcds_are_the_same(site: Site, group: str) -> N
 
 
 def named(claim: ClaimRow) -> str:
-    """What its owner calls itself; where it is stands behind."""
+    """The owner's name without its location."""
     return claim.client.partition("@")[0]
 
 
@@ -217,7 +217,7 @@ async def test_a_claim_is_held_until_interrupted(site: Site, group: str, tmp_pat
     with running(tmp_path, "claim", group, "a", "b=7", "--bootstrap", site.one.kafka, "--client-id", "me") as holder:
         lines = [await line_of(holder), await line_of(holder)]
         shown = (await site.at_etcd.page(group)).claims
-        # What nobody owns is granted with generation 1.
+        # An unowned resource is granted with generation 1.
         assert lines == [f"{each.resource}: granted with generation 1, fence {each.fence}" for each in shown]
         assert [each.resource for each in shown] == ["a", "b"]
         assert set(map(named, shown)) == {"me"}
@@ -230,7 +230,7 @@ async def test_a_claim_is_held_until_interrupted(site: Site, group: str, tmp_pat
 
 async def test_severed_holder_names_the_new_owner(site: Site, group: str, tmp_path: Path) -> None:
     asks = [*site.asks_proxy, "--bootstrap", site.one.kafka]
-    # It asks once, and a worker that it may get to hears of the claim when that gets to run: etcd knows of it before.
+    # It asks once, and its worker may learn of the claim later than etcd.
     with running(tmp_path, "claim", group, "a", *site.asks_etcd, "--bootstrap", site.one.kafka) as holder:
         await line_of(holder)
         async with client(site.other, "successor") as successor:
@@ -240,13 +240,13 @@ async def test_severed_holder_names_the_new_owner(site: Site, group: str, tmp_pa
             assert sentence.startswith(f"kproxy: severed: {site.one.kafka} has closed the connection")
             assert "a is owned by successor@" in sentence
             assert "with generation 4." in sentence
-            # And whoever comes with less is told with what it is owned.
+            # A claim with a lower generation gets the current one.
             await until_owned(site, group, ["a"])
             status, out, err = await own("claim", group, "a=3", *asks)
             assert (status, out) == (1, [])
             assert "a is refused: successor@" in err[0]
             assert "owns it with generation 4" in err[0]
-            # Named by variables alone they are of one place; a page that a variable names may be of another proxy.
+            # Named by variables alone they are one place; a page named by a variable may be another proxy's.
             by_variables = {"KPROXY_BOOTSTRAP": site.one.kafka, "KPROXY_ADMIN": site.one.admin}
             ended = await asyncio.to_thread(run_kproxy, "own", "claim", group, "a=3", environ=by_variables)
             assert "a is refused: successor@" in ended.stderr
@@ -286,7 +286,7 @@ async def test_unconfirmed_claim_is_waited_for(site: Site, group: str, tmp_path:
             page = await site.at_etcd.page(group)
             assert "nowhere:9 [has confirmed no claim since revision 1]" in members_line(page)
             (claim,) = page.claims
-            # It goes on asking, for this very claim.
+            # It repeats the request for this claim.
             timed_out = 'kproxy_own_requests_total{outcome="timed_out"}'
             deadline = time.monotonic() + PATIENCE_S
             while await asyncio.to_thread(counted, site.other.admin, timed_out) < 2:
@@ -309,7 +309,7 @@ async def test_freed_owner_alone_is_severed(site: Site, group: str, asks: str) -
         assert "owner@" in out[0]
         assert err == [f"kproxy: nobody owns nothing of group {group}."]
         assert await owner.wait_closed()
-        # All of its claims are gone with the connection.
+        # All its claims end with the connection.
         await until_owned(site, group, ["c"])
         assert not neighbour.closed
         status, _, err = await own("free", f"{group}-none", "--all", *where)
@@ -317,7 +317,7 @@ async def test_freed_owner_alone_is_severed(site: Site, group: str, asks: str) -
 
 
 class Interposing(EtcdClient):
-    """Somebody claims `key` anew just before each transaction."""
+    """Another client claims `key` again just before each transaction."""
 
     key, value = "", b""
 
@@ -381,7 +381,7 @@ async def test_a_watch_is_read_by_people_too(site: Site, group: str, tmp_path: P
             assert f" {group} a claimed by first@" in line
             assert line[2] == line[5] == ":"
         assert f" {group} a freed, it was owned by first@" in await line_of(watch)
-        # A process that dies takes its own entry along with its claims.
+        # A process that dies removes its own entry along with its claims.
         async with connected(EtcdClient([site.etcd])) as etcd:
             lease_id = (await etcd.lease_grant(60)).lease_id
             value = encode_value(ClaimValue("57c", 1, 1, "late"))
@@ -393,7 +393,7 @@ async def test_a_watch_is_read_by_people_too(site: Site, group: str, tmp_path: P
 
 
 async def test_claim_outcomes_are_counted(site: Site, group: str) -> None:
-    """At a proxy whose workers count together; the group is the writers' of the topic."""
+    """At a proxy whose workers' counts are summed; the group is the topic's writer group."""
 
     async def grown(
         proxy: KproxyProcess, name: str, by: int, act: Callable[[], Awaitable[object]], before: float | None = None
@@ -425,7 +425,7 @@ async def test_claim_outcomes_are_counted(site: Site, group: str) -> None:
             assert await first.wait_closed()
         await until_owned(site, "writers", [])
         assert await asyncio.to_thread(counted, site.one.admin, "kproxy_own_claims ") == 0
-        # The partition's leader has heard that nobody writes any more.
+        # The partition's leader knows that there is no writer any more.
         await grown(site.one, "kproxy_own_released_total", 1, lambda: asyncio.sleep(0), released)
 
 
@@ -461,7 +461,7 @@ def test_pages_refuse_invalid_requests(site: Site) -> None:
             assert post(proxy.admin, body)[0] == 400, body
         status, text = post(proxy.admin, b'{"group": "g", "resources": ["%s"]}' % (b"a" * 40_000))
         assert (status, text) == (400, "an order of 40033 bytes; at most 32768 are taken: name fewer\n")
-        # A form of some web page that a browser on this machine shows.
+        # A form on a web page in this machine's browser.
         for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
             assert post(proxy.admin, b'{"group": "g"}', kind)[0] == 415
         assert page(proxy.admin, "/own?limit=1")[0] == 200

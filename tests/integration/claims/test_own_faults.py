@@ -1,4 +1,4 @@
-"""Faults of a proxy that holds claims for its clients: others can claim in time, and nobody else writes after them."""
+"""Faults of a proxy that holds its clients' claims: others can claim in time, and former owners cannot write."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.processes.dev import KproxyProcess
 from tests.support.processes.worker_processes import worker_pids
 from tests.support.waiting import PATIENCE_S
 
-# Workers are started again after a second.
+# Workers are restarted after a second.
 RESTART_S = PATIENCE_S
 SLOW_S = 0.1
 LOST_ANSWERS = 5
@@ -37,7 +37,7 @@ class Victim:
 
     @property
     def worker(self) -> int:
-        """The process that holds the claims."""
+        """The worker process that holds the claims."""
         return worker_pids(self.process)[1]
 
     def signal(self, number: int) -> None:
@@ -97,7 +97,7 @@ FAULTS = [
 
 
 async def _writes_on(client: OwnClient, topic: str, acknowledged: int) -> int:
-    """Write until it is refused. Return the number of acknowledged records, with those before."""
+    """Write until refused. Return the number of acknowledged records, including earlier ones."""
     try:
         while (await client.produce(topic, 0, b"A %d" % acknowledged)).error_code == NONE:
             acknowledged += 1
@@ -133,7 +133,7 @@ async def test_client_claims_resources_of_a_troubled_proxy(own_site: OwnSite, vi
     assert await owner.wait_closed(PATIENCE_S), "it has lost its claim, and is served"
     acknowledged = await asyncio.wait_for(writing, PATIENCE_S)
     assert (await successor.produce(topic, 0, b"B 1")).error_code == NONE
-    # The victim recovers, and serves as before.
+    # The victim recovers, and serves again.
     owner = await victim.connect()
     assert await _claims(owner, topic) > second
     assert await successor.wait_closed(PATIENCE_S)
@@ -149,7 +149,7 @@ async def test_client_claims_resources_of_a_troubled_proxy(own_site: OwnSite, vi
 
 @on_site
 async def test_stopped_readers_proxy_hands_over_nothing(own_site: OwnSite, victim: Victim) -> None:
-    """No broker guards reads: the proxy must notice by itself that its lease is over, whatever it does first."""
+    """Brokers do not guard reads: the proxy itself must notice that its lease is over, whatever it does first."""
     topic = own_site.topic("stopped reader")
 
     async def reads(client: OwnClient) -> int:
@@ -226,7 +226,7 @@ async def test_claim_interrupted_by_etcd_outage_is_made_later(own_site: OwnSite,
 
 @on_site
 async def test_claim_with_lost_etcd_answer_keeps_its_fence(own_site: OwnSite, victim: Victim) -> None:
-    """Repeatedly: etcd makes the claim, the proxy gets no answer, and the client requests it again."""
+    """Repeatedly: etcd stores the claim, the proxy gets no answer, and the client requests it again."""
     topic = own_site.topic("lost answers")
     key = own_site.keys.claim(writers_of(topic), f"{topic}/0")
 

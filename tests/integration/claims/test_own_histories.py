@@ -1,7 +1,7 @@
 """Ownership under random faults: random histories of claims, writes and deaths, checked for linearizability.
 
-`KPROXY_OWN_HISTORIES` is how many, `KPROXY_OWN_SEED` what they are: `make own-histories HISTORIES=500 SEED=1`. A seed
-gives the same clients and the same troubles; how far they come in the midst of each other is up to the machine.
+`KPROXY_OWN_HISTORIES` is their number, `KPROXY_OWN_SEED` their seed: `make own-histories HISTORIES=500 SEED=1`. A seed
+gives the same clients and faults; their interleaving depends on the machine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.support.waiting import eventually
 HISTORIES = int(os.environ.get("KPROXY_OWN_HISTORIES", "40"))
 SEED = int(os.environ.get("KPROXY_OWN_SEED", "1"))
 AT_A_TIME = 40
-# Numbers below 0: histories that are told in full.
+# Numbers below 0: histories that are printed in full.
 TOLD = 3
 
 
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def site(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[OwnSite]:
-    """One for all histories; each has a topic and a writer group of its own."""
+    """One site for all histories; each has its own topic and writer group."""
     groups = {topic_of(number): group_of(number) for number in range(-TOLD, HISTORIES)}
     client = EtcdClient([etcd.endpoint])
     await client.connect()
@@ -60,7 +60,7 @@ async def unbound(site: OwnSite) -> AsyncIterator[OwnSite]:
 
 
 async def run_batch(site: OwnSite, histories: list[History], befalling: list[Trouble]) -> Counter[str]:
-    """Histories and troubles side by side, until all is well again; then they are judged. What there was of all."""
+    """Run histories and faults concurrently until all is healthy; then judge them. Return the totals."""
     maker = Troublemaker(site)
     times = [time.monotonic()]
     try:
@@ -112,21 +112,21 @@ async def test_write_of_replaced_writer_in_flight_is_dropped(site: OwnSite) -> N
 
 
 async def test_owner_with_cut_connection_writes_over_another(site: OwnSite) -> None:
-    """What is bound is bound on a connection: on the next one it is bound before anything is written."""
+    """A binding belongs to one connection: the next one binds before it writes."""
     history = History(site, -3, SEED)
     async with history:
         owner = Member(history, "owner", Random(0))
         connection = await owner.insists(0)
         for _ in range(3):
             while (codes := await owner.send(connection, 0)) != [NONE]:
-                # What was under way when it was cut; the owner is never refused.
+                # The write in flight when it was cut; the owner is never refused.
                 assert codes == [REQUEST_TIMED_OUT]
             await asyncio.gather(*(broker.way.cut() for broker in site.brokers.values()))
         history.judge_partition(0, await site.log(history.topic, 0, at_least=3), {})
 
 
 async def test_missing_fence_lets_late_write_through_visibly(unbound: OwnSite) -> None:
-    """Severing is not fencing: what was written before is still under way, and is appended behind the next owner's."""
+    """Severing is not fencing: an earlier write is still in flight, and is appended after the next owner's."""
     history = History(unbound, -2, SEED)
     async with history:
         await replaced_in_mid_write(unbound, history)
@@ -137,7 +137,7 @@ async def test_missing_fence_lets_late_write_through_visibly(unbound: OwnSite) -
 
 
 async def replaced_in_mid_write(site: OwnSite, history: History) -> None:
-    """A write is under way to the broker while its writer is replaced, and arrives there behind the next one's."""
+    """A write is in flight while its writer is replaced, and reaches the broker after the next writer's."""
     old, new = (Member(history, name, Random(0)) for name in ("old", "new"))
     ways = [each.way for each in site.brokers.values()]
     await old.connect(proxy=0)

@@ -36,7 +36,7 @@ from tests.support.processes.served import ServedBroker
 from tests.support.waiting import PATIENCE_S, eventually
 
 GROUP = "writers"
-# Shorter than any wait for an answer, longer than what the claims here take.
+# Shorter than any wait for an answer, longer than the claims here take.
 OWN_TIMEOUT_S = 0.2
 UNSETTLED_S = 1.0
 RESOURCE = "t/0"
@@ -57,7 +57,7 @@ class Site:
             times = {"timeout_s": OWN_TIMEOUT_S, "unsettled_s": UNSETTLED_S}
             own = own_service(self._client, self._prefix, port=19_092 + number, writer_groups={"t": GROUP}, **times)
             await self._stack.enter_async_context(running(own.run()))
-            # A dial to a deaf broker lasts until that broker hears.
+            # A dial to a deaf broker lasts until that broker answers.
             limits = {"own_unsettled_s": UNSETTLED_S, "connect_timeout_s": PATIENCE_S}
             proxy = await self._stack.enter_async_context(
                 running_proxy(self.broker, own=own, limits=limits, follows_versions=True)
@@ -84,7 +84,7 @@ class Site:
         return await self.broker.next()
 
     def have_patience(self, unsettled_s: float = 1_000.0) -> None:
-        """What is unsettled from now on is so for that time or, by default, until it is answered."""
+        """Writes from now on stay unsettled for that time or, by default, until they are answered."""
         for proxy in self.proxies:
             assert proxy.context.own is not None
             proxy.context.own.unsettled._unsettled_s = unsettled_s
@@ -102,7 +102,7 @@ async def claim(client: OwnClient, resource: str = RESOURCE, generation: int = 1
 
 
 async def claim_until_granted(client: OwnClient, resource: str = RESOURCE) -> None:
-    """What has to be waited for is settled: so long as it takes to be told."""
+    """Claim until granted: the writes to wait for settle soon."""
     async with asyncio.timeout(PATIENCE_S):
         while (code := await claim(client, resource)) != NONE:
             assert code == REQUEST_TIMED_OUT
@@ -126,7 +126,7 @@ async def resets(owner: OwnClient) -> None:
 
 
 async def stays(owner: OwnClient) -> None:
-    """It is severed by the claim."""
+    """Check that the claim severs it."""
 
 
 ends_with_acks = pytest.mark.parametrize(
@@ -160,7 +160,7 @@ async def test_claim_waits_for_answers_to_earlier_writes(
 
 @pytest.mark.parametrize(("acks", "successor_at"), [(-1, 0), (0, 1)])
 async def test_write_lost_with_its_connection_is_awaited(site: Site, acks: int, successor_at: int) -> None:
-    """The owner lives on: the same batch, sent again and answered, does not settle its first copy."""
+    """The owner continues: the same batch, resent and answered, does not settle its first copy."""
     owner, successor = await site.owner(), await site.client(successor_at)
     asked = await site.writes(owner, acks)
     began = asyncio.get_running_loop().time()
@@ -260,7 +260,7 @@ async def test_refused_write_of_departed_writer_is_not_resent(
 
 @pytest.mark.parametrize("acks", [-1, 0])
 async def test_uncertain_lease_stops_waiting_retries(site: Site, acks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that was stopped finds its timers due before it is told that its lease has ended."""
+    """A process that was stopped finds its timers due before it learns that its lease has ended."""
     owner = await site.owner()
     asked = await site.writes(owner, acks)
     asked.answer(results={("t", 0): NOT_LEADER_OR_FOLLOWER})
@@ -317,7 +317,7 @@ async def test_kafscales_brokers_are_waited_for_as_well(
 
 
 class FencingBroker(ServedBroker):
-    """One that binds whatever it is told to."""
+    """A broker that accepts every binding."""
 
     def take(self, asked: Asked) -> None:
         if asked.header.api_key == BIND_FENCES:
@@ -348,7 +348,7 @@ async def test_claim_at_fencing_brokers_does_not_wait(site: Site, ends: Callable
     await ends(owner)
     await claim_until_granted(successor)
     await asked.connection.until_closed()
-    # A proxy that does not know of the fences yet would wait.
+    # A proxy that does not know the fences yet would wait.
     assert site.unsettled() == [("t", 0)]
 
 
@@ -372,7 +372,7 @@ async def test_acks_0_is_confirmed_only_with_writer_groups(site: Site) -> None:
 
 
 async def test_parts_beside_refused_acks_0_are_waited_for(site: Site) -> None:
-    """For two partitions of which it owns one: the connection ends over the other, in the same step."""
+    """A request for two partitions, of which it owns one: the connection ends over the other, in the same step."""
     site.have_patience()
     owner, successor = await site.owner(), await site.client(1)
     (await site.writes(owner, 0)).answer()

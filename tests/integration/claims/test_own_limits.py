@@ -1,4 +1,4 @@
-"""The limits for claims, by one connection and by all: one process's claims, on a real etcd."""
+"""The limits for claims of one connection and of all: one process's claims, on a real etcd."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def claims(etcd: EmbeddedEtcd, prefix: str) -> AsyncIterator[OwnService]:
 
 
 def connection(own: OwnService, severed: list[str]) -> ClaimingConnection:
-    """As a session has one: what ends it frees what it claimed."""
+    """Like a session's: its end frees its claims."""
     client = own.connection("tests", lambda reason: (severed.append(reason), own.ended(client))[0])
     return client
 
@@ -66,7 +66,7 @@ async def test_connection_claims_limited_number_of_resources(etcd: EmbeddedEtcd,
 
 
 async def test_claims_of_all_connections_are_limited(etcd: EmbeddedEtcd, etcd_prefix: str) -> None:
-    """What is claimed already may be claimed as ever: the table has it, and its owner is severed."""
+    """A resource claimed already may be claimed again: the table has it, and its owner is severed."""
     with mock.patch.object(acquire, "FULL", MOST):
         async with claims(etcd, etcd_prefix) as own:
             severed: list[str] = []

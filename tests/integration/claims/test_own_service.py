@@ -1,4 +1,4 @@
-"""Processes that keep claims on one etcd, without brokers: what they tell each other, whatever etcd reports."""
+"""Processes that keep claims on one etcd, without brokers: their exchanges, whatever etcd reports."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPERATIONS = 100
 
 
 class FencedBrokers:
-    """Brokers that know fences; `released` is what they were told to release."""
+    """Brokers that know fences; `released` lists the released ones."""
 
     def __init__(self) -> None:
         self.released: list[Release] = []
@@ -54,7 +54,7 @@ class Site:
         self._stack = stack
 
     async def service(self, client: EtcdClient | None = None, *, port: int = 1) -> OwnService:
-        """Its brokers know fences, and it is a member."""
+        """A service whose brokers know fences, and which is a member."""
         own = own_service(client or self.client, self._prefix, port=port, writer_groups={"t": GROUP})
         own.brokers.attach(FencedBrokers())
         await self._stack.enter_async_context(running(own.run()))
@@ -69,12 +69,12 @@ async def site(etcd_client: EtcdClient, etcd_prefix: str) -> AsyncIterator[Site]
 
 
 async def bound(bindings: list[FenceBinding], deadline: float) -> dict[tuple[str, int], int]:
-    """Whoever leads takes everything."""
+    """Every leader accepts all bindings."""
     return {each[:2]: NONE for each in bindings}
 
 
 async def claim(own: OwnService, resource: str = "t/0", sever: Callable[[str], None] = lambda reason: None) -> int:
-    """A claim of a connection of its own; its fence."""
+    """Claim on a new connection; return its fence."""
     request = OwnRequest(GROUP, (OwnResource(resource, 0),))
     (owned,) = (await own.own(own.connection("tests", sever), request, bound)).resources
     assert owned.error_code == NONE
@@ -82,7 +82,7 @@ async def claim(own: OwnService, resource: str = "t/0", sever: Callable[[str], N
 
 
 async def test_keys_of_ended_lease_are_released_by_others(site: Site) -> None:
-    """Of the keys that go with a lease, the process's own is told of first: its claims seem to stand still."""
+    """Of an ended lease's keys, the process's own is reported first: its claims seem to persist."""
     holder, other = await site.service(port=1), await site.service(port=2)
     brokers = FencedBrokers()
     released = brokers.released
@@ -108,7 +108,7 @@ async def behind(etcd: EmbeddedEtcd) -> AsyncIterator[tuple[Relay, EtcdClient]]:
 
 
 async def test_claim_reported_in_fragments_is_confirmed(site: Site, etcd: EmbeddedEtcd) -> None:
-    """Who was cut off learns of a claim together with the end of a lease that held more than one part takes."""
+    """A process that was cut off sees a claim together with the end of a lease whose keys need several fragments."""
     count = CHUNK_EVENTS + OPERATIONS
     lease = await site.client.lease_grant(60)
     value = encode_value(ClaimValue("gone", 1, 1))
@@ -127,12 +127,12 @@ async def test_claim_reported_in_fragments_is_confirmed(site: Site, etcd: Embedd
             lambda: any(each.port == 1 and each.seen >= put for each in other.table.members.values()),
             what="the claim is confirmed",
         )
-        # Those who were there at the claim are waited for, not those who came back since.
+        # The claim waits for the members at its time, not for those that return later.
         assert cut_off.is_live()
 
 
 async def test_claim_is_decided_by_etcd_not_by_table(site: Site) -> None:
-    """A table is behind: neither a refusal nor a grant may come of what it says."""
+    """A table lags: neither a refusal nor a grant may rely on it."""
     first, late = await site.service(port=1), await site.service(port=2)
     severed: list[str] = []
     owner = first.connection("owner", severed.append)
@@ -152,7 +152,7 @@ async def test_claim_is_decided_by_etcd_not_by_table(site: Site) -> None:
 
 
 async def test_release_deletes_only_its_own_claim(site: Site) -> None:
-    """The end of a connection may be carried out after somebody else has claimed what it had."""
+    """The end of a connection may be processed after another client has claimed its resources."""
     own = await site.service()
     earlier = await claim(own)
     later = await claim(own)
@@ -178,7 +178,7 @@ sys.exit(main())
 
 
 async def test_proxy_that_cannot_keep_claims_ends_with_reason(site: Site, tmp_path: Path) -> None:
-    """It would serve on, refuse every claim for good, and nobody would know."""
+    """Otherwise it would serve on and refuse every claim for good, unnoticed."""
     arguments = ["serve", "--listen", "127.0.0.1:0", "--etcd", site.client.endpoints, "--prefix", site.keys.prefix]
     process = KproxyProcess(arguments, tmp_path / "stderr", (sys.executable, "-P", "-c", FORGETFUL))
     try:

@@ -40,7 +40,7 @@ def sink(example: ModuleType, owned_topics: OwnedTopics) -> Any:
 
 
 def rows_of(site: OwnedTopics, sink: Any, partition: int = 0) -> list[tuple[int, int, Any]]:
-    """What is in a partition, but for what tells of claims."""
+    """The rows of a partition, without those about claims."""
     records = [json.loads(value) for value in site.log(sink.topic, partition)]
     return [(each["batch"], each["row"], each["value"]) for each in records if "batch" in each]
 
@@ -59,7 +59,7 @@ def test_rerun_batch_is_written_once(example: ModuleType, owned_topics: OwnedTop
 def test_broken_off_attempt_is_finished_by_next(example: ModuleType, owned_topics: OwnedTopics, sink: Any) -> None:
     example.write_rows(sink, 0, rows(*range(7)))
     example.write_rows(sink, 0, rows(*range(2 * example.LOOK_BACK)))
-    # So many have claimed it and done nothing that one look back does not reach the last row.
+    # So many claimed it without writing that one look back does not reach the last row.
     with producing(sink) as producer, own_sync(producer, WRITERS, [(sink.topic, 0)], 1):
         for _ in range(example.LOOK_BACK):
             example.send(sink, producer, 0, {"claimed_for": 1})
@@ -94,14 +94,14 @@ def test_restarted_query_writes_no_row_twice(
 ) -> None:
     from pyspark import cloudpickle
 
-    # Run as a script it goes to the executors whole; so it does here.
+    # A script is shipped to the executors whole, and so is this module.
     cloudpickle.register_pickle_by_value(example)
     checkpoint = tmp_path / "checkpoint"
     run_until(example, spark, sink, checkpoint, batches=1)
-    # As if it had been killed after it had written, and before Spark knew.
+    # As if killed after its write and before Spark noted the commit.
     last = max(numbered(checkpoint / "commits"))
     remove(checkpoint / "commits", last)
-    # Stopped between two batches, it may have planned the next one; where it was killed it had not.
+    # If stopped between two batches, it may have planned the next one; if killed, it had not.
     for batch in numbered(checkpoint / "offsets"):
         if batch > last:
             remove(checkpoint / "offsets", batch)
@@ -116,7 +116,7 @@ def test_restarted_query_writes_no_row_twice(
 
 
 def numbered(log: Path) -> list[int]:
-    """Return the batches that one of Spark's logs in a checkpoint has an entry for."""
+    """Return the batches that have an entry in one of Spark's checkpoint logs."""
     return [int(each.name) for each in log.iterdir() if each.name.isdigit()]
 
 
@@ -126,7 +126,7 @@ def remove(log: Path, batch: int) -> None:
 
 
 def run_until(example: ModuleType, session: Any, sink: Any, checkpoint: Path, batches: int) -> None:
-    """Until so many batches have been committed since the checkpoint was made."""
+    """Run until `batches` batches have been committed since the checkpoint was created."""
     query = example.start(session, sink, str(checkpoint), ROWS_PER_BATCH)
     try:
         deadline = time.monotonic() + TIMEOUT_S

@@ -24,9 +24,9 @@ from tests.support.waiting import PATIENCE_S
 PLACES = [Place(0, 1), Place(0, 2), Place(1, 1), Place(1, 2)]
 CONNECTIONS = 50
 CLAIMS_EACH = 4
-# Of one request, which takes a second or so.
+# Resources of one request, which takes about a second.
 MANY = 1_000
-# To see who is served sooner.
+# To see which is served sooner.
 ATTEMPTS = 5
 
 
@@ -41,7 +41,7 @@ class Grant(NamedTuple):
 
 
 class Storm:
-    """Connections that claim one resource, with any generation, and come again when they are severed."""
+    """Connections that claim one resource, with any generation, and reconnect when severed."""
 
     def __init__(self, site: OwnSite, topic: str) -> None:
         self.grants: list[Grant] = []
@@ -87,7 +87,7 @@ async def test_claim_storm_leaves_one_owner_and_rising_fences(own_site: OwnSite)
 
     async def judge(storm: Storm) -> None:
         grants = sorted(storm.grants)
-        # Most are severed before they hear of their grant, where the machine has time for that.
+        # Most are severed before they learn of their grant, if the machine has time.
         assert grants
         assert storm.severed >= CONNECTIONS
         assert storm.codes <= {NONE, FENCED_INSTANCE_ID}
@@ -121,7 +121,7 @@ def _resources(count: int) -> tuple[OwnResource, ...]:
     return tuple(OwnResource(f"r{number}", 1) for number in range(count))
 
 
-# A few: that all of them are refused is in tests/property/test_codec_own.py.
+# A few: tests/property/test_codec_own.py covers the rest.
 HARMFUL: dict[str, Callable[[], bytes]] = {
     "one resource too many": lambda: _own(OwnRequest("g", _resources(MAX_RESOURCES + 1))),
     "a group without end": lambda: raw_frame(request_header(OWN, 1, 1, b"tests") + b"\xff\xff\xff\xff\x0f"),
@@ -161,7 +161,7 @@ async def test_partial_claim_claims_nothing_and_blocks_no_one(own_site: OwnSite)
 
 @on_site
 async def test_request_with_many_resources_blocks_no_one(own_site: OwnSite) -> None:
-    """While they are claimed, and while they are freed, others are served."""
+    """Others are served while the resources are claimed and freed."""
     topic = own_site.topic("many")
     resources = [(f"r{number}", 1) for number in range(MANY)]
 
@@ -179,7 +179,7 @@ async def test_request_with_many_resources_blocks_no_one(own_site: OwnSite) -> N
         return is_sooner
 
     owner = await own_site.pool.connect(PLACES[0])
-    # Where the machine stands still, both answers are there before one is looked at.
+    # If the machine stalls, both answers arrive before one is read.
     for number in range(1, ATTEMPTS + 1):
         if await is_served_meanwhile(owner, number):
             break
@@ -190,7 +190,7 @@ async def test_request_with_many_resources_blocks_no_one(own_site: OwnSite) -> N
 
 @on_site
 async def test_claim_flood_blocks_no_one(own_site: OwnSite) -> None:
-    """Twenty connections send two hundred claims each, all at once, and read no answer before the last."""
+    """Twenty connections send two hundred claims each at once, and read no answer before the last."""
     topic = own_site.topic("flood")
 
     async def is_served_meanwhile() -> bool:
@@ -218,7 +218,7 @@ async def test_claim_flood_blocks_no_one(own_site: OwnSite) -> None:
 
 @on_site
 async def test_client_with_endless_name_does_not_fill_etcd(own_site: OwnSite) -> None:
-    """It stands in each claim of its connection."""
+    """The name is part of each claim of its connection."""
     topic = own_site.topic("endless name")
 
     client = await own_site.pool.connect(PLACES[0])

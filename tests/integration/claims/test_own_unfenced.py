@@ -1,6 +1,6 @@
 """Single writer before a real Apache Kafka, which has no fences: a claim waits for the writes of earlier writers.
 
-What a proxy that lives on waits for is in test_own_last_writes, with brokers that say what they have got.
+The waits of a surviving proxy are in test_own_last_writes, with scripted brokers.
 
 owner     - a proxy - Way - Kafka      what is written may be under way for as long as a test likes
 successor - another proxy - Kafka
@@ -31,21 +31,21 @@ from tests.support.processes.dev import KproxyProcess
 from tests.support.processes.served import port_of
 from tests.support.waiting import PATIENCE_S, eventually
 
-# The first run of all downloads Kafka's jars.
+# The very first run downloads Kafka's jars.
 pytestmark = [pytest.mark.java, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 
 GROUP = "writers"
 TOPICS = [f"unfenced-{uuid.uuid4().hex[:10]}-{number}" for number in range(6)]
-# Of a proxy that the test kills, and of those that it does not.
+# The lease of a proxy that the test kills, and of the others.
 TTL_S = 4
 LASTING_TTL_S = 60
-# What is asked for in vain is answered after this; long before anything is settled by time alone.
+# An unsuccessful claim is answered after this time, long before time alone settles a write.
 OWN_TIMEOUT_S = 1.0
 UNSETTLED_S = 10.0
 
 
 class Site:
-    """Proxies before the cluster: those that reach it by `ways`, and others."""
+    """Proxies in front of the cluster: those that reach it by `ways`, and others."""
 
     def __init__(self, kafka: RealKafka, etcd: str, directory: Path, stack: AsyncExitStack) -> None:
         self.kafka = kafka
@@ -58,7 +58,7 @@ class Site:
 
     async def start(self) -> None:
         for topic in TOPICS:
-            # The times in what tests write lie long ago.
+            # The records of tests have old timestamps.
             await asyncio.to_thread(self.kafka.create_topic, topic, 1, retention_ms="-1")
         for broker in self.kafka.brokers:
             self.ways[broker.node_id] = await self._stack.enter_async_context(Way(broker.port))
@@ -67,7 +67,7 @@ class Site:
     async def proxy(
         self, ports: dict[int, int] | None, prefix: str = f"/{TOPICS[0]}", ttl_s: int = LASTING_TTL_S
     ) -> KproxyProcess:
-        """Before brokers at these ports or, None, at those that the cluster names; it knows those of its prefix."""
+        """Start a proxy for brokers at these ports (None: those that the cluster names) and for its prefix."""
         self._started += 1
         lines = [f"[limits]\nown_timeout_s = {OWN_TIMEOUT_S}\nown_unsettled_s = {UNSETTLED_S}"]
         source: list[str] = ["--ownership", "kafka", "--bootstrap", self.kafka.bootstrap]
@@ -88,7 +88,7 @@ class Site:
         return process
 
     def topic(self) -> str:
-        """One that is used for nothing else; it has one partition."""
+        """A new topic with one partition."""
         return next(self._unused)
 
     async def client(self, proxy: KproxyProcess) -> OwnClient:
@@ -97,14 +97,14 @@ class Site:
         return client
 
     async def writer(self, proxy: KproxyProcess, topic: str) -> OwnClient:
-        """It owns the topic's partition, and has written."""
+        """A client that owns the topic's partition, and has written."""
         writer = await self.client(proxy)
         await claim_until_granted(writer, topic)
         assert (await writer.produce(topic, 0, b"first")).error_code == NONE
         return writer
 
     def hold(self) -> None:
-        """What is written by the owners' proxies from now on is under way."""
+        """Keep the owners' writes in flight from now on."""
         assert sum(way.hold(lambda port: True) for way in self.ways.values()) > 0
 
     async def until_under_way(self) -> None:
@@ -149,7 +149,7 @@ async def test_writes_of_dead_proxy_precede_next_owners(site: Site) -> None:
     await site.until_under_way()
     os.kill(proxy.pid, signal.SIGKILL)
     began = asyncio.get_running_loop().time()
-    # For as long as its lease lives, and then for what it may have written.
+    # While its lease lives, and then for its possible writes.
     while asyncio.get_running_loop().time() - began < TTL_S + OWN_TIMEOUT_S:
         code = await claim(successor, topic)
         assert code == REQUEST_TIMED_OUT or asyncio.get_running_loop().time() - began >= 0.95 * UNSETTLED_S
@@ -175,20 +175,20 @@ async def test_writes_of_all_dead_proxies_are_awaited(site: Site, etcd_here: Etc
     await site.writer(proxy, topic)
     os.kill(proxy.pid, signal.SIGKILL)
     async with asyncio.timeout(PATIENCE_S):
-        # Nobody is left who saw it die.
+        # No process is left that saw it die.
         while (await etcd_here.get_prefix(OwnKeys(prefix).members)).kvs:
             await asyncio.sleep(0.1)
     proxy = await site.proxy(None, prefix)
     assert await claim(await site.client(proxy), topic) == REQUEST_TIMED_OUT
     await site.writer(proxy, topic)
     assert await asyncio.to_thread(proxy.stop) == 0
-    # One that ended in order leaves nothing behind.
+    # A cleanly stopped one leaves nothing behind.
     proxy = await site.proxy(None, prefix)
     assert await claim(await site.client(proxy), topic) == NONE
 
 
 async def test_owners_alternate_on_partitions_named_by_cluster(site: Site) -> None:
-    """Nothing is under way when a claim is made: nobody waits."""
+    """Nothing is in flight when a claim is made, so no claim waits."""
     topic = site.topic()
     proxy = await site.proxy(None)
     written = [b"first"]

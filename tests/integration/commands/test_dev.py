@@ -1,4 +1,4 @@
-"""`kproxy dev`: everything starts, serves, keeps its data, and ends as a whole, however it ends."""
+"""`kproxy dev`: all parts start, serve, keep their data, and end together, however it ends."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.support.waiting import wait_for
 
 
 def names(processes: list[psutil.Process]) -> list[str]:
-    """What each of a `kproxy dev`'s children is."""
+    """The names of a `kproxy dev`'s children."""
     found = []
     for process in processes:
         command = process.cmdline()
@@ -75,11 +75,11 @@ def test_audit_trail_can_be_switched_off(tmp_path: Path) -> None:
 def test_added_proxy_reports_its_start_briefly(dev_cluster: KproxyProcess, tmp_path: Path) -> None:
     with serving(["serve", "--etcd", dev_cluster.etcd, "--listen", "127.0.0.1:0"], tmp_path / "stderr") as proxy:
         wait_for(lambda: STARTS[-1] in proxy.stderr(), what="the first round of asking the brokers")
-        # How many files may be open depends on the machine.
+        # The limit of open files depends on the machine.
         lines = [line for line in proxy.stderr().splitlines() if "open files" not in line]
         told = {next(word for word in STARTS if word in line): line for line in lines}
         assert len(lines) == len(STARTS), proxy.stderr()
-        # The table, who else is there, this one's own entry; what the brokers serve is known when they have answered.
+        # The table, the other proxies, its own entry; the brokers' versions are known after their answers.
         assert [word for word in told if word != STARTS[-1]] == list(STARTS[:-1]), proxy.stderr()
         changed = told["proxies changed"]
         assert "gone" not in changed
@@ -99,7 +99,7 @@ STARTS = (
 
 
 def replicas(dev: KproxyProcess, topic: str) -> list[int]:
-    """The brokers that keep the topic's partition 0. A broker says it; the proxy names only itself."""
+    """The brokers that keep the topic's partition 0, according to a broker; the proxy names only itself."""
     broker = next(line.split()[2] for line in dev.stderr().splitlines() if line.startswith("  broker "))
     metadata = AdminClient({"bootstrap.servers": broker}).list_topics(topic, timeout=60)
     return list(metadata.topics[topic].partitions[0].replicas)
@@ -117,7 +117,7 @@ def test_records_survive_a_restart(tmp_path: Path) -> None:
         assert gone(processes)
     with serving(dev_arguments(data_dir), tmp_path / "second") as dev:
         assert read_partition(dev.kafka, topic, 0, len(written)) == written
-        # It keeps what it was made with; the factor is for what is made from now on.
+        # It keeps its original factor; the option applies to new topics.
         assert len(replicas(dev, topic)) == 1
         produce(dev.kafka, "new", [b"1"])
         assert sorted(replicas(dev, "new")) == [1, 2, 3]
@@ -178,7 +178,7 @@ def _own_terminal(terminal: int) -> None:
     fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
 
 
-# The test of a restart ends one by SIGTERM, too.
+# The test of a restart also ends one by SIGTERM.
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_it_cleanly(tmp_path: Path, number: int) -> None:
@@ -197,7 +197,7 @@ def test_a_signal_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
         processes = dev.descendants()
         dev.signal(signal.SIGTERM)
         status = dev.wait()
-        # Before its handlers stand, the signal ends it as it ends any program.
+        # Before its handlers are installed, the signal ends it like any program.
         assert status in (0, -signal.SIGTERM), dev.stderr()
         assert gone(processes)
         dev.stop()
@@ -267,7 +267,7 @@ def test_the_proxy_and_etcd_tell_the_same_table(dev_cluster: KproxyProcess) -> N
     produce(dev_cluster.kafka, topic, [b"1", b"2"])
 
     def told(*place: str) -> Any:
-        """Once it is not stale, which it is while nothing is heard of etcd."""
+        """Return it once it is not stale, which it is while etcd is silent."""
         table = json.loads(run_kproxy("table", *place, "--topic", topic, "--json").stdout)
         return None if table["stale"] else table
 
@@ -302,7 +302,7 @@ def test_watched_table_prints_each_change_as_line(dev_cluster: KproxyProcess, tm
     try:
         first = [watch.read_line() for _ in range(4)]
         assert first[0].startswith("# revision ")
-        # The one proxy that clients are told of.
+        # The one proxy that clients see.
         assert first[2].startswith("# 1 proxy: ")
         assert dev_cluster.kafka in first[2]
         assert first[3].split() == ["topic", "partition", "owner", "address", "revision"]

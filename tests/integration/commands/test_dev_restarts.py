@@ -1,4 +1,4 @@
-"""`kproxy dev` continues when a part of it dies: the others serve, the death is reported, the part is restarted."""
+"""`kproxy dev` continues when a part of it dies: the others serve, and the part's death is reported and repaired."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LEASE_TTL_S = 2
 
 @pytest.fixture(scope="module")
 def dev(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KproxyProcess]:
-    """Each test leaves it as it was: every part runs."""
+    """Each test leaves all parts running."""
     directory = tmp_path_factory.mktemp("dev")
     arguments = dev_arguments(directory / "data", "--lease-ttl", str(LEASE_TTL_S))
     with serving(arguments, directory / "stderr") as process:
@@ -38,7 +38,7 @@ def dev(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KproxyProcess]:
 
 
 def pid_of(dev: KproxyProcess, part: str) -> int:
-    """As it was told last."""
+    """The last reported process id."""
     return int(re.findall(rf"\b{part}\b.*\(pid (\d+)\)$", dev.stderr(), re.MULTILINE)[-1])
 
 
@@ -50,7 +50,7 @@ def table(dev: KproxyProcess, topic: str) -> tuple[list[int], list[int]]:
 
 
 class Told:
-    """What dev tells from now on."""
+    """The output of dev from now on."""
 
     def __init__(self, dev: KproxyProcess) -> None:
         self._dev = dev
@@ -73,7 +73,7 @@ class Told:
 
 @contextmanager
 def writing(bootstrap: str, topic: str) -> Iterator[None]:
-    """One idempotent producer writes to partition 0 before, during and after the block; all of it arrives, in order."""
+    """Write to partition 0 with an idempotent producer around the block; all records arrive in order."""
     producer = confluent_kafka.Producer({"bootstrap.servers": bootstrap, "enable.idempotence": True, "linger.ms": 0})
     written: list[bytes] = []
     failed: list[object] = []
@@ -99,7 +99,7 @@ def writing(bootstrap: str, topic: str) -> Iterator[None]:
 def test_killed_broker_is_reported_and_comes_back(dev: KproxyProcess) -> None:
     topic = f"killed-{uuid.uuid4().hex[:8]}"
     produce(dev.kafka, topic, [b"0"], partition=0)
-    # The topic's first records are not those that are read back below.
+    # The records read back below are not the topic's first.
     other = f"written-{uuid.uuid4().hex[:8]}"
     victim = table(dev, topic)[1][0]
     pid, told = pid_of(dev, f"broker {victim}"), Told(dev)
@@ -134,7 +134,7 @@ def test_killed_etcd_restarts_with_its_data(dev: KproxyProcess) -> None:
     with writing(dev.kafka, topic):
         psutil.Process(pid_of(dev, "etcd")).kill()
         told.wait("etcd", "was ended by signal 9 (SIGKILL)")
-        # What is known is told, and written to, before it is back.
+        # Known partitions are listed and written to before it returns.
         assert table(dev, topic)[1]
         back = told.wait("etcd", "is back")
     assert dev.etcd in back
@@ -174,7 +174,7 @@ def test_broker_that_cannot_start_is_retried_with_reason(tmp_path: Path) -> None
         directory.unlink()
         shutil.move(tmp_path / "aside", directory)
         told.wait("broker 2", "is back")
-        # What was started again does not outlive it either.
+        # A restarted part does not outlive it either.
         processes = dev.descendants()
         dev.signal(signal.SIGKILL)
         assert dev.wait() == -signal.SIGKILL

@@ -1,7 +1,7 @@
-"""The blocks of docs/security.md, run as they are printed: configurations are loaded, commands done one after another.
-The configurations of other pages are loaded, too.
+"""The blocks of docs/security.md, run as printed: configurations are loaded, and commands run in order. Configurations
+of other pages are loaded too.
 
-What a block takes for granted is made here: files under /etc/kproxy by their names, an etcd with TLS and a password, a
+This module creates what a block assumes: files under /etc/kproxy by their names, an etcd with TLS and a password, a
 proxy with an admin page in plain text, and one with TLS. Their addresses stand in for the printed ones. A block of
 another kind, a file of another name or an address that is not known is a failure.
 """
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[3]
 PAGES = {page.name: page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md")}
 TEXT = PAGES["security.md"]
 PLACE = "/etc/kproxy/"
-# Words of the page's text that are commands without being for the reader to run.
+# Inline commands of the page that are not for the reader to run.
 INLINE = re.compile(r"`((?:kproxy|make|pip) [^`]+)`")
 
 
@@ -105,7 +105,7 @@ def test_every_block_is_of_a_known_kind() -> None:
 
 
 def check(text: str, directory: Path) -> None:
-    """Have it checked as a file of its own, with an etcd where it names no source of owners."""
+    """Check it as a separate file, with an etcd if it names no ownership source."""
     file = directory / "kproxy.toml"
     file.write_text(text.replace("/var/log/kproxy/", f"{directory}/"))
     file.chmod(0o600)
@@ -162,14 +162,14 @@ def test_inline_command_is_valid(text: str) -> None:
 
 
 def admin_page(scheme: str) -> str:
-    """The configuration that the page gives for it."""
+    """The page's configuration for it."""
     pages = [block.text for block in of_kind("toml") if "[admin]" in block.text]
     [page] = [text for text in pages if ("tls.cert" in text) is (scheme == "https")]
     return page
 
 
 class Site:
-    """What commands are done against; the proxies begin when they are first named."""
+    """The processes that commands use; proxies start when first named."""
 
     def __init__(self, directory: Path, files: Path, secured: str, stack: ExitStack, etcd: list[str]) -> None:
         self.directory = directory
@@ -193,7 +193,7 @@ class Site:
         return self.serve("tls", admin_page("https")).admin.replace("127.0.0.1", "localhost")
 
     def run(self, block: Block) -> None:
-        """Run it in a shell that goes on where the one of the block before ended."""
+        """Run it in a shell that continues the previous block's."""
         script = block.text.replace(PLACE, f"{self._files}/").replace("https://etcd-0:2379", self._secured)
         if "https://proxy-0.example.org:9644" in script:
             script = script.replace("proxy-0.example.org:9644", self.with_tls)
@@ -224,7 +224,7 @@ async def site(
     etcd: EmbeddedEtcd, files: Path, signer: Signer, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Site]:
     directory = tmp_path_factory.mktemp("docs")
-    # In the reader's directory: the authority, the administrator's password, and rules to be tried.
+    # In the reader's directory: the authority, the administrator's password, and rules to try.
     make_file(directory / "ca.pem", signer, Pair(signer.ca, signer.ca))
     (directory / "admin-password").write_text(PASSWORD)
     [rules] = [block.text for block in of_kind("toml") if "[[acls]]" in block.text and "User:alice" in block.text]

@@ -101,7 +101,7 @@ async def test_tls_and_users_are_looked_at(tmp_path: Path) -> None:
         findings = await examine_etcd([url], options, "/kafscale")
         assert findings[0].mark == "ok"
         assert "TLS, user kproxy, leads" in findings[0].text
-        # Its release is old, and it is alone.
+        # Its release is old, and it is the only member.
         assert marks(findings) == ["ok", "warn", "warn"]
         assert marks(await examine_etcd([url], options, "/elsewhere")) == ["ok", "FAIL", "warn", "warn"]
         wrong = await examine_etcd([url], EtcdOptions(username="kproxy", password=PASSWORD), "/kafscale")
@@ -120,7 +120,7 @@ async def test_a_clock_that_differs_is_warned_of(etcd: EmbeddedEtcd) -> None:
 
 
 async def fill(client: EtcdClient) -> None:
-    """Until etcd is full: it compares with what it has committed to its file, which it does every now and then."""
+    """Fill etcd, which periodically compares with the size committed to its file."""
     for _ in range(1_000):
         await client.put("/a", bytes(50_000))
 
@@ -151,7 +151,7 @@ async def test_doctor_prints_one_line_each_and_fails_once(dev_cluster: KproxyPro
     arguments = ["doctor", "--etcd", dev_cluster.etcd, "--admin", dev_cluster.admin]
     well = await asyncio.to_thread(run_kproxy, *arguments)
     assert (well.status, well.stderr) == (0, "")
-    # What is said of replicas depends on the topics that other tests have made: see test_replication_seen.
+    # Findings about replicas depend on the topics of other tests: see test_replication_seen.
     lines = [line for line in well.stdout.splitlines() if "in sync" not in line]
     assert [line[:4].strip() for line in lines] == ["ok", "warn", "warn", "ok"]
     bad = await asyncio.to_thread(run_kproxy, "doctor", "--etcd", "ftp://a")
@@ -160,7 +160,7 @@ async def test_doctor_prints_one_line_each_and_fails_once(dev_cluster: KproxyPro
 
 
 def examined(*arguments: str, environ: Mapping[str, str] | None = None) -> tuple[int, list[dict[str, Any]]]:
-    """The exit status, and the findings as programs read them, which say what people read."""
+    """Return the exit status and the findings in JSON, which match the text."""
     ended = run_kproxy("doctor", *arguments, "--json", environ=environ)
     told = json.loads(ended.stdout)
     assert ended.stderr == ""
@@ -203,7 +203,7 @@ def test_an_address_where_nothing_speaks_kafka_is_named(dev_cluster: KproxyProce
     assert (status, nobody["check"], nobody["result"], nobody["at"]) == (1, "kafka.bootstrap", "fail", dead)
     assert f"{dead} cannot be reached" in nobody["text"]
     assert "--bootstrap H:P" in nobody["text"]
-    # Beside one that is well: a client would manage, and whoever relies on both should know.
+    # Besides a healthy one: a client would manage, but whoever relies on both should know.
     status, findings = examined("--bootstrap", f"{dead},{dev_cluster.kafka}")
     assert (status, results(findings)) == (1, [("kafka.bootstrap", "fail"), *ALL_WELL])
     status, (page,) = examined("--bootstrap", dev_cluster.admin)
@@ -230,7 +230,7 @@ def test_down_broker_shows_in_its_partitions(etcd: EmbeddedEtcd, etcd_prefix: st
     with ExitStack() as stack:
 
         def start(number: int) -> KproxyProcess:
-            # One replica each: nobody takes over.
+            # One replica each: no broker takes over.
             keeps = ["--replication-factor", "1", "--data-dir", str(tmp_path / f"data-{number}")]
             arguments = ["broker", "--node-id", str(number), *keeps, *there]
             return stack.enter_context(serving(arguments, tmp_path / f"broker-{number}"))
@@ -267,7 +267,7 @@ def test_unwritable_topic_is_named_with_remedy(dev_cluster: KproxyProcess, tmp_p
 
 
 class OneOf(ScriptedUpstream):
-    """A broker of the cluster `named`, which has no topics and makes none; it names `brokers`."""
+    """A broker of the cluster `named`, without topics; it names `brokers`."""
 
     named = ""
     brokers: Sequence[ScriptedUpstream] = ()
@@ -290,7 +290,7 @@ class OneOf(ScriptedUpstream):
 
 @asynccontextmanager
 async def clusters(*named: str) -> AsyncIterator[list[Address]]:
-    """A broker of each; the first names all of them."""
+    """A broker of each cluster; the first names all of them."""
     brokers = [await OneOf(number).start() for number, _ in enumerate(named, 1)]
     for broker, name in zip(brokers, named, strict=True):
         broker.named, broker.brokers = name, brokers
@@ -309,7 +309,7 @@ async def test_missing_topic_that_is_not_created_is_named() -> None:
 
 
 async def test_address_of_another_cluster_is_named() -> None:
-    """As where two clusters advertise one name, or an address was given to somebody else."""
+    """As when two clusters advertise one name, or an address was reassigned."""
     async with clusters("A", "B") as (ours, theirs):
         findings = await examine_kafka([ours], None)
         assert marks(findings) == ["ok", "ok", "FAIL"]

@@ -20,7 +20,7 @@ from tests.support.processes.dev import Ended, run_kproxy
 from tests.support.processes.ports import free_port
 
 INTERRUPTED = 130
-# Sends itself SIGINT when it looks for the module of that number, or after some seconds where it needs fewer.
+# Sends itself SIGINT when it imports the module with that number, or after some seconds if it imports fewer.
 SIGNALLED = """
 import os, signal, sys, threading
 at = int(sys.argv.pop(1))
@@ -62,7 +62,7 @@ def test_an_interrupt_while_a_command_starts_is_quiet(tmp_path: Path, command: s
         for moment, ended in zip(MOMENTS, threads.map(interrupted, MOMENTS), strict=True):
             assert "Traceback" not in ended.stderr, (moment, ended.stderr)
             assert "never" not in ended.stderr, (moment, ended.stderr)
-            # Where it runs already it stops as it always does, and may have said how far it was.
+            # If it is already running it stops as usual, and may have reported its progress.
             assert ended.status in (INTERRUPTED, 0), (moment, ended)
             said = [line for line in ended.stderr.splitlines() if line]
             assert [line for line in said if not line.startswith(("kproxy", "  ", "Point", "Ctrl-C"))] == [], moment
@@ -86,7 +86,7 @@ async def _dial_broker() -> None:
 async def test_late_name_lookup_failure_is_not_logged(
     look_up: Callable[[], Awaitable[object]],
 ) -> None:
-    """A resolver may take longer than a dial may, and the failure that it then tells concerns nobody."""
+    """A resolver may take longer than a dial, and its later failure matters to no one."""
     said: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context["message"]))
     for steps in range(1, 5):

@@ -1,4 +1,4 @@
-"""Processes that a test run has started end with it, even if it is killed and tears nothing down."""
+"""Processes started by a test run end with it, even if it is killed before its teardown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A command that cannot start reports it in one sentence with a remedy, ends with status 2, leaves nothing behind."""
+"""A command that cannot start ends with status 2 and one sentence with a remedy, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.rules import describe
 
 @pytest.fixture
 def taken_port() -> Iterator[int]:
-    """A port that something else listens on."""
+    """A port that is in use."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
@@ -38,7 +38,7 @@ def refusal(*arguments: str | Path, **environ: str) -> str:
 
 
 def refused_here(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """As `refusal`, of a command that runs in this process: for many that end before they start anything."""
+    """Like `refusal`, in this process: for the many commands that end before they start anything."""
     status = main(arguments)
     stdout, stderr = capsys.readouterr()
     return sentence_of(Ended(status, stdout, stderr))
@@ -48,7 +48,7 @@ def sentence_of(ended: Ended) -> str:
     assert ended.status == 2, f"{ended}"
     assert ended.stdout == ""
     *progress, sentence = ended.stderr.splitlines()
-    # `kproxy dev` may have said how far it came; nothing else may stand there.
+    # `kproxy dev` may have reported progress; no other output is allowed.
     assert [line for line in progress if not line.startswith(("kproxy dev: data in", "  "))] == [], ended.stderr
     assert sentence.startswith("kproxy: ")
     assert sentence.endswith((".", "?")), sentence
@@ -60,7 +60,7 @@ def test_a_taken_port_is_named_with_its_flag(tmp_path: Path, taken_port: int) ->
     for flag in ("--listen", "--admin"):
         sentence = refusal(*dev_arguments(tmp_path / "data"), flag, f"127.0.0.1:{taken_port}")
         assert f"{flag} 127.0.0.1:{taken_port}: port {taken_port}" in sentence
-    # Found before anything was started: no data directory, and no seconds of waiting.
+    # Found before any part was started: no data directory, and no seconds of waiting.
     assert not (tmp_path / "data").exists()
     assert time.monotonic() - began < 100
 
@@ -206,7 +206,7 @@ def test_a_data_directory_in_use_is_named(tmp_path: Path) -> None:
         assert str(data_dir) in sentence
         assert "in use" in sentence
         assert dev.stop() == 0
-    # One broker fewer would leave a third of what was written without anybody to serve it.
+    # With one broker fewer a third of the records would have no replica.
     sentence = refusal(*dev_arguments(data_dir, "--brokers", "1"))
     assert "--brokers 2" in sentence
 

@@ -45,7 +45,7 @@ from tests.support.waiting import PATIENCE_S
 WORKERS = 3
 KILLS = 2
 T0 = ("t", 0)
-# Far below what a worker is granted to end, far above what it takes.
+# Far below the limit for a worker's end, far above its usual time.
 SOON_S = 25.0
 TABLE = '[brokers]\n1 = "127.0.0.1:{port}"\n[[topics]]\nname = "t"\nowners = {owners}\n'
 
@@ -60,7 +60,7 @@ async def produced(client: RawClient, n: int = 0) -> None:
 
 
 async def killed(process: KproxyProcess, number: int) -> None:
-    """kill -9 to one worker, until another one is in its place."""
+    """kill -9 a worker; wait until its replacement runs."""
     victim = worker_pids(process)[number]
     os.kill(victim, signal.SIGKILL)
     await until(lambda: worker_pids(process).get(number, victim) != victim, process.stderr)
@@ -81,7 +81,7 @@ async def test_connections_are_spread_and_counted_once(tmp_path: Path) -> None:
             answer = await client.answer()
             assert answer.codes == {T0: 0}
             received += len(answer.frame) + len(await client.receive())
-        # Each of 120 falls to each of 3 by a hash: fewer than 10 would be six standard deviations off.
+        # A hash spreads 120 over 3: fewer than 10 would be six standard deviations off.
         spread = {number: connections_of(pid, port) for number, pid in worker_pids(process).items()}
         assert set(spread) == {1, 2, 3}
         assert sum(spread.values()) == 120
@@ -95,7 +95,7 @@ async def test_connections_are_spread_and_counted_once(tmp_path: Path) -> None:
         assert read["kproxy_client_connections_accepted_total", ()] == 120
         assert read["kproxy_client_received_bytes_total", ()] == sent
         assert read["kproxy_client_sent_bytes_total", ()] == received
-        # Not sums: each of them looks at the same table.
+        # Not sums: all workers have the same table.
         assert read["kproxy_table_partitions", ()] == 1
         assert read["kproxy_table_revision", ()] == 1
         assert read["kproxy_workers", ()] == WORKERS
@@ -116,12 +116,12 @@ async def test_killed_worker_is_replaced_and_its_counters_stay(tmp_path: Path) -
         assert before["kproxy_worker_restarts_total", ()] == 0
         await killed(process, 1)
         assert await clients[1][0].is_closed()
-        # The other one has noticed nothing.
+        # The other one is not affected.
         await produced(clients[2][0], 1)
         said: set[tuple[int, str]] = set()
         while (200, "ready\n") not in said:
             said.add(await asyncio.to_thread(page, process.admin, "/readyz"))
-        # One that is on its way is not said to hang, nor waited for.
+        # A worker that is starting is neither reported as hung nor waited for.
         assert {text for _, text in said} <= {
             "ready\n",
             "ready, degraded: worker 1: it has ended and is started again\n",
@@ -135,7 +135,7 @@ async def test_killed_worker_is_replaced_and_its_counters_stay(tmp_path: Path) -
         after = await shown(process)
         assert after["kproxy_worker_restarts_total", ()] == 1
         assert after["kproxy_workers", ()] == 2
-        # Two at first, one of the survivor, two at last.
+        # Two at first, one of the survivor, two at the end.
         assert after["kproxy_requests_total", (("api", "PRODUCE"), ("version", "9"))] == 5
         assert after["kproxy_client_sent_bytes_total", ()] > before["kproxy_client_sent_bytes_total", ()]
         assert after["kproxy_worker_up", (("worker", "1"),)] == 1
@@ -158,9 +158,9 @@ async def test_hung_worker_is_named_and_blocks_no_page(tmp_path: Path) -> None:
             read = await shown(process)
             assert read["kproxy_worker_up", (("worker", "1"),)] == 0
             assert read["kproxy_worker_up", (("worker", "2"),)] == 1
-            # What it counted last is still counted, or it would seem to begin anew.
+            # Its last counts are kept, or they would seem to restart.
             assert read[requests] == 3
-            # Whoever looks again need not wait.
+            # Later checks need not wait.
             began = time.monotonic()
             for _ in range(20):
                 status, text = await asyncio.to_thread(page, process.admin, "/readyz")
@@ -184,7 +184,7 @@ async def test_hung_workers_fail_the_liveness_check(tmp_path: Path) -> None:
             os.kill(pid, signal.SIGSTOP)
         assert await asyncio.to_thread(page, process.admin, "/livez") == (503, "no worker answers\n")
         assert await asyncio.to_thread(page, process.admin, "/readyz") == (503, "it does not answer\n")
-        # They would never drain; whoever insists does not wait for it.
+        # They would never drain; a second signal ends the wait.
         process.signal(signal.SIGTERM)
         await asyncio.sleep(0.3)
         process.signal(signal.SIGTERM)
@@ -252,7 +252,7 @@ def static_arguments(directory: Path, port: int, owners: str = "[1]") -> list[st
 
 
 def partitions(process: KproxyProcess, number: int) -> int:
-    """How many one worker's table holds."""
+    """The number of partitions in one worker's table."""
     status, text = page(process.admin, f"/table?worker={number}")
     if status != 200:
         return -1
@@ -299,7 +299,7 @@ async def test_limits_on_all_connections_are_shared_out(tmp_path: Path) -> None:
 
 
 def refusal(*arguments: str | Path) -> str:
-    """The one sentence of a command that cannot start."""
+    """The one-sentence error of a command that cannot start."""
     ended = run_kproxy("serve", *arguments)
     assert (ended.status, ended.stdout) == (2, ""), ended
     (sentence,) = ended.stderr.splitlines()
@@ -324,7 +324,7 @@ async def test_taken_port_is_not_shared(tmp_path: Path) -> None:
 
 
 async def test_workers_that_cannot_start_say_why_once() -> None:
-    """What answers there is no etcd: no waiting mends that, and all of them find out."""
+    """The server there is not an etcd: waiting does not help, and all workers find out."""
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -344,7 +344,7 @@ async def test_workers_waiting_for_source_say_so_once(tmp_path: Path) -> None:
         await until(lambda: "Waiting for it" in process.stderr(), process.stderr)
         family = process.descendants()
         assert len(family) == 2
-        # Nobody listens yet, and the port is taken all the same.
+        # The port is taken before a process listens on it.
         assert f"cannot listen on {address}" in await asyncio.to_thread(refusal, *arguments)
         assert process.stderr().count("Waiting for it") == 1, process.stderr()
         process.signal(signal.SIGTERM)
@@ -355,7 +355,7 @@ async def test_workers_waiting_for_source_say_so_once(tmp_path: Path) -> None:
 
 
 def proxies(process: KproxyProcess, number: int) -> list[int]:
-    """The ports of the proxies that one worker tells clients of; empty where it does not answer."""
+    """The ports of the proxies that a worker names to clients; empty if it does not answer."""
     status, text = page(process.admin, f"/table?worker={number}")
     return [each.port for each in msgspec.json.decode(text, type=TablePage).proxies] if status == 200 else []
 
@@ -389,7 +389,7 @@ async def test_workers_are_one_among_several_proxies(
         asked = await upstream.next()
         process.signal(signal.SIGTERM)
         await refused(port)
-        # The others send nobody here any more, while what is in flight is not answered yet.
+        # The others no longer send clients here while requests in flight are unanswered.
         assert [each.host for each in await named_in(etcd_client, etcd_prefix)] == ["other"]
         asked.answer()
         assert (await client.answer()).codes == {T0: 0}
@@ -399,7 +399,7 @@ async def test_workers_are_one_among_several_proxies(
 
 
 def busy(process: KproxyProcess) -> int:
-    """The worker with the most connections, as soon as both are there: nobody has to be without any."""
+    """The worker with more connections, once both are up: the other may have none."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         held = {pid: connections_of(pid, port_of(process)) for pid in worker_pids(process).values()}
@@ -427,11 +427,11 @@ def test_killed_workers_lose_and_duplicate_no_record(dev_cluster: KproxyProcess,
             yield from records(100)
             for _ in range(KILLS):
                 victim = psutil.Process(busy(process))
-                # More than is sent in the meantime, in many requests: some are in flight when it is killed.
+                # More than is sent meanwhile, in many requests: some are in flight when it is killed.
                 yield from records(2_000)
                 victim.kill()
                 yield from records(500)
-                # Or it would be taken for the next victim while the system is still clearing it away.
+                # Otherwise it might be chosen again while the system still removes it.
                 assert all_gone([victim])
 
         settings = {"enable.idempotence": True, "linger.ms": 0, "batch.num.messages": 10}

@@ -1,7 +1,7 @@
 """A mirror and a lease table under random faults of three etcd members, one after another.
 
-`KPROXY_CHAOS_MINUTES` is for how long, `KPROXY_CHAOS_SEED` decides what happens: `make chaos MINUTES=60 SEED=7`. A seed
-gives the same troubles in the same order; how far etcd and the writers come in the midst of each is up to the machine.
+`KPROXY_CHAOS_MINUTES` is the duration, `KPROXY_CHAOS_SEED` the seed of the faults: `make chaos MINUTES=60 SEED=7`. A
+seed gives the same faults in the same order; the progress of etcd and the writers during each depends on the machine.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from tests.support.etcd.etcd_history import Change, Churn, connected, history
 from tests.support.waiting import PATIENCE_S, eventually
 
 MINUTES = float(os.environ.get("KPROXY_CHAOS_MINUTES", "0"))
-# With this one each kind of trouble is among the first steps, the loss of the majority for 7 s too.
+# With this seed each kind of fault is among the first steps, including the loss of the majority for 7 s.
 SEED = int(os.environ.get("KPROXY_CHAOS_SEED", "9358"))
 LEAST_STEPS = 7
 STALE_WITHIN_S = 5.0
-# Fragments are asked for by one run in two, and etcd sends them above this and half a megabyte.
+# Every second run requests fragments, which etcd sends above this limit plus half a megabyte.
 ARGUMENTS = ("--max-request-bytes", "65536")
 LEASES = "/p/partition-leases/"
 
 
 class Run:
-    """A mirror and a table that see the cluster through `seen`, which passes the trouble's relays, and those who write.
+    """A mirror and a table that see the cluster through `seen` and the fault's relays, and the writers.
 
-    `content` is what etcd held when last all was well, `truth` what has happened since.
+    `content` is etcd's last healthy state, `truth` the history since.
     """
 
     def __init__(self, trouble: Trouble, client: EtcdClient, writer: EtcdClient, seen: EtcdClient) -> None:
@@ -58,7 +58,7 @@ class Run:
         self.slowest_s = 0.0
 
     async def take(self, step: Step) -> None:
-        """One trouble under churn, and then all is as if there had been none."""
+        """One fault under churn, followed by a full recovery."""
         churn = Churn(self._writer, f"{LEASES}t/", self._random.randrange(1 << 30))
         async with running(churn.run()) as writing:
             if step.what == "compacted":
@@ -76,7 +76,7 @@ class Run:
         await self._judge(churn)
 
     async def _compact_unseen(self, step: Step, churn: Churn) -> None:
-        """Everything that the mirror has not heard is gone when it comes back."""
+        """Compact everything that the mirror has missed before it returns."""
         for relay in self._trouble.relays:
             await relay.shut()
         self._trouble.unreachable_since = time.monotonic()
@@ -88,7 +88,7 @@ class Run:
             await relay.open()
 
     async def _come_to_rest(self) -> int:
-        """Until nothing happens: what a writer has given up may still be done by a member that was stopped."""
+        """Wait until nothing changes: a stopped member may still carry out abandoned writes."""
         while True:
             mark = await self._mark()
             await asyncio.sleep(0.3)
@@ -96,12 +96,12 @@ class Run:
                 return mark
 
     async def _mark(self) -> int:
-        """Write something, and take down what has happened until then."""
+        """Write a key, and record the history up to it."""
         self._marks += 1
         async with asyncio.timeout(PATIENCE_S):
             revision = await self._written(f"{LEASES}mark/0", b"%d" % self._marks)
         self._truth += await history(self._client, LEASES, self._known_to, revision)
-        # Somebody may have gone on writing.
+        # A writer may have continued.
         self._known_to = self._truth[-1][0]
         return revision
 
@@ -123,9 +123,9 @@ class Run:
         self._truth = []
 
     async def watch_staleness(self) -> None:
-        """Without a majority the table says so in time, whatever still answers.
+        """Without a majority the table reports it in time, whatever still answers.
 
-        Time for which this process stood still does not count: what had arrived before is heard behind it.
+        Stalls of this process do not count: data that arrived before them is read afterwards.
         """
         stood_still_s, looked_at = 0.0, time.monotonic()
         while True:

@@ -212,7 +212,7 @@ async def test_reads_survive_restart_and_interrupted_write_is_uncertain(tmp_path
         found = await reading
         assert found is not None
         assert found.value == b"1"
-        # A call begun while nobody listens waits, unsent, for etcd to come back: that is no ambiguity.
+        # A call begun while no server listens waits, unsent, for etcd to return: that is unambiguous.
         await server.stop()
         waiting = asyncio.ensure_future(client.put("/c", b"1"))
         await asyncio.sleep(0.3)
@@ -229,14 +229,14 @@ async def test_hung_etcd_is_unavailable_within_the_deadline(tmp_path: Path) -> N
             with pytest.raises(EtcdUnavailable, match="did not answer Put in time") as raised:
                 await client.put("/a", b"")
             assert raised.value.maybe_applied
-            # Now it is known to hang: nothing is handed over before it says that it is there.
+            # Now it is known to hang: it gets no call before it answers again.
             with pytest.raises(EtcdUnavailable, match="did not answer Put in time") as raised:
                 await client.put("/a", b"")
             assert not raised.value.maybe_applied
             with pytest.raises(EtcdUnavailable, match="did not answer Range in time") as raised:
                 await client.get("/a")
             assert not raised.value.maybe_applied
-            # Closing ends a call in flight with an error, not with a cancellation that nobody asked for.
+            # Closing ends a call in flight with an error, not with a cancellation.
             hanging = asyncio.ensure_future(client.get("/a"))
             await asyncio.sleep(0.05)
             await client.close()

@@ -1,6 +1,6 @@
-"""A mirror and a lease table before three real etcd members that fail in all the ways members can fail.
+"""A mirror and a lease table with three real etcd members that fail in every way.
 
-What is heard is compared with etcd's own history, event by event, as a watcher reads it afterwards who met no trouble.
+The received events are compared with etcd's own history, as read afterwards by an undisturbed watcher.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support.etcd.etcd_cluster import EtcdCluster, Member, running_cluster
 from tests.support.etcd.etcd_history import Churn, Hearing, connected, history
 from tests.support.waiting import eventually
 
-# The longest time without an answer from etcd that a table may go without saying so.
+# The longest silence of etcd before a table must report it.
 STALE_WITHIN_S = 5.0
 
 
@@ -43,7 +43,7 @@ async def test_no_change_is_lost_whichever_member_fails(
         async with running(mirror.run()):
             await mirror.wait_synced()
             async with running(churn.run()) as writing:
-                # The leader first, then the others: each election may make another one the leader.
+                # The leader first, then the others: each election may choose a different leader.
                 for member in (etcd_cluster.leader(), *etcd_cluster.followers()):
                     await churn.goes_on()
                     await trouble(etcd_cluster, member, churn.goes_on)
@@ -54,7 +54,7 @@ async def test_no_change_is_lost_whichever_member_fails(
             ended = await client.put(f"{prefix}last", b"")
             await eventually(lambda: hearing.changes[-1][0] == ended, what="it has caught up")
         truth = await history(client, prefix, began, ended)
-    # The revision that a break cut in two may be heard twice; nothing else, and nothing out of order.
+    # A revision split by a break may be received twice; no other, and none out of order.
     once = [change for n, change in enumerate(hearing.changes) if n == 0 or change != hearing.changes[n - 1]]
     assert once == truth
     assert set(churn.acknowledged) <= set(truth)
@@ -72,14 +72,14 @@ async def take_down(member: Member, *, hangs: bool) -> None:
     "hang", [pytest.param(True, id="hung"), pytest.param(False, id="killed", marks=pytest.mark.long)]
 )
 async def test_table_without_etcd_majority_is_stale_and_recovers(tmp_path: Path, hang: bool) -> None:
-    """The member that is left answers whatever it can answer alone: it must not pass for etcd."""
+    """The remaining member answers what it can alone: that must not count as etcd's answer."""
     async with running_cluster(tmp_path) as cluster, connected(cluster) as client:
         await client.put("/p/partition-leases/t/0", b"1")
         topology = Topology()
         table = LeaseTable(client, "/p", topology)
         async with running(table.run()):
             await table.wait_synced()
-            # Long enough for every rhythm in it to have come round.
+            # Long enough for each of its periods to pass once.
             await asyncio.sleep(3)
             await eventually(lambda: not table.stale, what="not stale")
             down = [cluster.leader(), cluster.followers()[0]]

@@ -1,4 +1,4 @@
-"""The commands on an etcd that requires TLS, a client certificate and a password: they serve or report why not."""
+"""The commands on an etcd that requires TLS, a client certificate and a password: they serve or report the reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PREFIX = "/kafscale"
 
 
 class Guarded(NamedTuple):
-    """An etcd with all of it, and the flags to talk to it."""
+    """An etcd with all three, and the flags to use it."""
 
     flags: list[str]
     plain: str

@@ -1,4 +1,4 @@
-"""The embedded etcd: starts, reports why it cannot, stops, and does not outlive the process that started it."""
+"""The embedded etcd: it starts or reports the reason, stops, and does not outlive its parent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    # A child whose parent died and which nobody reaped is dead all the same.
+    # An unreaped child of a dead parent is also dead.
     stat = Path(f"/proc/{pid}/stat")
     return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
 
@@ -139,7 +139,7 @@ async def test_immediately_ending_etcd_is_explained_by_its_log(tmp_path: Path) -
         await server.start()
     assert b"no-such-flag" in (tmp_path / "etcd.log").read_bytes()
     assert server.pid == 0
-    # Nothing is left that would keep a good one from starting.
+    # Nothing remains that would prevent a good start.
     async with EmbeddedEtcd(tmp_path, extra_arguments=QUICK):
         pass
 
@@ -183,7 +183,7 @@ asyncio.run(main())
 
 @contextmanager
 def parent_of_etcd(data_dir: Path) -> Iterator[tuple[subprocess.Popen[str], int, int]]:
-    """A process that runs an etcd, as the leader of a group of its own; with it the ids of etcd and of its guard."""
+    """A process that runs an etcd, as the leader of its own group; returns it with the ids of etcd and its guard."""
     command = [sys.executable, "-c", PARENT, str(data_dir)]
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
@@ -209,7 +209,7 @@ def test_etcd_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
 def test_ctrl_c_does_not_reach_etcd_directly(tmp_path: Path) -> None:
     with parent_of_etcd(tmp_path) as (parent, etcd_pid, guard_pid):
         assert os.getpgid(etcd_pid) not in (parent.pid, os.getpgid(guard_pid))
-        # What a terminal does: the signal goes to the whole foreground group.
+        # As in a terminal: the signal goes to the whole foreground group.
         os.killpg(parent.pid, signal.SIGINT)
         parent.wait(60)
         assert not alive(etcd_pid), "it was stopped in order, before its parent ended"

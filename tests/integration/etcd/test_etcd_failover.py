@@ -17,7 +17,7 @@ from tests.support.etcd.embedded import Relay, running
 from tests.support.etcd.etcd_cluster import EtcdCluster
 from tests.support.waiting import PATIENCE_S, eventually
 
-# A call may take so long. What a member's failure costs one that meets it, or that an election meets, is far less.
+# The limit of a call. A member's failure or an election costs a call far less.
 TIMEOUT_S = 60.0
 SOON_S = TIMEOUT_S / 2
 # At least, of connections under transactions.
@@ -25,7 +25,7 @@ CUTS = 6
 
 
 class Copy:
-    """A mirror's listener: the revision of each key, and that none went back."""
+    """A mirror's listener: the revision of each key, which never decreases."""
 
     def __init__(self) -> None:
         self.revisions: dict[str, int] = {}
@@ -43,7 +43,7 @@ class Copy:
 
 
 class Failures:
-    """The cluster behind relays, and the three ways in which its member `n` fails and comes back."""
+    """The cluster behind relays, and the three ways in which its member `n` fails and recovers."""
 
     def __init__(self, cluster: EtcdCluster, relays: list[Relay]) -> None:
         self.cluster = cluster
@@ -86,7 +86,7 @@ async def failures(cluster: EtcdCluster) -> AsyncIterator[Failures]:
 
 
 def used_by(client: EtcdClient) -> int:
-    """Which of its endpoints the client goes to."""
+    """The endpoints that the client uses."""
     endpoint = client._open_members().in_order()[0].endpoint
     return [int(text.rpartition(":")[2]) for text in client.endpoints.split(",")].index(endpoint.port)
 
@@ -117,7 +117,7 @@ async def test_calls_renewals_and_watches_survive_a_member(
             try:
                 assert await client.get(key) is not None
                 assert time.monotonic() - failed_at < SOON_S
-                # From now on nothing is held up, and so not every third call.
+                # From now on nothing is delayed, not even every third call.
                 took, revision = [], 0
                 for n in range(30):
                     began = time.monotonic()
@@ -125,7 +125,7 @@ async def test_calls_renewals_and_watches_survive_a_member(
                     took.append(time.monotonic() - began)
                 assert used_by(client) != failing
                 held_up = [each for each in took if each >= members_module.PATIENCE_S]
-                # The machine itself may hold one up.
+                # The machine itself may delay one.
                 assert len(held_up) <= 5, "a member that is known to have failed holds nothing up"
                 await eventually(lambda: copy.revisions[key] == revision, what="the watch has moved")
                 await eventually(lambda: renewed[-1] > failed_at, what="the renewals have moved")
@@ -156,7 +156,7 @@ def test_client_fails_over_on_both_event_loops(
 
 
 async def test_transaction_during_failure_runs_at_most_once(etcd_cluster: EtcdCluster, etcd_prefix: str) -> None:
-    """Each adds one to the version of one key, so the version tells how often all of them ran."""
+    """Each adds one to the version of one key, so the version counts their executions."""
     async with failures(etcd_cluster) as members:
         client = EtcdClient(members.endpoints, timeout_s=TIMEOUT_S)
         await client.connect()
@@ -198,7 +198,7 @@ async def test_transaction_during_failure_runs_at_most_once(etcd_cluster: EtcdCl
 
 
 async def test_write_during_election_is_soon_uncertain(etcd_cluster: EtcdCluster, etcd_prefix: str) -> None:
-    # Where the machine stands still, etcd gives it up by itself before there is another leader.
+    # If the machine stalls, etcd gives it up by itself before there is another leader.
     for _ in range(5):
         if "another leader was elected meanwhile" in await said_of_a_write_amid_an_election(etcd_cluster, etcd_prefix):
             return
@@ -211,7 +211,7 @@ async def said_of_a_write_amid_an_election(etcd_cluster: EtcdCluster, etcd_prefi
     await client.connect()
     await leader.freeze()
     try:
-        # The follower hands it to the leader it knows, and hears no more of it; etcd itself gives up after 6 s.
+        # The follower forwards it to the known leader and gets no answer; etcd itself gives up after 6 s.
         with pytest.raises(EtcdUnavailable) as raised:
             await client.put(f"{etcd_prefix}/a", b"")
         assert raised.value.maybe_applied
@@ -244,7 +244,7 @@ async def test_calls_without_majority_end_in_time_and_recover(etcd_cluster: Etcd
 
 
 async def test_slow_live_member_is_waited_for(etcd_cluster: EtcdCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    # So short that no call is answered within it: each time the member is asked how it is, and says so.
+    # So short that no call is answered within it: each time the member's status is requested, and it answers.
     monkeypatch.setattr(members_module, "PATIENCE_S", 0.0)
     client = EtcdClient(etcd_cluster.endpoints)
     await client.connect()

@@ -13,7 +13,7 @@ from tests.support.etcd.embedded import Relay
 
 
 class Meddled(EtcdClient):
-    """A client whose transactions meet what the test wants."""
+    """A client whose transactions have the outcomes that the test chooses."""
 
     fails = 0
     applies = False
@@ -42,7 +42,7 @@ async def test_concurrent_takers_get_different_numbers(etcd_client: EtcdClient, 
         mine = taken[n * (BLOCK + 5) : (n + 1) * (BLOCK + 5)]
         assert mine == sorted(mine), "they only grow"
     found = await etcd_client.get(key)
-    # Byte for byte what the reference brokers read: the first number that nobody has.
+    # Byte for byte the reference brokers' format: the first unassigned number.
     assert found is not None
     assert found.value == b"8000"
 
@@ -55,7 +55,7 @@ async def test_uncertain_block_is_left_unused(etcd_client: EtcdClient, key: str,
     client.fails, client.applies = 1, applies
     with pytest.raises(EtcdUnavailable):
         await blocks.allocate()
-    # Where the swap was made nobody gets its block.
+    # If the swap succeeded, no process gets its block.
     assert [await other.allocate(), await blocks.allocate()] == [BLOCK * applies, BLOCK * (applies + 1)]
     await client.close()
 
@@ -84,7 +84,7 @@ async def test_cancelled_waiter_does_not_block_others(etcd_client: EtcdClient, k
         waiting = [asyncio.create_task(blocks.allocate()) for _ in range(2)]
         await asyncio.sleep(0.05)
         waiting[0].cancel()
-        # The connection that says nothing is replaced by one that does.
+        # The silent connection is replaced by a working one.
         await relay.cut()
         assert await asyncio.wait_for(waiting[1], 60) % BLOCK == 0
         await client.close()

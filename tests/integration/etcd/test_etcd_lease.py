@@ -1,4 +1,4 @@
-"""Leases: how they are kept, how they end, and what their holders learn."""
+"""Leases: their renewals, their ends, and their holders' knowledge."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_renewals_keep_lease_and_report_send_time(tmp_path: Path) -> None:
 
 
 async def are_in_time(client: EtcdClient) -> bool:
-    """False where the machine stood still for about as long as the lease lives: that shows nothing."""
+    """False if the machine stalled for about the lease's TTL, which proves nothing."""
     lease, left_alone = await client.lease_grant(1), await client.lease_grant(1)
     assert lease.ttl_s == 1
     await client.put("/kept", b"", lease_id=lease.lease_id)
@@ -75,7 +75,7 @@ async def are_in_time(client: EtcdClient) -> bool:
     assert is_kept
     assert renewals.ttls == {lease.ttl_s}
     assert all(started <= sent_at <= ended for sent_at in renewals.sent_at)
-    # A sleep ends up to a clock's tick early, and times are noted on either side of it: no gap is exact.
+    # A sleep may end a clock tick early, and times are taken on both sides of it: no gap is exact.
     assert min(gaps[1:-1]) >= 0.9 * lease.ttl_s / lease_module.RENEWALS_PER_TTL
     return True
 
@@ -103,7 +103,7 @@ async def test_send_time_precedes_the_request(tmp_path: Path) -> None:
         renewals = Renewals()
         async with running(lease_keep_alive(client, lease.lease_id, clock=time.monotonic, on_renewed=renewals)):
             await renewals.next()
-            # etcd sleeps over the next question; its answer comes late, and is worth no more for that.
+            # etcd is suspended at the next renewal; its answer comes late, and extends nothing.
             await freeze(server)
             stopped = time.monotonic()
             interval_s = lease.ttl_s / lease_module.RENEWALS_PER_TTL

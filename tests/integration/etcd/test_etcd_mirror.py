@@ -23,7 +23,7 @@ from tests.support.waiting import PATIENCE_S, eventually
 
 
 class Copy:
-    """A listener that keeps what it is told, and checks the promises about order on the way."""
+    """A listener that keeps its events, and checks the promised order."""
 
     def __init__(self, *prefixes: str) -> None:
         self.kvs: dict[str, tuple[bytes, int]] = {}
@@ -98,7 +98,7 @@ async def test_one_key_is_mirrored_without_its_neighbours(etcd_client: EtcdClien
         await eventually(lambda: set(copy.kvs) == {f"{prefix}a"})
 
 
-# Puts the keys prefix + "0", "1" … one after the other; arguments: endpoint, prefix, count.
+# Puts the keys prefix + "0", "1" … in order; arguments: endpoint, prefix, count.
 PUT_ONE_BY_ONE = """
 import asyncio, sys
 from kproxy.etcd import EtcdClient
@@ -127,7 +127,7 @@ async def test_a_busy_loop_hears_of_changes_soon(etcd_client: EtcdClient, etcd_p
         await mirror.wait_synced()
         await asyncio.sleep(0.1)
         command = [sys.executable, "-c", PUT_ONE_BY_ONE, etcd_client.endpoints, f"{etcd_prefix}/", str(changes)]
-        # The loop stands still meanwhile.
+        # The loop is blocked meanwhile.
         subprocess.run(command, check=True, timeout=PATIENCE_S)
         loop = asyncio.get_running_loop()
         burning = loop.call_soon(turn)
@@ -141,7 +141,7 @@ async def test_change_between_load_and_watch_is_seen(etcd_client: EtcdClient, et
     first, second = f"{etcd_prefix}/1/", f"{etcd_prefix}/2/"
 
     class Meddling(EtcdClient):
-        """A client before whose every answer somebody changes both prefixes."""
+        """A client whose every answer is preceded by changes of both prefixes."""
 
         reads = 0
 
@@ -168,7 +168,7 @@ async def test_change_between_load_and_watch_is_seen(etcd_client: EtcdClient, et
 
 
 class Churn:
-    """Puts and deletes under some prefixes until told to stop, over every outage."""
+    """Puts and deletes under some prefixes until stopped, through every outage."""
 
     def __init__(self, client: EtcdClient, prefixes: list[str], seed: int) -> None:
         self._client = client
@@ -191,9 +191,9 @@ class Churn:
 
 
 async def forgot(client: EtcdClient, events: list[WatchEvent]) -> bool:
-    """Whether etcd itself does not know of an event any more that it told us of.
+    """Whether etcd itself has lost an event that it had reported.
 
-    A single member of etcd up to 3.5.4 tells of a write before it is on disk (etcd issue 14370).
+    A single member of etcd up to 3.5.4 reports a write before it is on disk (etcd issue 14370).
     """
     for event in events:
         kv = event.kv
@@ -211,7 +211,7 @@ async def test_mirror_equals_final_read_after_kills_under_churn(tmp_path: Path) 
 
 
 async def _equals_a_final_read(directory: Path) -> bool:
-    """False where etcd has forgotten what it told."""
+    """False if etcd has lost reported events."""
     directory.mkdir()
     prefixes = ["/one/", "/two/"]
     async with own_etcd(directory) as (server, client):
@@ -280,7 +280,7 @@ async def test_compaction_during_disconnection_causes_reload(tmp_path: Path) -> 
             await eventually(lambda: copy.kvs == final)
             assert len(copy.snapshots) == 2
             assert copy.restored == 0, "compaction is not a restore"
-            # And it watches on from there.
+            # It then continues to watch.
             await writer.put("/a/after", b"")
             await eventually(lambda: "/a/after" in copy.kvs)
             assert len(copy.snapshots) == 2
@@ -338,7 +338,7 @@ async def test_end_of_large_lease_arrives_in_small_portions(tmp_path: Path) -> N
             await mirror.wait_synced()
             assert len(copy.kvs) == 40_000
             await client.lease_revoke(lease.lease_id)
-            # In fragments, etcd 3.5 would take 6 s for this.
+            # If fragmented, etcd 3.5 would take 6 s for this.
             await eventually(lambda: copy.kvs == {})
             assert len(copy.snapshots) == 1
             assert {size for size, _, _ in copy.batches} == {mirror_module.CHUNK_EVENTS}
@@ -369,7 +369,7 @@ async def test_revision_too_large_for_message_causes_reload(etcd_client: EtcdCli
 
 
 class BreakingOnce(WatchStream):
-    """A stream that breaks, once, right after the first message for which `after` holds."""
+    """A stream that breaks once, right after the first message for which `after` holds."""
 
     after: Callable[[WatchMessage], bool]
     broken = False
@@ -451,7 +451,7 @@ async def test_a_watch_that_goes_quiet_is_replaced(etcd_client: EtcdClient, etcd
             relay.freeze()
             await etcd_client.put(f"{prefix}a", b"")
             await eventually(lambda: mirror.state is MirrorState.RESUMING, what="silence is noticed")
-            # The connection for calls is frozen as well; gRPC's own ping would end it in some seconds.
+            # The connection for calls is also frozen; gRPC's own ping would end it in some seconds.
             await relay.cut()
             await eventually(lambda: f"{prefix}a" in copy.kvs)
         await client.close()

@@ -1,4 +1,4 @@
-"""deploy/etcd/roles.sh: proxies, brokers and administrators work with its roles, and none can write another's keys."""
+"""deploy/etcd/roles.sh: each role can do its work, and cannot write another role's keys."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.support.security import sasl_client as sasl
 SCRIPT = Path(__file__).parents[3] / "deploy/etcd/roles.sh"
 PREFIX = "/roles"
 TOPIC = "gated"
-# A user by the name of its role.
+# Each role has a user of the same name.
 PROXY, BROKER, ADMIN = "kproxy-proxy", "kproxy-broker", "kproxy-admin"
 
 
@@ -68,7 +68,7 @@ async def guarded(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gua
 
 def make_users(site: Guarded) -> None:
     done = [run([str(SCRIPT), PREFIX], site.environ)]
-    # As earlier versions granted it; the next run narrows it.
+    # As granted by earlier versions; the next run narrows it.
     done += (
         site.etcdctl("role", "grant-permission", PROXY, "readwrite", f"{PREFIX}/{earlier}", "--prefix")
         for earlier in ("kproxy/", "kproxy/own")
@@ -107,14 +107,14 @@ async def test_proxy_and_broker_work_with_their_roles(
         values = [uuid.uuid4().bytes for _ in range(3)]
         await asyncio.to_thread(produce, proxy.kafka, "plain", values)
         assert await asyncio.to_thread(read_partition, other.kafka, "plain", 0, 3) == values
-        # Each is registered, and knows of the other.
+        # Each is registered and knows the other.
         for each in (proxy, other):
             assert counted(each.admin, "kproxy_fleet_registered") == 1
             assert counted(each.admin, "kproxy_fleet_proxies") == 2
         status, text = await asyncio.to_thread(page, proxy.admin, "/replication")
         assert status == 200, text
         assert '"plain"' in text
-        # A claim, and a write that needs it.
+        # A claim, and a write that requires it.
         client = await OwnClient.connect("127.0.0.1", port_of(proxy), client_id="writer")
         await client.create_topic(TOPIC, 1)
         response = await client.own("writers", [(TOPIC, 0)])
@@ -126,7 +126,7 @@ async def test_proxy_and_broker_work_with_their_roles(
         for each in (proxy, other):
             assert "denied" not in each.stderr().lower(), each.stderr()
             assert each.stop() == 0
-    # What they had in etcd went with them: they may revoke their own leases.
+    # Their keys in etcd are gone: they may revoke their own leases.
     left = guarded.etcdctl("get", "--prefix", proxies_prefix(PREFIX), "--keys-only")
     assert left.stdout.strip() == "", left
 
@@ -145,7 +145,7 @@ BROKERS_KEYS = (
 PROXYS_KEYS = (f"{proxies_prefix(PREFIX)}1000009", OWN.claim("g", "t/0"), OWN.member("9"), OWN.at_work)
 ACCESS = AccessKeys(PREFIX)
 ADMINS_KEYS = (ACCESS.user("alice"), ACCESS.acl("one"))
-# Each key that a role may write, with more behind it: a grant ends where the key or its directory ends.
+# Each writable key of a role, with more characters: a grant ends where the key or its directory ends.
 NEXT_KEYS = tuple(
     f"{PREFIX}/{directory}-evil{rest}"
     for directory, rest in (

@@ -1,4 +1,4 @@
-"""Large changes to a table at once: hours missed by a stopped proxy, the end of a large lease, an outdated etcd."""
+"""Large changes to a table at once: changes missed by a stopped proxy, the end of a large lease, an outdated etcd."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from tests.support.processes.dev import KproxyProcess, serving
 from tests.support.processes.served import ServedBroker, page, port_of
 from tests.support.waiting import PATIENCE_S, eventually
 
-# Longer than any time-out on the way: a watch is replaced after 8 s of silence, gRPC drops a connection after 9.
+# Longer than any time-out involved: a watch is replaced after 8 s of silence, gRPC drops a connection after 9.
 STOPPED_S = 11.0
 
 
 def told(process: KproxyProcess) -> tuple[Owners, bool]:
-    """The owners on the admin page, and whether it calls them stale."""
+    """The owners on the admin page, and whether it marks them stale."""
     status, text = page(process.admin, "/table")
     assert status == 200
     table = json.loads(text)
@@ -46,7 +46,7 @@ def told(process: KproxyProcess) -> tuple[Owners, bool]:
 
 
 async def asked_of(process: KproxyProcess, *brokers: ServedBroker) -> int:
-    """The id of the broker that gets what a client produces to t-0."""
+    """The id of the broker that receives a client's records for t-0."""
     before = {broker.node_id: len(broker.log) for broker in brokers}
     client = await RawClient().connect(port_of(process))
     client.send(produce_frame(records=batch(0)))
@@ -64,7 +64,7 @@ async def asked_of(process: KproxyProcess, *brokers: ServedBroker) -> int:
 async def test_proxy_stopped_for_long_learns_missed_changes(
     etcd_cluster: EtcdCluster, etcd_prefix: str, tmp_path: Path
 ) -> None:
-    """SIGSTOP; meanwhile owners move, leave and come, and etcd compacts what it could have told of that."""
+    """SIGSTOP; meanwhile owners move, leave and come, and etcd compacts the history of it."""
     client = EtcdClient(etcd_cluster.endpoints)
     await client.connect()
     brokers = [await ServedBroker(node_id, answers_everything).start() for node_id in (1, 2)]
@@ -114,7 +114,7 @@ class Deaf:
 
 
 async def test_idle_etcd_still_counts_as_alive(etcd_cluster: EtcdCluster, etcd_prefix: str) -> None:
-    """etcd has no progress to tell of until a watcher's start revision, the one after the load's, exists."""
+    """etcd sends no progress until a watcher's start revision, the one after the load's, exists."""
     client = EtcdClient(etcd_cluster.endpoints)
     await client.connect()
     written = await client.put(f"{etcd_prefix}/a", b"")
@@ -129,7 +129,7 @@ async def test_idle_etcd_still_counts_as_alive(etcd_cluster: EtcdCluster, etcd_p
 
 
 class LongestStall:
-    """How long the event loop was kept from its other work by computing, in seconds of its thread's CPU time."""
+    """How long the event loop was blocked by computing, in seconds of its thread's CPU time."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -141,7 +141,7 @@ class LongestStall:
             self.seconds = max(self.seconds, time.thread_time() - began)
 
 
-# Both are more than one message of etcd holds.
+# Both exceed one etcd message.
 @pytest.mark.parametrize("count", [pytest.param(100_000, marks=pytest.mark.long), 30_000])
 async def test_many_leases_ending_at_once_reach_the_table(
     etcd_cluster: EtcdCluster, etcd_prefix: str, capsys: pytest.CaptureFixture[str], count: int
@@ -160,9 +160,9 @@ async def test_many_leases_ending_at_once_reach_the_table(
         async with running(stall.watch()):
             began = time.monotonic()
             with suppress(EtcdUnavailable):
-                # A busy machine may take longer than etcd lets a request wait; the lease ends all the same.
+                # A busy machine may exceed etcd's request timeout; the lease ends anyway.
                 await client.lease_revoke(lease.lease_id)
-            # Who takes over right behind it must not be taken for what ended.
+            # Owners that take over right after it must not count as ended.
             taken = [(lease_key(etcd_prefix, f"topic-{n}", n), b"2") for n in range(100)]
             await put_many(client, taken)
             await eventually(lambda: topology.owned_count == 100, timeout_s=2 * PATIENCE_S, what="all others are gone")
@@ -172,7 +172,7 @@ async def test_many_leases_ending_at_once_reach_the_table(
         assert not table.skipped
     with capsys.disabled():
         print(f"\n{count} leases gone after {took:.2f} s, longest stall of the loop {stall.seconds * 1000:.0f} ms")
-    # What one would notice, on a slow machine; the figure itself is printed.
+    # A noticeable stall on a slow machine; the value is printed.
     assert stall.seconds < 4
     await client.close()
 
@@ -182,7 +182,7 @@ async def test_many_leases_ending_at_once_reach_the_table(
     [
         pytest.param(True, 0, id="the-same-cluster-id"),
         pytest.param(False, 0, id="another-cluster-id"),
-        # As etcd's own manual advises: nothing goes back but what the keys say.
+        # As advised by etcd's manual: nothing decreases except the keys' revisions.
         pytest.param(True, 1_000_000, id="the-same-cluster-id-and-a-higher-revision"),
     ],
 )
@@ -198,7 +198,7 @@ async def test_etcd_restored_from_snapshot_restores_the_table(
         table = LeaseTable(client, "/p", topology)
         async with running(table.run()):
             await asyncio.wait_for(table.wait_synced(), PATIENCE_S)
-            # A history that will not have been: moved, gone, new.
+            # A history that will be lost: moved, gone, new.
             await put_many(client, [(lease_key("/p", "t", index), b"2") for index in range(5)])
             await client.delete(lease_key("/p", "t", 9))
             await client.put(lease_key("/p", "later", 0), b"3")
@@ -210,7 +210,7 @@ async def test_etcd_restored_from_snapshot_restores_the_table(
             await eventually(lambda: owners(topology) == truth, what="what etcd says now")
             assert table.restores == 1
             assert (topology.revision < later) is not bool(bump_revision)
-            # And it follows the new history.
+            # It then follows the new history.
             await client.put(lease_key("/p", "t", 0), b"4")
             await eventually(lambda: topology.owner(b"t", 0) == 4)
         await client.close()

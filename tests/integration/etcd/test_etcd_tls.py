@@ -19,7 +19,7 @@ from tests.support.etcd.etcd_secured import Authority, Pair, TlsCluster, tls_etc
 
 
 class Secured(NamedTuple):
-    """An etcd for `localhost` that wants certificates of `authority`; `client` is one."""
+    """An etcd for `localhost` that requires certificates of `authority`; `client` is one."""
 
     authority: Authority
     client: Pair
@@ -109,7 +109,7 @@ async def test_each_member_certificate_names_only_its_member(tmp_path: Path) -> 
             await alone.close()
         client = EtcdClient(cluster.tls_endpoints, EtcdOptions(ca=authority.ca))
         await client.connect()
-        # Whichever it talks to, the next one verifies as well.
+        # Whichever it uses, the next one verifies too.
         for member in cluster.members:
             member.kill()
             assert await written(client, "/a")

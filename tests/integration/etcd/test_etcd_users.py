@@ -1,4 +1,4 @@
-"""Users and passwords in etcd: tokens that are obtained, expire and are lost; the errors without one."""
+"""Users and passwords in etcd: tokens that are obtained, expire and are lost; errors without one."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from tests.support.etcd.etcd_secured import PASSWORD, ask_gateway, enable_users
 from tests.support.waiting import PATIENCE_S, eventually
 
 TOKEN_TTL_S = 1
-# The last: what a password costs, 4 being etcd's least.
+# The last: the cost of a password, whose minimum in etcd is 4.
 USERS = ("--auth-token", "simple", "--auth-token-ttl", str(TOKEN_TTL_S), "--bcrypt-cost", "4")
 OPTIONS = EtcdOptions(username="kproxy", password=Secret(PASSWORD))
 
 
 class Asked(EtcdClient):
-    """A client that counts how often it shows its password."""
+    """A client that counts how often it sends its password."""
 
     def __init__(self, endpoints: list[str], options: EtcdOptions = OPTIONS, **arguments: Any) -> None:
         super().__init__(endpoints, options, **arguments)
@@ -65,7 +65,7 @@ class Changes:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def guarded(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EmbeddedEtcd]:
-    """An etcd whose user `kproxy` may touch what begins with /kproxy."""
+    """An etcd whose user `kproxy` has all keys that begin with /kproxy."""
     directory = tmp_path_factory.mktemp("guarded")
     async with EmbeddedEtcd(directory, extra_arguments=[*QUICK, *USERS]) as server:
         await enable_users(server.endpoint, prefix="/kproxy")
@@ -78,13 +78,13 @@ async def test_expired_token_is_replaced_unnoticed(guarded: EmbeddedEtcd) -> Non
     await client.put("/kproxy/a", b"1")
     await asyncio.sleep(TOKEN_TTL_S + 1.5)
     before = client.times
-    # Many at once need a new one; one of them asks. None of the transactions ran twice.
+    # Many need a new token at once; one requests it. None of the transactions ran twice.
     counts = [client.txn([], [put_op("/kproxy/count", b"")], [get_op("/kproxy/count")]) for _ in range(20)]
     await asyncio.gather(*counts)
     found = await client.get("/kproxy/count")
     assert found is not None
     assert found.version == 20
-    # Once more where the machine stands still for as long as a token lives.
+    # Retried if the machine stalls for a token's lifetime.
     assert before < client.times <= before + 3
     await client.close()
 
@@ -177,7 +177,7 @@ async def test_wrong_password_is_retried_with_growing_pauses(
         refused += 1
         await asyncio.sleep(0.01)
         assert time.monotonic() < began + PATIENCE_S, "it tries each time"
-    # After 0.1 s, and then each time after a longer pause.
+    # After 0.1 s, and then after increasing pauses.
     assert client.times <= 6 + (time.monotonic() - began) / 1.5
     file.write_text(f"{PASSWORD}\n")
 
@@ -215,7 +215,7 @@ async def test_tokens_forgotten_by_members_are_replaced(etcd_users: EtcdCluster)
 
 
 async def test_renewals_survive_token_expiry_between_them(etcd_users: EtcdCluster) -> None:
-    """A current etcd looks at the token of a stream again with each renewal."""
+    """A current etcd checks a stream's token again at each renewal."""
     client = Asked(etcd_users.endpoints)
     await client.connect()
     # So rare that nothing keeps the token alive.

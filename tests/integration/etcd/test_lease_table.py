@@ -72,7 +72,7 @@ async def test_owners_and_brokers_follow_their_leases(etcd_client: EtcdClient, e
         await etcd_client.put(lease_key(etcd_prefix, "t", 1), b"1", lease_id=lease.lease_id)
         await eventually(lambda: owners(topology) == {("t", 0): 1, ("t", 1): 1})
         assert changes == 2
-        # Whatever else stands under the prefix is none of this table's business.
+        # Other keys under the prefix do not affect this table.
         await etcd_client.put(f"{etcd_prefix}/topics/t/partitions/0/next_offset", b"7")
         await etcd_client.lease_revoke(lease.lease_id)
         await eventually(lambda: owners(topology) == {} and topology.brokers == {})
@@ -92,7 +92,7 @@ async def test_topic_ids_follow_topics_of_reference_brokers(etcd_client: EtcdCli
     async with table_of(etcd_client, etcd_prefix) as (table, topology):
         assert topology.topic_ids == {b"t": first.bytes}
         assert topology.owner(first.bytes, 0) == 1
-        # By event: another topic, this one made again, another one's id, nonsense, and gone.
+        # By event: another topic, a recreated topic, another topic's id, nonsense, and a deletion.
         await etcd_client.put(key("u"), value(second))
         await eventually(lambda: topology.topic_ids == {b"t": first.bytes, b"u": second.bytes})
         await etcd_client.delete(key("t"))
@@ -121,7 +121,7 @@ async def test_refusal_is_answered_by_current_etcd_state(etcd_client: EtcdClient
             second = await etcd_client.put(lease_key(etcd_prefix, "t", 0), b"2")
             assert await table.refresh(b"t", 0, first)
             assert (topology.owner(b"t", 0), topology.owner_revision(b"t", 0)) == (2, second)
-            # A refusal of the first owner that comes late costs the second nothing.
+            # A late refusal of the first owner does not affect the second.
             assert await table.refresh(b"t", 0, first)
             assert topology.owner(b"t", 0) == 2
             await etcd_client.delete(lease_key(etcd_prefix, "t", 0))
@@ -134,7 +134,7 @@ async def test_refusal_is_answered_by_current_etcd_state(etcd_client: EtcdClient
 
 
 class CountingReads(EtcdClient):
-    """Counts the transactions that only read, which is how the table reads again."""
+    """Counts read-only transactions, which are the table's rereads."""
 
     def __init__(self, endpoints: Sequence[str]) -> None:
         super().__init__(endpoints)
@@ -168,7 +168,7 @@ async def test_refresh_during_a_read_gets_a_later_read(etcd_client: EtcdClient, 
         early = asyncio.ensure_future(table.refresh(b"t", 0, revision))
         await eventually(lambda: len(client.keys_read) == 1)
         late = [asyncio.ensure_future(table.refresh(b"t", 0, revision)) for _ in range(5)]
-        # One who does not wait to the end takes nothing away from the others.
+        # A caller that stops waiting does not affect the others.
         await asyncio.sleep(0)
         late[0].cancel()
         await asyncio.gather(early, *late, return_exceptions=True)
@@ -229,7 +229,7 @@ async def test_hints_end_when_etcd_returns(tmp_path: Path) -> None:
             assert owners(topology) == {("t", 0): 2, ("t", 1): 2}
             assert 2 in topology.brokers
             await server.start()
-            # One has moved meanwhile, the other one has not: its hint was wrong.
+            # One partition has moved, the other has not: its hint was wrong.
             await client.put(lease_key("/k", "t", 0), b"3")
             await eventually(lambda: owners(topology) == {("t", 0): 3, ("t", 1): 1})
             assert topology.brokers == {9: Address("127.0.0.1", broker.port)}
@@ -288,7 +288,7 @@ async def test_refresh_detects_restored_etcd_before_watch(tmp_path: Path) -> Non
     async with own_etcd(tmp_path / "1") as (server, old), own_etcd(tmp_path / "2") as (_, restored):
 
         class Divided(EtcdClient):
-            """Its watch still hangs on the old etcd, its transactions reach the restored one."""
+            """Its watch stays on the old etcd while its transactions reach the restored one."""
 
             async def txn(
                 self, compares: Sequence[TxnCompare], success: Sequence[TxnOp], failure: Sequence[TxnOp] = ()
@@ -327,7 +327,7 @@ async def test_table_follows_etcd_restored_to_earlier_state(tmp_path: Path) -> N
 
 
 async def test_refresh_detects_restored_etcd_with_newer_revision(tmp_path: Path) -> None:
-    """Neither its cluster id nor its revision says so; the key that a broker refused has an older change than known."""
+    """Neither cluster id nor revision shows it; the refused key has an older change than known."""
     async with own_etcd(tmp_path) as (server, writer), Relay(server.endpoint) as relay:
         await writer.put(lease_key("/k", "t", 0), b"1")
         await server.stop()

@@ -27,7 +27,7 @@ HOST = "proxy.test"
 
 
 class Member:
-    """A registrar and a view under one address."""
+    """A registrar and a view with one address."""
 
     def __init__(self, client: EtcdClient, prefix: str, port: int) -> None:
         self.fleet = Fleet([alone(HOST, port)])
@@ -52,7 +52,7 @@ async def member(client: EtcdClient, prefix: str, port: int) -> AsyncIterator[Me
 
 
 async def entries(client: EtcdClient, prefix: str) -> dict[int, int]:
-    """Ports by id, as they stand in etcd."""
+    """Ports by id, as stored in etcd."""
     kvs = (await client.get_prefix(proxies_prefix(prefix))).kvs
     return {int(kv.key.rpartition("/")[2]): json.loads(kv.value)["port"] for kv in kvs}
 
@@ -71,7 +71,7 @@ async def test_all_proxies_are_named_until_they_end(etcd_client: EtcdClient, etc
         async with member(etcd_client, etcd_prefix, 3) as third:
             for each in (*members, third):
                 await eventually(lambda each=each: each.named == {**expected, THIRD: 3})
-        # The lease has been revoked when a registrar's end has come.
+        # The lease is revoked when a registrar has ended.
         assert await entries(etcd_client, etcd_prefix) == expected
         for each in members:
             await eventually(lambda each=each: each.named == expected)
@@ -112,7 +112,7 @@ async def test_simultaneously_started_proxies_get_different_ids(etcd: EmbeddedEt
 
 
 async def left_behind(client: EtcdClient, prefix: str, node_id: int, port: int) -> None:
-    """The entry of a proxy that was killed: its lease lives on for a while."""
+    """The entry of a killed proxy, whose lease lives on for a while."""
     lease = await client.lease_grant(600)
     await client.put(f"{proxies_prefix(prefix)}{node_id}", entry(node_id, port), lease_id=lease.lease_id)
 
@@ -140,13 +140,13 @@ async def test_later_proxy_of_one_address_has_the_entry(etcd_client: EtcdClient,
             async with member(etcd_client, etcd_prefix, 1) as later:
                 assert later.registrar.node_id == FIRST
                 await eventually(lambda: earlier.registrar.state is RegistrarState.STANDING_BY)
-                # They do not fight: three more looks change nothing.
+                # They do not compete: three more rounds change nothing.
                 held = await etcd_client.get(f"{proxies_prefix(etcd_prefix)}{FIRST}")
                 await asyncio.sleep(3 * TTL_S / 4)
                 assert await etcd_client.get(f"{proxies_prefix(etcd_prefix)}{FIRST}") == held
                 assert later.registrar.state is RegistrarState.REGISTERED
                 assert earlier.named == later.named == {FIRST: 1}
-            # The later one has ended, the earlier one is registered again, under the same id.
+            # The later one has ended, and the earlier one is registered again with the same id.
             await eventually(lambda: earlier.registrar.state is RegistrarState.REGISTERED)
             assert await entries(etcd_client, etcd_prefix) == {FIRST: 1}
     said = [(each["log_level"], each["address"]) for each in logs if "--advertise" in each.get("advice", "")]
@@ -184,13 +184,13 @@ async def test_a_proxy_does_not_drop_itself(etcd_client: EtcdClient, etcd_prefix
     async with running(one.view.run()):
         await eventually(lambda: one.named == {FIRST: 2, SECOND: 1})
         await etcd_client.delete(f"{prefix}{SECOND}")
-        # What comes after it has been heard of, and so has its end.
+        # A later event has been received, and so has its end.
         await etcd_client.put(f"{prefix}{THIRD}", entry(THIRD, 3))
         await eventually(lambda: one.named == {FIRST: 2, SECOND: 1, THIRD: 3})
 
 
 class Outrun(EtcdClient):
-    """Something happens between each look at the entries and the first claim that follows."""
+    """An event occurs between each read of the entries and the first claim after it."""
 
     def __init__(self, endpoint: str, happens: Callable[[], Awaitable[object]]) -> None:
         super().__init__([endpoint])
@@ -260,7 +260,7 @@ async def test_invalid_entries_are_skipped_and_counted(
         await one.view.wait_synced()
         assert one.named == {FIRST: 1}
         assert one.counters.total() == 1
-        # What makes none any more takes the entry away.
+        # An invalid value removes the entry.
         if key == str(THIRD):
             await etcd_client.put(f"{prefix}{THIRD}", entry(THIRD, 3))
             await eventually(lambda: one.named == {FIRST: 1, THIRD: 3})
@@ -284,7 +284,7 @@ async def test_an_address_that_stands_twice_is_named_once(etcd_client: EtcdClien
 
 @pytest_asyncio.fixture
 async def relay(etcd: EmbeddedEtcd) -> AsyncIterator[tuple[Relay, EtcdClient]]:
-    """A client whose way to etcd can be cut."""
+    """A client whose connection to etcd can be cut."""
     async with Relay(etcd.endpoint) as one:
         client = EtcdClient([one.endpoint])
         await client.connect()

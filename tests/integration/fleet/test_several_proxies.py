@@ -1,4 +1,4 @@
-"""Several `kproxy serve` on one etcd, before reference brokers: whom they name, and what clients see when one ends."""
+"""Several `kproxy serve` on one etcd: the brokers that they name, and clients' view when one ends."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from tests.support.processes.served import ServedBroker, page, port_of, samples,
 from tests.support.waiting import PATIENCE_S, wait_for
 
 PARTITIONS = 12
-# Clients follow what they are told of while requests of theirs are on their way.
+# Clients follow the proxies' names while their requests are in flight.
 METADATA_AGE_MS = 100
 TTL_S = 5
 FIRST = 1_000_000
 
 
 class Site:
-    """Brokers on one prefix of an etcd, and proxies in front of them."""
+    """Brokers on one etcd prefix, with proxies in front of them."""
 
     def __init__(self, etcd: str, prefix: str, directory: Path) -> None:
         self.etcd = etcd
@@ -79,14 +79,14 @@ def asked(proxy: KproxyProcess, key: int, version: int, **fields: Any) -> Any:
 
 
 def named(proxy: KproxyProcess) -> dict[int, int]:
-    """Whom it names: ports by id."""
+    """The brokers that it names: ports by id."""
     brokers = asked(proxy, keys.METADATA, 9, topics=[]).brokers
     assert {each.host for each in brokers} == {"127.0.0.1"}
     return {each.node_id: each.port for each in brokers}
 
 
 def ports(proxies: Sequence[KproxyProcess]) -> dict[int, int]:
-    """What is expected of proxies that were started one after the other."""
+    """The expected names of proxies that were started in this order."""
     return {FIRST + number: port_of(proxy) for number, proxy in enumerate(proxies)}
 
 
@@ -118,7 +118,7 @@ def test_each_names_all_and_partitions_spread(site: Site) -> None:
         assert {each.controller_id for each in clusters} == {FIRST}
         assert len({each.cluster_id for each in clusters}) == 1
         assert all({each.broker_id: each.port for each in answer.brokers} == expected for answer in clusters)
-        # On the admin page, in the metrics and by `kproxy table`.
+        # On the admin page, in the metrics and in `kproxy table`.
         table = msgspec.json.decode(page(proxies[1].admin, "/table")[1], type=TablePage)
         assert [(each.id, each.port, each.this) for each in table.proxies] == [
             (node_id, port, port == port_of(proxies[1])) for node_id, port in expected.items()
@@ -147,10 +147,10 @@ def test_killed_proxy_leaves_within_ttl_and_regains_id(site: Site) -> None:
             agree([*others, back], expected)
             assert leaders(back, "spread") == before
             end(back, signal.SIGKILL)
-        # Whether the lease of the one that was killed has ended by now or not.
+        # Whether or not the killed one's lease has ended by now.
         with site.proxy(port_of(proxies[1])) as back_at_once:
             agree([*others, back_at_once], expected)
-            # If not, it ends now, and takes nothing with it.
+            # If not, it ends now, without any effect.
             time.sleep(TTL_S + 1)
             agree([*others, back_at_once], expected)
 
@@ -167,7 +167,7 @@ def test_hung_proxy_registers_again_and_ended_one_leaves(site: Site) -> None:
             proxies[1].signal(signal.SIGCONT)
         agree(proxies, expected)
         end(proxies[1], signal.SIGTERM)
-        # Its lease would live on: it has been given up.
+        # Its lease would live on, but has been given up.
         agree(proxies[:1], {FIRST: port_of(proxies[0])})
 
 
@@ -236,7 +236,7 @@ async def test_static_table_proxies_survive_an_etcd_outage(tmp_path: Path) -> No
                 everyone = ports([one, other])
                 agree([one, other], everyone)
                 away.pass_through()
-                # Their leases have ended, and each names the other on: it may well be there.
+                # Their leases have ended, but each still names the other, which may be alive.
                 assert [named(proxy) for proxy in (one, other)] == [everyone] * 2
                 with site.proxy(0, *static) as late:
                     assert named(late) == {FIRST: port_of(late)}, "it serves, alone as far as it knows"
@@ -257,7 +257,7 @@ async def test_static_table_proxies_survive_an_etcd_outage(tmp_path: Path) -> No
 
 
 class Door:
-    """Where a thread waits for the event loop."""
+    """The event loop's queue for a waiting thread."""
 
     def __init__(self) -> None:
         self._reached = threading.Event()
@@ -275,7 +275,7 @@ class Door:
 
 
 class Writer:
-    """A client of its kind, idempotent, writing until told to stop; every value is unique."""
+    """An idempotent client of its kind that writes until stopped; every value is unique."""
 
     kind = ""
 
@@ -302,7 +302,7 @@ class Writer:
         return len(self.acknowledged)
 
     def more(self, count: int) -> None:
-        """Until so many more are acknowledged."""
+        """Wait until `count` more are acknowledged."""
         goal = self.progress + count
         wait_for(lambda: self.progress >= goal or self.errors, 60, f"{self.kind} goes on")
 
@@ -356,7 +356,7 @@ class KafkaPythonWriter(Writer):
 
 
 class JavaWriter(Writer):
-    """What became of its records it says in the end."""
+    """It reports the fates of its records at the end."""
 
     kind = "java"
 
@@ -379,7 +379,7 @@ class JavaWriter(Writer):
 
 
 def check(read: list[Placed], writer: Writer) -> None:
-    """Everything was acknowledged. Acknowledged and lost: 0. Duplicates: 0. In order in each partition."""
+    """Check that all is acknowledged, nothing lost or duplicated, and each partition in order."""
     assert writer.errors == []
     assert len(writer.acknowledged) == writer.sent
     mine = [each for each in read if each.value is not None and each.value.startswith(writer.kind.encode())]
@@ -391,7 +391,7 @@ def check(read: list[Placed], writer: Writer) -> None:
 
 
 def served(proxy: KproxyProcess) -> float:
-    """Produce requests that it has answered."""
+    """The number of produce requests that it has answered."""
     return samples(page(proxy.admin, "/metrics")[1])["kproxy_produce_duration_seconds_count", ()]
 
 
@@ -402,7 +402,7 @@ def test_clients_write_on_while_proxies_come_and_go(site: Site) -> None:
     with site.proxies(3) as proxies, ExitStack() as stack:
         agree(proxies, ports(proxies))
         wait_for(lambda: len(leaders(proxies[0], topic)) == PARTITIONS)
-        # They are told of the first one alone, which is the first to go; of the others they learn from it.
+        # They only get the first one's address, which is the first to go, and learn the others from it.
         writers: list[Writer] = [
             stack.enter_context(kind(proxies[0].kafka, topic))
             for kind in (JavaWriter, LibrdkafkaWriter, KafkaPythonWriter)
@@ -436,7 +436,7 @@ def test_group_goes_on_after_its_coordinating_proxy_dies(site: Site, real_kafka:
     kafka_source = ("--ownership", "kafka", "--bootstrap", real_kafka.bootstrap, "--prefix", f"{site.prefix}/kafka")
     with site.proxy(0, *kafka_source) as one, site.proxy(0, *kafka_source) as other:
         agree([one, other], ports([one, other]))
-        # One cluster to clients: the brokers' own id, the same leaders and coordinators.
+        # Clients see one cluster: the brokers' own id, the same leaders and coordinators.
         metadata = [asked(proxy, keys.METADATA, 9, topics=[{"name": topic}]) for proxy in (one, other)]
         assert [each.cluster_id for each in metadata] == [CLUSTER_ID] * 2
         assert leaders(one, topic) == leaders(other, topic)
@@ -465,7 +465,7 @@ def test_group_goes_on_after_its_coordinating_proxy_dies(site: Site, real_kafka:
 
 
 def coordinator_port(proxy: KproxyProcess, group: str) -> int:
-    """Where it sends the members of a group; 0 where nobody coordinates it yet."""
+    """The port to which it sends members of a group; 0 if there is no coordinator yet."""
     (found,) = asked(proxy, keys.FIND_COORDINATOR, 4, key_type=0, coordinator_keys=[group]).coordinators
     if found.error_code:
         return 0

@@ -36,7 +36,7 @@ async def test_hung_brokers_and_dials_are_not_waited_for() -> None:
         connection = await open_any([hung.address, deaf.address, hung.address, healthy.address], TIMEOUT_S)
         assert time.monotonic() - began < TIMEOUT_S / 4
     assert connection.address == healthy.address
-    # What lost is closed, and each was asked once.
+    # The losers are closed, and each was asked once.
     assert len(hung.connections) == 1
     await hung.connections[0].until_closed()
     await connection.close()

@@ -1,6 +1,6 @@
 """A leader moves while both brokers are alive: `kproxy serve` before a cluster that refuses as Apache Kafka does.
 
-The table of leaders is read anew every 30 s by itself, so that whoever gets through within some seconds was looked for.
+The table of leaders is reread every 30 s, so success within seconds shows a lookup.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from tests.support.processes.served import beside, counted, kafka_proxy, port_of
 from tests.support.waiting import eventually
 
 T0 = ("t", 0)
-# Far below the time between two reads of the table, and above what a busy machine takes.
+# Far below the time between two reads of the table, and above a busy machine's delays.
 PATIENCE_S = 25.0
 RETRY_BACKOFF_S = 0.1
 
 
 @pytest.fixture(autouse=True)
 def patient_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The brokers are in this process, and answer when that gets to run."""
+    """The brokers share this process, which may delay their answers."""
     monkeypatch.setenv("KPROXY_LIMITS__PROBE_TIMEOUT_S", "60")
 
 
@@ -58,19 +58,19 @@ async def test_producers_recover_soon_after_a_planned_move(kind: str, tmp_path: 
             moved = time.monotonic()
             codes = [await send(1)]
             while codes[-1] and time.monotonic() - moved < PATIENCE_S:
-                # What every client does with a code that it may try again.
+                # Like every client after a retriable code.
                 await asyncio.sleep(RETRY_BACKOFF_S)
                 codes.append(await send(1))
             client.abort()
             assert codes[-1] == 0, f"{kind}: {codes} in {time.monotonic() - moved:.1f} s"
-    # A refusal before the append leaves no doubt: no client hears that its batch may be in the log.
+    # A refusal before the append is certain: no client gets an ambiguous code for its batch.
     assert 7 not in codes
     assert cluster.appended == [(1, T0, records(0)), (2, T0, records(1))]
 
 
 @pytest.mark.parametrize("confirms", [True, False], ids=["confirmed", "unconfirmed"])
 async def test_acks_0_reaches_new_leader_or_closes_client(confirms: bool, tmp_path: Path) -> None:
-    """What is lost on the way is counted where that can be known, and named as unconfirmed where it cannot."""
+    """A loss in transit is counted if it can be known, and reported as unconfirmed if not."""
     async with KafkaCluster() as cluster:
         cluster.move(T0, 1)
         flag = "--confirm-acks0" if confirms else "--no-confirm-acks0"
@@ -97,7 +97,7 @@ async def test_acks_0_reaches_new_leader_or_closes_client(confirms: bool, tmp_pa
 
 
 class Stream:
-    """A producer with acks=0 that connects again where its connection is closed, as every client does."""
+    """A producer with acks=0 that reconnects when its connection is closed, like every client."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -113,7 +113,7 @@ class Stream:
         self.sent += 1
 
     async def end(self) -> None:
-        """Wait until all that was sent has been taken, which the answer to a last request tells."""
+        """Wait for the answer to a last request, which shows that all was received."""
         if self._client is not None:
             self._client.send(control_frame(API_VERSIONS, 0))
             await self._client.answer(API_VERSIONS, 0)

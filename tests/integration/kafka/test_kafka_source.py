@@ -32,7 +32,7 @@ from tests.support.processes.dev import KproxyProcess, run_kproxy, serving
 from tests.support.processes.served import counted, kafka_proxy, page
 from tests.support.waiting import wait_for
 
-# The first run of all downloads Kafka's jars.
+# The very first run downloads Kafka's jars.
 pytestmark = [pytest.mark.java, pytest.mark.timeout(900)]
 
 PARTITIONS = 6
@@ -56,7 +56,7 @@ def topic(real_kafka: RealKafka) -> str:
 
 
 def read_all(bootstrap: str, topic: str, count: int, partitions: int = PARTITIONS) -> list[Record]:
-    """The first `count` records of a topic, and those that follow them at once; in order within each partition."""
+    """Return the first `count` records of a topic, and those that follow at once; ordered within each partition."""
     settings = {"bootstrap.servers": bootstrap, "group.id": "unused", "enable.auto.commit": False}
     consumer = confluent_kafka.Consumer(settings)
     try:
@@ -75,7 +75,7 @@ def read_all(bootstrap: str, topic: str, count: int, partitions: int = PARTITION
 
 
 def check(read: list[Record], sent: list[tuple[bytes, bytes]]) -> None:
-    """Each record once, no place empty, and the records of a key in the order they were sent in."""
+    """Check that each record occurs once, no offset is missing, and each key is in sending order."""
     assert sorted((key, value) for _, _, key, value in read) == sorted(sent)
     for partition in range(PARTITIONS):
         offsets = [offset for each, offset, _, _ in read if each == partition]
@@ -93,7 +93,7 @@ def numbered(count: int) -> list[tuple[bytes, bytes]]:
 def produce_librdkafka(
     bootstrap: str, topic: str, records: list[tuple[bytes, bytes]], pause: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Idempotent, 5 requests in flight; all is acknowledged when this returns."""
+    """Produce with an idempotent producer, 5 requests in flight; all is acknowledged on return."""
     errors: list[object] = []
     acknowledged = 0
 
@@ -128,7 +128,7 @@ def test_topic_ids_are_used_where_cluster_has_them(proxy: KproxyProcess) -> None
 
 
 async def test_requests_of_many_partitions_stay_on_plain_path(proxy: KproxyProcess, real_kafka: RealKafka) -> None:
-    """Kafka answers the partitions of a request in the order of its hash tables, not in that of the request."""
+    """Kafka answers the partitions of a request in hash table order, not in the request's order."""
     partitions, requests = range(30), 20
     topic = real_kafka.create_topic(f"real-{uuid.uuid4().hex[:10]}", len(partitions))
     names = ("kproxy_plain_path_requests_total", "kproxy_plain_path_left_total")
@@ -176,7 +176,7 @@ def test_kafka_python_keeps_every_record(proxy: KproxyProcess, topic: str, real_
         consumer.close()
     check(read, sent)
     assert {(partition, offset) for partition, offset, _, _ in read} == places
-    # What the brokers hold is what the proxy says they hold.
+    # The brokers hold the records that the proxy reports.
     assert sorted(read_all(real_kafka.bootstrap, topic, RECORDS)) == sorted(read)
 
 
@@ -230,7 +230,7 @@ def test_a_topic_is_made_by_being_written_to(proxy: KproxyProcess, real_kafka: R
         topic = f"made-{uuid.uuid4().hex[:10]}"
         began = time.monotonic()
         values = produce(proxy.kafka, topic, [b"first", b"second"], partition=2)
-        # Well before the table would be read anew by itself.
+        # Well before the next regular read of the table.
         assert time.monotonic() - began < 25
         assert read_partition(real_kafka.bootstrap, topic, 2, 2) == values
         assert read_partition(proxy.kafka, topic, 2, 2) == values
@@ -262,7 +262,7 @@ def test_answers_name_the_proxy_alone(proxy: KproxyProcess, topic: str, real_kaf
 
 @pytest.mark.long
 def test_leaders_move_faster_than_a_retry_comes(proxy: KproxyProcess, topic: str, real_kafka: RealKafka) -> None:
-    """An owner that is looked up at the refusal is no owner any more at the retry."""
+    """An owner that is looked up at the refusal is outdated at the retry."""
     stop = threading.Event()
     sent = numbered(MOVED_RECORDS)
 
@@ -275,7 +275,7 @@ def test_leaders_move_faster_than_a_retry_comes(proxy: KproxyProcess, topic: str
             moves += 1
 
     def pause(number: int) -> None:
-        """The last ones wait until the leaders have moved often enough while it wrote."""
+        """The last ones wait until the leaders have moved often enough during its writes."""
         if number % 100 == 0:
             time.sleep(0.025)
         if number == MOVED_RECORDS - 100:
@@ -325,7 +325,7 @@ def test_broker_that_kafka_dropped_stays_in_metrics(proxy: KproxyProcess, real_k
         victim.kill()
 
         def is_dropped_and_down() -> bool:
-            # Of one moment: a busy machine may have Kafka drop another broker for a while.
+            # From one moment: on a busy machine Kafka may drop another broker for a while.
             text = page(proxy.admin, "/metrics")[1]
             return "kproxy_table_brokers 2.0\n" in text and f"{series}0.0\n" in text
 
@@ -353,7 +353,7 @@ def test_a_broker_hangs_under_an_idempotent_producer(proxy: KproxyProcess, topic
     finally:
         victim.resume()
     real_kafka.wait_until_in_sync([topic])
-    # What reached it before it hung and was never answered is not there twice.
+    # Unanswered records that reached it before it hung are not duplicated.
     check(read_all(real_kafka.bootstrap, topic, MOVED_RECORDS), sent)
 
 
@@ -376,7 +376,7 @@ def test_fixed_table_serves_its_topics(real_kafka: RealKafka, topic: str, tmp_pa
         sent = numbered(RECORDS)
         produce_librdkafka(proxy.kafka, topic, sent)
         check(read_all(proxy.kafka, topic, RECORDS), sent)
-        # A topic that stands nowhere in it has no owner, though the brokers would have made it.
+        # An unlisted topic has no owner, although the brokers would have created it.
         producer = confluent_kafka.Producer({"bootstrap.servers": proxy.kafka, "message.timeout.ms": 2000})
         errors: list[object] = []
         producer.produce(f"{topic}-other", b"x", on_delivery=lambda error, _: errors.append(error))

@@ -1,4 +1,4 @@
-"""A real `kproxy serve` before brokers that answer as KafScale's do, by the very keys and values that those write."""
+"""A real `kproxy serve` before brokers that answer as KafScale's do, with KafScale's own keys and values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _files = itertools.count()
 
 
 class KafScale:
-    """Two brokers of KafScale, what stands in etcd of them, and proxies before them."""
+    """Two KafScale brokers, their keys in etcd, and proxies in front of them."""
 
     def __init__(self, client: EtcdClient, prefix: str, directory: Path, stack: AsyncExitStack) -> None:
         self.client = client
@@ -54,7 +54,7 @@ class KafScale:
         await self.client.put(f"{self.prefix}/partition-leases/orders/{partition_index}", b"%d" % broker_id)
 
     async def proxy(self, etcd: str = "") -> KproxyProcess:
-        """One more proxy, stopped in the end."""
+        """Start another proxy, which is stopped at the end."""
         stderr = self._directory / f"serve-{next(_files)}.stderr"
         config = self._directory / "kproxy.toml"
         config.write_text("[limits]\ncontrol_attempt_s = 1.0\nprobe_timeout_s = 60\n")
@@ -65,14 +65,14 @@ class KafScale:
         return process
 
     async def client_of(self, process: KproxyProcess) -> RawClient:
-        """A client that knows what the proxy offers: so the proxy knows what the brokers serve."""
+        """A client that knows the proxy's versions, so the proxy knows the brokers'."""
         client = await RawClient().connect(port_of(process))
         self._stack.callback(client.abort)
         await offered(client)
         return client
 
     async def asked(self, key: int = keys.PRODUCE) -> int:
-        """The broker that a request of this kind arrives at next; it is answered there."""
+        """The broker that receives the next request of this kind and answers it."""
         waiting = {asyncio.create_task(broker.next()): broker for broker in self.brokers}
         done, rest = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         for task in rest:
@@ -120,7 +120,7 @@ async def test_versions_before_kafscale_are_the_common_ones(kafscale: KafScale) 
         keys.METADATA: (0, 12),
         keys.OFFSET_COMMIT: (3, 3),
         keys.OFFSET_FETCH: (5, 5),
-        # The proxy's own: librdkafka knows no version above 2, and compresses with lz4 only where it finds this.
+        # The proxy's own: librdkafka knows no version above 2, and requires this API for lz4.
         keys.FIND_COORDINATOR: (0, 6),
         keys.JOIN_GROUP: (4, 4),
         keys.HEARTBEAT: (4, 4),
@@ -133,7 +133,7 @@ async def test_versions_before_kafscale_are_the_common_ones(kafscale: KafScale) 
         keys.INIT_PRODUCER_ID: (0, 5),
         keys.DESCRIBE_CONFIGS: (4, 4),
         keys.CREATE_PARTITIONS: (0, 3),
-        # The proxy's own, wherever it has an etcd.
+        # The proxy's own, if it has an etcd.
         keys.OWN: (0, 1),
     }
 
@@ -152,7 +152,7 @@ async def test_requests_follow_the_leases_and_the_address_book(kafscale: KafScal
     assert [await goes_to(0), await goes_to(1), await goes_to(0)] == [0, 1, 0]
     await kafscale.own(0, 1)
     await eventually(lambda: comes_to(goes_to(0), 1))
-    # Broker 1 moves, as the operator says.
+    # Broker 1 moves, according to the operator.
     moved = await KafScaleBroker(1).start()
     moved.script = lambda asked: asked.answer()
     old, kafscale.brokers[1] = kafscale.brokers[1], moved
@@ -168,7 +168,7 @@ async def comes_to(outcome: Awaitable[object], wanted: object) -> bool:
 
 
 async def test_unowned_partition_is_not_offered_to_gone_broker(kafscale: KafScale) -> None:
-    """Nobody takes a dead broker out of the snapshot."""
+    """Dead brokers stay in the snapshot."""
     dead = kafscale.brokers.pop()
     await dead.stop()
     partitions = [n for n in range(40) if preferred(b"orders/%d" % n, (0, 1)) == 1][:3]
@@ -177,13 +177,13 @@ async def test_unowned_partition_is_not_offered_to_gone_broker(kafscale: KafScal
     for partition_index in partitions:
         client.send(produce_frame({"orders": [partition_index]}))
         assert (await client.answer()).codes == {("orders", partition_index): 0}
-    # What it owns goes to it all the same, that is nowhere, until its lease ends.
+    # Its own partition still goes to it, so nowhere, until its lease ends.
     await kafscale.own(partitions[0], 1)
     await eventually(lambda: comes_to(produced(client, partitions[0]), NOT_LEADER))
 
 
 async def test_unowned_partition_avoids_a_stopping_broker(kafscale: KafScale) -> None:
-    """KafScale's gives up its leases and serves its connections on: it refuses everything, for as long as they last."""
+    """A stopping KafScale broker gives up its leases but keeps its connections, and refuses all requests on them."""
     stopping = kafscale.brokers[1]
     stopping.script = lambda asked: asked.answer(results=dict.fromkeys(asked.partitions, NOT_LEADER))
     kafscale.brokers[0].script = lambda asked: asked.answer()
@@ -192,7 +192,7 @@ async def test_unowned_partition_avoids_a_stopping_broker(kafscale: KafScale) ->
     for partition_index in partitions:
         assert await produced(client, partition_index) == 0
     assert [len(broker.log) for broker in kafscale.brokers] == [3, 3]
-    # Where all refuse, the client is told so.
+    # If all refuse, the client gets the error.
     kafscale.brokers[0].script = stopping.script
     assert await produced(client, partitions[0]) == NOT_LEADER
 
@@ -215,7 +215,7 @@ async def test_unowned_group_avoids_a_stopping_broker(kafscale: KafScale) -> Non
         [keys.JOIN_GROUP],
         [keys.OFFSET_COMMIT],
     ]
-    # Where all have refused, all are asked again.
+    # If all have refused, all are asked again.
     kafscale.brokers[0].script = refuse
     answers = [(await ask(client, keys.HEARTBEAT, 4, group_id=group)).error_code for _ in range(4)]
     assert answers == [NOT_COORDINATOR] * 4
@@ -228,7 +228,7 @@ async def produced(client: RawClient, partition_index: int) -> int:
 
 
 async def test_possibly_appended_batch_is_not_sent_again(kafscale: KafScale) -> None:
-    """KafScale would not recognise it, for all that it carries a producer id."""
+    """KafScale would not recognise it despite its producer id."""
     await kafscale.own(0, 0)
     kafscale.brokers[0].script = lambda asked: asked.connection.abort()
     client = await kafscale.client_of(await kafscale.proxy())
@@ -239,7 +239,7 @@ async def test_possibly_appended_batch_is_not_sent_again(kafscale: KafScale) -> 
 
 @pytest.mark.parametrize("version", [11, 12])
 async def test_null_records_are_not_passed_on(kafscale: KafScale, version: int) -> None:
-    """KafScale sends null, which librdkafka and kafka-python do not bear."""
+    """KafScale sends null, which librdkafka and kafka-python cannot handle."""
     await kafscale.own(0, 0)
     client = await kafscale.client_of(await kafscale.proxy())
     kafscale.brokers[0].script = lambda asked: asked.answer(results={("orders", 0): {"records": None}})
@@ -268,7 +268,7 @@ async def test_holder_of_group_lease_coordinates_the_group(kafscale: KafScale) -
         assert (await client.answer(key, version)).correlation_id == 1
         return broker
 
-    # Without a lease every proxy asks the same broker, and the groups spread.
+    # Without a lease every proxy asks the same broker, and groups are spread.
     groups = [f"g{n}" for n in range(8)]
     for request in requests[:2]:
         at = [[await goes_to(client, group, *request) for group in groups] for client in (first, second)]
@@ -278,7 +278,7 @@ async def test_holder_of_group_lease_coordinates_the_group(kafscale: KafScale) -
         await kafscale.client.put(f"{kafscale.prefix}/group-leases/a/b", b"%d" % holder)
         await eventually(lambda holder=holder: comes_to(goes_to(first, "a/b", *requests[0]), holder))
         assert [await goes_to(first, "a/b", *request) for request in requests] == [holder] * len(requests)
-    # A holder that is not listed is waited for; nobody else is asked.
+    # The client waits for an unlisted holder; no other broker is asked.
     await kafscale.client.put(f"{kafscale.prefix}/group-leases/a/b", b"7")
     for client in (first, second):
         async with asyncio.timeout(60):
@@ -342,7 +342,7 @@ async def test_two_proxies_never_issue_the_same_producer_id(kafscale: KafScale) 
 
 
 async def test_broker_without_producer_ids_is_asked_once(kafscale: KafScale) -> None:
-    """It says that it serves InitProducerId, and that all is well, and gives the id -1."""
+    """It reports InitProducerId as served and successful, with the id -1."""
     for broker in kafscale.brokers:
         await broker.stop()
     kafscale.brokers = [KafScaleBroker(0, claims_producer_ids=True), KafScaleBroker(1, claims_producer_ids=True)]
@@ -364,7 +364,7 @@ async def test_missing_etcd_stops_only_new_producer_ids(kafscale: KafScale, etcd
         process = await kafscale.proxy(relay.endpoint)
         clients = [await kafscale.client_of(process) for _ in range(3)]
         await relay.shut()
-        # The others are to wait meanwhile, or it shows nothing: again where the machine stands still for so long.
+        # The others must wait meanwhile for this to show anything: retried if the machine stalls that long.
         for _ in range(5):
             asking = [asyncio.create_task(producer_id(client)) for client in clients[:2]]
             await asyncio.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Transactions and groups: on real Apache Kafka they work unchanged through the proxy, elsewhere they are refused."""
+"""Transactions and groups: unchanged on real Apache Kafka through the proxy, refused elsewhere."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tests.support.clients.kafka_io import produce
 from tests.support.processes.dev import KproxyProcess
 from tests.support.processes.served import kafka_proxy
 
-# The first run of all downloads Kafka's jars.
+# The very first run downloads Kafka's jars.
 pytestmark = [pytest.mark.java, pytest.mark.timeout(900)]
 
 PARTITIONS = 6
 RECORDS = 60
 FATES = ["commit", "abort", "commit", "abort"]
 TIMEOUT_S = 60.0
-# A producer that waits for what never comes gives up after 60 s.
+# A producer gives up an unsuccessful wait after 60 s.
 AT_ONCE_S = 45.0
 Run = Callable[..., str]
 JAVA_SOURCE = Path(__file__).parents[2] / "support" / "clients" / "TransactionalClient.java"
@@ -48,7 +48,7 @@ def topic(real_kafka: RealKafka) -> str:
 
 
 def run_java(bootstrap: str, topic: str, *fates: str) -> str:
-    """What the Java producer says in the end."""
+    """The Java producer's final output."""
     command = [
         java_executable(),
         *SHORT_JAVA,
@@ -86,7 +86,7 @@ def run_librdkafka(bootstrap: str, topic: str, *fates: str) -> str:
 
 
 def read(bootstrap: str, topic: str, isolation: str) -> list[str]:
-    """All there is to read in a topic, sorted."""
+    """All records of a topic, sorted."""
     settings = {"bootstrap.servers": bootstrap, "group.id": "unused", "enable.auto.commit": False}
     settings |= {"isolation.level": isolation, "enable.partition.eof": True}
     consumer = confluent_kafka.Consumer(settings)
@@ -143,7 +143,7 @@ def test_transactions_go_on_when_their_coordinator_dies(
 
 
 def transact(producer: confluent_kafka.Producer, topic: str, number: int) -> list[str]:
-    """One transaction, again until it is committed, as librdkafka tells its users to; what was committed."""
+    """Run one transaction until it is committed, as librdkafka advises; return the committed records."""
     deadline = time.monotonic() + 2 * TIMEOUT_S
     for attempt in itertools.count():
         values = [f"{number} {attempt} {record}" for record in range(RECORDS)]
@@ -157,7 +157,7 @@ def transact(producer: confluent_kafka.Producer, topic: str, number: int) -> lis
 
 
 def finish(ends: Callable[[float], None], deadline: float) -> bool:
-    """Whether the transaction ended this way; False where it has to be aborted."""
+    """Return whether the transaction ended this way; False if it must be aborted."""
     while True:
         try:
             ends(TIMEOUT_S)
@@ -204,7 +204,7 @@ def test_group_offsets_are_committed_with_their_transaction(
             producer.send_offsets_to_transaction(positions, consumer.consumer_group_metadata(), TIMEOUT_S)
             if fate == "abort":
                 producer.abort_transaction(TIMEOUT_S)
-                # What was not committed is read again.
+                # Uncommitted records are read again.
                 consumer.seek(confluent_kafka.TopicPartition(topic, 0, 0))
             else:
                 producer.commit_transaction(TIMEOUT_S)
@@ -233,7 +233,7 @@ def consume_with_librdkafka(bootstrap: str, topic: str, count: int) -> list[str]
         consumer.subscribe([topic])
         return consume(consumer, count)
     finally:
-        # What was read is committed on closing.
+        # Closing commits the position.
         consumer.close()
 
 
@@ -243,7 +243,7 @@ def consume_with_kafka_python(bootstrap: str, topic: str, count: int) -> list[st
         bootstrap_servers=bootstrap,
         group_id=f"kafka-python-{topic}",
         auto_offset_reset="earliest",
-        # The first broker that it asks may not know of the topic yet; by default it asks again after five minutes.
+        # Its first broker may not know the topic yet; by default it retries after five minutes.
         metadata_max_age_ms=1_000,
     )
     try:
@@ -282,7 +282,7 @@ def test_a_group_goes_on_where_it_stopped(
     produce(real_kafka.bootstrap, topic, [value.encode() for value in values])
     first = consumes(proxy.kafka, topic, RECORDS // 3)
     assert first == values[: RECORDS // 3]
-    # Through the proxy and at the brokers it is one and the same group.
+    # Through the proxy and at the brokers it is the same group.
     second = consumes(real_kafka.bootstrap, topic, RECORDS // 3)
     third = consumes(proxy.kafka, topic, RECORDS // 3)
     assert first + second + third == values

@@ -37,7 +37,7 @@ def test_token_is_required(tmp_path: Path, workers: int, monkeypatch: pytest.Mon
             assert page(process.admin, path)[0] == 401
         assert page(process.admin, "/table", Authorization=f"Bearer {TOKEN}")[0] == 200
         assert post(process.admin) == 401
-        # No etcd here, so that nothing is claimed.
+        # No etcd here, so there are no claims.
         assert post(process.admin, Authorization=f"Bearer {TOKEN}") == 501
         assert post(process.admin, Authorization=f"Bearer {TOKEN}", Origin="http://evil.test") == 403
         done = run_kproxy("table", "--admin", process.admin)
@@ -57,11 +57,11 @@ def test_a_foreign_page_reads_and_changes_nothing(tmp_path: Path, workers: int) 
         for path in ("/", "/table", "/own"):
             status, text = page(process.admin, path, Host="evil.test")
             assert (status, "admin.hosts" in text) == (403, True)
-            # No etcd here, so that nothing is claimed.
+            # No etcd here, so there are no claims.
             assert page(process.admin, path, Host="localhost")[0] == (501 if path == "/own" else 200)
         for path in ("/livez", "/metrics"):
             assert page(process.admin, path, Host="evil.test")[0] == 200
-        # A name of loopback that is neither an address nor known.
+        # A loopback name that is neither an address nor known.
         done = run_kproxy("table", "--admin", f"127.1:{process.admin.rpartition(':')[2]}")
         assert done.status != 0
         assert "admin.hosts" in done.stderr

@@ -1,4 +1,4 @@
-"""The admin page with TLS, of one process and of workers, and the commands that ask it."""
+"""The admin page with TLS, of one process and of workers, and the commands that use it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def get(process: KproxyProcess, context: ssl.SSLContext, path: str, **headers: s
 
 
 def shown(process: KproxyProcess, context: ssl.SSLContext) -> str:
-    """The serial number of the certificate that a new connection is shown."""
+    """The serial number of the certificate in a new connection."""
     host, _, port = process.admin.rpartition(":")
     with (
         socket.create_connection((host, int(port)), timeout=PATIENCE_S) as plain,
@@ -84,7 +84,7 @@ def test_admin_page_uses_tls_and_reloads_files(tmp_path: Path, workers: int) -> 
             told = samples(get(process, context, "/metrics")[1])
             assert told[EXPIRY] == pytest.approx(time.time() + 30 * 86_400, abs=86_400)
             before = shown(process, context)
-            # By a signal at once.
+            # At once after a signal.
             signer.issue("page", "127.0.0.1")
             token.write_text("the-second-token-of-all\n")
             process.signal(signal.SIGHUP)
@@ -93,7 +93,7 @@ def test_admin_page_uses_tls_and_reloads_files(tmp_path: Path, workers: int) -> 
             assert ask(old, "/table", Authorization="Bearer the-first-token-of-all")[0] == 401
             if workers > 1:
                 return
-            # And by itself soon; files that cannot be used change nothing.
+            # Soon without one; unusable files change nothing.
             before = shown(process, context)
             token.write_text("short\n")
             signer.issue("page", "127.0.0.1")
@@ -114,7 +114,7 @@ def signer(tmp_path_factory: pytest.TempPathFactory) -> Signer:
 
 @pytest.fixture(scope="module")
 def mutual(signer: Signer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[KproxyProcess]:
-    """A page that asks for certificates."""
+    """A page that requires certificates."""
     options = rooms(signer.issue("page", "127.0.0.1", "localhost"), f'tls.client_ca = "{signer.ca}"')
     with proxy(tmp_path_factory.mktemp("mutual"), options) as process:
         yield process
@@ -127,7 +127,7 @@ def test_a_foreign_page_changes_nothing_by_tls_either(signer: Signer, mutual: Kp
         with contextlib.closing(connected(mutual, context)) as connection:
             return ask(connection, "/own/free", FREE, **headers)[0]
 
-    # No etcd here, so that nothing is claimed.
+    # No etcd here, so there are no claims.
     assert free() == 501
     assert free(Origin=f"https://{mutual.admin}") == 501
     # The same address in plain text is another origin.
@@ -150,7 +150,7 @@ def test_rejected_client_is_told_why(signer: Signer, mutual: KproxyProcess) -> N
     plain.close()
     wait_for(lambda: "it speaks HTTP, and this listener speaks TLS: ask https://" in mutual.stderr())
     assert "Traceback" not in mutual.stderr()
-    # Each is counted, of a flood few are logged, and no client of Kafka's protocol is counted with them.
+    # Each is counted, a flood logs only a few, and Kafka clients are counted separately.
     host, _, port = mutual.admin.rpartition(":")
     for _ in range(20):
         with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as stranger:
@@ -184,7 +184,7 @@ def test_commands_ask_by_tls(signer: Signer, mutual: KproxyProcess, monkeypatch:
     assert f"the proxy at https://{mutual.admin}" in doctor.stdout
 
 
-# What a command is given, with the page's address in place of PAGE, and what it says.
+# A command's arguments, with the page's address for PAGE, and its error.
 REFUSED = {
     "plain text": (["--admin", "PAGE"], "speaks TLS: give --admin https://PAGE"),
     "flags of TLS in plain text": (["--admin", "PAGE", "--admin-ca", "OURS"], "give --admin https://PAGE"),

@@ -1,4 +1,4 @@
-"""Connections to an admin page that do nothing, with TLS and without, are bounded in number and time."""
+"""Idle connections to an admin page, with and without TLS, are bounded in number and time."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def pair(signer: Signer) -> Pair:
 
 
 class Site:
-    """A page, and what it has counted."""
+    """A page and its counters."""
 
     def __init__(self, port: int, client: ssl.SSLContext | None, counters: Counter[str]) -> None:
         self._counters = counters
@@ -105,7 +105,7 @@ async def test_a_connection_without_a_request_is_closed(site: Site, monkeypatch:
     asking = await site.connect()
     assert b"200" in await answer(asking)
     await asyncio.sleep(0.5)
-    # From its first request on, the ordinary time of HTTP counts.
+    # From its first request on, the usual HTTP timeout applies.
     assert not asking[0].at_eof()
     assert site.cut == {"page.cut.idle": 2}
 
@@ -119,7 +119,7 @@ async def test_missing_request_body_is_not_waited_for(site: Site, monkeypatch: p
 
 @pytest.mark.parametrize("target", ["GET http://xn--a/livez", "CONNECT xn--a:80"])
 async def test_url_without_host_name_is_refused(site: Site, target: str) -> None:
-    """aiohttp's task ended with an error, and the client waited until it was cut."""
+    """aiohttp's task ended with an error, and the client waited until its connection was cut."""
     stream = await site.connect()
     assert b"400" in await answer(stream, f"{target} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
     assert site.cut == {}
@@ -137,7 +137,7 @@ async def test_idle_visitors_do_not_block_others(site: Site, monkeypatch: pytest
         await end(stream)
     assert site.cut == {"page.cut.crowded": 4}
     assert b"200" in await answer(silent[-1])
-    # While all have a request, one more is closed.
+    # While all have a request, another one is closed.
     head = b"POST /echo HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1\r\n\r\n"
     asking = [await site.connect() for _ in range(5)]
     for _, writer in asking:

@@ -1,4 +1,4 @@
-"""A listener with SASL: what it serves before and after authentication, how sessions end, and harmless strangers."""
+"""A listener with SASL: requests before and after authentication, ends of sessions, and harmless strangers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.support.scene import ANSWERS, HOLDS, T0, Scene, scene, staged
 from tests.support.security import sasl_client as sasl
 from tests.support.waiting import eventually
 
-# What decides who may do what, and how much; and what a request passes beside that.
+# Code for permissions and quotas, and the rest that a request passes.
 SECURITY = ("/security/", "/proxy/access.py", "/proxy/admission.py", "/proxy/metering.py", "/proxy/acl_filter.py")
 PASSED = ("/proxy/client_session.py", "/proxy/context.py", "/proxy/fanout.py", "/routing/fanout.py", "/proxy/run.py")
 
@@ -58,7 +58,7 @@ async def shake(client: RawClient, mechanism: str = "PLAIN") -> int:
 
 
 async def prove(client: RawClient, name: str = "alice", password: str | None = None) -> int:
-    """Go on; the error code."""
+    """Continue the exchange; return the error code."""
     client.send(sasl.authenticate(sasl.plain(name, password or sasl.USERS[name])))
     code: int = (await client.answer(SASL_AUTHENTICATE, 2)).message.error_code
     return code
@@ -85,7 +85,7 @@ async def test_authenticated_client_is_served_and_named_in_trail(s: Scene) -> No
 
 @guarded(one_go=True)
 async def test_a_pipelined_exchange_is_served_in_order(s: Scene) -> None:
-    """As Kafka does, which reads one request of a connection at a time."""
+    """Like Kafka, which reads one request of a connection at a time."""
     proof = sasl.authenticate(sasl.plain("alice", "alice-secret"))
     s.send(control_frame(API_VERSIONS, 0), sasl.handshake("PLAIN"), proof, produce_frame())
     for key, version in ((API_VERSIONS, 0), (SASL_HANDSHAKE, 1), (SASL_AUTHENTICATE, 2)):
@@ -136,7 +136,7 @@ async def test_ended_session_must_be_renewed_first(s: Scene) -> None:
     renewing, late, idle = s.clients
     for client in s.clients:
         await sasl.logged_in(client)
-    # Too early: Kafka says so, and goes on.
+    # Too early: Kafka returns an error and continues.
     assert await shake(late) == ILLEGAL_SASL_STATE
     await asyncio.sleep(1.05)
     await sasl.logged_in(renewing)
@@ -151,7 +151,7 @@ async def test_ended_session_must_be_renewed_first(s: Scene) -> None:
 
 @both_loops
 async def test_session_ends_with_its_user() -> None:
-    """A removed user's session went on for ever; its last answer is still sent."""
+    """A removed user's session never ended; its last answer is still sent."""
     known = [Users({name: sasl.credentials_of(name) for name in sasl.USERS}, {"alice": 7})]
     offered = servers(("PLAIN", "SCRAM-SHA-256"), lambda: known[0], lambda: None)
     async with staged(HOLDS, clients=2, mechanisms=offered) as s:
@@ -159,7 +159,7 @@ async def test_session_ends_with_its_user() -> None:
         alice, bob = s.clients
         await sasl.logged_in(alice)
         await sasl.logged_in(bob, "bob")
-        # A changed password, or another user, ends no session.
+        # A changed password, or a change of another user, ends no session.
         known[0] = Users({"alice": sasl.credentials_of("bob"), "bob": sasl.credentials_of("bob")}, {"alice": 7})
         await asyncio.sleep(3 * server.DEADLINE_TICK_S)
         alice.send(produce_frame())
@@ -179,7 +179,7 @@ async def test_session_ends_with_its_user() -> None:
 
 @guarded()
 async def test_exchange_of_removed_user_ends(s: Scene) -> None:
-    """It began with the users of before: the session ends at the next look."""
+    """It began with the earlier users: the session ends at the next check."""
     left = sasl.users("bob")
     s.proxy.admissions[""].users = lambda: left
     await sasl.logged_in(s.client)
@@ -192,7 +192,7 @@ def quotas_of(**quota: Any) -> Quotas:
 
 @guarded()
 async def test_a_new_quota_holds_for_open_connections(s: Scene) -> None:
-    """A connection that was made before it was not limited, for as long as it was open."""
+    """An earlier connection was never limited."""
     quotas = quotas_of(principal="User:bob", requests_per_s=1)
     s.proxy.context.quotas = lambda: quotas
     await sasl.logged_in(s.client)
@@ -210,7 +210,7 @@ async def test_a_new_quota_holds_for_open_connections(s: Scene) -> None:
     quotas = quotas_of(principal="User:alice", requests_per_s=1)
     await asyncio.sleep(0.3)
     assert max(await throttled_ms(3)) > 0
-    # One that is taken back does not hold any more.
+    # A withdrawn quota no longer applies.
     quotas = Quotas(())
     await asyncio.sleep(0.3)
     assert (await throttled_ms(20))[1:] == [0] * 19
@@ -226,7 +226,7 @@ async def test_large_requests_are_admitted_after_the_proof_alone(s: Scene) -> No
 
 
 async def _stranger(port: int, kind: int, rng: random.Random) -> None:
-    """Do one of several bad things for a while."""
+    """Misbehave in one of several ways for a while."""
     with contextlib.suppress(OSError, asyncio.IncompleteReadError, TimeoutError):
         client = await RawClient().connect(port)
         if kind == 0:
@@ -246,7 +246,7 @@ async def _stranger(port: int, kind: int, rng: random.Random) -> None:
 
 
 async def test_hundreds_of_strangers_do_not_block_a_client(tmp_path: Path) -> None:
-    """500 that announce 2 GiB, 200 slow ones, and 300 that send garbage or guess passwords, in a process of its own."""
+    """In a separate process, 500 announce 2 GiB, 200 are slow, and 300 send garbage or guess passwords."""
     seed = random.SystemRandom().randrange(1 << 32)
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -263,7 +263,7 @@ async def test_hundreds_of_strangers_do_not_block_a_client(tmp_path: Path) -> No
             assert (await client.answer(patience_s=60.0)).codes == {T0: NONE}
             answered += 1
             await asyncio.sleep(0.01)
-        # Newcomers that know a password get in.
+        # Newcomers with a password get in.
         await sasl.logged_in(await s.client(), "bob")
         for task in strangers:
             task.cancel()
@@ -281,7 +281,7 @@ async def test_users_are_read_again(tmp_path: Path, way: str) -> None:
     rooms, users = sasl.plain_users(tmp_path), tmp_path / "users.toml"
     users.write_text("")
     async with served(tmp_path, ANSWERS, rooms=rooms) as s:
-        # It starts without a user, and says so.
+        # It starts without users, and reports it.
         assert "no users" in s.process.stderr()
         assert f"kproxy user add --users {users} NAME" in s.process.stderr()
         client = await s.client()
@@ -296,7 +296,7 @@ async def test_users_are_read_again(tmp_path: Path, way: str) -> None:
 
 @contextlib.contextmanager
 def calls(*files: str) -> Iterator[set[str]]:
-    """The functions in Python of these files that this thread calls, other than at the ticks of sessions."""
+    """The Python functions of these files that this thread calls, except in sessions' ticks."""
     called: set[str] = set()
 
     def note(frame: FrameType, event: str, argument: object) -> None:
@@ -316,7 +316,7 @@ def calls(*files: str) -> Iterator[set[str]]:
 
 
 async def send_plain(client: RawClient) -> None:
-    """Send requests whose routes are all proven but the first one's."""
+    """Send requests on proven routes, except the first."""
     for n in range(20):
         client.send(produce_frame(records=batch(n), correlation_id=n))
         assert (await client.answer()).codes == {T0: NONE}

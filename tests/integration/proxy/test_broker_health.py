@@ -1,4 +1,4 @@
-"""One record of each broker's health for all connections of a proxy: which brokers are down and which hang."""
+"""One record of each broker's health for all connections of a proxy: down and hung brokers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOT_COORDINATOR, NOT_LEADER, TIMED_OUT = 16, 6, 7
 PLAIN = batch(producer_id=-1)
 QUICK_PROBES = {"probe_timeout_s": 0.3}
 linux = pytest.mark.skipif(sys.platform != "linux", reason="what the kernel tells of a connection is Linux' own")
-# A hang is known by then, however busy the machine; nothing else here ends before 5 s.
+# A hang is known by then, even on a busy machine; nothing else here ends before 5 s.
 SOON_S = 4.0
 
 
@@ -36,7 +36,7 @@ async def produce_code(client: RawClient, **fields: Any) -> int:
 
 @contextmanager
 def logged_of_brokers() -> Iterator[list[Any]]:
-    """What is logged about brokers, or that one is concerned."""
+    """The log events about brokers."""
     with capture_logs() as lines:
         found: list[Any] = []
         yield found
@@ -75,9 +75,9 @@ async def test_returned_broker_is_used_at_once(s: Scene) -> None:
 
 
 def dials_under_way(port: int) -> int:
-    """Connections of this process to a local port that are not answered: SYN_SENT.
+    """Return the unanswered connections of this process to a local port (SYN_SENT).
 
-    Others' do not count: a proxy whose broker had this port once may still dial it.
+    Other processes' do not count: another proxy may still dial a former broker's port.
     """
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     inodes = {row[9] for row in rows if row[2].endswith(f":{port:04X}") and row[3] == "02"}
@@ -87,7 +87,7 @@ def dials_under_way(port: int) -> int:
 def _own_sockets() -> Iterator[str]:
     """The inodes of this process's sockets."""
     for descriptor in Path("/proc/self/fd").iterdir():
-        # The one that lists them is gone by now.
+        # The listing descriptor is gone by now.
         with suppress(OSError):
             yield descriptor.readlink().name.removeprefix("socket:[").removesuffix("]")
 
@@ -128,7 +128,7 @@ async def test_client_leaving_during_dial_costs_other_waiters_nothing(s: Scene) 
         await s.broker.stop_listening()
 
 
-# A broker that hangs, seen by what is no produce or fetch
+# A broker that hangs, detected by requests other than produce and fetch
 
 
 def answers_about_the_cluster(asked: Asked) -> None:
@@ -179,7 +179,7 @@ async def test_long_waiting_request_does_not_count_as_hang(s: Scene, key: int) -
     assert s.proxy.context.tally.hangs.total() == 0
 
 
-# A connection that is cut off alone, while the broker answers on others
+# A single connection is cut off, while the broker answers on others
 
 
 @linux

@@ -1,4 +1,4 @@
-"""Host names of brokers: a name that no name server answers delays no dial to another broker."""
+"""Host names of brokers: an unanswered name lookup delays no dial to another broker."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ PLAIN = batch(producer_id=-1)
 # More than any event loop has threads for names.
 SLOW = [f"slow{n}.test" for n in range(40)]
 QUICK = "quick.test"
-# A dial is given up after a second; a lookup that waits for one of the slow names takes far longer.
+# A dial ends after a second; a lookup that waits for a slow name takes far longer.
 SOON_S = 20.0
 
 
 class Names:
-    """The system's resolver with names of its own: `slow…` wait for `answer`, and every other is this machine."""
+    """The system's resolver with its own names: `slow…` wait for `answer`, and all others are this machine."""
 
     def __init__(self) -> None:
         self.answer = threading.Event()
@@ -84,9 +84,9 @@ async def test_slow_name_lookups_delay_no_other_dial(s: Scene, names: Names) -> 
     assert await code_of(lucky) == 0
     assert time.monotonic() - began < SOON_S
     assert await asyncio.gather(*asking) == [NOT_LEADER] * len(SLOW)
-    # One thread for each name, however many dials wait for it.
+    # One thread per name, however many dials wait for it.
     assert {names.asked[host] for host in SLOW} == {1}
-    # After an answer they are brokers like others.
+    # After an answer they are normal brokers.
     names.answer.set()
     await eventually(lambda: not [each for each in threading.enumerate() if each.name.startswith("resolve")])
 
@@ -101,7 +101,7 @@ async def test_one_name_lookup_serves_all_connections(s: Scene, names: Names) ->
     name(s)
     assert await asyncio.gather(*map(code_of, s.clients[1:])) == [0] * 20
     assert names.asked == {QUICK: 1}
-    # An answer is kept for a short time: the name may change its address.
+    # An answer is kept briefly: the name's address may change.
     await asyncio.sleep(1.1)
     assert await code_of(s.client) == 0
     assert names.asked == {QUICK: 2}
@@ -110,7 +110,7 @@ async def test_one_name_lookup_serves_all_connections(s: Scene, names: Names) ->
 @pytest.mark.parametrize("at_once", [False, True])
 @scene(ANSWERS)
 async def test_each_address_of_a_name_is_tried(s: Scene, at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of one lookup in one dial; one that did not serve is not used again, whether it has been told before."""
+    """All addresses of one lookup in one dial; one that failed is not used again, even if it was known before."""
     real, addresses = socket.getaddrinfo, ["127.0.0.2", "127.0.0.1"]
 
     def several(host: Any, *arguments: Any, **options: Any) -> Any:
@@ -138,7 +138,7 @@ async def test_name_lookup_is_retried_when_threads_are_available(s: Scene) -> No
 
 
 class _NameServer(asyncio.DatagramProtocol):
-    """Answer that QUICK is this machine, and answer nothing for any other name."""
+    """Resolves QUICK to this machine, and answers for no other name."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.DatagramTransport, transport)
@@ -161,7 +161,7 @@ class _NameServer(asyncio.DatagramProtocol):
 
 @contextmanager
 def _port_53() -> Iterator[socket.socket]:
-    """Port 53 at an address that nobody else uses. Skip the test if it cannot be bound."""
+    """Bind port 53 at an unused address. Skip the test if that is impossible."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as bound:
         try:
             bound.bind((f"127.53.{os.getpid() >> 8 & 255}.{os.getpid() % 254 + 1}", 53))
@@ -172,7 +172,7 @@ def _port_53() -> Iterator[socket.socket]:
 
 
 def _with_name_server(address: str, directory: Path) -> list[str]:
-    """The prefix of a command that asks the name server there. Skip the test if that is impossible."""
+    """The command prefix that selects that name server. Skip the test if that is impossible."""
     resolv = directory / "resolv.conf"
     resolv.write_text(f"nameserver {address}\n")
     script = 'mount --bind "$0" /etc/resolv.conf && exec "$@"'
@@ -208,7 +208,7 @@ async def test_unanswered_name_lookups_do_not_affect_other_brokers(
             for each in (client, *clients):
                 each.close()
             began = time.monotonic()
-        # Nor does the end of the process wait for threads that wait for names.
+        # The end of the process does not wait for lookup threads either.
         assert time.monotonic() - began < SOON_S
         await upstream.stop()
         transport.close()

@@ -1,4 +1,4 @@
-"""SIGTERM to a real `kproxy serve`: requests in flight are answered, new ones are not accepted, and it ends in time."""
+"""SIGTERM to a real `kproxy serve`: requests in flight are answered, new ones are refused, and it ends in time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.processes.served import Served, port_of, refused, served
 from tests.support.scene import ANSWERS, T0
 from tests.support.waiting import eventually
 
-# Far below drain_s, far above what it takes.
+# Far below drain_s, far above the expected time.
 SOON_S = 40.0
 
 
@@ -33,7 +33,7 @@ async def test_drain_answers_requests_in_flight_and_takes_none(tmp_path: Path) -
         s.process.signal(signal.SIGTERM)
         await refused(port_of(s.process))
         assert await drains(s)
-        # What comes now is not begun; the client will send it again elsewhere.
+        # A later request is not begun; the client will resend it elsewhere.
         client.send(produce_frame(records=batch(3), correlation_id=3))
         first.answer()
         for n in (1, 2):
@@ -91,7 +91,7 @@ async def test_idle_clients_do_not_delay_the_drain(tmp_path: Path, number: int) 
         used.send(produce_frame())
         await used.answer()
         amid.send(produce_frame()[:50])
-        # Somebody who looks at the admin page and keeps the connection, and one who never asks.
+        # A visitor of the admin page that keeps its connection, and one that sends no request.
         host, _, port = s.process.admin.rpartition(":")
         lookers = [socket.create_connection((host, int(port))) for _ in range(2)]
         lookers[0].sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -113,5 +113,5 @@ async def test_client_that_does_not_read_delays_drain_boundedly(tmp_path: Path) 
         await client.sent()
         await asyncio.sleep(0.3)
         s.process.signal(signal.SIGTERM)
-        # Its time, and what is granted to every connection for its last bytes (FLUSH_S).
+        # The drain time, plus every connection's time for its last bytes (FLUSH_S).
         assert await s.ended(90) < 1 + 5 + SOON_S

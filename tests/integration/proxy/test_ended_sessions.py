@@ -1,6 +1,6 @@
-"""Sessions that have ended are taken apart: nothing that was under way may come to them late.
+"""Sessions that have ended are taken apart: late events must not reach them.
 
-An exception that reaches the event loop, or that Python cannot raise, fails a test, and so does one that was logged.
+A test fails for an exception in the event loop, for an unraisable one, and for a logged one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SECONDS: Final = float(os.environ.get("KPROXY_ENDINGS_S", "1"))
 
 @contextlib.contextmanager
 def nothing_escapes() -> Iterator[None]:
-    """Fail for what Python cannot raise, and for what was caught and logged."""
+    """Fail for unraisable exceptions, and for caught and logged ones."""
     unraisable: list[object] = []
     before, sys.unraisablehook = sys.unraisablehook, lambda found: unraisable.append((found.exc_value, found.object))
     try:
@@ -58,8 +58,8 @@ def nothing_escapes() -> Iterator[None]:
 
 @both_loops
 async def test_deadlines_are_watched_while_sessions_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tick came to sessions that had ended since it began, failed, and no deadline was watched any more."""
-    # Others have their turn after a few sessions, as after some hundreds of them otherwise.
+    """The tick visited sessions that had ended since it began, failed, and stopped watching deadlines."""
+    # Others have their turn after a few sessions, instead of some hundreds.
     monkeypatch.setattr(server, "TURN_S", 1e-5)
     monkeypatch.setattr(server, "DEADLINE_TICK_S", 0.0)
     with nothing_escapes():
@@ -76,7 +76,7 @@ async def test_deadlines_are_watched_while_sessions_end(monkeypatch: pytest.Monk
 
 @both_loops
 async def test_a_dial_may_end_after_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was given up, as its broker had moved, so that the client's end did not wait for it."""
+    """It was abandoned because its broker had moved, so the client's end did not wait for it."""
     with nothing_escapes():
         async with staged(ANSWERS, ANSWERS, owners=[1]) as s:
             access, dials = s.proxy.context.dialler.access, 0
@@ -100,7 +100,7 @@ async def test_a_dial_may_end_after_its_client(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Stress:
-    """Clients that do anything and end at any moment, before brokers that do anything."""
+    """Clients that misbehave and end at any moment, before brokers that misbehave too."""
 
     def __init__(self, dice: random.Random, proxy: RunningProxy, upstreams: Sequence[ScriptedUpstream]) -> None:
         self._dice = dice
@@ -177,7 +177,7 @@ class Stress:
             await self.client(tls)
 
     async def change(self, until: float) -> None:
-        """Change what sessions follow."""
+        """Change the objects that sessions follow."""
         dice, proxy = self._dice, self._proxy
         while time.monotonic() < until:
             await asyncio.sleep(0.02 * dice.random())
@@ -243,7 +243,7 @@ async def test_sessions_end_at_any_moment_of_anything(
             until = time.monotonic() + SECONDS
             await asyncio.gather(*(stress.clients(context, until) for _ in range(30)), stress.change(until))
             assert stress.ended
-            # Some are there when the proxy stops.
+            # Some are present when the proxy stops.
             left = [asyncio.create_task(stress.client(context)) for _ in range(30)]
             await asyncio.sleep(0.1 * dice.random())
         await asyncio.gather(*left)

@@ -1,4 +1,4 @@
-"""A client that closes its sending side gets an answer to each request that it has sent, as from Kafka."""
+"""A client that closes its sending side gets an answer to each of its requests, as from Kafka."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FRAMES: dict[str, Callable[[int], bytes]] = {
     "Fetch": lambda n: fetch_frame(correlation_id=n),
     "ListOffsets": lambda n: list_offsets_frame(correlation_id=n),
     "ApiVersions": lambda n: control_frame(keys.API_VERSIONS, 0, correlation_id=n),
-    # No broker here answers it.
+    # No broker here answers this.
     "Metadata": lambda n: control_frame(keys.METADATA, 9, correlation_id=n, topics=[{"name": "t"}]),
 }
 
@@ -32,7 +32,7 @@ async def gone(s: Scene) -> None:
 
 
 async def answered(s: Scene, count: int) -> None:
-    """The answers to requests 1 to `count` come, and then the end."""
+    """The answers to requests 1 to `count` come, followed by the end."""
     for correlation_id in range(1, count + 1):
         assert int.from_bytes((await s.client.receive())[4:8], "big") == correlation_id
     assert await s.client.is_closed()
@@ -50,7 +50,7 @@ async def test_half_closed_client_gets_all_answers(api: str, more: dict[str, int
 
 @scene(HOLDS, owners=[1, 1])
 async def test_half_closed_client_waits_for_its_brokers(s: Scene) -> None:
-    """On proven routes and new ones, and with answers that come long after the end of what is sent."""
+    """On proven and new routes, with answers that come long after the end of the data."""
     await s.prove()
     s.produces(1)
     s.produces(2, 3, partitions={"t": [1]})
@@ -65,7 +65,7 @@ async def test_half_closed_client_waits_for_its_brokers(s: Scene) -> None:
 
 @scene(lambda asked: asked.answer(results={T0: 19}))
 async def test_half_closed_client_is_not_retried_for(s: Scene) -> None:
-    """It may be gone, and come again: what waits to be sent again is answered instead."""
+    """It may be gone and return: requests that wait for a resend are answered instead."""
     s.produces(1, 2)
     await eventually(lambda: s.broker.log, "the first attempt")
     await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Listeners on IPv6: addresses are printed with brackets, and `[::]` serves clients of IPv4 as well."""
+"""Listeners on IPv6: addresses are printed with brackets, and `[::]` also serves IPv4 clients."""
 
 from __future__ import annotations
 

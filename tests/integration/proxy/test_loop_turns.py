@@ -1,11 +1,10 @@
 """No client and no broker keeps the event loop, and so all other clients, waiting.
 
-A proxy process is put through the worst that the limits allow, API by API, and says how long its longest turn was:
-its CPU time, as a multiple of what decoding one large request takes there and then. What is random (cases,
-versions, shapes, numbers) comes from a seed that is new in each run and printed. KPROXY_TURNS_S=600 goes on for so
-many seconds with each group of cases, KPROXY_FIRST_SEED=7 begins at that seed, KPROXY_TURNS_ONLY="answered with 29"
-takes only cases whose names have that in them; `-rP` shows the figures, `--runxfail -rA` those of cases that are
-known to fail as well.
+A proxy process gets the worst load that the limits allow, API by API, and reports its longest turn: its CPU time, as a
+multiple of the time to decode one large request. The random cases, versions, shapes and numbers come from a seed that
+is new in each run and printed. KPROXY_TURNS_S=600 runs each group of cases for 600 s, KPROXY_FIRST_SEED=7 begins at
+that seed, KPROXY_TURNS_ONLY="answered with 29" selects cases by name; `-rP` shows the figures, `--runxfail -rA` also
+those of known failures.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ from tests.support.processes.dev import KproxyProcess
 from tests.support.processes.served import ServedBroker, beside, port_of, static_proxy
 from tests.support.wire.fattest import arrays, body_of, control_answer, control_request, fattest, many_tags
 
-# Of decodings of a produce request of 4,096 partitions, 1.3 ms each on a core of its own: the loss of the brokers of as
-# many partitions takes 35 to 55 of them.
+# In decodings of a produce request of 4,096 partitions, 1.3 ms each on an idle core: losing the brokers of as many
+# partitions takes 35 to 55.
 LONGEST_TURN: Final = 80.0
 MANY_CLIENTS: Final = 400
-# So many seconds each group of cases is tried for; none longer than its cases last, each ROUNDS times.
+# Seconds for each group of cases, but no longer than its cases last, each ROUNDS times.
 BOX_S: Final = float(os.environ.get("KPROXY_TURNS_S", "1.5"))
 ROUNDS: Final = 1 if BOX_S < 60 else 1000
 ONLY: Final = os.environ.get("KPROXY_TURNS_ONLY", "")
@@ -67,27 +66,27 @@ KAFKA_STORAGE_ERROR: Final = 56
 # Their answers may take minutes.
 WAIT_FOR_OTHERS: Final = (keys.JOIN_GROUP, keys.SYNC_GROUP)
 # NOT_LEADER, NOT_ENOUGH_REPLICAS, TOPIC_AUTHORIZATION_FAILED, REQUEST_TIMED_OUT, OUT_OF_ORDER_SEQUENCE_NUMBER,
-# KAFKA_STORAGE_ERROR, one that nobody knows.
+# KAFKA_STORAGE_ERROR, an unknown one.
 CODES: Final = (6, 19, 29, 7, 45, KAFKA_STORAGE_ERROR, 999)
 
 
 class Broker(ServedBroker):
-    """Answers as it is told to, from bytes made once: it is not to be slower than the proxy."""
+    """Answers as instructed, from prepared bytes: it must not be slower than the proxy."""
 
     def __init__(self, node_id: int) -> None:
         super().__init__(node_id, self._answer)
         self.conduct = "answers"
         self.error_code = NO_ERROR
-        # Whole answers to control requests, but for their correlation ids.
+        # Whole answers to control requests, except their correlation ids.
         self.prepared: dict[int, bytes] = {}
         self.held: list[Asked] = []
         self._replies: dict[bytes, bytes] = {}
-        # Where in a reply the offsets stand that it gives out, and the highest of all.
+        # The positions of assigned offsets in a reply, and the highest offset so far.
         self._offsets_at: dict[bytes, list[int]] = {}
         self._next_offset = 0
 
     def begin(self, conduct: str, error_code: int = NO_ERROR) -> None:
-        """Forget what was; from now on hold what is asked, drop its connection, or answer at once."""
+        """Forget the past; from now on hold requests, drop their connection, or answer at once."""
         self.conduct, self.error_code = conduct, error_code
         self.prepared.clear()
         self.held.clear()
@@ -99,7 +98,7 @@ class Broker(ServedBroker):
                 connection.got.clear()
 
     def release(self) -> None:
-        """Answer all that was held, in one go."""
+        """Answer all held requests at once."""
         held, self.held = self.held, []
         self.conduct = "answers"
         for asked in held:
@@ -122,7 +121,7 @@ class Broker(ServedBroker):
         elif (reply := self._reply(asked)) is not None:
             answer = bytearray(reply)
             struct.pack_into(">i", answer, 4, asked.header.correlation_id)
-            # No offset is given out twice, or the proxy would have to say so of each.
+            # No offset is assigned twice, or the proxy would report each.
             self._next_offset += 1_000
             for place in self._offsets_at.get(reply, ()):
                 struct.pack_into(">q", answer, place, self._next_offset)
@@ -138,7 +137,7 @@ class Broker(ServedBroker):
             self._replies[what] = reply
             if key == keys.PRODUCE and self.error_code == NO_ERROR:
                 others = asked.reply(results={partition: {"base_offset": -1} for partition in asked.partitions})
-                # Of an offset all eight bytes differ, and of nothing else any.
+                # All eight bytes of an offset differ, and no others.
                 places = [place for place, (one, other) in enumerate(zip(reply, others, strict=True)) if one != other]
                 self._offsets_at[reply] = places[::8]
         return self._replies[what]
@@ -146,7 +145,7 @@ class Broker(ServedBroker):
 
 @dataclass
 class Site:
-    """A proxy, its brokers, and what a case's clients do to it."""
+    """A proxy, its brokers, and its clients in a case."""
 
     process: KproxyProcess
     brokers: list[Broker]
@@ -165,7 +164,7 @@ class Site:
             broker.begin(conduct, error_code)
 
     async def until_held(self, requests: int) -> None:
-        """Until brokers have pieces of so many requests."""
+        """Wait until brokers hold pieces of this many requests."""
         deadline = time.monotonic() + PATIENCE_S
         while max(len(broker.held) for broker in self.brokers) < requests:
             assert time.monotonic() < deadline, [len(broker.held) for broker in self.brokers]
@@ -176,15 +175,15 @@ class Site:
             broker.prepared[key] = control_answer(key, version, body)
 
     async def longest_turn(self) -> float:
-        """Since this was asked last (tests.support.processes.measured_proxy_main). The proxy is at rest afterwards."""
-        # Looks at deadlines and the like come ten times a second.
+        """The longest turn since the last call; the proxy is idle afterwards."""
+        # Periodic checks come ten times a second.
         while await self.take_figures() >= 40:
             await asyncio.sleep(0.25)
         longest, self.longest = self.longest, 0.0
         return longest
 
     async def take_figures(self) -> int:
-        """Ask for the figures of the turns since it was last asked; return their number."""
+        """Request the figures of the turns since the last call; return their number."""
         self.process.signal(signal.SIGUSR1)
         said = json.loads(await asyncio.to_thread(self.process.read_line, PATIENCE_S))
         self.cpu_s += said["cpu_s"]
@@ -193,7 +192,7 @@ class Site:
         return turns
 
     def part(self) -> None:
-        """Nothing more comes of the clients."""
+        """End the clients."""
         for client in self.clients:
             client.abort()
         self.clients.clear()
@@ -299,7 +298,7 @@ for _key in PARTITIONED:
 
 
 def control_values(key: int, version: int) -> dict[str, Any]:
-    """What a request needs in order to be one."""
+    """The required values of a valid request."""
     values: dict[str, Any] = {"group_id": "g", "key_type": 0}
     if SERVED[key].handling in KEY_TYPES:
         values["transactional_id"] = values["v3_and_below_transactional_id"] = "x"
@@ -307,7 +306,7 @@ def control_values(key: int, version: int) -> dict[str, Any]:
 
 
 def fat_request(site: Site, key: int, version: int) -> tuple[str, bytes]:
-    """The largest request with one array, or one section of tagged fields, as long as can be."""
+    """The largest request with one array, or one section of tagged fields, of maximum length."""
     random, size, values = site.random, MAX_CONTROL_BYTES - 40, control_values(key, version)
     paths = arrays("request", key, version)
     kind = random.choice([*paths, *paths, None])
@@ -339,7 +338,7 @@ def control_case(key: int, conduct: str) -> Case:
         client.send(*frames)
         waits_long = key in WAIT_FOR_OTHERS and conduct == "holds"
         leaves = waits_long or random.random() < 0.2
-        # What takes long as a whole need not be waited for.
+        # A total that takes long need not be awaited.
         with suppress(asyncio.IncompleteReadError, ConnectionError, TimeoutError):
             async with asyncio.timeout(random.random() if leaves else 2 * CONTROL_TIMEOUT_S):
                 await client.sent()
@@ -358,7 +357,7 @@ for _key, _offer in SERVED.items():
 
 
 async def metadata_of_all_topics(site: Site) -> str:
-    """A cluster of 50,000 partitions, and clients that ask again and again."""
+    """A cluster of 50,000 partitions, and clients that repeat the request."""
     topics = site.random.choice([1, 50, 1000, 10_000])
     version = site.random.randint(0, 12)
     partition: dict[str, Any] = {"error_code": 0, "leader_id": 1, "leader_epoch": 0, "offline_replicas": []}
@@ -378,7 +377,7 @@ async def metadata_of_all_topics(site: Site) -> str:
     clients = [await site.client() for _ in range(4)]
     for client in clients:
         client.send(*frames)
-    # Two numbers at least of each partition; without any where a broker had no time to answer in CONTROL_TIMEOUT_S.
+    # At least two numbers for each partition; none if a broker had no time to answer in CONTROL_TIMEOUT_S.
     whole = sum([len(await client.receive(PATIENCE_S)) > 50_000 * 8 for client in clients for _ in frames])
     assert whole
     return f"v{version}, {len(clients) * len(frames)} requests, {whole} whole answers, {topics} topics"
@@ -387,7 +386,7 @@ async def metadata_of_all_topics(site: Site) -> str:
 add("METADATA", "METADATA of all topics", metadata_of_all_topics)
 
 
-# Three answers with an error for each of 4,096 partitions in all are there at once, again and again.
+# Three answers with an error for each of 4,096 partitions arrive at once, repeatedly.
 _name = "PRODUCE refused by all brokers"
 add(_name, _name, partitioned_case(keys.PRODUCE, "are answered", KAFKA_STORAGE_ERROR, (8, MAX_PARTITIONS)))
 
@@ -422,7 +421,7 @@ for _event in ("are contested", "are repeated", "lose their client"):
 
 
 async def many_clients(site: Site, *, waits: bool) -> list[RawClient]:
-    """Clients with connections to all brokers; with `waits` each has a request that is not answered."""
+    """Clients with connections to all brokers; with `waits` each has an unanswered request."""
     site.begin("answers")
     clients = [await site.client() for _ in range(MANY_CLIENTS)]
     frame = produce_frame({"t": range(6)}, records=batch(0, producer_id=-1))
@@ -443,7 +442,7 @@ def many_clients_case(event: str, *, waits: bool) -> Case:
         clients = await many_clients(site, waits=waits)
         await site.take_figures()
         site.longest = site.cpu_s = 0.0
-        # What befalls them comes in one turn.
+        # Their faults come in one turn.
         site.process.signal(signal.SIGSTOP)
         if event == "lose their brokers":
             for broker in site.brokers:
@@ -476,7 +475,7 @@ async def measured_site(directory: Path, random: Random, more: Sequence[str]) ->
     brokers = [Broker(node_id) for node_id in range(1, BROKERS + 1)]
     ports = {broker.node_id: (await broker.start()).port for broker in brokers}
     owners = [random.randint(1, BROKERS) for _ in range(MAX_PARTITIONS)]
-    # Brokers answer and accept in the test's process, which is busy.
+    # Brokers answer and accept in the test's busy process.
     limits = {"control_timeout_s": CONTROL_TIMEOUT_S, "probe_timeout_s": 30, "connect_timeout_s": 30}
     process = static_proxy(directory, ports, owners=owners, limits=limits, module=MEASURED, more=more)
     try:
@@ -491,7 +490,7 @@ async def measured_site(directory: Path, random: Random, more: Sequence[str]) ->
 
 
 async def figure(site: Site, name: str) -> tuple[float, str]:
-    """The longest turn that a case led to, and the line that tells of it."""
+    """The longest turn of a case, and the line that describes it."""
     what = ""
     site.cpu_s = 0.0
     try:
@@ -499,7 +498,7 @@ async def figure(site: Site, name: str) -> tuple[float, str]:
             what = await CASES[name](site)
             longest = await site.longest_turn()
     except (TimeoutError, AssertionError) as error:
-        # It is not going to stop by itself either.
+        # It would not stop by itself either.
         site.process.signal(signal.SIGKILL)
         longest, what = inf, f"{type(error).__name__} {error}"
     site.part()
@@ -507,7 +506,7 @@ async def figure(site: Site, name: str) -> tuple[float, str]:
 
 
 async def judge(group: str, directory: Path, more: Sequence[str] = ()) -> None:
-    """Try cases of a group for as long as there is time; `more` are arguments of the proxy."""
+    """Run cases of a group while there is time; `more` are arguments of the proxy."""
     lines = [f"seed {FIRST_SEED}"]
     is_well = True
     random = Random(FIRST_SEED)
@@ -520,8 +519,8 @@ async def judge(group: str, directory: Path, more: Sequence[str] = ()) -> None:
             longest, line = await figure(site, name)
             lines.append(line)
             if LONGEST_TURN < longest < inf:
-                # Once may be the first touch of memory, 16 us a page in a new virtual machine, or a neighbour that
-                # empties the caches: what a turn costs is the least of four.
+                # A single run may touch memory for the first time (16 us a page in a new virtual machine) or lose its
+                # caches: a turn's cost is the minimum of four.
                 again = []
                 for _ in range(3):
                     site.random.setstate(before)
@@ -536,7 +535,7 @@ async def judge(group: str, directory: Path, more: Sequence[str] = ()) -> None:
     assert is_well, "\n".join(lines)
 
 
-# They repeat what is measured of PRODUCE.
+# They repeat the measurements of PRODUCE.
 OTHERS_UNKNOWN = ("FETCH of unknown topics", "LIST_OFFSETS of unknown topics")
 
 

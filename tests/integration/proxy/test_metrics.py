@@ -56,7 +56,7 @@ class Scrape:
         self.samples = samples(body.decode())
 
     def __call__(self, series: str, **labels: str) -> float:
-        """The sum of the series that have these labels and perhaps others; `name label=value` names them too."""
+        """The sum of the series with these labels and any others; `name label=value` selects them too."""
         name, *pairs = series.split()
         wanted = {*labels.items(), *(tuple(pair.split("=")) for pair in pairs)}
         return sum(value for (each, has), value in self.samples.items() if each == name and wanted <= {*has})
@@ -87,7 +87,7 @@ async def test_vitals_leave_turns_to_clients(s: Scene, monkeypatch: pytest.Monke
             for client in s.clients[::2]:
                 client.abort()
     assert turns > 5
-    # None is counted twice or left out, whether its session has ended meanwhile or not.
+    # None is counted twice or missed, whether or not its session has ended.
     assert await looking == sent_bytes
 
 
@@ -101,7 +101,7 @@ def answers_by(*codes: int) -> Script:
     return lambda asked: asked.answer(results={T0: next(given), ("t", 2): 87} if codes else {})
 
 
-# The codes of the broker's answers for t-0, the owners, what the client sends, and what the page shows then.
+# The broker's codes for t-0, the owners, the client's requests, and the page's values.
 COUNTED: dict[str, tuple[Sequence[int], Sequence[int], list[bytes], dict[str, int]]] = {
     "requests by API and version": (
         (),
@@ -130,7 +130,7 @@ COUNTED: dict[str, tuple[Sequence[int], Sequence[int], list[bytes], dict[str, in
             "kproxy_errors_total api=API_VERSIONS error=UNSUPPORTED_VERSION": 1,
         },
     ),
-    # A code that is retried is not one that the client got.
+    # A retried code is not one that the client got.
     "retries by readable cause": (
         [6, 19, 0],
         [1],
@@ -177,7 +177,7 @@ async def test_versions_that_a_client_invents_are_one_label(s: Scene) -> None:
         if api_key == API_VERSIONS:
             await client.receive()
         else:
-            # Refused before it is a request.
+            # Refused before it counts as a request.
             assert await client.is_closed()
     scrape = Scrape(s.proxy)
     assert scrape("kproxy_requests_total", api="API_VERSIONS", version="other") == 2
@@ -205,7 +205,7 @@ async def test_requests_in_flight_are_shown_until_answered(s: Scene) -> None:
     frames = [produce_frame(records=batch(n)) for n in range(3)]
     s.send(*frames)
     first = await s.next()
-    # The route is new: the other two wait in the proxy, and count all the same.
+    # The route is new: the other two wait in the proxy, but still count.
     assert Scrape(s.proxy)("kproxy_in_flight_requests") == 3
     assert Scrape(s.proxy)("kproxy_in_flight_bytes") == sum(map(len, frames))
     first.answer()
@@ -312,7 +312,7 @@ async def test_draining_is_shown(s: Scene) -> None:
 
 
 async def test_process_serves_all_metrics_in_both_formats(tmp_path: Path) -> None:
-    """And every one of them is in the documentation, and nothing else is."""
+    """The documentation lists exactly these metrics."""
     async with served(tmp_path, ANSWERS, more=("--audit-sink", f"json:{tmp_path}/trail")) as s:
         client = await s.client()
         client.send(produce_frame())
@@ -323,7 +323,7 @@ async def test_process_serves_all_metrics_in_both_formats(tmp_path: Path) -> Non
         assert shown["kproxy_requests_total", (("api", "PRODUCE"), ("version", "9"))] == 1
         for name in ("kproxy_produce_duration_seconds_count", "kproxy_table_partitions", "kproxy_client_connections"):
             assert shown[name, ()] == 1
-        # The process' and Python's own.
+        # The metrics of the process and of Python.
         assert shown["process_resident_memory_bytes", ()] > 1 << 20
         assert any(name == "python_info" for name, _ in shown)
         _, text = await s.page("/metrics", Accept="application/openmetrics-text; version=1.0.0")
@@ -376,7 +376,7 @@ async def test_broker_that_left_shows_zero_for_ten_minutes(s: Scene) -> None:
     for after_s in (0.0, 599.0):
         s.now = 100.0 + after_s
         assert Scrape(s.proxy).samples[series] == 0
-    # One that comes back is shown as it is.
+    # A broker that returns is shown with its current state.
     s.proxy.topology.set_broker(2, s.brokers[1].address)
     assert Scrape(s.proxy).samples[series] == 1
     s.proxy.topology.remove_broker(2)
@@ -400,7 +400,7 @@ async def test_brokers_that_left_are_bounded(s: Scene) -> None:
 # A probe waits longer than a broker is stopped here.
 @scene(ANSWERS, owners=[1, 2], limits={"probe_timeout_s": 30.0}, one_go=True)
 async def test_stopped_broker_alone_moves_its_series(s: Scene) -> None:
-    """A broker that stands still for a second is named, though it neither hangs nor is down."""
+    """A broker that stalls for a second is named, though it neither hangs nor is down."""
     well, age, probed = (
         {T0: 0, T1: 0},
         "kproxy_broker_oldest_request_age_seconds",

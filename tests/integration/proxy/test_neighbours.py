@@ -1,7 +1,7 @@
-"""Known faults of comparable projects, and the test here that would catch each of them.
+"""Known faults of comparable projects, and the test that would catch each of them.
 
-KafScale's Go proxy and broker unless another one is named. Every entry names tests as module:function; that they exist
-is what is tested here.
+They are KafScale's Go proxy and broker, unless named otherwise. Every entry names tests as module:function; this module
+checks that they exist.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def test_a_neighbours_bug_has_its_test(bug: str) -> None:
 
 @scene(HOLDS, ANSWERS, owners=[1])
 async def test_refusals_do_not_cost_the_route(s: Scene) -> None:
-    """A refusal makes the owner be looked up; it deletes nothing, and what the table says is used again."""
+    """A refusal triggers a lookup of the owner; it deletes nothing, and the table is used again."""
     s.send(produce_frame())
     (await s.next()).answer(results={T0: 6})
     s.broker.script = ANSWERS

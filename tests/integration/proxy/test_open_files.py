@@ -1,4 +1,4 @@
-"""Descriptors: as many as the system allows; when they run short, only new clients are not served."""
+"""Descriptors: as many as the system allows; when they run short, only new clients are refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def under(ulimit: str) -> tuple[str, ...]:
 
 
 async def produced(client: RawClient, partitions: list[int]) -> str:
-    """What a client gets for a batch to each of these."""
+    """The codes for a batch to each of these."""
     try:
         client.send(produce_frame({"t": partitions}, records=batch(producer_id=-1)))
         codes = (await client.answer()).codes.values()
@@ -58,7 +58,7 @@ def test_workers_have_it_raised_as_well(tmp_path: Path) -> None:
             assert psutil.Process(pid).rlimit(psutil.RLIMIT_NOFILE)[0] == min(hard, 1 << 20)
 
 
-# What is configured, and what is said. The default is nobody's wish: no warning at a first start.
+# The configured limit, and the messages. The default gives no warning at a first start.
 @pytest.mark.parametrize(
     ("limits", "words"),
     [({"max_connections": 1000}, ["512", "LimitNOFILE"]), ({"max_connections": 100}, None), ({}, ["[info"])],
@@ -82,12 +82,12 @@ def test_file_limit_admits_most_clients_and_no_more(limit: int) -> None:
 
 @pytest.mark.parametrize("brokers", [pytest.param(1, marks=pytest.mark.long), 3])
 async def test_descriptor_shortage_refuses_only_new_clients(tmp_path: Path, brokers: int) -> None:
-    """Every connection that is taken is served: the room for its way to brokers is not given to another."""
+    """Every accepted connection is served: its room for broker connections goes to no other."""
     partitions = list(range(brokers))
     async with served(tmp_path, *[takes_what_is_produced] * brokers, command=under("-n 128")) as s:
         first = await s.client()
         assert await produced(first, partitions) == "0"
-        # All of them are there before the first of them needs a broker.
+        # All are connected before the first needs a broker.
         clients = [await s.client() for _ in range(200)]
         got = Counter(await asyncio.gather(*(produced(client, partitions) for client in clients)))
         assert set(got) == {"0", "closed"}, got
@@ -119,5 +119,5 @@ def test_early_client_keeps_its_descriptors() -> None:
     now[0] += NEW_S
     assert descriptors.admit(admitted, clients=admitted, brokers=1)
     assert not descriptors.admit(698, clients=admitted, brokers=1)
-    # They came and went: what is left counts.
+    # They came and left: the remaining ones count.
     assert descriptors.admit(20, clients=0, brokers=1)

@@ -1,4 +1,4 @@
-"""A client that speaks TLS, HTTP, SSH or SASL to a plain listener gets an error, and the log names it, once."""
+"""A client that uses TLS, HTTP, SSH or SASL on a plain listener gets an error, which is logged once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def connected(port: int) -> Iterator[socket.socket]:
 
 
 def whole_answer(client: socket.socket) -> bytes:
-    """All there is until it is closed."""
+    """All bytes until it is closed."""
     got = b""
     while data := client.recv(4096):
         got += data
@@ -44,7 +44,7 @@ def speak_tls(port: int) -> None:
     context = ssl.create_default_context()
     with connected(port) as client, pytest.raises(ssl.SSLError) as raised:
         context.wrap_socket(client, server_hostname="localhost")
-    # OpenSSL's words for an answer that is not TLS.
+    # OpenSSL's message for an answer that is not TLS.
     assert raised.value.reason == "WRONG_VERSION_NUMBER"
 
 
@@ -68,7 +68,7 @@ def speak_ssh(port: int) -> None:
 
 
 def speak_sasl(port: int) -> None:
-    """At once, as clients do that know the versions of old; and after ApiVersions, as those of today."""
+    """At once, like clients with fixed versions; and after ApiVersions, like current ones."""
     for asks_first in (False, True):
         for version in (0, 1):
             with connected(port) as client:
@@ -119,7 +119,7 @@ def test_a_reference_broker_does_the_same(etcd: EmbeddedEtcd, tmp_path: Path) ->
         broker.stop()
 
 
-# What people see who set up a client so
+# The errors that users of misconfigured clients see
 
 _SASL = """
 PLAIN = {"sasl_mechanism": "PLAIN", "sasl_plain_username": "u", "sasl_plain_password": "p"}
@@ -173,7 +173,7 @@ async def test_client_shows_the_error_to_its_user(tmp_path: Path, client: str) -
                     while seen not in said.lower() and (line := await run.stdout.readline()):
                         said += line.decode()
             finally:
-                # Some go on trying for half a minute.
+                # Some retry for half a minute.
                 with contextlib.suppress(ProcessLookupError):
                     run.kill()
                 await run.communicate()

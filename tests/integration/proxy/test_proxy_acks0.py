@@ -1,6 +1,6 @@
-"""acks=0: no client is answered, nothing waits for it, and a loss is counted and reported by closing.
+"""acks=0: no request is answered or waited for, and a loss is counted and reported by closing.
 
-With `confirm_acks0` brokers are asked for acks=1, and no avoidable loss occurs; both ways are `confirms`.
+With `confirm_acks0` brokers get acks=1, and no avoidable loss occurs; `confirms` covers both ways.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def sends(s: Scene, *numbers: int, confirms: bool = False, **options: Any) -> No
 
 
 async def arrive(s: Scene, *numbers: int, confirms: bool = False, at: int = 1, **answer: Any) -> None:
-    """These come, and are answered if they ask for it."""
+    """Wait for these requests, and answer them if they ask for it."""
     for number in numbers:
         (asked,) = await s.takes(number, at=at)
         assert asked.fields["acks"] == int(confirms)
@@ -50,12 +50,12 @@ async def until_lost(s: Scene, count: int) -> None:
     await eventually(lambda: s.proxy.counters["acks0.undeliverable"] == count)
 
 
-# On its way
+# In transit
 
 
 @scene(HOLDS, clients=5)
 async def test_acks_0_is_forwarded_and_never_answered(s: Scene) -> None:
-    """On a new route, and on a proven one, where answers are handed on as they come."""
+    """On a new and a proven route, where answers are passed on as received."""
     for number, (version, confirms) in enumerate([(9, False), (3, True), (8, True), (9, True), (11, True)], 1):
         options = {"version": version, "client": number}
         sends(s, 0, confirms=confirms, timeout_ms=4321, **options)
@@ -96,7 +96,7 @@ async def test_acks_0_after_refused_dial_is_sent_later(s: Scene, leaves: bool) -
 @both_ways
 @scene(DEAF, limits={"connect_timeout_s": 5.0}, one_go=True)
 async def test_complete_acks_0_frames_outlive_their_client(s: Scene, confirms: bool) -> None:
-    """One that wanted an answer is dropped: its client would send it again itself."""
+    """A request with an answer is dropped: its client would resend it itself."""
     sends(s, 0, confirms=confirms)
     if not confirms:
         s.produces(8, acks=1)
@@ -123,7 +123,7 @@ async def test_partial_acks_0_frame_is_not_sent(s: Scene) -> None:
 
 @scene(HOLDS)
 async def test_written_acks_0_survives_unread_answers(s: Scene) -> None:
-    """Closing a connection with unread bytes resets it, and a reset destroys what is still on its way."""
+    """Closing a connection with unread bytes resets it, and a reset destroys bytes in transit."""
     s.broker.reads_nothing = True
     s.send(produce_frame(acks=1), produce_frame(records=PLAIN + bytes(3 << 19), acks=0))
     await eventually(lambda: s.broker.connections)
@@ -131,7 +131,7 @@ async def test_written_acks_0_survives_unread_answers(s: Scene) -> None:
     s.client.close()
     await asyncio.sleep(0.05)
     connection = s.broker.connections[0]
-    # The answer to the first comes while the second is still in this side's kernel.
+    # The answer to the first comes while the second is still in the local kernel.
     answer = sample_response(PRODUCE, {"t": [0]}, throttle_time_ms=0)
     connection.write(bytes(response_frame(PRODUCE, 9, response_body(PRODUCE, 9, answer), correlation_id=1)))
     await asyncio.sleep(0.05)
@@ -146,7 +146,7 @@ async def test_written_acks_0_survives_unread_answers(s: Scene) -> None:
 @pytest.mark.parametrize("waits", ["for a dial", "for an owner"])
 @both_loops
 async def test_acks_0_that_waits_is_bounded_in_bytes(waits: str) -> None:
-    """A client that needs no answers can send as fast as the network is."""
+    """A client without answers can send as fast as the network allows."""
     limits = {"connect_timeout_s": 0.3, "max_in_flight_bytes": 1 << 20}
     async with staged(*([DEAF] if waits == "for a dial" else []), limits=limits) as s:
         sends(s, 0)
@@ -155,7 +155,7 @@ async def test_acks_0_that_waits_is_bounded_in_bytes(waits: str) -> None:
 
 
 async def flood(client: RawClient, seconds: float) -> int:
-    """Send acks=0 for so long; how many bytes were taken off the client."""
+    """Send acks=0 for `seconds`; return how many bytes the proxy accepted."""
     frame = produce_frame(records=PLAIN + bytes(1 << 16), acks=0)
     taken = 0
     try:
@@ -180,12 +180,12 @@ async def test_unconfirmed_requests_are_bounded(s: Scene) -> None:
     assert s.proxy.vitals.in_flight_bytes == 0
 
 
-# What is lost
+# Losses
 
 
 @scene(DOWN, owners=[1, 1])
 async def test_undeliverable_acks_0_is_counted_and_closes_connection(s: Scene) -> None:
-    """Well before the deadline that it has."""
+    """Well before its deadline."""
     began = time.monotonic()
     sends(s, 0, 1)
     sends(s, 2, partitions={"t": [0, 1]})
@@ -204,7 +204,7 @@ async def test_undeliverable_acks_0_of_departed_client_is_counted(s: Scene) -> N
 
 @scene(HOLDS)
 async def test_acks_0_with_duplicate_partition_closes_connection(s: Scene) -> None:
-    """There is no answer that could say INVALID_REQUEST."""
+    """No answer could carry INVALID_REQUEST."""
     sends(s, 0, partitions={"t": [0, 0]})
     assert await s.client.is_closed()
     assert s.broker.log == []
@@ -212,7 +212,7 @@ async def test_acks_0_with_duplicate_partition_closes_connection(s: Scene) -> No
 
 @scene(HOLDS, limits={"drain_s": 0.1}, one_go=True)
 async def test_loss_during_stop_leaves_no_lookup(s: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A broker has stopped reading, and what it has not taken is given up last of all."""
+    """A broker has stopped reading, and its unread bytes are abandoned last."""
     for module in (fanout, upstream_module):
         monkeypatch.setattr(module, "FLUSH_S", 0.2)
 
@@ -229,7 +229,7 @@ async def test_loss_during_stop_leaves_no_lookup(s: Scene, monkeypatch: pytest.M
 
 @scene(HOLDS, limits={"max_open_requests": 2}, one_go=True)
 async def test_requests_queued_behind_refused_batch_count_as_lost(s: Scene) -> None:
-    """Its client is told of the refused one by closing; that it had sent the others already, nobody else knows."""
+    """Closing reports the refused one to the client; the proxy alone knows of the later ones."""
     sends(s, 0, confirms=True)
     await arrive(s, 0, confirms=True)
     sends(s, *range(1, 7), confirms=True)
@@ -246,7 +246,7 @@ async def test_requests_queued_behind_refused_batch_count_as_lost(s: Scene) -> N
 @pytest.mark.parametrize("leaves", [False, True])
 @scene(HOLDS, HOLDS, owners=[1])
 async def test_refusal_by_old_owner_is_retried_in_order(s: Scene, leaves: bool) -> None:
-    """Also when the client leaves meanwhile, in the midst of a frame."""
+    """Even if the client leaves meanwhile, in the middle of a frame."""
     sends(s, 0, confirms=True)
     await arrive(s, 0, confirms=True)
     sends(s, 1, 2, 3, 4, confirms=True)
@@ -272,7 +272,7 @@ async def test_refusal_by_old_owner_is_retried_in_order(s: Scene, leaves: bool) 
 
 @scene(HOLDS, owners=[1, 1])
 async def test_permanent_refusal_is_counted_and_closes_connection(s: Scene) -> None:
-    """But whole frames behind it were taken: each of them is appended, or counted."""
+    """Whole frames behind it were accepted: each is appended or counted."""
     sends(s, 0, confirms=True, partitions={"t": [0, 1]})
     sends(s, 1, 2, confirms=True)
     await arrive(s, 0, confirms=True, results={T0: TOO_LARGE})
@@ -336,14 +336,14 @@ async def test_the_flag_of_serve_switches_it(tmp_path: Path, confirm: bool) -> N
 
 @both_loops
 async def test_every_lost_batch_is_counted_and_no_other() -> None:
-    """However the answers fall: what is appended and what is counted are together what was sent."""
+    """In any order of answers: appended and counted batches add up to the sent ones."""
     appended: list[bytes] = []
     outcomes = [0, NOT_LEADER, 0, TOO_LARGE, 19, 0, 87]
     refused: list[bytes] = []
 
     def script(asked: Asked) -> None:
         records = asked.records[T0]
-        # A second time all are taken.
+        # The second attempt accepts all.
         outcome = 0 if records in refused else outcomes[len(refused) % len(outcomes)]
         if outcome:
             refused.append(records)

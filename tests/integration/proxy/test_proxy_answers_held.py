@@ -32,18 +32,18 @@ SHORT_TICK_S = 0.02
 
 @pytest.fixture
 def short_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time that `passing` moves is looked at sooner."""
+    """Time moved by `passing` is checked more often."""
     monkeypatch.setattr(server, "DEADLINE_TICK_S", SHORT_TICK_S)
 
 
 @pytest.fixture
 def no_read_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine all brokers may take longer than that, and a read is answered without their records."""
+    """On a busy machine all brokers may exceed the limit, and a read is answered without their records."""
     monkeypatch.setattr(in_flight, "LATE_AFTER_S", 600.0)
 
 
 class Feeder:
-    """The script of a broker that answers each fetch with so many bytes a partition, and takes what is produced."""
+    """A broker that answers each fetch with a fixed number of bytes per partition, and accepts produce requests."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -57,7 +57,7 @@ class Feeder:
         if of not in self._answers:
             results = {place: {"records": records_of(place, self.size), "high_watermark": 1} for place in of[0]}
             self._answers[of] = bytearray(asked.reply(results=results))
-        # Made once: it is large, and many ask for it.
+        # Built once: it is large, and requested often.
         struct.pack_into(">i", self._answers[of], 4, asked.header.correlation_id)
         asked.connection.write(bytes(self._answers[of]))
 
@@ -93,7 +93,7 @@ async def test_unread_answers_stay_within_limit(tmp_path: Path) -> None:
             client.pause_reading()
             client.send(asks())
         for n in range(12):
-            # Who reads goes on, and so does who writes.
+            # Reading and writing clients continue.
             producer.send(produce_frame(records=batch(n, producer_id=-1) + bytes(2 * MIB), correlation_id=n))
             assert (await producer.answer()).correlation_id == n
             reader.send(asks(n))
@@ -101,7 +101,7 @@ async def test_unread_answers_stay_within_limit(tmp_path: Path) -> None:
             peak = max(peak, proxy.memory_info().rss)
         shown = samples((await asyncio.to_thread(page, process.admin, "/metrics"))[1])
         assert peak - before < 2 * limit, f"{(peak - before) >> 20} MiB more than before"
-        # All of it is counted.
+        # All bytes are counted.
         assert size <= shown["kproxy_in_flight_bytes", ()] <= limit + size
         for client in idle:
             client.abort()
@@ -118,7 +118,7 @@ async def test_unread_answers_stay_within_limit(tmp_path: Path) -> None:
 async def fed(
     *feeders: Feeder, total: int, now: list[float] | None = None, **limits: int
 ) -> AsyncIterator[RunningProxy]:
-    """A proxy before such brokers, each of which owns one partition; `now` is its clock."""
+    """A proxy with such brokers, each of which owns one partition; `now` is its clock."""
     upstreams = [ScriptedUpstream(n + 1, feeder) for n, feeder in enumerate(feeders)]
     clock = time.monotonic if now is None else lambda: now[0]
     limits = {"max_in_flight_bytes_total": total, **limits}
@@ -132,7 +132,7 @@ async def fed(
 
 
 async def passing(now: list[float], seconds: float) -> None:
-    """So much time passes for the proxy, quickly, but not in leaps."""
+    """Let `seconds` pass for the proxy, quickly but in small steps."""
     for _ in range(round(seconds * 2)):
         now[0] += 0.5
         await asyncio.sleep(1.1 * SHORT_TICK_S)
@@ -156,7 +156,7 @@ async def test_readers_get_their_answers_with_little_memory() -> None:
 @pytest.mark.usefixtures("no_read_is_late")
 @both_loops
 async def test_merged_answers_do_not_wait_for_each_other() -> None:
-    """Each client holds one part and needs two more; the room that newcomers get is full of first parts."""
+    """Each client holds one part and needs two more; first parts fill the newcomers' room."""
     rounds = 5
     async with fed(*(Feeder(2 * MIB) for _ in range(3)), total=8 * MIB) as proxy:
         clients = [await proxy.client() for _ in range(8)]
@@ -191,9 +191,9 @@ async def test_reader_does_not_wait_for_non_readers() -> None:
             reader.send(asks(n))
             assert await fetched(reader) == {0: records_of(("t", 0), 12 * MIB)}
             assert not reader.is_gone
-        # Nor does one who comes after them wait until they are all gone.
+        # A later client does not wait until all are gone either.
         assert await first == {0: records_of(("t", 0), 12 * MIB)}
-        # One after another of them had to go.
+        # Several had to go, one after another.
         assert 1 < proxy.counters["clients.refused"] < 8
 
 
@@ -217,7 +217,7 @@ async def test_non_reader_is_closed_only_when_others_wait() -> None:
         idle.send(asks())
         await eventually(lambda: proxy.vitals.in_flight_bytes > 12 * MIB)
         await passing(now, 2 * USUAL.window_s)
-        # It costs nobody anything.
+        # No client is refused for it.
         assert proxy.counters["clients.refused"] == 0
         waiting = await proxy.client()
         waiting.send(asks(7))
@@ -245,7 +245,7 @@ async def test_acknowledgements_pass_while_others_hold_all_memory() -> None:
 
 @both_loops
 async def test_small_unread_answers_are_bounded_and_counted() -> None:
-    """One after another on each connection: what one of them brings is far below what waits for room."""
+    """One by one on each connection: each is far below the size that waits for room."""
     size, count = 60_000, 800
     async with fed(Feeder(size), total=16 * MIB) as proxy:
         clients = [await proxy.client() for _ in range(3)]
@@ -254,7 +254,7 @@ async def test_small_unread_answers_are_bounded_and_counted() -> None:
             client.send(*(asks(n, max_bytes=size) for n in range(count)))
         await eventually(lambda: proxy.vitals.in_flight_bytes > 0)
         await asyncio.sleep(0.5)
-        # Of 140 MiB that they have asked for.
+        # Of the 140 MiB requested.
         assert 0 < proxy.vitals.in_flight_bytes < 16 * MIB
         for client in clients:
             client.resume_reading()
@@ -286,7 +286,7 @@ async def test_broker_stopping_inside_answer_holds_no_memory() -> None:
 
 @both_loops
 async def test_leaving_client_frees_its_answer_memory_at_once() -> None:
-    """Whatever its brokers still owe it, and without Python's cycle collector: in a proxy that comes by seldom."""
+    """Even if its brokers have yet to answer, and without Python's cycle collector, which rarely runs in a proxy."""
     fed_one, silent = ScriptedUpstream(1, Feeder(3 * MIB)), ScriptedUpstream(2)
     async with running_proxy(fed_one, silent, limits={"max_in_flight_bytes_total": 16 * MIB}) as proxy:
         proxy.own(1, partitions=(0,))
@@ -294,7 +294,7 @@ async def test_leaving_client_frees_its_answer_memory_at_once() -> None:
         gc.collect()
         gc.disable()
         try:
-            # One answer of two parts; and one that waits its turn behind another.
+            # One answer of two parts, and one that waits behind another.
             for asked in ([asks(1, (0, 1))], [asks(1, (1,), 4 * MIB), asks(2, (0,), 4 * MIB)]):
                 client = await proxy.client()
                 client.send(*asked)
@@ -308,7 +308,7 @@ async def test_leaving_client_frees_its_answer_memory_at_once() -> None:
 
 
 class Waits:
-    """Who waits for room, and gets it."""
+    """A waiter for room."""
 
     def __init__(self) -> None:
         self.room: AnswerBuffer | None = None
@@ -319,7 +319,7 @@ class Waits:
 
 @both_loops
 async def test_memory_freed_on_another_thread_is_reused() -> None:
-    """Python's cycle collector runs on whichever thread makes an object, that of a timer or of a name's lookup."""
+    """Python's cycle collector runs on any thread that creates an object, such as a timer's or a lookup's."""
     room = AnswerMemory(Budget(4 * MIB), time.monotonic)
     first, second = (ClientMemory(room, None) for _ in range(2))
     held, waiter = [room.take(Waits(), first, 3 * MIB)], Waits()

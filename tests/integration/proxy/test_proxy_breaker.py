@@ -1,4 +1,4 @@
-"""A broker that hangs: its own requests end soon, others are not affected, and it is used again once it answers."""
+"""A broker that hangs: its requests end soon, others are not affected, and it is used again once it answers."""
 
 from __future__ import annotations
 

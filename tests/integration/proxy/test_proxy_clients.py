@@ -1,4 +1,4 @@
-"""Client connections: bad input, clients that leave, slow, idle and too many clients, and the end of the proxy."""
+"""Client connections: bad input, clients that leave, slow, idle and excess clients, and the end of the proxy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def header(key: int, version: int) -> bytes:
 
 
 def produce_v2() -> bytes:
-    """acks, timeout_ms and no topic; the version is offered, and refused when sent."""
+    """acks, timeout_ms and no topic; this version is offered, but refused when sent."""
     return raw_frame(header(api_keys.PRODUCE, 2) + struct.pack(">hii", 1, 1000, 0))
 
 
@@ -86,7 +86,7 @@ async def test_bad_input_closes_that_connection_and_no_other(s: Scene) -> None:
         client = await s.proxy.client()
         client.send(made())
         if name in OTHER_PROTOCOLS:
-            # It is told of that before.
+            # It gets a message first.
             assert b"\n" in await client.rest(PATIENCE_S), name
         assert await client.is_closed(), name
         assert s.proxy.counters["clients.refused"] == count, name
@@ -97,7 +97,7 @@ async def test_bad_input_closes_that_connection_and_no_other(s: Scene) -> None:
 
 @scene(lambda asked: asked.connection.close(), owners=())
 async def test_malformed_cluster_request_closes_only_its_connection(s: Scene) -> None:
-    """It is for a broker to find fault with; brokers close, and none of them is asked twice."""
+    """Brokers judge such a request and close; none gets it twice."""
     s.send(cut(control_frame(api_keys.METADATA, 9, topics=[{"name": "t"}]), 22))
     assert await s.client.is_closed()
     assert len(s.broker.log) == 1
@@ -118,7 +118,7 @@ async def test_a_length_of_2_gib_costs_no_memory(s: Scene) -> None:
     for client in s.clients:
         client.send(struct.pack(">i", 2**31 - 1) + bytes(1000))
     await asyncio.sleep(0.1)
-    # ru_maxrss is in KiB on Linux, in bytes on macOS; either way far below twenty times 2 GiB.
+    # ru_maxrss is in KiB on Linux and in bytes on macOS; both are far below twenty times 2 GiB.
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
 
 
@@ -175,7 +175,7 @@ async def test_client_with_unread_fetches_costs_bounded_memory(s: Scene) -> None
     await slow.sent()
     await serves_on(fast)
     await asyncio.sleep(0.2)
-    # What is in flight, and what the two kernels hold.
+    # The requests in flight, and those in the two kernels.
     assert fetches(s) < 30
     slow.resume_reading()
     for n in range(100):
@@ -188,7 +188,7 @@ def fetches(s: Scene) -> int:
 
 
 async def serves_on(client: RawClient, partition: int = 0) -> None:
-    """Another client has its answers meanwhile."""
+    """Another client gets its answers meanwhile."""
     began = time.monotonic()
     for n in range(50):
         client.send(produce_frame({"t": [partition]}, records=batch(n), correlation_id=n))
@@ -219,7 +219,7 @@ async def test_broker_not_reading_slows_only_its_client(s: Scene) -> None:
                 stuck.send(frame)
                 await stuck.sent()
                 taken += len(frame)
-    # The limit, and what sockets hold.
+    # The limit, plus the sockets' buffers.
     assert taken < 40 << 20
     await serves_on(free, 1)
     stuck.abort()
@@ -230,11 +230,11 @@ async def test_broker_not_reading_slows_only_its_client(s: Scene) -> None:
 async def test_refused_client_that_does_not_read_is_closed(s: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_session, "FLUSH_S", 0.5)
     s.client.pause_reading()
-    # The second cannot be delivered to a broker that nobody knows, and that is told by closing.
+    # The second cannot be delivered to an unknown broker, which the proxy reports by closing.
     s.send(fetch_frame(max_bytes=8 << 20), produce_frame({"unknown": [0]}, acks=0))
     s.proxy.own(42, "unknown")
     await eventually(lambda: s.proxy.counters["clients.refused"] == 1)
-    # It counts as a connection for as long as it is one.
+    # It counts while its connection exists.
     assert s.sessions == 1
     await s.until_sessions()
 
@@ -323,7 +323,7 @@ async def test_error_in_one_session_keeps_the_clock_running(s: Scene, monkeypatc
 
 @scene(HOLDS, limits={"drain_s": 10.0}, one_go=True)
 async def test_client_sending_during_stop_gets_its_answer(s: Scene) -> None:
-    """Closing upon bytes that nobody has read resets the connection, and what is still on its way is lost."""
+    """Closing with unread bytes resets the connection, and bytes in transit are lost."""
     s.send(fetch_frame(max_wait_ms=100, max_bytes=1 << 24))
     asked = await s.next()
     stopping = asyncio.ensure_future(s.proxy.listener.stop())
@@ -331,7 +331,7 @@ async def test_client_sending_during_stop_gets_its_answer(s: Scene) -> None:
     s.send(produce_frame({"t": [0]}, records=batch(1)) * 100)
     records = bytes(16 << 20)
     asked.answer(results={T0: {"records": records}})
-    # Long enough for the proxy to have written what the kernel takes, and to have closed.
+    # Long enough for the proxy to fill the kernel's buffer, and to close.
     await asyncio.sleep(0.5)
     answer = await s.answer(FETCH, 12)
     assert answer.results[0].fields["records"] == records
@@ -341,7 +341,7 @@ async def test_client_sending_during_stop_gets_its_answer(s: Scene) -> None:
 
 @scene(HOLDS)
 async def test_requests_of_departed_client_cost_nothing(s: Scene) -> None:
-    """There may be 1,000 of them: the core takes none over from the plain path, and none is sent again."""
+    """There may be 1,000 of them: the core takes none from the plain path, and resends none."""
     await s.prove()
     s.send(*(produce_frame(records=batch(n)) for n in range(1, 101)))
     for _ in range(100):
@@ -354,7 +354,7 @@ async def test_requests_of_departed_client_cost_nothing(s: Scene) -> None:
     assert await s.broker.is_silent()
 
 
-# Idle, or gone in silence
+# Idle clients, and silently lost ones
 
 IDLE_S = 0.4
 
@@ -370,7 +370,7 @@ async def test_idle_connection_is_closed(s: Scene) -> None:
 
 @scene(clients=0)
 async def test_session_without_its_connection_is_not_idle(s: Scene) -> None:
-    """A session is looked at from its creation on; the loop hands over the connection in a later turn."""
+    """A session is checked from its creation on; the loop delivers its connection in a later turn."""
     session = ClientSession(s.proxy.context, lambda session: None)
     session.expire(s.proxy.context.clock())
     assert not session.closed
@@ -403,7 +403,7 @@ KEEPALIVE_TIMER = "02"
 
 
 def timers(*, local: int = 0, remote: int = 0) -> list[str]:
-    """The timers of the established connections with this port on this side, or that on the other."""
+    """The timers of the established connections with these ports."""
     found = []
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         _, here, there, state, _, timer, *_ = line.split()

@@ -1,4 +1,4 @@
-"""Requests about the cluster: answers name only the proxy, and brokers with faults are skipped."""
+"""Requests about the cluster: answers name only the proxy, and faulty brokers are skipped."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ REAL_PORT = 0x6B6B
 EPOCH = 0x41424344
 RACK = "rack-of-the-broker"
 TOPIC_ID = UUID(int=7)
-# Whatever form it takes on the wire, none of this may reach a client.
+# None of these may reach a client in any form on the wire.
 TELLTALES = (*(struct.pack(">i", each) for each in (REAL_ID, REAL_PORT, EPOCH)), REAL_HOST.encode(), RACK.encode())
 REAL_BROKER = {"node_id": REAL_ID, "host": REAL_HOST, "port": REAL_PORT, "rack": RACK}
 PARTITION = {
@@ -88,7 +88,7 @@ NAMING = (
     api_keys.DESCRIBE_TOPIC_PARTITIONS,
 )
 OTHERS = (Proxy(1_000_001, "other-1.test", 19093), Proxy(1_000_002, "other-2.test", 19094))
-# The brokers' versions are not known yet, so that nothing arrives that a test has not sent.
+# The brokers' versions are unknown, so that only the test's requests arrive.
 scene = partial(scene, introduced=False)
 staged = partial(staged, introduced=False)
 
@@ -134,7 +134,7 @@ def node_endpoints() -> bytes:
 
 
 def names_itself(code: int, asked: Asked) -> None:
-    """KIP-951, with data; the tag of the current leader in an entry is another in a fetch."""
+    """KIP-951, with data; a fetch has a different tag for the current leader of an entry."""
     is_fetch = asked.header.api_key == FETCH
     entry: dict[str, Any] = {"error_code": code, "tags": [(int(is_fetch), CURRENT_LEADER)]}
     if is_fetch:
@@ -146,7 +146,7 @@ def names_itself(code: int, asked: Asked) -> None:
 @pytest.mark.parametrize("owners", [(1, 1), (1, 2)], ids=["whole", "split"])
 @both_loops
 async def test_no_answer_with_data_names_a_broker(owners: tuple[int, int], code: int) -> None:
-    """A client that is told the real leader goes round the proxy."""
+    """A client that knows the real leader bypasses the proxy."""
     script, both = partial(names_itself, code), {"t": [0, 1]}
     async with staged(script, script, owners=owners) as s:
         for key, version, frame in (
@@ -191,7 +191,7 @@ async def offered(client: RawClient, version: int = 3) -> dict[int, tuple[int, i
 
 @scene(WIDE, NARROW)
 async def test_common_versions_of_proxy_and_brokers_are_offered(s: Scene) -> None:
-    """And in a version of ApiVersions that is not known, version 0 (KIP-511). Each broker is asked once."""
+    """Also for an unknown version of ApiVersions, in version 0 (KIP-511). Each broker is asked once."""
     for version in range(5):
         assert await offered(await s.proxy.client(), version) == {
             # From 0, although 0 to 2 are refused when sent.
@@ -246,7 +246,7 @@ def closes(asked: Asked) -> None:
 
 
 def knows_no_better(asked: Asked) -> None:
-    """As a reference broker without a lease says it."""
+    """As reported by a reference broker without a lease."""
     topic = {"error_code": 5, "name": "t", "topic_id": TOPIC_ID, "partitions": []}
     answer = asked.message(brokers=[REAL_BROKER], controller_id=-1, cluster_id="the-cluster", topics=[topic])
     asked.connection.write(raw_frame(answer[4:-1] + ASK_ANOTHER))
@@ -369,7 +369,7 @@ async def topics_told(client: RawClient) -> list[str]:
 
 
 async def all_ask(s: Scene, times: int = 1) -> Asked:
-    """The first client asks for all topics, then the others do: one request has come."""
+    """The first client requests all topics, then the others do: one request arrives."""
     s.send(ALL_TOPICS)
     asked = await s.next()
     for client in s.clients[1:]:
@@ -380,14 +380,14 @@ async def all_ask(s: Scene, times: int = 1) -> Asked:
 
 @scene(HOLDS, clients=4)
 async def test_concurrent_requests_for_all_topics_share_one(s: Scene) -> None:
-    """Of what they have done before they ask the first question may know nothing, so the others share a second."""
+    """The first answer may miss their earlier changes, so the others share a second request."""
     answer_with_topics(await all_ask(s, times=2), "old")
     assert await topics_told(s.client) == ["old"]
     answer_with_topics(await s.next(), "old", "new")
     for client in s.clients[1:]:
         assert [await topics_told(client) for _ in range(2)] == [["old", "new"]] * 2
     assert await s.broker.is_silent()
-    # Nothing is kept for who asks later.
+    # No answer is kept for later clients.
     s.send(ALL_TOPICS)
     answer_with_topics(await s.next(), "old", "new", "newer")
     assert await topics_told(s.client) == ["old", "new", "newer"]
@@ -435,7 +435,7 @@ async def test_pipelined_cluster_requests_are_answered_in_order(s: Scene) -> Non
     while not s.broker.asked.empty():
         waiting.append(await s.next())
     assert 1 <= len(waiting) <= 16
-    # They are the client's own, who keeps nobody else waiting.
+    # They belong to this client, which delays no other.
     other.send(request_of(api_keys.METADATA, 9))
     answer_with_topics(await s.next(), "t")
     assert await topics_told(other) == ["t"]

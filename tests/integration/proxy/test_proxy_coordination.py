@@ -24,7 +24,7 @@ from tests.support.waiting import eventually
 NOT_AVAILABLE, NOT_COORDINATOR, NOT_AUTHORIZED, UNSUPPORTED = 15, 16, 53, 35
 TOPICS = [{"name": "t", "partitions": [{"partition_index": 3, "committed_offset": 7, "committed_metadata": ""}]}]
 
-# Every field that a request may need; those that a version lacks are not given to it.
+# All fields that a request may need; a version gets only its own.
 FIELDS: dict[int, dict[str, Any]] = {
     keys.INIT_PRODUCER_ID: {"transactional_id": "k"},
     keys.ADD_PARTITIONS_TO_TXN: {
@@ -58,7 +58,7 @@ three = partial(scene, HOLDS, HOLDS, HOLDS, owners=(), introduced=False)
 
 
 class Cluster:
-    """Brokers 1 to 3 of a scene, and who of them coordinates which key; each answers what it is asked."""
+    """Brokers 1 to 3 of a scene, with the coordinator of each key; each answers its requests."""
 
     def __init__(self, s: Scene) -> None:
         self.coordinators: dict[tuple[int, str], int] = {(GROUP, "k"): 2, (TRANSACTION, "k"): 3}
@@ -90,7 +90,7 @@ class Cluster:
     coordinated: Callable[[Asked], None] = staticmethod(lambda asked: asked.answer_message())
 
     def got(self, key: int) -> list[int]:
-        """The brokers that requests of this kind came to."""
+        """The brokers that received requests of this kind."""
         return [broker.node_id for broker in self.brokers for each in broker.log if each.header.api_key == key]
 
 
@@ -124,7 +124,7 @@ async def test_every_version_of_request_goes_to_its_coordinator(s: Scene, key: i
     for times, version in enumerate([*every_version(key)] * 2, 1):
         await codes(s.client, key, version)
         assert cluster.got(key) == [2 if key_type == GROUP else 3] * times, f"version {version}"
-    # Who it is is asked once.
+    # The coordinator is looked up once.
     assert cluster.asked == [(key_type, "k")]
 
 
@@ -156,7 +156,7 @@ def asks_for_k(version: int, *others: str) -> dict[str, Any]:
 
 @three(clients=2)
 async def test_client_lookup_in_any_version_corrects_the_cache(s: Scene) -> None:
-    """NOT_COORDINATOR is handed on; upon it clients ask FindCoordinator, and that is what the proxy learns from."""
+    """NOT_COORDINATOR is passed on; clients then send FindCoordinator, from which the proxy learns."""
     cluster = Cluster(s)
     for version in every_version(keys.FIND_COORDINATOR):
         for broker in cluster.brokers:
@@ -179,7 +179,7 @@ async def test_client_lookup_in_any_version_corrects_the_cache(s: Scene) -> None
 async def test_failed_client_lookup_clears_the_cache(s: Scene) -> None:
     cluster = Cluster(s)
     assert await beats(s) == [0]
-    # One to whoever said who coordinates, one to the coordinator.
+    # One for the lookup, one to the coordinator.
     assert s.proxy.vitals.upstream_connections == 2
     cluster.coordinators.clear()
     s.send(control_frame(keys.FIND_COORDINATOR, 3, key="k"))
@@ -200,7 +200,7 @@ async def test_departed_coordinator_is_looked_up_again(s: Scene) -> None:
 
 @three(limits={"control_timeout_s": 0.3}, one_go=True)
 async def test_hung_coordinator_is_given_up_after_timeout(s: Scene) -> None:
-    """But members of a group may wait for each other for longer."""
+    """Members of a group may wait for each other for longer."""
     cluster = Cluster(s)
     cluster.coordinated = lambda asked: None
     assert await beats(s) == [NOT_COORDINATOR]
@@ -219,7 +219,7 @@ async def test_group_members_do_not_wait_for_hung_coordinator(s: Scene) -> None:
     s.proxy.own(2)
     s.send(request_of(keys.JOIN_GROUP, 5))
     await eventually(lambda: cluster.got(keys.JOIN_GROUP))
-    # That a broker hangs is noticed of what it is to write.
+    # A hang is noticed by its unanswered writes.
     s.clients[1].send(produce_frame())
     assert (await s.answer(keys.JOIN_GROUP, 5)).message.error_code == NOT_COORDINATOR
 
@@ -238,7 +238,7 @@ async def test_requests_of_one_group_keep_their_order(s: Scene) -> None:
 
 @scene(HOLDS, ids=[2], owners=(), introduced=False)
 async def test_group_request_does_not_wait_for_another(s: Scene) -> None:
-    """Brokers answer a connection's requests one after another: a JoinGroup must not hold up a Metadata."""
+    """Brokers answer a connection's requests in order: a JoinGroup must not delay a Metadata."""
     cluster = Cluster(s)
     cluster.coordinated = lambda asked: None
     s.send(request_of(keys.JOIN_GROUP, 5), control_frame(keys.DESCRIBE_CLUSTER, 0))
@@ -298,7 +298,7 @@ async def test_brokers_without_transactions_coordinate_groups_alone(s: Scene) ->
         if key_type == GROUP:
             assert found.error_code == 0
         else:
-            # librdkafka ends at the one, Java shows the text of the other.
+            # librdkafka gives up at the one code, Java shows the text of the other.
             assert found.error_code == (NOT_AUTHORIZED if version < 4 else UNSUPPORTED)
             assert (found.error_message, found.node_id) == (NO_TRANSACTIONS, -1)
     assert (TRANSACTION, "k") not in cluster.asked
@@ -308,7 +308,7 @@ async def test_brokers_without_transactions_coordinate_groups_alone(s: Scene) ->
         assert (await s.answer(keys.INIT_PRODUCER_ID, version)).message.error_code == 0
 
 
-# What is remembered
+# Remembered coordinators
 
 
 def test_least_recently_used_entry_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ async def test_answers_keep_even_repeated_correlation_ids(s: Scene) -> None:
 
 @scene(ANSWERS, clients=2)
 async def test_two_clients_do_not_share_a_broker_connection(s: Scene) -> None:
-    """So that the broker's own order per connection is the client's."""
+    """So the broker's own order per connection is the client's."""
     for client in s.clients:
         client.send(produce_frame())
         assert (await client.answer()).codes == {T0: 0}
@@ -69,7 +69,7 @@ async def test_two_clients_do_not_share_a_broker_connection(s: Scene) -> None:
 
 @scene(ANSWERS)
 async def test_next_request_reuses_the_broker_connection(s: Scene) -> None:
-    """One for records and one for what is asked about the cluster, for as long as the client stays."""
+    """One for records and one for control requests, while the client stays."""
     connections = s.broker.connections
     for used in range(1, 6):
         assert await s.ask(produce_frame()) == [{T0: 0}]
@@ -152,7 +152,7 @@ async def test_slow_owner_does_not_delay_requests_to_others(s: Scene) -> None:
     held = await slow.next()
     for _ in range(3):
         (await fast.next()).answer()
-    # Answers leave in the order of requests all the same.
+    # Answers still leave in the order of requests.
     assert await s.still()
     held.answer()
     assert await s.ids(3) == [1, 2, 3]
@@ -170,7 +170,7 @@ async def test_list_offsets_is_merged_without_leader_epochs(s: Scene) -> None:
     ]
 
 
-# What is answered without a broker: the frame, and the code of each of its partitions.
+# Requests answered without a broker: the frame, and the code of each of its partitions.
 UNSENT: dict[str, tuple[dict[str, Any], dict[tuple[str, int], int]]] = {
     "no topic": ({"topic_data": []}, {}),
     "no partition": ({"topic_data": [{"name": name, "partition_data": []} for name in "tu"]}, {}),
@@ -186,7 +186,7 @@ async def test_request_of_nothing_or_nonsense_is_answered(s: Scene) -> None:
         assert len(s.broker.log) == count
 
 
-# Produce 13 names topics by id (KIP-516); more of them is in tests/unit/routing/test_fanout_topology.py
+# Produce 13 names topics by id (KIP-516); tests/unit/routing/test_fanout_topology.py has more
 
 UNKNOWN_TOPIC_ID = 100
 BY_ID = 13
@@ -200,7 +200,7 @@ async def test_unknown_topic_id_gets_an_error_alone(s: Scene) -> None:
     assert answer.codes == {T0: UNKNOWN_TOPIC_ID, ("t", 4): UNKNOWN_TOPIC_ID, ("u", 0): 0}
     for result in answer.results[:2]:
         assert (result.fields["base_offset"], result.fields["log_start_offset"]) == (-1, -1)
-    # The source was asked to look again, as for an owner, before that was said.
+    # The source looked it up first, as for an owner.
     assert {index for _, index, _ in s.proxy.source.refreshed} == {0, 4}
     assert [asked.partitions for asked in s.broker.log] == [[("u", 0)]]
 
@@ -242,10 +242,10 @@ async def test_broker_breaking_protocol_loses_only_that_connection(s: Scene) -> 
         s.send(produce_frame(BOTH, records=plain))
         asked = await s.next()
         asked.connection.write(wrong(asked))
-        # What became of it is not known, and the broker would not know a second one again.
+        # Its outcome is unknown, and the broker would not recognise a resend.
         assert await s.codes() == {T0: TIMED_OUT, T1: TIMED_OUT}, name
         await asked.connection.until_closed()
-        # The same client goes on, on another connection to the same broker; the other one never notices.
+        # The same client continues on another connection to the same broker; the other client does not notice.
         s.send(produce_frame(BOTH, correlation_id=2, records=plain))
         again = await s.next()
         assert again.connection is not asked.connection

@@ -1,4 +1,4 @@
-"""Memory stays bounded by not reading clients; no client waits for ever, and a client that is too slow is cut off."""
+"""Memory stays bounded by not reading clients; no client waits for ever, and too slow clients are cut off."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def big(n: int, size: int = MIB) -> bytes:
 
 @scene(HOLDS, clients=40, limits={"max_in_flight_bytes_total": 8 * MIB})
 async def test_all_connections_together_stay_within_total(s: Scene) -> None:
-    """Brokers answer nothing; then they do, and every client is served in the end."""
+    """Brokers first answer nothing, then all, and every client is served in the end."""
     for n, client in enumerate(s.clients):
         client.send(big(n))
     held: list[int] = []
@@ -41,7 +41,7 @@ async def test_all_connections_together_stay_within_total(s: Scene) -> None:
         return len(held) > 30 and held[-1] >= 8 * MIB and s.proxy.vitals.paused_connections > 20
 
     await eventually(is_full, "it holds as much as it may")
-    # A half more, a frame, and 64 KiB for each that was reading.
+    # Half more, a frame, and 64 KiB for each reading connection.
     assert max(held) < 16 * MIB
     for _ in s.clients:
         (await s.next()).answer()
@@ -52,7 +52,7 @@ async def test_all_connections_together_stay_within_total(s: Scene) -> None:
 
 @scene(ANSWERS, at=1.0, one_go=True)
 async def test_large_read_takes_one_turn_of_a_client(s: Scene) -> None:
-    """TLS hands over several such reads in one turn of the event loop; by a clock at rest each takes no time."""
+    """TLS delivers several such reads in one turn of the event loop; with a stopped clock each takes no time."""
     await s.ask(produce_frame(records=batch(0)))
     (session,) = s.proxy.listener._sessions
     count = 2 * MANY_REQUESTS
@@ -79,13 +79,13 @@ async def test_waiting_clients_resume_in_order_of_arrival(s: Scene) -> None:
         order.append(asked.partitions[0][1])
         asked.answer()
     assert sorted(order) == list(range(24))
-    # One or two are read at once; who came long before another is not overtaken by it.
+    # One or two are read at once; a client that came long before another is not overtaken.
     assert all(abs(place - n) <= 2 for place, n in enumerate(order)), str(order)
 
 
 @scene(ANSWERS, clients=20, limits={"max_in_flight_bytes_total": 6 * MIB})
 async def test_partial_frames_fill_total_and_still_finish(s: Scene) -> None:
-    """Every connection is in the midst of a frame when there is no more room: one at a time reads on."""
+    """Every connection is within a frame when there is no more room: one at a time continues."""
     frames = [big(n, 3 * MIB) for n in range(20)]
     for client, frame in zip(s.clients, frames, strict=True):
         client.send(frame[: 2 * MIB])
@@ -100,7 +100,7 @@ async def test_partial_frames_fill_total_and_still_finish(s: Scene) -> None:
 
 @scene(ANSWERS, clients=2, limits={"max_in_flight_bytes_total": 1})
 async def test_reader_beyond_total_reads_one_frame(s: Scene) -> None:
-    """Its next one has begun with the end of the first; the others come first."""
+    """Its next one begins with the end of the first; the others come first."""
     greedy, modest = s.clients
     frames = [big(n, 300_000) for n in range(60)]
     greedy.send(*frames)
@@ -140,12 +140,12 @@ async def test_client_leaving_within_a_frame_frees_memory(s: Scene) -> None:
 
 @scene(ANSWERS, clients=12, limits={"max_in_flight_bytes_total": 8 * MIB}, one_go=True)
 async def test_requests_are_served_beside_stalled_partial_frames(s: Scene) -> None:
-    """Who has stood still is cut off after seconds when others wait for what it holds."""
+    """A stalled client is cut off after seconds when others wait for its memory."""
     for client in s.clients:
         client.send(struct.pack(">i", 100 * MIB) + bytes(MIB))
     await eventually(lambda: s.proxy.context.budget.held >= 8 * MIB)
     honest = await s.proxy.client()
-    # More than what is read in any case.
+    # More than is read in any case.
     honest.send(produce_frame(records=batch() + bytes(100_000), correlation_id=5))
     assert (await honest.answer(patience_s=USUAL.window_s - 2)).correlation_id == 5
 
@@ -180,7 +180,7 @@ async def test_stalled_frame_closes_only_its_connection(s: Scene) -> None:
 
 @scene(HOLDS, at=1000.0, limits={"max_in_flight_bytes": 1000, "deadline_cap_ms": 1_000_000}, one_go=True)
 async def test_frame_stalled_by_the_proxy_is_not_slow(s: Scene) -> None:
-    """The client sends as fast as it can; it is we who wait for a broker."""
+    """The client sends as fast as it can; the proxy waits for a broker."""
     second = produce_frame(records=batch(2) + bytes(50_000), correlation_id=2, timeout_ms=900_000)
     s.send(produce_frame(records=batch(1) + bytes(2000), timeout_ms=900_000), second[:-10])
     asked = await s.next()
@@ -189,7 +189,7 @@ async def test_frame_stalled_by_the_proxy_is_not_slow(s: Scene) -> None:
         s.now += 2.5
     asked.answer()
     assert await s.gets(1) == [0]
-    # It is read again, and looked at.
+    # It is read again, and checked.
     await asyncio.sleep(0.3)
     s.send(second[-10:])
     (await s.next()).answer()
@@ -198,10 +198,10 @@ async def test_frame_stalled_by_the_proxy_is_not_slow(s: Scene) -> None:
 
 @scene(ANSWERS, one_go=True)
 async def test_request_arriving_after_deadline_is_not_sent(s: Scene) -> None:
-    """Sent all the same it would be appended, answered with REQUEST_TIMED_OUT, and sent again by its client."""
+    """It would be appended, answered with REQUEST_TIMED_OUT, and resent by its client."""
     late = produce_frame(records=batch(0, producer_id=-1), timeout_ms=1000)
     s.send(late[:30])
-    # The shortest deadline there is, and some more.
+    # The shortest deadline, plus some time.
     await asyncio.sleep(1.3)
     s.send(late[30:], produce_frame(records=batch(1, producer_id=-1), correlation_id=9))
     assert await s.codes() == {T0: NOT_LEADER_OR_FOLLOWER}
@@ -211,7 +211,7 @@ async def test_request_arriving_after_deadline_is_not_sent(s: Scene) -> None:
 
 @scene(ANSWERS)
 async def test_partitions_beyond_limit_get_an_error_code(s: Scene) -> None:
-    """A connection that is closed instead makes a client send the same for ever."""
+    """If the connection were closed instead, the client would repeat the request for ever."""
     for count, code in ((MAX_PARTITIONS, 0), (MAX_PARTITIONS + 1, INVALID_REQUEST)):
         partitions = {"t": range(count)}
         s.send(produce_frame(partitions, records=b""), fetch_frame(partitions, max_wait_ms=0))
@@ -221,7 +221,7 @@ async def test_partitions_beyond_limit_get_an_error_code(s: Scene) -> None:
 
 # A real process
 
-# How many clients send what.
+# The number of clients, and their requests.
 FLOODS = {
     "half of 100 MiB": (300, struct.pack(">i", 100 * MIB) + bytes(20 * MIB)),
     "a length": (300, struct.pack(">i", 100 * MIB) + bytes(4)),
@@ -243,12 +243,12 @@ async def test_memory_stays_flat_under_excess_load(tmp_path: Path, kind: str) ->
             peak_rss = max(peak_rss, proxy.memory_info().rss)
             await asyncio.sleep(0.05)
         taken = await flood
-        # Unbounded it would be all that they want to send.
+        # Unbounded it would be all their data.
         assert peak_rss - before < 4 * limit, f"{(peak_rss - before) >> 20} MiB; {taken >> 20} MiB taken"
-        # A client that is not read cannot be seen to have left; when its broker has, there is nothing to wait for.
+        # A proxy cannot see that an unread client has left; without its broker there is nothing to wait for.
         await broker.stop()
 
-        # The process lives, tells what it does, and is free again when they are gone.
+        # The process lives, serves its metrics, and frees its memory when they are gone.
         async def is_free() -> Samples | None:
             shown = await s.samples()
             held = shown["kproxy_in_flight_bytes", ()] or shown["kproxy_client_connections", ()]
@@ -262,7 +262,7 @@ async def test_memory_stays_flat_under_excess_load(tmp_path: Path, kind: str) ->
         client = await s.client()
 
         async def is_served() -> bool:
-            # A broker that was down is dialled again within a second; until then clients are told to try again.
+            # A broker that was down is redialled within a second; until then clients get a retriable error.
             client.send(produce_frame(records=batch(9), correlation_id=9))
             answer = await client.answer()
             assert answer.correlation_id == 9
@@ -273,7 +273,7 @@ async def test_memory_stays_flat_under_excess_load(tmp_path: Path, kind: str) ->
 
 
 def send_from_many(port: int, clients: int, data: bytes, seconds: float) -> int:
-    """Each client sends `data` as far as it is taken, for so long; how many bytes were taken in all."""
+    """Each client sends `data` as far as accepted for `seconds`; return the total of accepted bytes."""
     sockets = []
     for _ in range(clients):
         client = socket.create_connection(("127.0.0.1", port))

@@ -1,4 +1,4 @@
-"""A waiting request keeps its own bytes and not those of others; a quiet connection holds few objects."""
+"""A waiting request keeps only its own bytes; a quiet connection holds few objects."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.support.processes.running_proxy import RunningProxy
 from tests.support.scene import ANSWERS, HOLDS, T0, Scene, scene
 from tests.support.waiting import eventually
 
-# Bytes of Python objects, a tenth more than there are: of a client connection, and of each broker connection that it
-# has. Those of the event loop do not count.
+# Limits of the Python objects of a client connection, and of each of its broker connections, in bytes: a tenth above
+# the present. The event loop's do not count.
 MOST_FOR_A_CLIENT = 5_400 if compiled is not None else 4_800
 MOST_FOR_A_BROKER = 3_500 if compiled is not None else 5_100
 NOT_LEADER = 6
@@ -26,7 +26,7 @@ TIMED_OUT = 7
 
 
 def kept(proxy: RunningProxy) -> list[int]:
-    """The sizes of the buffers that open requests keep, and of what unanswered pieces keep."""
+    """The sizes of the buffers kept by open requests, and by unanswered pieces."""
     requests = [
         exchange.request for session in proxy.listener._sessions for exchange in session._fanout.core._exchanges
     ]
@@ -60,7 +60,7 @@ async def test_request_answered_at_deadline_holds_nothing(s: Scene) -> None:
     asked = await s.next()
     assert await s.codes() == {T0: TIMED_OUT}
     assert kept(s.proxy) == [0]
-    # The late answer is nobody's, and the next request goes its way.
+    # The late answer is dropped, and the next request is sent.
     asked.answer()
     s.send(produce_frame({"t": [0]}))
     (await s.next()).answer()
@@ -68,7 +68,7 @@ async def test_request_answered_at_deadline_holds_nothing(s: Scene) -> None:
 
 
 def held_by(session: object, others: list[object]) -> int:
-    """The bytes of all objects that `session` leads to, without those of the event loop and `others`."""
+    """The bytes of all objects reachable from `session`, except the event loop and `others`."""
     seen, todo, found = {id(each) for each in others}, [session], 0
     while todo:
         each = todo.pop()
@@ -78,7 +78,7 @@ def held_by(session: object, others: list[object]) -> int:
         if id(each) in seen or is_foreign:
             continue
         seen.add(id(each))
-        # Python does not track empty dicts, nor those of numbers, such as the versions that all connections share.
+        # Python tracks neither empty dicts nor those of numbers, such as the versions shared by all connections.
         if gc.is_tracked(each) or each == {}:
             found += sys.getsizeof(each)
         todo += gc.get_referents(each)
@@ -87,7 +87,7 @@ def held_by(session: object, others: list[object]) -> int:
 
 @scene(ANSWERS, ANSWERS, ANSWERS, clients=0)
 async def test_a_quiet_connection_holds_few_objects(s: Scene) -> None:
-    # All that connections share exists after the first one.
+    # All shared objects exist after the first connection.
     held = []
     for partitions in ([0, 1, 2], [], [0], [0, 1, 2]):
         gc.collect()

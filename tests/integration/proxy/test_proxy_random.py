@@ -1,7 +1,7 @@
 """All faults at once, at random: several producers of each kind before brokers with all possible behaviours.
 
-`KPROXY_SEEDS` is how many seeds are run and `KPROXY_FIRST_SEED` the first of them. A seed decides who does what; the
-event loop and the machine decide when, so that a seed that fails once may have to be run several times.
+`KPROXY_SEEDS` is the number of seeds and `KPROXY_FIRST_SEED` the first. A seed decides the actions; the event loop and
+the machine decide their timing, so a seed that fails once may need several runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support.waiting import eventually
 FIRST_SEED = int(os.environ.get("KPROXY_FIRST_SEED", "0"))
 SEEDS = int(os.environ.get("KPROXY_SEEDS", "6"))
 REQUESTS = 150
-# Then everything is well again, and what is not acknowledged can be.
+# Then all faults end, and every batch can be acknowledged.
 TROUBLE_S = 2.0
 PATIENCE_S = 120.0
 
@@ -50,7 +50,7 @@ def still_open(cluster: ModelCluster) -> list[str]:
 
 
 def explain(error: BaseException, producers: list[Producer], cluster: ModelCluster, proxy: RunningProxy) -> None:
-    """Add what is known of the batches concerned."""
+    """Add the known facts about these batches."""
     if isinstance(error, BaseExceptionGroup):
         for each in error.exceptions:
             if isinstance(each, Violation) and each.partition is not None:

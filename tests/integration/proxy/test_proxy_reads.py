@@ -1,6 +1,6 @@
 """Fetch: sessions, and long polls over several owners.
 
-How reads are split, merged and repeated is in the scripts tests/unit/routing/test_fanout_answers.py.
+tests/unit/routing/test_fanout_answers.py has the splits, merges and repetitions of reads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NO_SESSION_FOUND = 70
 
 
 def empty(asked: Asked) -> None:
-    """A broker without data; it does not hold the request back when it is told not to."""
+    """A broker without data, which does not delay the request if told not to wait."""
     if asked.fields["max_wait_ms"] == 0:
         asked.answer()
 
@@ -42,7 +42,7 @@ async def test_fetch_sessions_are_not_kept(s: Scene) -> None:
         answer = await s.answer(FETCH, version)
         assert (answer.fields["error_code"], answer.fields["session_id"]) == (NO_SESSION_FOUND, 0), version
         assert answer.results == []
-        # A client that asks for a new session gets its data, and session 0: there is none.
+        # A client that requests a new session gets its data and session 0: there are no sessions.
         s.send(fetch_frame(version=version, session_id=0, session_epoch=0))
         asked = await s.next()
         assert (asked.fields["session_id"], asked.fields["session_epoch"]) == (0, -1), version
@@ -70,7 +70,7 @@ async def test_data_arriving_during_a_fetch_is_found_soon(s: Scene) -> None:
     answer = await s.answer(FETCH, 12)
     assert time.monotonic() - began < 5
     assert answer.results[1].fields["records"] == b"late"
-    # Looking again is not hammering.
+    # Repeated reads do not flood the broker.
     assert len(s.broker.log) < 40
 
 

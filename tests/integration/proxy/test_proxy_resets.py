@@ -1,7 +1,7 @@
-"""A connection that ends at every single byte: of a request or an answer, at a broker's end or at a client's.
+"""A connection that ends after any byte of a request or an answer, on the broker's or the client's side.
 
-All offsets run at once through one proxy, each with a client and a broker of its own, one half of them reset (RST), the
-other half closed (FIN); what is reset where the request goes to one broker is closed where it is split over two.
+All offsets run at once through one proxy, each with its own client and broker; half are reset (RST), half closed (FIN).
+The halves are swapped if the request is split over two brokers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PATIENT = {"connect_timeout_s": 60.0, "probe_timeout_s": 60.0}
 NOT_SUSPICIOUS_S = 60.0
 WELL = 1_000
 WELL_PARTITION = 999_999
-# acks=1 is acks=all for all that happens here; what may be sent again is in the scripts (tests/unit).
+# acks=1 equals acks=all here; the scripts (tests/unit) cover resends.
 KINDS = [(-1, 7), (-1, -1), (0, -1)]
 KIND_NAMES = [f"acks {acks}, {'idempotent' if producer_id >= 0 else 'plain'}" for acks, producer_id in KINDS]
 
@@ -43,7 +43,7 @@ def request_to(partition: int, number: int, acks: int, producer_id: int, *, spli
 
 
 def cuts(acks: int, producer_id: int) -> list[Cut]:
-    """Every offset, the whole request included; of the answer all but its end."""
+    """Every offset, including the whole request; of the answer all but its end."""
     request = len(request_to(0, 1, acks, producer_id, split=False))
     answer = 0 if acks == 0 else 4 + 4 + 1 + 1 + 2 + 1 + 4 + 2 + 3 * 8 + 1 + 1 + 1 + 1 + 4 + 1
     return [Cut(False, at, at % 2 == 0) for at in range(request + 1)] + [
@@ -68,7 +68,7 @@ async def brokers_that_cut(proxy: RunningProxy, cuts: list[Cut]) -> AsyncIterato
 
 
 class Case:
-    """One client, the broker that breaks off on it, and what must come of it."""
+    """One client, the broker that breaks its connection, and the expected outcome."""
 
     def __init__(self, place: int, broker: CuttingBroker, acks: int, producer_id: int, *, split: bool) -> None:
         self.place, self.broker = place, broker
@@ -79,7 +79,7 @@ class Case:
 
     async def run(self, client: RawClient) -> None:
         await self._produce(client, 0, [0])
-        # A second time after a failure would be a resend: the proxy knows batches again only where the broker does.
+        # A second attempt after a failure would be a resend: the proxy only recognises batches if the broker does.
         await self._produce(client, 1, [0] if self.producer_id >= 0 else [TIMED_OUT])
         await self._produce(client, 2, [0], acks=-1)
         self._judge()
@@ -88,7 +88,7 @@ class Case:
         acks = self.acks if acks is None else acks
         client.send(request_to(self.place, number, acks, self.producer_id, split=self.split))
         if acks == 0:
-            # Until it is there or can no more come.
+            # Until it is there or can no longer come.
             await eventually(lambda: self.broker.has_done_with(number), str(self))
             return
         answer = await client.answer()
@@ -159,7 +159,7 @@ async def connected(proxy: RunningProxy) -> socket.socket:
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @well_beside
 async def test_client_may_break_off_anywhere_in_its_request(s: Scene, acks: int, split: bool) -> None:
-    """What is not whole never reaches a broker; what is may, once."""
+    """A partial request never reaches a broker; a whole one may, once."""
     s.proxy.own(WELL, partitions=[WELL_PARTITION])
     loop = asyncio.get_running_loop()
     length = len(request_to(0, 0, acks, -1, split=split))

@@ -1,7 +1,7 @@
 """Retries and order on real connections: dials that fail, connections that are lost or hang, and owners that move.
 
-What the core decides, the retry table and the order of batches, is in the scripts tests/unit/routing/test_fanout_*.py;
-each of them breaks when its rule is switched off (test_fanout_switches.py).
+The core's decisions (the retry table, the order of batches) are in tests/unit/routing/test_fanout_*.py; each of these
+fails if its rule is switched off (test_fanout_switches.py).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from tests.support.waiting import eventually
 
 NOT_LEADER, TIMED_OUT = 6, 7
 TRANSACTIONAL = produce_frame(records=batch(is_transactional=True))
-# The shortest deadline there is: one second.
+# The shortest deadline: one second.
 SHORT_MS = 1000
 
 
-# Refused before anything was appended
+# Refused before the append
 
 
 @scene(HOLDS, HOLDS, owners=[1], one_go=True)
@@ -43,7 +43,7 @@ async def test_batch_refused_by_former_owner_goes_to_new(s: Scene) -> None:
 
 @scene(HOLDS, HOLDS, owners=[1], one_go=True)
 async def test_refusals_before_the_reread_ends_do_not_count(s: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kafka's re-reads wait for each other: more attempts fail before one has ended than are allowed after it."""
+    """Kafka's lookups wait for each other: more attempts fail before one ends than are allowed afterwards."""
     monkeypatch.setattr(retry, "BACKOFF_S", (0.001,))
     monkeypatch.setattr(retry, "WAIT_S", 20.0)
     used = s.proxy.topology.revision
@@ -74,10 +74,10 @@ async def test_refusals_before_the_reread_ends_do_not_count(s: Scene, monkeypatc
 @both_loops
 @in_one_go
 async def test_broker_of_unknown_versions_gets_no_resend(speaks: bool) -> None:
-    """Brokers without idempotence append it twice, and it may be one of those that has just been started."""
+    """Brokers without idempotence append it twice, and a just started broker may be one."""
     async with staged(HOLDS, introduced=speaks) as s:
         s.produces(0)
-        # Appended, it may be, and the broker ends.
+        # It may have been appended when the broker ends.
         (await s.next()).connection.abort()
         if speaks:
             await s.accepts(0)
@@ -94,7 +94,7 @@ async def test_lost_connection_resends_idempotent_batches_in_order(s: Scene) -> 
     assert await s.gets(0) == [0]
     asked[0].connection.abort()
     (again,) = await s.takes(1)
-    # Alone, until the new connection has shown that the broker takes it.
+    # Alone, until the new connection has shown that the broker accepts it.
     assert await s.broker.is_silent()
     again.answer()
     await s.accepts(2, 3)
@@ -104,7 +104,7 @@ async def test_lost_connection_resends_idempotent_batches_in_order(s: Scene) -> 
 
 @scene(HOLDS)
 async def test_a_route_is_new_again_on_another_connection(s: Scene) -> None:
-    """A new route has one batch first: a broker without the producer's state accepts any sequence."""
+    """A new route starts with a single batch: a broker without the producer's state accepts any sequence."""
     await s.prove()
     s.broker.connections[0].close()
     await s.broker.connections[0].until_closed()
@@ -118,7 +118,7 @@ async def test_a_route_is_new_again_on_another_connection(s: Scene) -> None:
 
 @scene(HOLDS, HOLDS, owners=[1], one_go=True)
 async def test_silent_former_owner_does_not_block_lane_forever(s: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped, not dead: its connection stays open, and the client's batches go nowhere else until it is closed."""
+    """Suspended, not dead: its connection stays open, and the client's batches wait until it is closed."""
     monkeypatch.setattr(fanout, "HUNG_AFTER_S", 0.2)
     await s.prove()
     s.produces(1, timeout_ms=SHORT_MS)
@@ -154,7 +154,7 @@ async def test_undialable_address_counts_as_refused_dial(s: Scene, host: str) ->
 
 @scene(DEAF, owners=[1, 1], limits={"connect_timeout_s": 30.0}, one_go=True)
 async def test_batch_behind_a_piece_with_6_gets_6(s: Scene) -> None:
-    """Sent alone, the later batch would be first at a broker that knows nothing of the producer."""
+    """Sent alone, the later batch would be the first at a broker without the producer's state."""
     s.produces(0, timeout_ms=SHORT_MS)
     s.produces(1, partitions={"t": [0, 1]})
     assert await s.gets(0) == [NOT_LEADER]

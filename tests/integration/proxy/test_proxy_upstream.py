@@ -1,4 +1,4 @@
-"""A broker connection at the moments when it changes its state."""
+"""A broker connection during its changes of state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONNECT_TIMEOUT_S = 0.05
 
 @scene(ANSWERS, limits={"connect_timeout_s": CONNECT_TIMEOUT_S}, one_go=True)
 async def test_established_connection_survives_the_dial_timeout(s: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """uvloop closes the handle under such a connection and never says that it is lost: whoever waits for that hangs."""
+    """uvloop closes such a connection's handle and never reports its loss, so a waiter for it hangs."""
     connection_made = Upstream.connection_made
 
     def made_by_a_busy_process(self: Upstream, transport: asyncio.BaseTransport) -> None:
@@ -44,7 +44,7 @@ async def test_connection_made_after_dial_timeout_is_not_used(s: Scene, monkeypa
     connection_made = Upstream.connection_made
 
     def made_too_late(self: Upstream, transport: asyncio.BaseTransport) -> None:
-        # What the timer does when it is due before this in the same step of the loop.
+        # Like the timer, if it is due earlier in the same step of the loop.
         assert self._dial is not None
         self._dial.cancel()
         connection_made(self, transport)
@@ -126,7 +126,7 @@ async def test_each_ticket_is_called_before_end_is_reported() -> None:
 @both_loops
 @in_one_go
 async def test_closing_a_just_reset_connection_is_safe() -> None:
-    """The kernel knows of it and the event loop does not yet: closing one half of such a connection is an error."""
+    """The kernel knows it before the event loop: half-closing such a connection is an error."""
     with socket.create_server((HOST, 0)) as listener:
         upstream = _dialled(listener)
         ticket = Silent()
@@ -143,7 +143,7 @@ async def test_closing_a_just_reset_connection_is_safe() -> None:
 @pytest.mark.parametrize("outcome", ["the connection ends", "another partition moves"])
 @scene(ANSWERS, one_go=True)
 async def test_requests_waiting_for_session_renewal_are_answered(s: Scene, outcome: str) -> None:
-    """They were begun on the plain path, and what happens meanwhile takes them off it."""
+    """They began on the plain path, and an event takes them off it."""
     for number in range(3):
         s.produces(number)
         assert await s.gets(number) == [0]
@@ -152,7 +152,7 @@ async def test_requests_waiting_for_session_renewal_are_answered(s: Scene, outco
     asked = await s.next()
     (session,) = s.proxy.listener._sessions
     connection = session._connections.by_broker[1]
-    # As while the proxy authenticates again.
+    # As while the proxy reauthenticates.
     connection._kept, connection._outbox = connection._outbox, None
     s.produces(4, 5)
     await eventually(lambda: len(connection._queue) == 2, "both wait")
@@ -163,7 +163,7 @@ async def test_requests_waiting_for_session_renewal_are_answered(s: Scene, outco
         s.produces(6)
     else:
         s.proxy.own(1, partitions=[0, 1])
-        # Whoever begins a request notices the change.
+        # The next request notices the change.
         s.produces(6)
         await eventually(lambda: not session._fanout.plain.open_count, "all have left the plain path")
         asked.answer()

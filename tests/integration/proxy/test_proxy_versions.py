@@ -1,4 +1,4 @@
-"""Versions: the offered ones follow the brokers, and requests are sent in versions that were offered."""
+"""Versions: the offered ones follow the brokers, and requests use offered versions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Script = Callable[[Asked], None]
 
 
 def serves(produce: int, *, answers: Script = answers_everything, fences: range = range(0), **features: Any) -> Script:
-    """A broker that serves Produce up to this version, everything else in all versions, and these of BindFences."""
+    """A broker that serves Produce up to this version, these versions of BindFences, and all others."""
     listed = [{"api_key": key, "min_version": offer.min_version, "max_version": 99} for key, offer in SERVED.items()]
     listed[0] = {"api_key": keys.PRODUCE, "min_version": 0, "max_version": produce}
     if fences:
@@ -174,7 +174,7 @@ async def test_equally_capable_broker_closes_no_client(s: Scene) -> None:
         assert await is_served(s.client, NEWEST)
 
 
-# Learning, and learning again
+# First and repeated lookups of versions
 
 
 @unknown(serves(OLD))
@@ -226,7 +226,7 @@ async def test_never_answering_broker_does_not_count(s: Scene, monkeypatch: pyte
 
 
 def says_35(asked: Asked) -> None:
-    """KIP-511: in version 0, whatever was asked."""
+    """KIP-511: in version 0, whatever the request."""
     head = asked.header.correlation_id.to_bytes(4, "big")
     body = (35).to_bytes(2, "big") + (1).to_bytes(4, "big") + b"\x00\x12\x00\x00\x00\x00"
     asked.connection.write((len(head) + len(body)).to_bytes(4, "big") + head + body)
@@ -246,7 +246,7 @@ async def test_old_broker_is_asked_for_api_versions_0(refuses: Script) -> None:
         assert [each.header.api_version for each in s.broker.log] == [4, 0]
 
 
-# What is then sent
+# Versions of forwarded requests
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ async def test_features_match_the_offered_versions(s: Scene, version: int) -> No
     assert message.finalized_features_epoch == 81
 
 
-# What brokers say among themselves
+# Requests between brokers
 
 
 # Kafka's keys of requests between brokers, controllers and coordinators; the names are Kafka's.
@@ -332,7 +332,7 @@ INTERNAL = {
 
 
 def serves_all(asked: Asked) -> None:
-    """A broker that offers what brokers say among themselves as well."""
+    """A broker that also offers inter-broker requests."""
     if asked.header.api_key == keys.API_VERSIONS:
         asked.answer_message(api_keys=[{"api_key": key, "min_version": 0, "max_version": 99} for key in range(100)])
 
@@ -391,9 +391,9 @@ async def test_replica_lists_offsets_as_a_consumer(s: Scene, version: int) -> No
         ([range(1), range(1)], True),
         ([range(0)], False),
         ([range(1), range(0)], False),
-        # Only a version that the proxy does not speak.
+        # Only a version that the proxy does not support.
         ([range(1), range(1, 3)], False),
-        # One that has not said anything: where it leads, it is asked to keep a fence, and says then.
+        # A broker of unknown versions: as a leader it gets a fence to keep, and answers then.
         ([range(1), None], True),
         ([range(0), None], False),
         ([None], False),

@@ -1,4 +1,4 @@
-"""A proxy that has lost etcd: it asks brokers that have it who leads, and forgets the answers when etcd is back."""
+"""A proxy that has lost etcd: it asks brokers that have it for leaders, and forgets the answers when etcd returns."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tests.support.waiting import eventually
 A, B = 1, 2
 TTL_S = 2
 TOPIC = "moved"
-# A hang's limit: the writer has its records acknowledged within some seconds.
+# A hang's limit: the writer's records are acknowledged within some seconds.
 TIMEOUT_S = 60.0
 
 
 class CutOff(NamedTuple):
-    """A site, and a proxy that reaches etcd by `way` alone."""
+    """A site, and a proxy that reaches etcd only by `way`."""
 
     site: FaultySite
     way: Relay
@@ -80,7 +80,7 @@ async def test_writes_follow_a_leader_without_etcd(
         await asyncio.to_thread(writer.wait_for_more, 200, TIMEOUT_S)
         assert counted(proxy.admin, "kproxy_table_stale") == 1
         assert page(proxy.admin, "/readyz")[1].startswith("ready, degraded")
-        # The lead goes back while the proxy has only the brokers to ask.
+        # The leadership returns while the proxy only has the brokers to ask.
         await site.brokers[A].up()
         await site.in_sync(TOPIC, 0, (A, B))
         await site.brokers[B].down()

@@ -1,4 +1,4 @@
-"""Quotas of a real proxy: a client that sends too much is not read, its answers say so, and no other client notices."""
+"""Quotas of a real proxy: a client above its quota is paused and informed, and others are not affected."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def limited(directory: Path, rooms: str, **limits: object) -> AbstractAsyncConte
 
 
 def two_workers(directory: Path, quota: str) -> AbstractAsyncContextManager[Served]:
-    """A proxy of two workers, to which every client is User:ANONYMOUS."""
+    """A proxy of two workers, for which every client is User:ANONYMOUS."""
     return served(directory, ANSWERS, more=["--workers", "2"], rooms=f"[[quotas]]\n{quota}\n")
 
 
@@ -54,11 +54,11 @@ async def test_client_over_its_rate_is_throttled_and_told(tmp_path: Path) -> Non
         alice, bob = await connect(s, "alice"), await connect(s, "bob")
         began = time.monotonic()
         told = [await produced(alice, 100_000) for _ in range(10)]
-        # A second's worth at once; then 800 kB at 200 kB/s. The last wait comes behind the last answer.
+        # One second's quota at once, then 800 kB at 200 kB/s. The last wait follows the last answer.
         assert time.monotonic() - began >= 3.2
         assert told[0] == 0
         assert max(told) >= 100
-        # Bob sends as much meanwhile, and is not slowed down by the quota.
+        # Bob sends as much meanwhile, and is not throttled.
         assert [await produced(bob, 100_000) for _ in range(10)] == [0] * 10
         assert (await s.samples())[THROTTLED] >= 5
 
@@ -71,7 +71,7 @@ async def test_request_waiting_for_memory_is_charged_once(tmp_path: Path, is_exc
     def answer(asked: Asked) -> None:
         held.append(asked) if len(asked.partitions) == 2 else ANSWERS(asked)
 
-    # More partitions than may be open beside those of another request.
+    # More partitions than may be open besides another request's.
     large = produce_frame({"t": range(4_096)}, records=batch(0, producer_id=-1))
     rate = len(large) // 2 if is_exceeded else len(large) + len(large) // 10
     rooms = f'[[quotas]]\nprincipal = "User:*"\nproduce_bytes_per_s = {rate}\n'
@@ -79,7 +79,7 @@ async def test_request_waiting_for_memory_is_charged_once(tmp_path: Path, is_exc
         client = await s.client()
         client.send(produce_frame({"t": [0, 1]}, records=batch(0, producer_id=-1)), large)
         await eventually(lambda: held)
-        # Until the large one has arrived, and waits.
+        # Wait until the large one has arrived and waits.
         await asyncio.sleep(0.2)
         ANSWERS(held[0])
         assert (await client.answer()).fields["throttle_time_ms"] == 0
@@ -108,7 +108,7 @@ async def test_connections_of_principal_and_address_are_limited(tmp_path: Path) 
         assert await produced(second, 100) == 0
         others = [await connect(s, "bob") for _ in range(2)]
         assert await (await s.client()).is_closed()
-        # A place that is free again is taken.
+        # A freed place is used.
         first.abort()
         others[0].abort()
         await eventually(lambda: is_taken(s))
@@ -126,7 +126,7 @@ async def test_one_connection_to_workers_gets_whole_rate(tmp_path: Path) -> None
         client = await s.client()
         deadline = time.monotonic() + PATIENCE_S
         began_at, in_total, shares = time.monotonic(), 0, [0.0]
-        # No window can have so much by chance: a worker's equal part, and its burst, are at most three quarters of it.
+        # No window has this much by chance: a worker's equal part plus its burst are at most three quarters of it.
         while shares[-1] < 0.85:
             assert time.monotonic() < deadline, shares
             began, used = time.monotonic(), 0
@@ -151,12 +151,12 @@ async def test_workers_keep_the_rate_while_one_is_replaced(tmp_path: Path) -> No
                     await produced(client, REQUEST)
                     used += REQUEST
                 except (asyncio.IncompleteReadError, ConnectionError):
-                    # Its worker was killed: begin at any other.
+                    # Its worker was killed: connect to any other.
                     client = await s.client()
                     connections += 1
 
         def most(more: float) -> float:
-            """Each connection may begin one request more."""
+            """Each connection may begin one more request."""
             return 1.1 * RATE * (time.monotonic() - began + 1) + connections * REQUEST + more
 
         async with asyncio.TaskGroup() as group:
@@ -169,17 +169,17 @@ async def test_workers_keep_the_rate_while_one_is_replaced(tmp_path: Path) -> No
             await eventually(lambda: worker_pids(s.process).get(1, victim) != victim, s.process.stderr)
             await asyncio.sleep(2)
             ends.set()
-        # The new worker does not know what the old one has counted.
+        # The new worker does not know the old one's counts.
         assert used <= most(RATE / 2), (used, most(RATE / 2))
         assert used > RATE
 
 
 async def test_connections_are_counted_over_all_workers(tmp_path: Path) -> None:
     async with two_workers(tmp_path, f"connections = {MOST}") as s:
-        # At least one at each worker: alone no worker has too many.
+        # At least one at each worker: no worker alone has too many.
         held = [client for clients in (await clients_of_each(s.process)).values() for client in clients]
         held += [await s.client() for _ in range(MOST - len(held))]
-        # Within a second or two, whichever worker the next one reaches.
+        # Within a second or two, at any worker.
         refusals = 0
 
         async def refused_often() -> bool:

@@ -1,4 +1,4 @@
-"""`/readyz` is right: ready only if clients can be served, and a stale table does not prevent it."""
+"""`/readyz` is right: ready only if clients can be served, even with a stale table."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_proxy_is_unready_until_a_broker_returns(tmp_path: Path) -> None:
             await becomes(200, "ready\n")
         await second.stop()
         await becomes(503, "no broker answers: 2 asked\n")
-        # It lives all the same: nobody should restart it for that.
+        # It lives: nothing should restart it for that.
         assert await asyncio.to_thread(page, process.admin, "/livez") == (200, "alive\n")
         await first.start(first.port)
         await becomes(200, "ready\n")
@@ -52,7 +52,7 @@ def speaks_http(asked: Asked) -> None:
     asked.connection.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
 
-# A stopped process, and no broker at all.
+# A stopped process, and a server that is not a broker.
 @pytest.mark.parametrize("script", [None, speaks_http])
 @both_loops
 @in_one_go

@@ -31,7 +31,7 @@ T0 = ("t", 0)
 
 @pytest.fixture
 def silent_port() -> Iterator[int]:
-    """A port where connections are accepted and nothing is ever said."""
+    """A port that accepts connections but never sends a byte."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
@@ -51,7 +51,7 @@ async def is_ready(admin: str) -> bool:
 
 
 def waiting(process: KproxyProcess) -> Awaitable[object]:
-    """Until it says that it waits for its source."""
+    """Wait until it reports that it waits for its source."""
     return eventually(lambda: "Waiting for it" in process.stderr(), process.stderr)
 
 
@@ -73,7 +73,7 @@ async def test_proxy_waits_for_an_etcd_started_later(tmp_path: Path) -> None:
             address = b'{"node_id": 1, "host": "127.0.0.1", "port": %d}' % broker.port
             await put_many(client, [("/kafscale/brokers/1", address), ("/kafscale/partition-leases/t/0", b"1")])
             await asyncio.to_thread(process.wait_ready)
-            # It may have loaded its table before anything was in it.
+            # It may have loaded its table while it was empty.
             await eventually(lambda: is_ready(admin))
             assert await produced(process, broker) == 1
             await client.close()
@@ -81,7 +81,7 @@ async def test_proxy_waits_for_an_etcd_started_later(tmp_path: Path) -> None:
 
 
 async def produced(process: KproxyProcess, *brokers: ServedBroker) -> int:
-    """The id of the one among `brokers` that gets what is produced to t-0."""
+    """The id of the broker in `brokers` that receives records for t-0."""
     client = await RawClient().connect(port_of(process))
     client.send(produce_frame(records=batch(0)))
     asking = {asyncio.ensure_future(broker.next()): broker for broker in brokers}
@@ -96,7 +96,7 @@ async def produced(process: KproxyProcess, *brokers: ServedBroker) -> int:
 
 
 async def reloaded(process: KproxyProcess, outcome: str) -> None:
-    """SIGHUP, until it says that this came of it."""
+    """Send SIGHUP; wait until it reports this outcome."""
     seen = process.stderr().count(outcome)
     process.signal(signal.SIGHUP)
     await eventually(lambda: process.stderr().count(outcome) > seen, process.stderr)
@@ -153,7 +153,7 @@ async def test_waiting_proxy_ends_on_request(tmp_path: Path, silent: bool, silen
     port = silent_port if silent else free_port()
     async with started(tmp_path / "stderr", "--etcd", f"127.0.0.1:{port}") as process:
         await waiting(process)
-        # Nothing to read anew yet, and no reason to end.
+        # Nothing to reload yet, and no reason to end.
         process.signal(signal.SIGHUP)
         await asyncio.sleep(0.2)
         process.signal(signal.SIGTERM)
@@ -184,7 +184,7 @@ async def test_a_static_table_is_read_anew_on_sighup(tmp_path: Path) -> None:
 
 
 async def test_proxy_ends_when_its_terminal_closes(tmp_path: Path) -> None:
-    """SIGHUP is also what a closed terminal sends, and then nobody wants the process any more."""
+    """A closed terminal also sends SIGHUP, and then the process should end."""
     file = tmp_path / "owners.toml"
     file.write_text('[brokers]\n1 = "127.0.0.1:1"\n[[topics]]\nname = "t"\nowners = [1]\n')
     master, terminal = pty.openpty()
@@ -220,7 +220,7 @@ async def test_server_that_is_not_etcd_ends_the_proxy(tmp_path: Path) -> None:
         await server.stop(None)
 
 
-# Nothing but an error in the program ends this task, so it is ended here.
+# Only a bug ends this task, so the test ends it.
 WITHOUT_DEADLINES = """
 import sys
 from kproxy.cli import main

@@ -1,4 +1,4 @@
-"""Users and rules of access in etcd: written by `kproxy user` and `kproxy acl`, in force at once; they outlast etcd."""
+"""Users and rules of access in etcd apply at once, and survive the loss of etcd."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Site(NamedTuple):
         return await asyncio.to_thread(run_kproxy, *arguments, *self.where)
 
     async def done(self, *arguments: str) -> str:
-        """What a command prints that must succeed."""
+        """Return the output of a command that must succeed."""
         ended = await self.kproxy(*arguments)
         assert ended.status == 0, ended
         return ended.stdout
@@ -74,7 +74,7 @@ class Site(NamedTuple):
         return told.split()[-1]
 
     async def log_in(self, name: str, password: str = PASSWORD) -> str:
-        """What a client reports that writes one record."""
+        """Log in and write one record; return the client's report."""
         return await asyncio.to_thread(CLIENTS["librdkafka"], self.proxy.kafka, TOPIC, MECHANISM, name, password)
 
 
@@ -111,7 +111,7 @@ async def test_etcd_user_logs_in_at_once_until_removed(site: Site) -> None:
 
 
 async def test_connections_end_with_their_user(site: Site) -> None:
-    """Also where it is added again at once, but not with another password."""
+    """Even if it is added again at once, unless with the same password."""
     await site.add_user("erin")
     await site.allow("erin")
     await eventually(lambda: logs_in(site, "erin"))
@@ -158,7 +158,7 @@ async def test_changed_rule_applies_to_open_connection(site: Site) -> None:
 
     await producer.start()
     try:
-        # Nothing allows it: SASL denies by default.
+        # No rule allows it: SASL denies by default.
         assert await may_not_write()
         rule = await site.allow("bob")
         await eventually(may_write)
@@ -191,7 +191,7 @@ async def test_invalid_value_changes_nothing_and_is_logged_once(site: Site, etcd
     await site.add_user("dave")
     await site.allow("dave")
     await eventually(lambda: logs_in(site, "dave"))
-    # Nor does the change of another key have the invalid value taken.
+    # A change of another key does not apply the invalid value either.
     assert await site.log_in("carol") == OK
     lines = [line for line in site.proxy.stderr().splitlines() if "reload failed" in line]
     assert len(lines) == 2, lines
@@ -215,7 +215,7 @@ REFUSED = -2
 
 @asynccontextmanager
 async def starting(directory: Path, endpoint: str, broker: ServedBroker, port: int) -> AsyncIterator[KproxyProcess]:
-    """A proxy process that has a fixed table, so that it needs etcd for users and rules alone."""
+    """A proxy with a fixed table, which needs etcd only for users and rules."""
     config = directory / "kproxy.toml"
     config.write_text(
         f'[ownership]\nownership = "static"\netcd = "{endpoint}"\n[fleet]\nalone = true\n[brokers]\n'
@@ -231,7 +231,7 @@ async def starting(directory: Path, endpoint: str, broker: ServedBroker, port: i
 
 
 async def written(port: int, name: str, topic: str) -> int:
-    """Log in, write, and return the error code of that; REFUSED if the client is not let in."""
+    """Log in and write; return the error code, or REFUSED if the login fails."""
     client = await RawClient().connect(port)
     try:
         if (await sasl.present(client, sasl.plain(name, sasl.USERS[name]))).error_code != NONE:
@@ -262,7 +262,7 @@ async def test_proxy_admits_clients_only_after_etcd_answers(tmp_path: Path) -> N
             await server.stop()
             assert [await written(port, "alice", topic) for topic in ("t", "u")] == [NONE, TOPIC_AUTHORIZATION_FAILED]
             assert await written(port, "bob", "t") == TOPIC_AUTHORIZATION_FAILED
-            # Changes count again once it is back.
+            # Changes apply again once it is back.
             await server.start()
             await client.delete(keys.user("bob"))
             await eventually(lambda: is_unknown(port, "bob"))

@@ -1,4 +1,4 @@
-"""The identity of each client on its broker connections: what brokers see of it, and the effects of their decisions."""
+"""The identity of each client on its broker connections: brokers' view of it, and the effects of their decisions."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tests.support.security.judging_broker import REFUSAL, JudgingBroker
 from tests.support.waiting import eventually
 
 T0, T1 = ("t", 0), ("t", 1)
-# The end of an answer from a broker that no client of Kafka's can read.
+# The end of a broker's answer that no Kafka client can parse.
 GARBAGE = b"\x7f\xff\xff\xffHTTP/1.1 200 OK\r\n"
 
 
 @asynccontextmanager
 async def carrying(*brokers: JudgingBroker, users: bool = False, **times: float) -> AsyncIterator[RunningProxy]:
-    """A proxy that carries identities on, before brokers of which the first has partition 0 of `t`, and so on."""
+    """A proxy that forwards identities, before brokers of which the first has partition 0 of `t`, and so on."""
     known = sasl.users() if users else None
     offered = servers(("PLAIN", "OAUTHBEARER"), lambda: known, lambda: None, unverified_claim="sub")
     async with running_proxy(*brokers, mechanisms=offered, times=times, carries=True) as proxy:
@@ -68,7 +68,7 @@ async def test_each_client_keeps_its_identity_at_every_broker() -> None:
             assert [each for each in broker.requests if each[1] == PRODUCE] == [("alice", PRODUCE), ("bob", PRODUCE)]
             connections = {broker.names[asked.connection] for asked in broker.log}
             assert connections == {"alice", "bob"}
-            # As they came.
+            # As received.
             assert {message for message, _ in broker.presented} == {
                 sasl.plain("alice", "alice-secret"),
                 sasl.plain("bob", "bob-secret"),
@@ -77,7 +77,7 @@ async def test_each_client_keeps_its_identity_at_every_broker() -> None:
 
 @both_loops
 async def test_client_never_gets_the_answer_of_another() -> None:
-    """Clients that ask for all topics at once share one answer, where all are the same to brokers."""
+    """Clients that request all topics at once share an answer if brokers see one identity."""
     broker = JudgingBroker(1)
 
     def is_slow(asked: Asked) -> bool:
@@ -125,7 +125,7 @@ async def test_locally_failing_login_reaches_no_broker() -> None:
         told = await sasl.present(client, sasl.bearer("no.token.atall"), "OAUTHBEARER")
         assert bytes(told.auth_bytes) == b'{"status":"invalid_token"}'
         assert broker.presented == []
-        # What the proxy takes, a broker still has to.
+        # A broker must also accept an identity that the proxy accepts.
         del broker.passwords["bob"]
         client = await proxy.client()
         assert (await sasl.present(client, sasl.plain("bob", "bob-secret"))).error_message == REFUSAL
@@ -155,7 +155,7 @@ async def test_session_takes_the_shorter_of_both_lifetimes() -> None:
         async with carrying(broker, lifetime_s=listener_s) as proxy:
             answer = await sasl.present(await proxy.client(), sasl.plain("alice", "alice-secret"))
             assert answer.session_lifetime_ms == told
-            # Brokers tell the lifetime, whether the client learns of it or not.
+            # Brokers report the lifetime, whether or not the client sees it.
             await admitted(proxy, "bob", version=0)
             assert broker.presented[-1] == (sasl.plain("bob", "bob-secret"), 1)
 
@@ -180,7 +180,7 @@ async def test_brokers_session_ends_clients_of_old_versions() -> None:
 
 @both_loops
 async def test_a_renewal_is_carried_to_every_open_connection() -> None:
-    """Under a pipeline of requests, none of which is lost or refused."""
+    """During a pipeline of requests, none of which is lost or refused."""
     brokers = JudgingBroker(1), JudgingBroker(2)
     tokens = [sasl.token(sub="carol", jti=str(number)) for number in range(4)]
     for broker in brokers:
@@ -213,7 +213,7 @@ async def test_a_renewal_is_carried_to_every_open_connection() -> None:
         await eventually(all_renewed, "each broker has seen the last token")
         for broker in brokers:
             assert sum(each[1] == PRODUCE for each in broker.requests) == asked + 1
-        # One of them has the control requests' connection as well; no connection was replaced.
+        # One of them also has the control connection; no connection was replaced.
         assert sorted(len(broker.names) for broker in brokers) == [1, 2]
 
 
@@ -224,7 +224,7 @@ async def test_renewal_refused_by_broker_ends_the_client() -> None:
         client = await admitted(proxy, "alice")
         assert await produced(client) == {T0: NONE}
         broker.passwords["alice"] = "another"
-        # What is open goes on, as in Kafka.
+        # Open connections continue, as in Kafka.
         assert await produced(client) == {T0: NONE}
         await asyncio.sleep(1.1)
         answer = await sasl.present(client, sasl.plain("alice", "alice-secret"))
@@ -250,7 +250,7 @@ async def test_revoked_client_is_told_on_reconnect() -> None:
         revoked, other = await admitted(proxy, "alice"), await admitted(proxy, "bob")
         for broker in (first, second):
             del broker.passwords["alice"]
-        # The answer to what was asked first still comes; the rest is the client's to ask again.
+        # The answer to the first request still comes; the client must repeat the others.
         codes = await produced(revoked, partitions=(0,))
         assert codes[T0] != NONE
         assert await revoked.is_closed()
@@ -264,7 +264,7 @@ def hangs(asked: Asked) -> bool:
     return asked.header.api_key == SASL_AUTHENTICATE
 
 
-# What a broker does instead of judging.
+# A broker's behaviours instead of judging.
 WAYS: dict[str, Callable[[Asked], None]] = {
     "hangs": lambda asked: None,
     "closes": lambda asked: asked.connection.close(),
@@ -295,7 +295,7 @@ async def test_broker_without_verdict_affects_no_other_client(
         client.send(sasl.handshake("PLAIN"))
         assert (await client.answer(SASL_HANDSHAKE, 1)).message.error_code == NONE
         client.send(sasl.authenticate(sasl.plain("bob", "bob-secret")))
-        # No error that a client would take for the end: it comes again.
+        # No error that is fatal for a client: it retries.
         for n in range(20):
             assert await produced(served, n) == {T0: NONE}
             await asyncio.sleep(0.01)
@@ -309,7 +309,7 @@ async def test_broker_without_verdict_affects_no_other_client(
 
 
 async def test_returned_broker_serves_all_clients_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dials to a broker that was down go out one at a time, until it is known to be there."""
+    """Dials to a broker that was down go out one by one until one succeeds."""
     monkeypatch.setattr(broker_auth, "JUDGE_S", 60.0)
     back, other = JudgingBroker(1), JudgingBroker(2)
     held: list[Asked] = []
@@ -330,7 +330,7 @@ async def test_returned_broker_serves_all_clients_at_once(monkeypatch: pytest.Mo
         await back.start(port)
 
         async def is_held() -> bool:
-            # What comes too early is answered with an error, which nobody reads.
+            # An early request is answered with an unread error.
             alice.send(produce_frame(records=batch(0, producer_id=-1)))
             await asyncio.sleep(0.05)
             return bool(held)
@@ -348,7 +348,7 @@ async def test_another_broker_judges_where_one_hangs(monkeypatch: pytest.MonkeyP
     for hanging in brokers:
         async with carrying(*brokers) as proxy:
             hanging.misbehaves = hangs
-            # Which one is asked first is drawn for each client.
+            # Each client draws the broker to ask first.
             for _ in range(4):
                 await admitted(proxy, "alice")
             hanging.misbehaves = lambda asked: False
@@ -368,7 +368,7 @@ async def test_login_times_out_where_no_broker_judges() -> None:
 
 
 async def test_connection_begun_before_renewal_is_renewed_after() -> None:
-    """And again after the next one, but not earlier than brokers take it."""
+    """And again after the next one, but no earlier than brokers accept it."""
     brokers = JudgingBroker(1), JudgingBroker(2)
     tokens = [sasl.token(sub="carol", jti=str(number)) for number in range(3)]
     for broker in brokers:

@@ -1,4 +1,4 @@
-"""What many connections leave: those in their handshake are bounded, and those that ended leave no reference cycles."""
+"""Floods of connections: those in their handshake are bounded, and ended ones leave no reference cycles."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.security.tls_files import Signer, client_context
 from tests.support.waiting import PATIENCE_S, eventually, wait_for
 
 MAX_HALF_OPEN = 50
-# kproxy without Python's cycle collector, which says on SIGUSR2 what a collection would free now.
+# kproxy without Python's cycle collector, which prints on SIGUSR2 the objects that a collection would free.
 UNCOLLECTED = """
 import collections, gc, json, signal, sys
 from kproxy.__main__ import main
@@ -74,14 +74,14 @@ def test_half_open_connections_are_bounded_and_clients_admitted(tmp_path: Path) 
         with contextlib.ExitStack() as stack:
             for number in range(500):
                 sock = stack.enter_context(connect(process))
-                # Nothing, a part of the first message, all of it and no more, or a good beginning of something bad.
+                # Nothing, part of the first message, exactly the message, or a valid beginning of an invalid one.
                 sock.sendall(dice.choice([b"", first[: dice.randrange(1, len(first))], first, first[:5] + bytes(100)]))
                 if number % 25 == 0:
                     assert serves(process, context)
             assert counted(process.admin, "kproxy_half_open_connections") <= MAX_HALF_OPEN
             assert own.num_fds() <= before + 2 * MAX_HALF_OPEN + 10
             assert counted(process.admin, 'kproxy_client_handshakes_total{outcome="crowded"}') > 0
-            # Those that are left are not waited for for ever.
+            # The rest is not awaited for ever.
             wait_for(lambda: counted(process.admin, "kproxy_half_open_connections") == 0, PATIENCE_S)
             assert counted(process.admin, 'kproxy_client_handshakes_total{outcome="timeout"}') > 0
             assert serves(process, context)
@@ -146,7 +146,7 @@ ENDINGS: Mapping[str, Sequence[Ending]] = {
 
 @pytest.mark.parametrize("listener", ENDINGS)
 async def test_ended_connection_leaves_no_reference_cycle(tmp_path: Path, listener: str) -> None:
-    """The collector stops the event loop: for 20 ms if 200 connections of a flood have left reference cycles."""
+    """The collector stops the event loop: for 20 ms if a flood of 200 connections left reference cycles."""
     connections, rooms = 20, ""
     contexts: list[ssl.SSLContext | None] = [None]
     if listener != "without security":
@@ -176,5 +176,5 @@ async def test_ended_connection_leaves_no_reference_cycle(tmp_path: Path, listen
         os.kill(process.pid, signal.SIGUSR2)
         await eventually(lambda: "left=" in process.stderr())
     left = json.loads(process.stderr().partition("left=")[2].partition("\n")[0])
-    # Were one object of each connection left, there would be so many.
+    # One leftover object per connection would give this many.
     assert sum(left.values()) < connections, left

@@ -116,7 +116,7 @@ async def test_each_listener_has_its_own_security(site: Site) -> None:
 
 
 async def test_alternative_names_name_clients(site: Site) -> None:
-    """By URI, or by DNS name where there is none; a doubtful certificate gets nothing, and the log has the reason."""
+    """By URI, or by DNS name without one; a doubtful certificate gets no rights, and the log has the reason."""
     text = "".join(MAY_WRITE.format(f"User:{name}") for name in ("app", "host", "*.example.org", "admin"))
     text += MAY_WRITE.format("Group:admins")
     rules = r"RULE:^spiffe:\/\/example\.org\/([^\/]+)$/$1/, RULE:^([^.]+)\.example\.org$/$1/L"
@@ -132,7 +132,7 @@ async def test_alternative_names_name_clients(site: Site) -> None:
     admitted = (
         ("rules", pair("uri", host, uri, other), NONE),
         ("rules", pair("dns", host), NONE),
-        # The subject, and with it the group, does not count.
+        # Neither the subject nor its group counts.
         ("rules", pair("stranger", other), TOPIC_AUTHORIZATION_FAILED),
         ("whole", pair("wildcard", ("DNS", b"*.example.org")), NONE),
     )

@@ -1,4 +1,4 @@
-"""A listener behind a load balancer: the PROXY protocol's header comes first, and names the client."""
+"""A listener behind a load balancer: the PROXY protocol's header comes first and names the client."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_proxy_header_is_accepted_only_from_balancers(tmp_path: Path) -> None:
             with connect(process, source=source) as client, contextlib.suppress(ConnectionError):
                 client.sendall(data)
                 assert client.recv(1) == b""
-        # Closed without a byte from it.
+        # Closed without sending a byte.
         with connect(process) as client:
             assert client.recv(1) == b""
         wait_for(lambda: counted(process.admin, 'kproxy_client_handshakes_total{outcome="proxy_sender"}') == 3)

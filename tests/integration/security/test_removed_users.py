@@ -1,4 +1,4 @@
-"""A user who is to be stopped: by its removal, and by a rule, which leaves its connection open."""
+"""A user who must be stopped: by its removal, and by a rule, which leaves its connection open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Secrets of a proxy and its workers: in no log, argument, environment, admin page, and not shown by check-config."""
+"""Secrets of a proxy and its workers appear in no log, argument, environment, admin page or output of check-config."""
 
 from __future__ import annotations
 

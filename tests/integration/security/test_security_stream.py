@@ -1,4 +1,4 @@
-"""The stream of security events of real proxies: all events, over workers and rotations, and never a secret."""
+"""The stream of security events of real proxies: all events, across workers and rotations, but no secret."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ATTEMPTS = 300
 CLIENTS = 10
 ACLS = '[[acls]]\nprincipal = "User:alice"\noperations = ["write"]\ntopics = ["t"]\n'
 TOKEN = "a-token-of-the-page"
-# A password and a token that are tried, and the credentials of those who exist.
+# A wrong password and token, and the existing users' credentials.
 SECRETS = ["wrong-secret", *sasl.USERS.values(), TOKEN, *map(str, sasl.credentials_of("alice").values())]
 
 
@@ -36,7 +36,7 @@ def rooms(directory: Path, *sasl_keys: str, access: str = "") -> str:
 
 
 def events_in(directory: Path) -> list[dict[str, Any]]:
-    """The events in all files, renamed ones too; fail for a line that is not whole and for one with a secret."""
+    """The events in all files, including renamed ones; fail for a partial line or one with a secret."""
     text = "".join(file.read_text("ascii") for file in sorted(directory.glob("events.jsonl*")))
     assert not [secret for secret in SECRETS if secret in text]
     return [json.loads(line) for line in text.splitlines()]
@@ -47,7 +47,7 @@ def of_kind(directory: Path, event: str) -> list[dict[str, Any]]:
 
 
 async def attempt(port: int, name: str, password: str) -> RawClient:
-    """A client that has the answer to its attempt."""
+    """A client whose attempt was answered."""
     client = await RawClient().connect(port)
     client.send(sasl.handshake("PLAIN"), sasl.authenticate(sasl.plain(name, password)))
     await client.answer(SASL_HANDSHAKE, 1)
@@ -100,7 +100,7 @@ async def test_stream_is_complete_over_workers_and_rotations(tmp_path: Path) -> 
     told = events_in(tmp_path)
     assert len(list(tmp_path.glob("events.jsonl*"))) > 2
     kinds = Counter(each["event"] for each in told)
-    # The supervisor has the admin page, and events of its own.
+    # The supervisor has the admin page and its own events.
     assert kinds == {"started": 3, "stopped": 3, "login": CLIENTS, "login_failed": ATTEMPTS, "denied": ATTEMPTS}
     failed = [each for each in told if each["event"] == "login_failed"]
     assert sorted(each["user"] for each in failed) == sorted(f"user-{n}" for n in range(ATTEMPTS))

@@ -1,4 +1,4 @@
-"""Several listeners, and several proxies that have them: each client gets the addresses of its own listener."""
+"""Several proxies with several listeners: each client gets the addresses of its own listener."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def signer(tmp_path: Path) -> Signer:
 
 @pytest.fixture
 def proxies(dev_cluster: KproxyProcess, tmp_path: Path, signer: Signer) -> Iterator[list[Proxy]]:
-    """Two with both listeners, and one with the internal one alone."""
+    """Two with both listeners, and one with only the internal one."""
     server = signer.issue("server", "localhost")
     prefix = f"/listeners-{uuid.uuid4().hex[:8]}"
     internal = '[[listeners]]\nname = "internal"\nlisten = "127.0.0.1:0"\n'
@@ -70,7 +70,7 @@ def test_clients_learn_listeners_of_the_same_name(proxies: list[Proxy], signer: 
         until_told(proxy.by_name["internal"], internal)
     for proxy in proxies[:2]:
         until_told(proxy.by_name["external"], external, **tls)
-    # Who leaves is named on neither.
+    # A leaving proxy is named on neither.
     assert proxies[0].process.stop() == 0
     until_told(proxies[1].by_name["internal"], internal - {proxies[0].by_name["internal"]})
     until_told(proxies[1].by_name["external"], external - {proxies[0].by_name["external"]}, **tls)

@@ -1,4 +1,4 @@
-"""TLS listeners: which clients are admitted, the errors of the others, and changes of the files."""
+"""TLS listeners: admitted clients, errors of the others, and changed files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.waiting import PATIENCE_S, wait_for
 
 
 class Site:
-    """A proxy with a TLS listener, and who signs what."""
+    """A proxy with a TLS listener, and its authorities."""
 
     def __init__(self, directory: Path) -> None:
         self.signer = Signer(directory / "ours")
@@ -57,7 +57,7 @@ def serves(process: KproxyProcess, context: ssl.SSLContext, name: str = "localho
 def fails(
     process: KproxyProcess, context: ssl.SSLContext, name: str = "localhost", session: ssl.SSLSession | None = None
 ) -> str:
-    """How a client that is not let in learns of it: the reason of its TLS, at the handshake or at the first read."""
+    """Return a refused client's TLS error, from the handshake or the first read."""
     with (
         pytest.raises((ssl.SSLError, ConnectionError, EOFError)) as raised,
         connected(process, context, name, session) as client,
@@ -87,7 +87,7 @@ def old_version(site: Site) -> ssl.SSLContext:
     return context
 
 
-# What the client has, what its own TLS says, what the log says, and the label of the metric.
+# The client's credentials, its own TLS error, the log's reason, and the metric's label.
 REFUSED: dict[str, tuple[Callable[[Site], ssl.SSLContext], str, str, str]] = {
     "no certificate": (
         lambda site: client_context(site.signer.ca),
@@ -198,7 +198,7 @@ def test_plain_text_is_recognised(site: Site, tmp_path: Path) -> None:
         assert connection.getresponse().status == 400
         connection.close()
         wait_for(lambda: process.stderr().count("handshake rejected") == 2)
-        # A load balancer's look at the port is nothing to write home about.
+        # A load balancer's port check is not logged.
         connect(process).close()
         assert serves(process, client_context(site.signer.ca))
         assert process.stderr().count("handshake rejected") == 2
@@ -227,7 +227,7 @@ def test_unusable_files_are_named_at_start(site: Site, tmp_path: Path, case: str
 
 
 def shown(process: KproxyProcess, context: ssl.SSLContext) -> int:
-    """The serial number of the certificate that a new connection is shown."""
+    """The serial number of the certificate in a new connection."""
     with connected(process, context) as client:
         certificate = client.getpeercert()
         assert certificate is not None
@@ -239,7 +239,7 @@ def test_new_certificate_serves_new_connections_only(tmp_path: Path) -> None:
     context = client_context(site.signer.ca)
     with static_proxy(tmp_path, {1: 1}, rooms=site.tls()) as process, connected(process, context) as old:
         first = shown(process, context)
-        # By a signal at once, and by itself soon.
+        # At once after a signal, and soon without one.
         site.signer.issue("server", "localhost")
         process.signal(signal.SIGHUP)
         wait_for(lambda: shown(process, context) != first)
@@ -247,7 +247,7 @@ def test_new_certificate_serves_new_connections_only(tmp_path: Path) -> None:
         site.signer.issue("server", "localhost")
         wait_for(lambda: shown(process, context) != second)
         third = shown(process, context)
-        # What cannot be used changes nothing, and is told once.
+        # Unusable files change nothing, and are reported once.
         good = site.server.cert.read_bytes()
         site.server.cert.write_bytes(b"nonsense")
         wait_for(lambda: "reload failed" in process.stderr())
@@ -268,24 +268,24 @@ def test_a_revocation_list_is_read_again(tmp_path: Path) -> None:
     crl = site.signer.revoke([])
     lines = (f'client_ca = "{site.signer.ca}"', f'client_crl = "{crl}"')
     context = client_context(site.signer.ca, site.client)
-    # With the one version that resumes sessions of clients with certificates.
+    # The only version that resumes sessions of clients with certificates.
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     with static_proxy(tmp_path, {1: 1}, rooms=site.tls(*lines)) as process, connected(process, context) as client:
         assert is_served(client)
-        # OpenSSL forgets the session of a connection that ends without a farewell, so this one stays.
+        # OpenSSL forgets the session of a connection that ends without close_notify, so this one stays open.
         session = client.session
         with connected(process, context, session=session) as again:
             assert again.session_reused
         site.signer.revoke([site.client])
         process.signal(signal.SIGHUP)
         wait_for(lambda: "reloaded" in process.stderr())
-        # Not even by a session of before.
+        # Not even with an earlier session.
         for each in (None, session):
             assert fails(process, context, session=each) == "SSLV3_ALERT_CERTIFICATE_REVOKED"
 
 
 def test_a_session_does_not_outlive_the_certificate(site: Site, mutual: KproxyProcess) -> None:
-    """Neither by a ticket (TLS 1.3) nor by what the proxy remembers (1.2): resuming verifies no certificate."""
+    """Neither by a ticket (TLS 1.3) nor by the proxy's cache (1.2): resumption verifies no certificate."""
     began, before = time.time(), counted(mutual.admin, 'kproxy_client_handshakes_total{outcome="expired"}')
     short = site.signer.issue("short", "client.example.org", ends_in_s=2.0)
     sessions: list[tuple[ssl.SSLContext, ssl.SSLSession | None]] = []
@@ -334,6 +334,6 @@ def test_workers_listen_in_the_same_way(site: Site, tmp_path: Path, room: str) -
             ):
                 assert is_served(client)
         assert counted(process.admin, 'kproxy_client_handshakes_total{outcome="done"}') == 8
-        # Not the sum of what the workers say.
+        # Not the sum over the workers.
         ends_at = counted(process.admin, "kproxy_tls_certificate_expiry_timestamp_seconds{")
         assert ends_at == pytest.approx(time.time() + 30 * 86_400, abs=86_400)

@@ -22,7 +22,7 @@ async def is_let_in(process: KproxyProcess, number: int) -> bool:
     client = await RawClient().connect(port_of(process))
     answer = await sasl.present(client, sasl.bearer(sasl.token(number)), "OAUTHBEARER")
     client.abort()
-    # A refusal is told in JSON.
+    # A refusal is reported in JSON.
     return answer.error_code == NONE and not answer.auth_bytes
 
 
@@ -64,7 +64,7 @@ async def test_keys_are_fetched_at_start_and_on_change(tmp_path: Path, monkeypat
                 await is_asked.wait()
             answers.append(web.Response(text=sasl.jwks(0)))
             await until_let_in(process, 0)
-            # The proxy would ask again after five minutes; a token that it does not know has it ask sooner.
+            # The proxy refreshes after five minutes; an unknown token triggers an earlier refresh.
             answers.append(web.Response(text=sasl.jwks(1)))
             await until_let_in(process, 1)
             assert not await is_let_in(process, 0)

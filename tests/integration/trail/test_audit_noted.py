@@ -1,7 +1,7 @@
-"""Every acknowledged batch is noted, whatever its request looks like and whichever path it takes, and nothing else is.
+"""Exactly the acknowledged batches are noted, whatever their request and its path.
 
-Before scripted brokers: every version of Produce, one owner and several, answers that are plain and answers that have
-to be parsed, batches whose length takes one, two, three and four bytes to say.
+Before scripted brokers: every version of Produce, one owner and several, plain answers and answers that must be parsed,
+batches whose length takes one to four bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.support.scene import HOLDS, T0, T1, Scene, scene, staged
 from tests.support.waiting import eventually
 from tests.support.wire.record_batches import build_batch
 
-# Of a batch: its producer_id, producer_epoch and base_sequence.
+# A batch's producer_id, producer_epoch and base_sequence.
 HEADER = slice(43, 57)
 NOT_LEADER = 6
 TIMED_OUT = 7
@@ -29,7 +29,7 @@ MESSAGE_TOO_LARGE = 10
 
 
 class Offsets:
-    """The script of a broker that keeps nothing but its partitions' next offsets."""
+    """A broker that keeps only its partitions' next offsets."""
 
     def __init__(self, first: int = 100, **fields: Any) -> None:
         self.next: dict[tuple[str, int], int] = {}
@@ -50,7 +50,7 @@ class Offsets:
 
 
 def offsets_of(ranges: Sequence[Range]) -> dict[tuple[str, int], list[int]]:
-    """Every offset that the trail has, as often as it has it."""
+    """Every offset in the trail, with repetitions."""
     found: dict[tuple[str, int], list[int]] = {}
     for row in ranges:
         for first, count in zip(row.spans[0::2], row.spans[1::2], strict=True):
@@ -59,7 +59,7 @@ def offsets_of(ranges: Sequence[Range]) -> dict[tuple[str, int], list[int]]:
 
 
 async def ask(s: Scene, *frames: bytes) -> None:
-    """One after another, each answered before the next is sent."""
+    """One by one, each answered before the next is sent."""
     for frame in frames:
         await s.ask(frame)
 
@@ -70,7 +70,7 @@ BOTH = {"t": [0, 1]}
 @pytest.mark.parametrize("version", range(3, 14))
 @both_loops
 async def test_requests_of_every_version_are_noted(version: int) -> None:
-    """Three of each: the first goes a new route, the others a proven one."""
+    """Three of each: the first on a new route, the others on a proven one."""
     async with staged(Offsets(), Offsets(first=7)) as s:
         s.proxy.trail.begin()
         for n in range(6):
@@ -79,7 +79,7 @@ async def test_requests_of_every_version_are_noted(version: int) -> None:
             await s.answer(api_version=version)
         ranges = s.proxy.ranges()
         assert offsets_of(ranges) == {T0: [*range(100, 106)], T1: [7, 8, 9]}
-        # Owners were told one after another.
+        # Owners were reported one by one.
         assert {(row.partition, row.owner, row.revision) for row in ranges} == {(0, 1, 1), (1, 2, 2)}
         assert {(row.producer_id, row.producer_epoch, row.first_sequence, row.acks) for row in ranges} == {
             (7, 0, 0, -1),
@@ -95,7 +95,7 @@ SIZES = [1, 40, *range(60, 67), 200, 16_290, *range(16_308, 16_322), 40_000, 2_0
 @pytest.mark.parametrize("version", [7, 9])
 @both_loops
 async def test_a_batch_of_any_length_is_noted(version: int) -> None:
-    """The length of the records takes one, two, three or four bytes, and the header lies behind it."""
+    """The length of the records takes one to four bytes, and precedes the header."""
     async with staged(Offsets()) as s:
         s.proxy.trail.begin()
         sizes = 0
@@ -118,7 +118,7 @@ async def test_batches_of_two_producers_are_noted_separately() -> None:
             frame = produce_frame(BOTH, records=batch(n))
             other = bytes(build_batch([b"x"], producer_id=8, producer_epoch=1, base_sequence=n))[HEADER]
             second = frame.rindex(batch(n)[HEADER])
-            # In turns the other producer's is the second batch, and the first.
+            # Alternately the other producer's is the second batch, and the first.
             at = second if n % 2 else frame.index(batch(n)[HEADER])
             await s.ask(frame[:at] + other + frame[at + len(other) :])
         told = [(row.partition, row.producer_id, row.first_sequence, row.batches) for row in s.proxy.ranges()]
@@ -162,7 +162,7 @@ async def test_batch_of_new_owner_is_noted_with_it(s: Scene) -> None:
 
 @scene(HOLDS, limits={"deadline_cap_ms": 1_200}, one_go=True)
 async def test_unreported_acknowledgement_is_not_noted(s: Scene) -> None:
-    """acks=0, also where the broker confirms it; and an answer that comes when the client has been told of its end."""
+    """acks=0, even if the broker confirms it; and an answer that arrives after the client's end."""
     s.proxy.trail.begin()
     s.send(produce_frame(acks=0))
     await s.next()

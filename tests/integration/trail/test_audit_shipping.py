@@ -1,4 +1,4 @@
-"""The trail of a real proxy arrives where it is shipped to, despite faults of the proxy, its sink and its clients."""
+"""The trail of a real proxy reaches its sink, despite faults of the proxy, the sink and clients."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from tests.support.processes.worker_processes import worker_pids
 from tests.support.scene import T0, Scene, scene, staged
 from tests.support.waiting import eventually, wait_for
 
-# Far below any time-out of the sink, far above what a record takes.
+# Far below any time-out of the sink, far above a record's time.
 SOON_S = 20.0
-# What is left of a trail is shipped for so long, when the proxy stops.
+# How long the rest of a trail is shipped when the proxy stops.
 SHIP_REST_S = 5.0
 
 
@@ -44,7 +44,7 @@ def trail_topic() -> str:
 def serve(
     dev: KproxyProcess, directory: Path, *more: str | Path, listen: str = "127.0.0.1:0"
 ) -> Iterator[KproxyProcess]:
-    """A proxy of its own before the shared brokers."""
+    """A separate proxy in front of the shared brokers."""
     arguments = ["serve", "--listen", listen, "--admin", "127.0.0.1:0", "--etcd", dev.etcd, "--alone"]
     with serving([*arguments, "--audit-interval-s", "0.5", *more], directory / "serve.err") as process:
         yield process
@@ -65,7 +65,7 @@ def test_stopped_proxy_ships_its_whole_trail_through_itself(
     topic = f"t-{uuid.uuid4().hex[:12]}"
     with serve(dev_cluster, tmp_path, "--audit-sink", f"topic:{trail_topic}") as process:
         produce(process.kafka, topic, [b"v"] * 100)
-        # Within its interval: most of what is to be told is not shipped yet.
+        # Within its interval: most rows are not shipped yet.
         began = time.monotonic()
         assert process.stop() == 0
         assert time.monotonic() - began < SOON_S
@@ -98,7 +98,7 @@ def test_killed_proxy_leaves_its_shipped_trail(dev_cluster: KproxyProcess, tmp_p
 def test_trail_finds_its_route_on_a_closed_network(
     dev_cluster: KproxyProcess, tmp_path: Path, trail_topic: str
 ) -> None:
-    """It listens everywhere and is known by an address that leads nowhere from here."""
+    """It listens on all addresses and advertises an unreachable one."""
     more = ("--advertise", "kafka.invalid:9", "--audit-sink", f"topic:{trail_topic}")
     with serve(dev_cluster, tmp_path, *more, listen="0.0.0.0:0") as process:
         wait_for(lambda: shipped(process) >= 1, what="the begin")
@@ -124,7 +124,7 @@ def test_each_worker_has_a_trail_of_its_own(dev_cluster: KproxyProcess, tmp_path
 
 
 def test_trail_is_shipped_to_named_other_cluster(dev_cluster: KproxyProcess, tmp_path: Path, trail_topic: str) -> None:
-    """Two proxies in a row, and neither is served by the brokers that it ships to."""
+    """Two proxies in a row; each ships to brokers that do not serve it."""
     with static_proxy(
         tmp_path,
         {1: free_port()},
@@ -148,7 +148,7 @@ def begun(s: Served, rows: int = 1) -> Awaitable[object]:
 
 
 async def terminated(s: Served) -> str:
-    """What it has said, after SIGTERM."""
+    """Its output after SIGTERM."""
     s.process.signal(signal.SIGTERM)
     await s.ended(STOP_TIMEOUT_S)
     return s.process.stderr()
@@ -189,7 +189,7 @@ async def test_full_disk_delays_no_client_and_loses_nothing(tmp_path: Path) -> N
             disk.confine(s.process.pid)
             await begun(s)
             disk.fill()
-            # A row for each: they do not fit into what the file's last block has left.
+            # A row for each: they do not fit into the file's last block.
             for n in range(100):
                 client = await s.client()
                 client.send(produce_frame(records=batch(n)))
@@ -207,7 +207,7 @@ async def test_full_disk_delays_no_client_and_loses_nothing(tmp_path: Path) -> N
 
 
 async def test_dropped_rows_show_as_missing_numbers(tmp_path: Path) -> None:
-    """A sink that is down for so long that the memory for it is full: a gap, of exactly what was dropped."""
+    """A sink is down until its memory is full: the gap is exactly the dropped rows."""
     partitions, clients = 40, 60
     wide = {"owners": [1] * partitions, "rooms": "[audit]\nmax_bytes = 1048576\n"}
     with small_disk(tmp_path / "disk", 64 << 10) as disk:
@@ -226,7 +226,7 @@ async def test_dropped_rows_show_as_missing_numbers(tmp_path: Path) -> None:
                 return counted(s.process.admin, "kproxy_audit_rows_dropped_total")
 
             await eventually(lambda: dropped() > 0, "the first drop")
-            # What is on its way to the queue comes within an interval.
+            # Data on its way to the queue arrives within an interval.
             await asyncio.sleep(1)
             assert counted(s.process.admin, "kproxy_audit_waiting_bytes") <= 1 << 20
             disk.free()
@@ -237,7 +237,7 @@ async def test_dropped_rows_show_as_missing_numbers(tmp_path: Path) -> None:
     assert [row.sequence for row in rows] == sorted({row.sequence for row in rows})
     assert isinstance(rows[-1], End)
     assert rows[-1].sequence + 1 - len(rows) == missing > 0
-    # A mark may be among what was dropped.
+    # A mark may be among the dropped rows.
     assert partitions * clients - missing <= told(rows, "t") < partitions * clients
     assert errors.count("audit rows dropped") == 1
 
@@ -274,7 +274,7 @@ async def test_trail_has_acknowledgements_during_stop_but_no_cut(tmp_path: Path)
 
 def test_unusable_sink_is_reported_before_any_wait(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    # Nobody is there who would tell the owners.
+    # No process would report the owners.
     ended = run_kproxy(
         *("serve", "--listen", "127.0.0.1:0", "--etcd", "http://127.0.0.1:1"),
         *("--audit-sink", f"json:{tmp_path / 'file' / 'trail'}"),
@@ -293,7 +293,7 @@ async def test_internal_connection_is_no_client_and_outlives_clients() -> None:
         await s.proxy.listener.drain()
         assert await s.client.is_closed()
         assert await code(inside, 2) == 0
-        # One more, by which the sink begins anew after a failure.
+        # Another one, for the sink's new start after a failure.
         later = await over(s.proxy.listener.connect_inside())
         assert await code(later, 3) == 0
         await s.proxy.listener.stop()
@@ -306,7 +306,7 @@ async def test_internal_connection_is_no_client_and_outlives_clients() -> None:
 
 
 async def over(end: socket.socket) -> RawClient:
-    """A client on a connection that is there."""
+    """A client on an existing connection."""
     client = RawClient()
     client._reader, client._writer = await asyncio.open_connection(sock=end)
     return client

@@ -161,7 +161,7 @@ async def test_attempts_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch, tr
     with pytest.raises(SinkFailed):
         await sink.write([b"{}"])
     gc.collect()
-    # And the collector may come late.
+    # The collector may also run late.
     gc.disable()
     try:
         threads, descriptors = threading.active_count(), process.num_fds()
@@ -178,7 +178,7 @@ async def test_attempts_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch, tr
 
 @pytest.mark.long
 async def test_unwritten_trail_is_written_when_owner_returns(tmp_path: Path, trail_topic: str) -> None:
-    """The one broker is killed: nobody takes the trail, and clients of other topics are not asked about either."""
+    """The only broker is killed: none accepts the trail, and other topics' clients are not affected."""
     async with DevCluster(tmp_path / "cluster", brokers=1, lease_ttl_s=2, audit=False) as cluster:
         arguments = ["serve", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--etcd", cluster.etcd, "--alone"]
         arguments += ["--audit-sink", f"topic:{trail_topic}", "--audit-interval-s", "0.5"]
@@ -191,7 +191,7 @@ async def test_unwritten_trail_is_written_when_owner_returns(tmp_path: Path, tra
             await asyncio.to_thread(wait_for, lambda: shipped() >= 2, what="a range")
             await asyncio.to_thread(produce, process.kafka, "t", [b"v"] * 10)
             await cluster.kill_broker(1)
-            # What it had taken may not have been counted yet.
+            # Its received records may not have been counted yet.
             before = -1.0
             while before != (before := shipped()):
                 await asyncio.sleep(3)

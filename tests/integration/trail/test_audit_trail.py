@@ -1,7 +1,7 @@
-"""The trail of a real proxy before real brokers has exactly the acknowledgements that its clients got, each once.
+"""The trail of a real proxy with real brokers has exactly its clients' acknowledgements, each once.
 
 Idempotent clients and plain ones write through one proxy while the owner of their partitions is killed with -9 and
-comes back. Then the proxy's trail, the clients' own accounts and the brokers' answers are held against each other.
+comes back. Then the proxy's trail, the clients' accounts and the brokers' answers are compared.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def loop() -> Iterator[None]:
 
 
 def trail_in(directory: Path) -> list[Row]:
-    """All rows of the one trail in a directory, in their order."""
+    """All rows of the directory's only trail, in order."""
     rows = [row for file in sorted(directory.glob("*.jsonl")) for row in decode_page(file.read_bytes())]
     return sorted({row.sequence: row for row in rows}.values(), key=lambda row: row.sequence)
 
@@ -84,10 +84,10 @@ async def test_trail_has_each_client_acknowledgement_once(tmp_path: Path) -> Non
 
 
 def _check_idempotent(ranges: Sequence[Range], acked: dict[int, int | None]) -> None:
-    """`acked`: offset by number, and the n-th record of its producer has the sequence n."""
+    """`acked`: offset by number; the n-th record of its producer has the sequence n."""
     counted = Counter(record for row in ranges for record in records(row))
-    # A resend whose first answer did come, but too late for its client, is in the trail twice, at the same offset. Of
-    # what it knows to be there by an answer to a later batch alone, librdkafka tells no offset.
+    # A resend whose first answer came too late for its client is in the trail twice, at the same offset. For a record
+    # confirmed only by a later batch, librdkafka reports no offset.
     told = {(offset, number) for number, offset in acked.items() if offset is not None}
     assert told <= set(counted)
     untold = {number for number, offset in acked.items() if offset is None}
@@ -103,7 +103,7 @@ def _check_plain(ranges: Sequence[Range], writer: Writer) -> None:
         for offset, _ in records(row):
             offsets[row.owner].append(offset)
     told = Counter(offset for each in offsets.values() for offset in each)
-    # An answer may be lost between the proxy and its client: the trail may know of more.
+    # An answer may be lost between the proxy and its client: the trail may have more.
     assert all(count == 1 for count in told.values())
     assert {attempt.offset for attempt in writer.acked} <= set(told)
     assert len(told) <= len(writer.acked) + len([each for each in writer.attempts if each.error_code is None])

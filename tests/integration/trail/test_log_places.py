@@ -19,7 +19,7 @@ TOLD_OF = "orders"
 
 
 def script(named: Mapping[str, int]) -> ServedBroker:
-    """A broker that tells of one topic, and of the others only what is in `named` when it is asked for them."""
+    """A broker that lists one topic, and of the others only those in `named`, when requested."""
     broker = ServedBroker(1)
 
     def answer(asked: Asked) -> None:

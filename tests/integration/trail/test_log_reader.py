@@ -1,4 +1,4 @@
-"""Batch headers read through the proxy: the log reader's results for topics that real producers have written."""
+"""Batch headers read through the proxy: the log reader's results for topics of real producers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.processes.dev import KproxyProcess
 from tests.support.processes.ports import free_port
 
 PARTITIONS = 3
-# Of a client that asks somebody, and of one that asks nobody.
+# Timeouts of a client that gets answers, and of one that gets none.
 PATIENCE_MS, SHORT_MS = 60_000, 2_000
 
 
@@ -30,7 +30,7 @@ def client_of(bootstrap: str, **more: str) -> LogClient:
 
 
 def read(bootstrap: str, topic: str, most: int = 1000, max_bytes: int = 1 << 20) -> dict[int, list[Row]]:
-    """All of a topic, in ranges of `most` offsets, by partition."""
+    """Read a whole topic, in ranges of `most` offsets, by partition."""
     found: dict[int, list[Row]] = {}
     with client_of(bootstrap) as client:
         partitions = [TopicPartition(topic, index) for index in range(client.partitions([topic])[topic])]
@@ -43,7 +43,7 @@ def read(bootstrap: str, topic: str, most: int = 1000, max_bytes: int = 1 << 20)
 
 
 def batches_of(count: int) -> list[tuple[int, int, bool]]:
-    """What `count` records in batches of ten are to be read as: base offset, records, CRC."""
+    """The expected batches of `count` records, ten each: base offset, records, CRC."""
     return [(first, 10, True) for first in range(0, count, 10)]
 
 
@@ -55,7 +55,7 @@ def topic(dev_cluster: KproxyProcess) -> str:
 
 
 def write(bootstrap: str, topic: str, partition: int, batches: int, **settings: Any) -> None:
-    """Batches of ten records, one after another."""
+    """Write batches of ten records, one by one."""
     producer = confluent_kafka.Producer({"bootstrap.servers": bootstrap, "linger.ms": 1000, **settings})
     for _ in range(batches):
         for n in range(10):
@@ -78,7 +78,7 @@ def test_every_batch_is_read_once_at_any_cut(
 
 @pytest.fixture(scope="module")
 def written(dev_cluster: KproxyProcess) -> str:
-    """A plain partition, one with the batches of an idempotent producer, compressed, and an empty one."""
+    """A plain partition, one with compressed batches of an idempotent producer, and an empty one."""
     name = f"read-{uuid.uuid4().hex[:10]}"
     create_topic(dev_cluster.kafka, name, PARTITIONS)
     write(dev_cluster.kafka, name, 0, 8)

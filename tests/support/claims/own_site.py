@@ -36,7 +36,7 @@ from tests.support.waiting import eventually
 BROKERS: Final = (1, 2, 3)
 PROXIES: Final = 2
 TTL_S: Final = 2
-# Claims that have to wait longer are answered with 7, and asked for again.
+# Claims that must wait longer are answered with 7, and asked for again.
 OWN_TIMEOUT_S: Final = 5.0
 # Clients do not leave by themselves when a proxy gets SIGTERM.
 DRAIN_S: Final = 1.0

@@ -108,12 +108,12 @@ class IdempotentWriter(ThreadedClient):
 def judge(log: bytes, told: Mapping[int, int | None], *, may_repeat: bool = False) -> int:
     """Compare the bytes of a log with the acknowledged numbers and their reported offsets.
 
-    Every number is there, once and in order, at its reported offset. `may_repeat`: no proxy hides from librdkafka that
-    a batch is out of order behind a refused one. librdkafka then begins a new epoch, and sends unacknowledged batches
-    of all partitions again. Brokers, Apache Kafka's too, cannot recognize these batches (test_librdkafka_epochs). So a
-    new epoch may begin with numbers that are there already. Within an epoch no number is there twice.
+    Every number occurs once, in order, at its reported offset. `may_repeat`: without a proxy librdkafka sees that a
+    batch is out of order after a refused one. It then begins a new epoch, and resends unacknowledged batches of all
+    partitions. Brokers, Apache Kafka's too, cannot recognise these batches (test_librdkafka_epochs). So a new epoch may
+    begin with numbers that exist already. Within an epoch no number is duplicated.
 
-    Return how many numbers are there more than once.
+    Return how many numbers occur more than once.
     """
     count, following, latest_epoch = len(told), 0, -1
     places: dict[int, list[int]] = defaultdict(list)

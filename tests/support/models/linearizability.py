@@ -192,7 +192,7 @@ def _with(
 
 
 def _explained(history: Sequence[Operation], model: Model[State], stuck: _Stuck[State]) -> Refuted:
-    """Only operations called before the unexplained return; and of those only the needed ones."""
+    """Return only the needed operations that were called before the unexplained return."""
     end = history[stuck.at].returned
     # Operations that returned later had not yet returned when the search failed.
     upto = [each if each.returned <= end else each._replace(returned=NEVER) for each in history]

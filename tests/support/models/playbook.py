@@ -165,7 +165,7 @@ class Playbook:
     # The plain path
 
     def passes(self, sequence: int, partitions: str, *, producer: Producer = (7, 0, None)) -> list[str]:
-        """A request goes the plain path: all of its routes have to be proven. It enters with the next event."""
+        """A request goes the plain path: all of its routes must be proven. It enters with the next event."""
         exchange = self._exchange(
             sequence, produce_request(partitions, producer=batch_of(producer, sequence)), DEADLINE_S
         )

@@ -17,7 +17,7 @@ from tests.support.wire.record_batches import build_batch
 
 
 class Sent(NamedTuple):
-    """One batch that a producer wants in the log, as often as it has to be sent."""
+    """One batch that a producer wants in the log, as often as it must be sent."""
 
     name: str
     records: bytes
@@ -104,11 +104,11 @@ class Clients:
         return attempt
 
     async def send(self, attempt: Attempt, bindings: Bindings) -> None:
-        """Send it on a connection with that binding."""
+        """Send an attempt on a connection with these bindings."""
         try:
             await self._send_and_judge(attempt, bindings)
         except Violation as violation:
-            # Nobody awaits this task.
+            # This task has no waiter.
             self.found_meanwhile = violation
 
     async def _send_and_judge(self, attempt: Attempt, bindings: Bindings) -> None:

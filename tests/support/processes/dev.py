@@ -169,7 +169,7 @@ class KproxyProcess:
         self.fields = dict(field.partition("=")[::2] for field in line.split()[1:])
 
     def children(self) -> list[psutil.Process]:
-        """Its own child processes, which it has to wait for before it ends."""
+        """Its own child processes, which it must wait for before it ends."""
         return psutil.Process(self.pid).children()
 
     def descendants(self) -> list[psutil.Process]:

@@ -71,7 +71,7 @@ FILLS: Final[dict[str, tuple[int, Callable[[int], bytes]]]] = {
     "a ticket": (35, bytes),
     "responders": (5, lambda room: b"\x01" + _repeated(sized(b"r"))(room - 5) + sized(b"")),
     "known versions": (VERSIONS, lambda room: b"\xfe" + b"\x03\x04" * 127),
-    # It has to be the last one.
+    # It must be the last one.
     "keys shared before": (41, lambda room: _identities(room // 140)),
 }
 

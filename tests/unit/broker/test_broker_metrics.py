@@ -47,7 +47,7 @@ class Page:
         self.view.apply_put(key, encode_value(value), lease_id=1, revision=self._revision)
 
     async def __call__(self, name: str, **labels: str) -> float | None:
-        """The value of `kproxy_broker_{name}` with just these labels, None where there is no such series."""
+        """The value of `kproxy_broker_{name}` with just these labels, None if there is no such series."""
         body, _ = await self.pages.metrics("")
         return samples(body.decode()).get((f"kproxy_broker_{name}", tuple(sorted(labels.items()))))
 

@@ -129,10 +129,10 @@ def claimant_of(library: Library, *resources: str, **changes: Any) -> Claimant[C
         (3, True, [], [2, 3]),
         (3, True, [OwnedResource("t/0", NONE, 1, 7)], [2, 3]),
         (3, True, [FENCED_INSTANCE_ID] * 3, [2, 2, 2, 2, 3]),
-        # Somebody with a higher generation comes between the grant and the raise.
+        # Another claim with a higher generation comes between the grant and the raise.
         (3, True, [NONE, FENCED_INSTANCE_ID], [2, 3, 2, 3]),
         (3, False, [REQUEST_TIMED_OUT, COORDINATOR_NOT_AVAILABLE, REQUEST_TIMED_OUT], [3, 3, 3, 3]),
-        # 0 once more would be one more claim; but not where it was not made.
+        # A repeated 0 would be another claim, unless the first was never made.
         (0, False, [REQUEST_TIMED_OUT, REQUEST_TIMED_OUT], [0, 1, 1]),
         (0, False, [COORDINATOR_NOT_AVAILABLE], [0, 0]),
         (3, False, [OwnResponse(COORDINATOR_NOT_AVAILABLE, "g")], [3, 3]),

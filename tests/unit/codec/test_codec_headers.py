@@ -117,7 +117,7 @@ def test_unknown_keys_have_flexible_headers_from_version_0(api_key: int) -> None
 
 
 def test_future_api_versions_request_is_read() -> None:
-    """It has to be answered with error 35 and its own correlation_id (KIP-511)."""
+    """It must be answered with error 35 and its own correlation_id (KIP-511)."""
     header = parse_request_header(frame_message(request_header(API_VERSIONS, 0x7FFF, 99, b"c"), b"\xff" * 30))
     assert (header.api_version, header.correlation_id) == (0x7FFF, 99)
 

@@ -186,7 +186,7 @@ def _merged(
 
 
 def _read(api_key: int, version: int, frame: bytes) -> dict[str, Any]:
-    """What kafka-python reads in an answer; kio has to read as many bytes."""
+    """What kafka-python reads in an answer; kio must read as many bytes."""
     assert struct.unpack_from(">ii", frame) == (len(frame) - 4, 7)
     body = frame[9 if version >= FLEXIBLE_FROM[api_key] else 8 :]
     module = load_payload_module(api_key, version, EntityType.response)

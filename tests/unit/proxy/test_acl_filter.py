@@ -225,7 +225,7 @@ async def test_a_cursor_moves_to_the_next_visible_topic() -> None:
     page, sent = await screened(seeing("b"), key, 0, topics=named, cursor=cursor)
     assert page.answer is not None
     assert {each.error_code for each in decode_response(key, 0, page.answer).topics} == {29}
-    # As in Kafka it has to be one of them.
+    # As in Kafka it must be one of them.
     page, sent = await screened(seeing("b"), key, 0, topics=[{"name": "b"}], cursor=cursor)
     assert page.answer is not None
     assert [each.error_code for each in decode_response(key, 0, page.answer).topics] == [42]
