@@ -57,6 +57,7 @@ from kproxy.pipeline.progress import Report
 from kproxy.pipeline.session import OpenSession, SessionOptions, open_session
 from kproxy.pipeline.spark import SparkFailed, pyspark_home
 from kproxy.trail.rows import Begin, End, Mark, Row, decode_page
+from kproxy.trail.trail import LATE_S, LOOK_S
 
 if TYPE_CHECKING:
     from kproxy.demo.stream import Written
@@ -320,7 +321,8 @@ class _Run:
         data = await written_files
         await spark
         written, killed = await self._write(target, data)
-        written_ms = time.time_ns() // 1_000_000
+        # The trail dates an acknowledgement by the look that notes it.
+        written_ms = time.time_ns() // 1_000_000 + round(1000 * (LOOK_S + LATE_S))
 
         # Imported here, as pyspark is missing without the demo's extra.
         from kproxy.demo import stream
@@ -585,8 +587,8 @@ def audit_demo(
 ) -> Facts | None:
     """Audit the demo's topic.
 
-    None if the proxy's trail does not have its records. Blocks. Raise LogReadFailed. `written_ms`: when the last record
-    had been acknowledged.
+    None if the proxy's trail does not have its records. Blocks. Raise LogReadFailed. `written_ms`: when the trail had
+    the last acknowledgement.
     """
     from kproxy.pipeline.audit.report_html import write_report
     from kproxy.pipeline.audit.run import LOCAL, AuditJob, audit

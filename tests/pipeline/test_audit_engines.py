@@ -34,12 +34,13 @@ from tests.support.audit.histories import bounds_of, make
 from tests.support.audit.trails import BEGAN_AT, Row, Trail, batch, bounds, judged_here, shared_names
 from tests.support.clients.kafka_io import produce
 from tests.support.processes.dev import KproxyProcess
+from tests.support.rules import examples
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
 PARTITIONS = "spark.sql.shuffle.partitions"
 FIRST_SEED = secrets.randbelow(1 << 31)
-SEEDS = range(FIRST_SEED, FIRST_SEED + 40)
+SEEDS = range(FIRST_SEED, FIRST_SEED + examples(40))
 # Small, so that cases and histories meet the boundaries of buckets.
 BITS = 5
 
