@@ -86,7 +86,9 @@ class KafkaConnection:
         loop = asyncio.get_running_loop()
 
         def protocol() -> RequestProtocol:
-            return RequestProtocol(client_id, MAX_ANSWER_BYTES, lambda error: access.explain(error, address.host))
+            return RequestProtocol(
+                client_id, MAX_ANSWER_BYTES, lambda error: access.explain(error, address.host), access.needs_tls
+            )
 
         def connect(host: str, port: int) -> Awaitable[tuple[asyncio.BaseTransport, RequestProtocol]]:
             return loop.create_connection(protocol, host, port, ssl=context, server_hostname=name)

@@ -88,7 +88,7 @@ class KafkaAccess(BrokerAuth):
     """How to connect to brokers; `tls` None: in plain text, `credentials` None: without SASL."""
 
     def __init__(self, tls: ssl.SSLContext | None, credentials: Credentials | None, *, has_ca: bool = False) -> None:
-        super().__init__(sasl=credentials)
+        super().__init__(sasl=credentials, needs_tls="set security.protocol to SSL or SASL_SSL")
         self.credentials = credentials
         self._context = tls
         self._has_ca = has_ca

@@ -212,7 +212,7 @@ class _Proxy:
         """The access to the cluster that the audit trail is shipped to. Raises StartupError."""
         options = self._config.audit.tls
         tls = self._reloading_towards(options, "TLS towards the cluster of the audit trail")
-        return BrokerAuth(options, tls, self._config.audit.sasl, random=self._random)
+        return BrokerAuth(options, tls, self._config.audit.sasl, random=self._random, needs_tls="set audit.tls")
 
     def _reloading_towards(self, options: BrokerTls | None, named: str) -> Reloading[Loaded] | None:
         """Raises StartupError."""

@@ -27,11 +27,17 @@ class ConnectionEnded(ConnectionError):
 
 
 class RequestProtocol(asyncio.BufferedProtocol):
-    """`explain` makes errors of the connection readable. `ended` is set once the connection has ended."""
+    """`explain` makes errors of the connection readable; `needs_tls` is the way out where the other side speaks TLS.
 
-    def __init__(self, client_id: bytes, max_answer_bytes: int, explain: Callable[[OSError], OSError]) -> None:
+    `ended` is set once the connection has ended.
+    """
+
+    def __init__(
+        self, client_id: bytes, max_answer_bytes: int, explain: Callable[[OSError], OSError], needs_tls: str
+    ) -> None:
         self._client_id = client_id
         self._explain = explain
+        self._needs_tls = needs_tls
         self._frames = FrameReader(max_answer_bytes, most_shared=_SHARED_BYTES)
         self._long = bytearray()
         self._awaited: AwaitedAnswers[asyncio.Future[memoryview]] = AwaitedAnswers(self._frames, most=1)
@@ -82,7 +88,7 @@ class RequestProtocol(asyncio.BufferedProtocol):
                     waiting.set_result(frame)
         except CodecError as error:
             spoken = answered_in(error.first_bytes) if isinstance(error, FrameTooLarge) else None
-            hint = ": set broker_tls" if spoken is not None and spoken.startswith("TLS") else ""
+            hint = f": {self._needs_tls}" if spoken is not None and spoken.startswith("TLS") else ""
             self._end(ConnectionEnded(f"it speaks {spoken}{hint}") if spoken else error)
             return
         if self._frames.announced > _SHARED_BYTES and not self._frames.has_own:

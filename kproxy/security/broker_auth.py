@@ -132,11 +132,14 @@ class BrokerAuth:
         *,
         identity: Identity | None = None,
         random: Random | None = None,
+        needs_tls: str = "set broker_tls",
     ) -> None:
         self._options = options
         self._tls = tls
         self._sasl = sasl
         self._identity = identity
+        # The way out, where a broker speaks TLS and these connections do not.
+        self.needs_tls = needs_tls
         self._random = random or Random()  # noqa: S311 -- spreads renewals, guards nothing
 
     @classmethod
@@ -217,7 +220,9 @@ class BrokerAuth:
         if self.is_plain:
             plain, _ = await loop.create_connection(lambda: protocol, address, port)
             return plain
-        introduction = RequestProtocol(CLIENT_ID, _MAX_ANSWER_BYTES, lambda error: self.explain(error, host))
+        introduction = RequestProtocol(
+            CLIENT_ID, _MAX_ANSWER_BYTES, lambda error: self.explain(error, host), self.needs_tls
+        )
         try:
             made, _ = await loop.create_connection(
                 lambda: introduction,

@@ -159,6 +159,17 @@ class Fed:
         return said
 
 
+def test_unsigned_rows_are_left_out_and_told(dev_cluster: KproxyProcess, tmp_path: Path) -> None:
+    followed = Followed(dev_cluster.kafka, tmp_path)
+    followed.job = replace(followed.job, trail=followed.job.trail._replace(keys=(b"k" * 16,)))
+    fed, trail = Fed(followed), ForgedTrail("a" * 16, began_ms=now_ms())
+    assert fed.feed(trail.begin(), trail.acked(followed.topic, 0, 1)) == [
+        "Trail rows left out, not signed with the key: 2."
+    ]
+    assert fed.follower.acked == 0
+    assert fed.feed() == []
+
+
 def test_silent_trail_is_reported_without_new_input(dev_cluster: KproxyProcess, tmp_path: Path) -> None:
     """The proxy's name has blanks in it, and its topic has been deleted."""
     followed = Followed(dev_cluster.kafka, tmp_path)

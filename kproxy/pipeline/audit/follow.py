@@ -43,12 +43,13 @@ from kproxy.pipeline.audit.log_client import TopicPartition
 from kproxy.pipeline.audit.log_options import Offsets, offsets_as_json, read_options, written
 from kproxy.pipeline.audit.logs import Unread, bounds_now, ends_behind, ends_of, existing, offsets_at, read_headers
 from kproxy.pipeline.audit.proof import Stamp, TrailName, TrailPart, trail_part
-from kproxy.pipeline.audit.report_facts import FAULTY, UNPROVEN
+from kproxy.pipeline.audit.report_facts import FAULTY, UNPROVEN, UNSIGNED
 from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS, SPARK, AuditJob, acknowledged_by_one, check, first_acknowledged
 from kproxy.pipeline.audit.trail_place import JSON, TOPIC
 from kproxy.pipeline.audit.trail_reader import file_rows, files_of, read_topic
 from kproxy.pipeline.audit.trail_rows import TrailRow
 from kproxy.pipeline.progress import Report
+from kproxy.trail.signature import Signatures
 
 MOST_KEPT: Final = 1_000_000
 TRAILS_AT_MOST: Final = 10_000
@@ -166,7 +167,10 @@ class Follower:
         # Set first: reading may take longer than a live proxy is silent.
         read_at_ms = self._wall_ms()
         rules = self._job.rules(read_at_ms, lookback_ms=self._options.horizon_ms)
-        new = self._new_rows()
+        signatures = self._job.trail.signatures()
+        new = self._new_rows(signatures)
+        if signatures is not None and signatures.refused:
+            self._alarm(f"{UNSIGNED.capitalize()}: {signatures.refused:,}.", False)
         # Rows dated in the future by a wrong clock must not move the horizon beyond all other rows.
         newest_ms = max((row.last_acked_at or row.at for row in new), default=0)
         self._newest_ms = max(self._newest_ms, min(newest_ms, read_at_ms))
@@ -186,8 +190,8 @@ class Follower:
         is_late = job.from_ms is None or (row.last_acked_at or 0) >= job.from_ms - lookback_ms
         return row.kind == "range" and is_late and (not job.topics or row.topic in job.topics)
 
-    def _new_rows(self) -> list[TrailRow]:
-        job, signatures = self._job, self._job.trail.signatures()
+    def _new_rows(self, signatures: Signatures | None) -> list[TrailRow]:
+        job = self._job
         if job.trail.kind != TOPIC:
             files = files_of(job.trail)
             rows = [row for file in files if file.name not in self._files for row in file_rows(file, signatures)]

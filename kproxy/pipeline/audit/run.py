@@ -72,7 +72,6 @@ MOST_BYTES: Final = 1 << 30
 AUTO: Final = "auto"
 LOCAL: Final = "local"
 SPARK: Final = "spark"
-ENGINES: Final = (AUTO, LOCAL, SPARK)
 NO_VERDICT: Final = 2
 PATIENCE_S: Final = 5.0
 _ENDINGS: Final = {JSON: ".jsonl", PARQUET: ".parquet"}

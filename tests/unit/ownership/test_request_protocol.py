@@ -30,7 +30,7 @@ class Transport(asyncio.Transport):
 
 
 def connected() -> tuple[RequestProtocol, Transport]:
-    protocol, transport = RequestProtocol(b"client", 1 << 20, lambda error: error), Transport()
+    protocol, transport = RequestProtocol(b"client", 1 << 20, lambda error: error, "set it"), Transport()
     protocol.connection_made(transport)
     return protocol, transport
 

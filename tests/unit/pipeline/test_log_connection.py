@@ -82,6 +82,18 @@ def test_other_protocol_is_named_at_once(behaviour: Behaviour, protocol: str, mo
     assert time.monotonic() - began < SOON_S
 
 
+def test_client_of_tls_broker_is_told_its_option() -> None:
+    """With SASL no other question is sent to the port."""
+    login = 'username="alice" password="secret"'
+    options = {"security.protocol": "SASL_PLAINTEXT", "sasl.mechanism": "PLAIN", "sasl.jaas.config": login}
+    with (
+        listening(alerts) as address,
+        LogClient([address], timeout_s=SOON_S, patience_s=0, kafka=options) as client,
+        pytest.raises(LogReadFailed, match=r"speaks TLS.*: set security\.protocol to SSL or SASL_SSL"),
+    ):
+        client.partitions(None)
+
+
 def is_slow(handler: socketserver.StreamRequestHandler) -> None:
     """A Kafka listener of kproxy's own, on a machine that is busy; who speaks HTTP has his answer at once."""
     if handler.rfile.read(4).startswith(b"GET"):
