@@ -139,7 +139,8 @@ async def test_refused_dial_is_tried_thrice_then_answered_6(s: Scene) -> None:
     began = time.monotonic()
     assert await s.ask(TRANSACTIONAL) == [{T0: NOT_LEADER}]
     assert time.monotonic() - began < 5
-    assert s.proxy.retries(NOT_WRITTEN) == 2
+    # One more if the first pause ended before the owner was looked up.
+    assert s.proxy.retries(NOT_WRITTEN) in (2, 3)
 
 
 @pytest.mark.parametrize("host", ["x" * 70, "a..b", "no.such.host.invalid", "\udc80"], ids=range(4))
