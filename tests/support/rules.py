@@ -57,6 +57,11 @@ def examples(most: int) -> int:
     return most if os.environ.get(ALL) == "1" else -(-most // 3)
 
 
+def is_whole_run(config: pytest.Config) -> bool:
+    """Whether all tests run: the command names none."""
+    return bool(config.args == config.getini("testpaths"))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.register_profile("untimed", untimed, max_examples=100 if os.environ.get(ALL) == "1" else FEW_EXAMPLES)
@@ -76,7 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if os.environ.get(ALL, "") not in ("", "1"):
         raise pytest.UsageError(f"{ALL} is 1 or nothing, not {os.environ[ALL]!r}")
     free = shutil.disk_usage(tempfile.gettempdir()).free
-    if config.args == config.getini("testpaths") and free < FREE_BYTES:
+    if is_whole_run(config) and free < FREE_BYTES:
         raise pytest.UsageError(
             f"The tests take up to {FREE_BYTES >> 30} GiB in {tempfile.gettempdir()}, and {free / (1 << 30):.1f} GiB "
             f"are free there: make room, or name another directory in TMPDIR."

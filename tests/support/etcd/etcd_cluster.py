@@ -3,6 +3,9 @@
 The release on PyPI is from 2021 and has a known fault: it revokes leases early. The release built here, once per user,
 is the one to run in production. `etcd_cluster` is one cluster for the whole run, for tests that leave it healthy;
 others use one of their own: `async with running_cluster(tmp_path)`.
+
+A whole run builds the release before its first test: beside other tests the build may take longer than the time limit
+of the test that needs it.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import signal
 import subprocess
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -27,6 +30,7 @@ import pytest_asyncio
 from kproxy.etcd import EtcdClient, EtcdError
 from kproxy.pipeline.java import user_cache_dir
 from tests.support.processes.ports import free_ports
+from tests.support.rules import is_whole_run
 
 ETCD_VERSION = "3.6.16"
 HOST = "127.0.0.1"
@@ -59,6 +63,12 @@ import (
 """
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if is_whole_run(session.config) and not hasattr(session.config, "workerinput"):
+        with suppress(pytest.skip.Exception):
+            etcd_binaries()
+
+
 @functools.cache
 def etcd_binaries() -> Path:
     """The directory of `server` and `etcdutl`, or a skip. The first call builds them, in about a minute."""
@@ -75,6 +85,7 @@ def _build(built: Path) -> None:
     go = shutil.which("go") or shutil.which("go", path="/usr/local/go/bin")
     if go is None:
         pytest.skip("etcd 3.6 is built from its source, and there is no Go on this machine")
+    print(f"Building etcd {ETCD_VERSION} for the tests, once (some minutes)", flush=True)
     aside = built.with_suffix(".building")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
