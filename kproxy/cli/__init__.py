@@ -185,7 +185,7 @@ def _wants_traceback(arguments: Sequence[str] | None) -> bool:
 
 
 def _named(error: BaseException) -> str:
-    """The error in one line; the first of a group."""
+    """Return the error in one line; the first of a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

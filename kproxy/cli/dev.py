@@ -106,7 +106,7 @@ def command(
 
 
 def _max_connections(open_files: int | None) -> int | None:
-    """The number of clients that the limit of open files allows, at most the default; None without a limit."""
+    """Return the number of clients that the limit of open files allows, at most the default; None without a limit."""
     from kproxy.proxy.descriptors import most_clients
 
     return None if open_files is None else max(1, min(most_clients(open_files), Limits().max_connections))

@@ -275,7 +275,7 @@ async def _ask_who(stack: AsyncExitStack, address: Address, access: BrokerAuth) 
 
 
 async def _if_tls(address: Address, access: BrokerAuth) -> str:
-    """The way out if a server was asked in plain text and speaks TLS, whatever its certificate; else empty."""
+    """Return the way out if a server was asked in plain text and speaks TLS, whatever its certificate; else empty."""
     if access.context() is not None:
         return ""
     context = ssl.create_default_context()
@@ -370,7 +370,7 @@ class _Probe:
         self._findings.append(Finding(mark, text, self._check, str(self._at), facts))
 
     async def _find_leaders(self) -> dict[int, Address]:
-        """The partitions with a leader. Brokers with auto-creation create the topic."""
+        """Return the partitions with a leader. Brokers with auto-creation create the topic."""
         topic = await self._ask_topic(create=False)
         created = topic.error_code == codes.UNKNOWN_TOPIC_OR_PARTITION
         deadline = time.monotonic() + STEP_S

@@ -148,7 +148,7 @@ _ADMIN_FLAGS = (
 
 
 def admin_place(asked: Asked, flags: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> AdminPlace:
-    """The admin page that is asked for. `flags` as `admin_ca` win over the environment. Raises StartupError."""
+    """Return the admin page that is asked for. `flags` as `admin_ca` win over the environment. Raises StartupError."""
     scheme, separator, rest = asked.text.partition("://")
     if separator and scheme not in ("http", "https"):
         raise StartupError(f"{asked.source}: {asked.text[:300]!r} is no admin page: write H:P or https://H:P.")
@@ -183,7 +183,7 @@ def _asking(flag: str, metavar: str, variable: str, text: str, default: str | No
 
 
 def etcd_place(etcd: str | None, prefix: str | None, etcd_access: Mapping[str, str | None]) -> EtcdPlace | None:
-    """The etcd of --etcd, if given. Raises StartupError."""
+    """Return the etcd of --etcd, if given. Raises StartupError."""
     if etcd is not None:
         return EtcdPlace(split_list(etcd, "--etcd"), etcd_options_from(etcd_access), prefix or DEFAULT_PREFIX)
     if any(value is not None for value in etcd_access.values()):
@@ -244,7 +244,7 @@ def asks_proxy_or_etcd(command: Command) -> Command:
 
 
 def asked_place(admin: Asked, etcd: str | None, prefix: str | None, **access: str | None) -> AdminPlace | EtcdPlace:
-    """The admin page or the etcd to ask. Raises StartupError."""
+    """Return the admin page or the etcd to ask. Raises StartupError."""
     of_page = {key: value for key, value in access.items() if key.startswith("admin_")}
     place = etcd_place(etcd, prefix, {key: value for key, value in access.items() if key not in of_page})
     if place is None:
@@ -255,7 +255,7 @@ def asked_place(admin: Asked, etcd: str | None, prefix: str | None, **access: st
 
 
 def broker_auth(flags: Mapping[str, str | bool | None], environ: Mapping[str, str] = os.environ) -> BrokerAuth:
-    """The access to brokers of commands without a configuration file.
+    """Return the access to brokers of commands without a configuration file.
 
     `flags` as `broker_tls_ca` win over the environment, as KPROXY_BROKER_TLS__CA. Raises StartupError.
     """

@@ -164,7 +164,7 @@ def watch_command(context: click.Context, /, group: str | None, as_json: bool, *
 
 
 def _claims(context: click.Context, where: Mapping[str, Any]) -> Claims:
-    """The source that the flags name. Raises StartupError."""
+    """Return the source that the flags name. Raises StartupError."""
     from kproxy.cli.own_sources import AdminClaims, EtcdClaims
 
     place = asked_place(**where)

@@ -188,7 +188,7 @@ class _Claimant:
                 _say(f"kproxy: {resource_text(each.resource)} is refused: {_why_refused(each, owners)}.")
 
     async def _owners(self) -> dict[str, ClaimRow]:
-        """The claims by resource, as far as there is a source to ask."""
+        """Return the claims by resource, as far as there is a source to ask."""
         if self._known is None:
             return {}
         try:
@@ -198,7 +198,7 @@ class _Claimant:
         return {claim.resource: claim for claim in page.claims}
 
     async def _now_owned_by(self) -> str:
-        """The known new owners, for the end of a sentence."""
+        """Return the known new owners, for the end of a sentence."""
         owners = await self._owners()
         named = []
         for each in self._granted:

@@ -35,7 +35,7 @@ class Change(msgspec.Struct, frozen=True):
 
 
 def change_by_put(claim: ClaimRow, before: ClaimRow | None, whole: ClaimRow | None) -> Change:
-    """The change from `before` to `claim`.
+    """Return the change from `before` to `claim`.
 
     `whole` is the claim of the whole group, if any.
     """
@@ -48,7 +48,7 @@ def change_by_put(claim: ClaimRow, before: ClaimRow | None, whole: ClaimRow | No
 
 
 def change_by_end(claim: ClaimRow, whole: ClaimRow | None) -> Change:
-    """The change when `claim` is gone.
+    """Return the change when `claim` is gone.
 
     `whole` is the claim of the whole group, if any.
     """
@@ -58,7 +58,7 @@ def change_by_end(claim: ClaimRow, whole: ClaimRow | None) -> Change:
 
 
 def changes_between(before: Iterable[ClaimRow], after: Iterable[ClaimRow]) -> list[Change]:
-    """The changes between two states: first ends, then new claims by fence."""
+    """Return the changes between two states: first ends, then new claims by fence."""
     was, now = {claim.place: claim for claim in before}, {claim.place: claim for claim in after}
     ends = [
         change_by_end(claim, now.get((claim.group, WHOLE_GROUP))) for place, claim in was.items() if place not in now
@@ -86,7 +86,7 @@ class Claims(Protocol):
     """One source. Raises StartupError if it does not answer."""
 
     async def page(self, group: str | None) -> ClaimsPage:
-        """All claims, of one group if named."""
+        """Return all claims, of one group if named."""
         ...
 
     async def free(self, order: FreeOrder) -> FreeOutcome:
@@ -125,7 +125,7 @@ class AdminClaims:
             await asyncio.sleep(WATCH_INTERVAL_S)
 
     def _read(self, group: str | None) -> ClaimsPage:
-        """All claims, of one revision if they stay still long enough."""
+        """Return all claims, of one revision if they stay still long enough."""
         pages: list[ClaimsPage] = []
         for _ in range(CONSISTENT_READS):
             pages = [self._ask(ClaimsPage, "/own", {"group": group})]

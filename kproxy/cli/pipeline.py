@@ -99,7 +99,7 @@ def kafka_flags(meaning: str) -> Callable[[F], F]:
 
 
 def kafka_options(texts: Sequence[str], config: Path | None) -> KafkaOptions:
-    """The options of Kafka's clients that are given; a flag wins over the file.
+    """Return the options of Kafka's clients that are given; a flag wins over the file.
 
     Raise StartupError. Names with Spark's prefix `kafka.` are accepted too.
     """

@@ -109,7 +109,7 @@ def echo_columns(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> N
 
 
 def headline(table: TablePage) -> str:
-    """One line: the age of the table."""
+    """Return one line: the age of the table."""
     if table.source == "static":
         return f"revision {table.revision}, a fixed table"
     source = _SOURCES.get(table.source, table.source)
@@ -120,7 +120,7 @@ def headline(table: TablePage) -> str:
 
 
 def footline(table: TablePage, rows: Sequence[Row]) -> str:
-    """One line: the partitions of each broker, and the state of replicas."""
+    """Return one line: the partitions of each broker, and the state of replicas."""
     per_owner = Counter(row.owner for row in rows)
     for broker in table.brokers:
         per_owner.setdefault(broker.id, 0)
@@ -135,7 +135,7 @@ def footline(table: TablePage, rows: Sequence[Row]) -> str:
 
 
 def proxies_line(table: TablePage) -> str:
-    """One line: the proxies that clients are told of.
+    """Return one line: the proxies that clients are told of.
 
     Others know only registered ones.
     """
@@ -147,7 +147,7 @@ def proxies_line(table: TablePage) -> str:
 
 
 def describe_changes(before: TablePage, after: TablePage) -> list[str]:
-    """One line for each partition, broker and state that changed."""
+    """Return one line for each partition, broker and state that changed."""
     was = {(row.topic, row.partition): row for row in rows_of(before)}
     now = {(row.topic, row.partition): row for row in rows_of(after)}
     lines = []
@@ -321,5 +321,5 @@ async def _follow_in_lines(tables: AsyncGenerator[TablePage | Unanswered], as_js
 
 
 def _content(table: TablePage) -> TablePage:
-    """The table without its age, which is no change."""
+    """Return the table without its age, which is no change."""
     return msgspec.structs.replace(table, age_s=None)

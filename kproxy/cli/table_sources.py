@@ -95,7 +95,7 @@ def ask(
 
 
 def _authorization() -> dict[str, str]:
-    """The admin page's token, from a variable or the file that one names. Raises StartupError."""
+    """Return the admin page's token, from a variable or the file that one names. Raises StartupError."""
     token, file = os.environ.get(TOKEN_VARIABLE, ""), os.environ.get(TOKEN_FILE_VARIABLE)
     if file:
         token = read_token(Path(file), TOKEN_FILE_VARIABLE)
@@ -159,7 +159,7 @@ async def tables_from_admin(place: AdminPlace, topic: str | None) -> AsyncGenera
 
 
 def _ask(place: AdminPlace, topic: str | None) -> TablePage:
-    """The whole table, of one revision if it stays still long enough."""
+    """Return the whole table, of one revision if it stays still long enough."""
     pages: list[TablePage] = []
     for _ in range(CONSISTENT_READS):
         pages = [_ask_page(place, topic, None)]
@@ -177,7 +177,7 @@ def _ask(place: AdminPlace, topic: str | None) -> TablePage:
 
 
 def ask_replication(place: AdminPlace, topic: str | None = None) -> list[ReplicationPage]:
-    """All pages of replicas; none if there are no replicas.
+    """Return all pages of replicas; none if there are no replicas.
 
     Raises ReplicasUnknown, NoAnswer; blocks.
     """

@@ -58,7 +58,7 @@ def parse_admin(text: str, source: str) -> Address:
 
 
 def read_page_token(file: Path, source: str) -> str:
-    """The page's token in a file. Raises StartupError, which names `source` and never has the token in it."""
+    """Return the page's token in a file. Raises StartupError, which names `source` and never has the token in it."""
     return _checked_token(read_token(file, "admin.token_file"), source, f"the token in {file}")
 
 
@@ -72,7 +72,7 @@ def _checked_token(token: str, source: str, named: str = "the admin page's token
 
 
 def read_token(file: Path, named: str) -> str:
-    """The token in a file. Raises StartupError, which never shows it."""
+    """Return the token in a file. Raises StartupError, which never shows it."""
     try:
         return read_file(file, named, _MOST_TOKEN_BYTES, "that is no token").decode("ascii").strip()
     except UnicodeDecodeError:

@@ -35,7 +35,7 @@ class BrokerSasl(msgspec.Struct, frozen=True):
     allow_plain_text: bool = False
 
     def read_secret(self) -> str:
-        """The present password or token: a file may change. Raises StartupError."""
+        """Return the present password or token: a file may change. Raises StartupError."""
         kind = "token" if self.mechanism == "OAUTHBEARER" else "password"
         file, named = (self.token_file if kind == "token" else self.password_file), f"{self.prefix}{kind}_file"
         if file is None:

@@ -76,7 +76,7 @@ def rehearse(cert: Path, key: Path, *, server_side: bool) -> Certificate:
 
 
 def missing_half(cert: bytes, key: bytes, cert_named: str, key_named: str) -> str | None:
-    """A sentence about the one of the two files that is another one; None if each looks right."""
+    """Return a sentence about the one of the two files that is another one; None if each looks right."""
     if _BEGIN.encode() not in cert:
         if _KEY in cert:
             return f"{cert_named} holds a private key, and no certificate: give the certificate's file, in PEM."
@@ -89,7 +89,7 @@ def missing_half(cert: bytes, key: bytes, cert_named: str, key_named: str) -> st
 
 
 def _first(text: str) -> str:
-    """The first certificate of a chain in PEM. Raises ValueError."""
+    """Return the first certificate of a chain in PEM. Raises ValueError."""
     begin = text.find(_BEGIN)
     end = text.find(_END, begin)
     if begin < 0 or end < 0:
@@ -122,7 +122,7 @@ def meet(server: ssl.SSLContext, client: ssl.SSLContext, *, name: str | None = N
 
 
 def names_of(fields: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """The DNS names and IP addresses of a certificate, of which `getpeercert` has these fields."""
+    """Return the DNS names and IP addresses of a certificate, of which `getpeercert` has these fields."""
     return tuple(str(pair[1]) for pair in (fields or {}).get("subjectAltName", ()))
 
 

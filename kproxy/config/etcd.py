@@ -69,7 +69,7 @@ class EtcdOptions(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.ca or self.cert or self.server_name)
 
     def read_password(self) -> str:
-        """The present password: a file may change. Raises StartupError."""
+        """Return the present password: a file may change. Raises StartupError."""
         if self.password_file is None:
             return self.password or ""
         try:
@@ -93,7 +93,7 @@ class TlsFiles(NamedTuple):
 
 
 def etcd_options_from(flags: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> EtcdOptions:
-    """The options of a command without a configuration file, as `parse_section`. Raises StartupError."""
+    """Return the options of a command without a configuration file, as `parse_section`. Raises StartupError."""
     options, sources = parse_section(EtcdOptions, "etcd", flags, environ)
     options.check(sources)
     return options
@@ -110,7 +110,7 @@ def read_tls(options: EtcdOptions) -> TlsFiles:
 
 
 def tls_context(options: EtcdOptions) -> ssl.SSLContext:
-    """The options as a context of Python's own TLS. Raises StartupError."""
+    """Return the options as a context of Python's own TLS. Raises StartupError."""
     context = ssl.create_default_context() if options.ca is None else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if options.ca is not None:
         load_authorities(context, options.ca, "etcd's ca")

@@ -42,7 +42,7 @@ def is_in_read_only_mount(file: Path) -> bool:
 
 
 def exposed(secrets: Iterable[tuple[str, Path | None]]) -> list[Exposed]:
-    """Those of the files that others can read or change, once each. Raises StartupError if one is gone."""
+    """Return those of the files that others can read or change, once each. Raises StartupError if one is gone."""
     found: dict[Path, Exposed] = {}
     for what, file in secrets:
         if file is None or sys.platform == "win32":

@@ -72,7 +72,7 @@ class ListenerConfig:
     only_ipv6: bool = False
 
     def advertised(self, port: int) -> Address:
-        """The address that clients see; `port` is the one listened on."""
+        """Return the address that clients see; `port` is the one listened on."""
         host, advertised_port = self.advertise or self.listen
         return Address(host, advertised_port or port)
 
@@ -114,7 +114,7 @@ def parse_listeners(given: object, where: str, advertise: str | None, source: st
 
 
 def _advertised_by_family(listeners: Sequence[ListenerConfig]) -> list[str]:
-    """The advertised addresses; one that a listener for each family of a port advertises counts once.
+    """Return the advertised addresses; one that a listener for each family of a port advertises counts once.
 
     A name may have addresses of both families.
     """
@@ -178,7 +178,7 @@ def _parse_one(given: Mapping[str, object], number: int, where: str, told: Mappi
 
 
 def _parse_table(kind: type[msgspec.Struct], given: Mapping[str, object], within: str, title: str, where: str) -> Any:
-    """The struct of a listener, or of a table `within` it. Raises StartupError."""
+    """Return the struct of a listener, or of a table `within` it. Raises StartupError."""
     known = {f"{SECTION}.{within}{key}": takes for key, (takes, _) in keys_of(kind).items()}
     values: dict[str, Any] = {}
     for key, value in given.items():
@@ -222,7 +222,7 @@ def one_listener(
     *,
     senders: tuple[Network, ...] | None = None,
 ) -> ListenerConfig:
-    """The listener of `[listen]` and `[tls]`. Raises StartupError."""
+    """Return the listener of `[listen]` and `[tls]`. Raises StartupError."""
     checked = tls.checked(of_section(sources, "tls"))
     return ListenerConfig("", listen, advertise, proxy_protocol, checked, proxy_protocol_from=senders)
 
@@ -234,7 +234,7 @@ def advertised_listeners(listeners: Sequence[ListenerConfig], ports: Sequence[in
 
 
 def ready_listeners(listeners: Sequence[ListenerConfig], ports: Sequence[int]) -> str:
-    """The part of the ready line about named listeners: where each listens."""
+    """Return the part of the ready line about named listeners: where each listens."""
     named = [
         f"{each.name}@{Address(each.listen.host, port)}"
         for each, port in zip(listeners, ports, strict=True)

@@ -71,7 +71,7 @@ def _parts(value: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def broker_addresses(texts: Sequence[str] | None, source: str) -> tuple[Address, ...]:
-    """The addresses of brokers; none if none is given. Raises StartupError."""
+    """Return the addresses of brokers; none if none is given. Raises StartupError."""
     addresses = tuple(parse_address(each, source) for each in texts or ())
     for address in addresses:
         if address.port == 0:
@@ -182,7 +182,7 @@ MAX_FILE_BYTES = 16 * 1024 * 1024
 
 
 def unreadable(named: str, file: Path, error: OSError | ValueError, make: str = "make it") -> StartupError:
-    """The error for a file that cannot be read; ValueError: its name has a NUL. `make`: how to make one."""
+    """Return the error for a file that cannot be read; ValueError: its name has a NUL. `make`: how to make one."""
     number = error.errno if isinstance(error, OSError) else None
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
     way_out = "name a file that can be read"
@@ -250,7 +250,7 @@ _EMPTY: Final = "it is empty: give a value, or leave it out"
 
 
 def keys_of(section: type[msgspec.Struct]) -> dict[str, tuple[Any, object]]:
-    """The type of what each key takes, without None, and its default, None without one."""
+    """Return the type of what each key takes, without None, and its default, None without one."""
     return {
         each.name: (_without_none(each.type), None if each.default is msgspec.NODEFAULT else each.default)
         for each in msgspec.structs.fields(section)
@@ -282,7 +282,7 @@ def parse_value(kind: Any, given: object, source: str, *, strict: bool) -> Any:
 
 
 def given_keys(section: msgspec.Struct) -> list[str]:
-    """The keys whose values are not the defaults: what check-config prints has the defaults."""
+    """Return the keys whose values are not the defaults: what check-config prints has the defaults."""
     return [key for key, (_, default) in keys_of(type(section)).items() if getattr(section, key) != default]
 
 
@@ -292,7 +292,7 @@ Section = TypeVar("Section", bound=msgspec.Struct)
 def parse_section(
     kind: type[Section], name: str, flags: Mapping[str, object], environ: Mapping[str, str]
 ) -> tuple[Section, dict[str, str]]:
-    """The section of a command without a configuration file, and the sources of its keys.
+    """Return the section of a command without a configuration file, and the sources of its keys.
 
     `flags` as `etcd_ca` win over the environment, as KPROXY_ETCD__CA. Raises StartupError.
     """
@@ -335,7 +335,7 @@ def parse_entry(kind: type[Entry], given: object, named: str, takes: Mapping[str
 
 
 def taken(kind: Any) -> str:
-    """The values of a type, in words: text, truth, numbers with bounds, one of some words, a list of texts."""
+    """Return the values of a type, in words: text, truth, numbers with bounds, one of some words, a list of texts."""
     info = msgspec.inspect.type_info(kind)
     return " or ".join(map(_words, info.types if isinstance(info, msgspec.inspect.UnionType) else (info,)))
 
@@ -359,7 +359,7 @@ def _words(info: msgspec.inspect.Type) -> str:
 
 
 def of_section(sources: Mapping[str, str], section: str) -> Mapping[str, str]:
-    """The sources of a section's keys."""
+    """Return the sources of a section's keys."""
     prefix = f"{section}."
     return {path.removeprefix(prefix): source for path, source in sources.items() if path.startswith(prefix)}
 
@@ -370,7 +370,7 @@ def unknown(name: str, where: str, nearest: str, is_table: bool) -> NoReturn:
 
 
 def nearest(name: str, known: Mapping[str, object]) -> str:
-    """A nearly equal key of the section, else the same key in another section, else the most similar path."""
+    """Return a nearly equal key of the section, else the same key in another section, else the most similar path."""
     section = name.rpartition(".")[0]
     within = [candidate for candidate in known if section and candidate.rpartition(".")[0] == section]
     for close in difflib.get_close_matches(name, within, n=1, cutoff=0.95):

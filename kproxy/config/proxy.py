@@ -92,7 +92,7 @@ SHARED_LIMITS = ("max_connections", "max_in_flight_bytes_total")
 
 
 def worker_count(wanted: int) -> int:
-    """The number of workers.
+    """Return the number of workers.
 
     `wanted` 0: one for each CPU that this process may run on.
     """
@@ -224,7 +224,7 @@ _READ_AGAIN = (*STATIC_TABLE_SECTIONS, ACLS, QUOTAS)
 
 
 def flag_of(path: str) -> str:
-    """An option's long flag, with underscores; kproxy.cli.config_flags has those that there are."""
+    """Return an option's long flag, with underscores; kproxy.cli.config_flags has those that there are."""
     section, _, key = path.partition(".")
     return key if section in _NOT_IN_FLAGS else path.replace(".", "_")
 
@@ -350,7 +350,7 @@ def load_settings(
     flags: Mapping[str, object] | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> dict[str, Setting]:
-    """Every option by key path, with its default if it is not given.
+    """Return every option by key path, with its default if it is not given.
 
     Raises StartupError.
     """
@@ -544,7 +544,7 @@ def _owners(table: Path | None, sources: Mapping[str, str]) -> Owners:
 
 
 def _inline_table(file: Path) -> Owners:
-    """The static table in a configuration file. Raises StartupError."""
+    """Return the static table in a configuration file. Raises StartupError."""
     values = _file_values(file)
     sections = {section: values[section] for section in STATIC_TABLE_SECTIONS if section in values}
     return parse_owners(sections, str(file), partial(_inline_table, file))

@@ -75,7 +75,7 @@ class SaslOptions(SaslSection, frozen=True, kw_only=True):
         return (listener.identity or self.identity) == "client"
 
     def offered(self, listener: ListenerConfig) -> tuple[str, ...]:
-        """The mechanisms of a listener; its clients need none of them if this is empty."""
+        """Return the mechanisms of a listener; its clients need none of them if this is empty."""
         wanted = self.wanted(listener)
         if self.carries(listener):
             wanted = tuple(name for name in wanted if name in CARRIED)
@@ -84,7 +84,7 @@ class SaslOptions(SaslSection, frozen=True, kw_only=True):
         return tuple(name for name in wanted if name not in NEED_TLS)
 
     def wanted(self, listener: ListenerConfig) -> tuple[str, ...]:
-        """The mechanisms that the configuration names for a listener."""
+        """Return the mechanisms that the configuration names for a listener."""
         return self.mechanisms if listener.sasl is None else listener.sasl
 
 

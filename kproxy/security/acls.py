@@ -87,7 +87,7 @@ class Acl(NamedTuple):
 
 
 def acls_of(sections: Iterable[AclSection]) -> list[Acl]:
-    """The rules of `[[acls]]`, one for each pattern."""
+    """Return the rules of `[[acls]]`, one for each pattern."""
     acls = []
     for given in sections:
         operations = frozenset(Operation(name) for name in given.operations)
@@ -225,7 +225,7 @@ class Permissions:
         return found
 
     def reasons(self, operation: Operation, resource: Resource, name: str) -> Mapping[str, list[Acl]]:
-        """The rules that `allow` and those that `deny` this."""
+        """Return the rules that `allow` and those that `deny` this."""
         fitting = [
             acl
             for subject in self.subjects

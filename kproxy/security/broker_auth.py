@@ -114,7 +114,7 @@ class OwnIdentity(Protocol):
     def username(self) -> str | None: ...
 
     def read_secret(self) -> str:
-        """The present password or token. Raises StartupError."""
+        """Return the present password or token. Raises StartupError."""
         ...
 
 
@@ -184,11 +184,11 @@ class BrokerAuth:
         return None if certificate is None else certificate.expires_at
 
     def context(self) -> ssl.SSLContext | None:
-        """The present TLS context; None for plain text."""
+        """Return the present TLS context; None for plain text."""
         return None if self._tls is None else self._tls.current.context
 
     def server_name(self, host: str) -> str | None:
-        """The name that the certificate of the broker at `host` must have; None for plain text."""
+        """Return the name that the certificate of the broker at `host` must have; None for plain text."""
         return None if self._options is None else self._options.server_name or host
 
     def explain(self, error: OSError, host: str) -> OSError:

@@ -119,7 +119,7 @@ def decode_user(value: bytes) -> Credentials:
 
 
 def encode_acl(acl: AclSection) -> bytes:
-    """The same rule gives the same bytes."""
+    """Return the same rule gives the same bytes."""
     given = {key: value for key, value in msgspec.structs.asdict(acl).items() if value not in (None, False)}
     return msgspec.json.encode(given, order="deterministic")
 
@@ -136,7 +136,7 @@ def decode_acl(value: bytes) -> AclSection:
 
 
 def make_acl_id(acl: AclSection) -> str:
-    """An id for a rule that has none: the same for the same rule."""
+    """Return an id for a rule that has none: the same for the same rule."""
     return hashlib.sha256(encode_acl(acl)).hexdigest()[:_MADE_ID_DIGITS]
 
 
@@ -174,7 +174,7 @@ class _Kept(Generic[Value]):
         return self._put(kv, self.by_name, self.created)
 
     def of(self, events: Iterable[WatchEvent]) -> dict[str, Value]:
-        """The good values of these keys."""
+        """Return the good values of these keys."""
         names = {unquote(event.kv.key.removeprefix(self.kind.prefix)) for event in events}
         return {name: self.by_name[name] for name in names if name in self.by_name}
 

@@ -122,7 +122,7 @@ class KeyServer:
 
 
 async def fetch_keys(url: str) -> bytes:
-    """The content of `url`. Raises FetchFailed."""
+    """Return the content of `url`. Raises FetchFailed."""
     try:
         async with (
             # Compressed content may be longer than its length says: it is not taken.

@@ -201,7 +201,7 @@ def servers(
     *,
     unverified_claim: str | None = None,
 ) -> Servers:
-    """The servers of these mechanisms; `users` and `tokens` return those that were read last.
+    """Return the servers of these mechanisms; `users` and `tokens` return those that were read last.
 
     `unverified_claim`: brokers check credentials that cannot be checked here, and this claim of a token names its
     principal. None: everything is checked here.

@@ -51,7 +51,7 @@ class NoPrincipal(Exception):
 
 
 def map_name(of_certificate: str, rules: Sequence[MappingRule], *, has_escapes: bool = True) -> str | None:
-    """The principal's name for a certificate's; None if no rule matches or nothing is left of it."""
+    """Return the principal's name for a certificate's; None if no rule matches or nothing is left of it."""
     veiled = of_certificate
     if has_escapes:
         veiled = _ESCAPE.sub(lambda escape: _STAND_INS.get(escape[0], escape[0]), of_certificate)
@@ -117,7 +117,7 @@ def _escaped(value: str) -> str:
 def principal_of(
     certificate: Mapping[str, Any], mapping: PrincipalMapping, group_attribute: str = "organizationalUnitName"
 ) -> Principal:
-    """The principal of a verified certificate, as `getpeercert` returns it. Raises NoPrincipal.
+    """Return the principal of a verified certificate, as `getpeercert` returns it. Raises NoPrincipal.
 
     Its groups are the values of `group_attribute` in the subject, if its name is from there: an authority that vouches
     for alternative names may have copied the subject from a request.
@@ -140,7 +140,7 @@ def principal_of(
 
 
 def _counted(certificate: Mapping[str, Any], kinds: tuple[str, ...]) -> tuple[str, list[str]]:
-    """The first of these kinds of which there is a name, and all names of it. Raises NoPrincipal."""
+    """Return the first of these kinds of which there is a name, and all names of it. Raises NoPrincipal."""
     for kind in kinds:
         if kind == SUBJECT:
             names = [distinguished_name(certificate.get("subject", ()))]

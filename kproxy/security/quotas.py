@@ -190,7 +190,7 @@ class Accounts:
 
 
 def digest_of(*names: str) -> bytes:
-    """A short name of something to other workers."""
+    """Return a short name of something to other workers."""
     return hashlib.blake2b(repr(names).encode(errors="surrogatepass"), digest_size=DIGEST_BYTES).digest()
 
 
@@ -225,12 +225,12 @@ class Quotas:
         )
 
     def connections(self, principal: Principal) -> int | None:
-        """The most connections of a principal; None: any number."""
+        """Return the most connections of a principal; None: any number."""
         found = [quota for quota in self._fitting(principal) if quota.connections is not None]
         return min(found, key=lambda quota: quota.principal == _EVERY_USER).connections if found else None
 
     def account(self, principal: Principal, client_id: str) -> Account | None:
-        """The account of a client; None if nothing limits it."""
+        """Return the account of a client; None if nothing limits it."""
         fitting = [
             (quota.principal == _EVERY_USER, quota.client_id is None, place)
             for place, quota in enumerate(self._quotas)

@@ -149,7 +149,7 @@ class Reloads:
 
 
 def _print_of(files: Sequence[Path]) -> _Print:
-    """The attributes of the files that show a change of their content."""
+    """Return the attributes of the files that show a change of their content."""
     return tuple(map(_of_one, files))
 
 

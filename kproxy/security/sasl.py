@@ -266,7 +266,7 @@ class SaslExchange:
 
 
 def illegal_state(header: RequestHeader) -> bytes:
-    """The answer to a SASL request where none is expected, as Kafka's: the connection stays open."""
+    """Return the answer to a SASL request where none is expected, as Kafka's: the connection stays open."""
     if header.api_key == SASL_HANDSHAKE:
         return _encoded(header, error_code=ILLEGAL_SASL_STATE, mechanisms=[])
     text = "SaslAuthenticate request received after successful authentication"

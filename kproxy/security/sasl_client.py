@@ -93,11 +93,11 @@ class Mechanism(Protocol):
         ...
 
     def first(self) -> bytes:
-        """The first message."""
+        """Return the first message."""
         ...
 
     def next(self, message: bytes) -> bytes | None:
-        """The answer to the broker's message; None if nothing more is to be sent. Raises SaslRefused."""
+        """Return the answer to the broker's message; None if nothing more is to be sent. Raises SaslRefused."""
         ...
 
 
@@ -168,7 +168,7 @@ class Credential:
         return text.replace(self._secret(), "***") if self._secret() else text
 
     def _secret(self) -> str:
-        """The password, or the token."""
+        """Return the password, or the token."""
         if self.name == Plain.name:
             secret = self._message.rpartition(b"\0")[2]
         else:
@@ -219,7 +219,7 @@ def _check_iterations(server_first: str) -> None:
 
 
 def mechanism(name: str, username: str, secret: str) -> Mechanism:
-    """The mechanism of that name; `secret` is a password or a token."""
+    """Return the mechanism of that name; `secret` is a password or a token."""
     if name == Plain.name:
         return Plain(username, secret)
     if name == Bearer.name:
@@ -247,7 +247,7 @@ class SaslClient:
         return self._mechanism.is_slow
 
     def begin(self) -> Request:
-        """The first request."""
+        """Return the first request."""
         if self.state is not State.NEW:
             raise RuntimeError("it has begun")
         self.state = State.HANDSHAKE

@@ -136,7 +136,7 @@ _paces: WeakKeyDictionary[asyncio.AbstractEventLoop, _Pace] = WeakKeyDictionary(
 
 
 def _pace_of_loop() -> _Pace:
-    """The pace of the running event loop."""
+    """Return the pace of the running event loop."""
     loop = asyncio.get_running_loop()
     found = _paces.get(loop)
     if found is None:
@@ -262,7 +262,7 @@ HANDSHAKES: Final = "tls.handshakes."
 
 
 def handshakes_of(counters: Counter[str]) -> dict[str, int]:
-    """The ended handshakes that an acceptor has counted, by outcome."""
+    """Return the ended handshakes that an acceptor has counted, by outcome."""
     return {name.rpartition(".")[2]: count for name, count in counters.items() if name.startswith(HANDSHAKES)}
 
 

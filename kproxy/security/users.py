@@ -138,11 +138,11 @@ class Users:
         return self.by_name.get(name, {}).get(mechanism)
 
     def creation(self, name: str) -> int | None:
-        """The number of a user, which stays while it is not removed; None for one that is not there."""
+        """Return the number of a user, which stays while it is not removed; None for one that is not there."""
         return self._created.get(name, 0) if name in self.by_name else None
 
     def stand_in(self, name: str, mechanism: str) -> Credential:
-        """A credential that no password matches."""
+        """Return a credential that no password matches."""
         key = hmac.digest(self._source.server_key, b"kproxy stand-in", "sha512")
         digest = hmac.digest(key, f"{mechanism}:{name}".encode(errors="surrogatepass"), "sha512")
         size = hashlib.new(_HASHES[mechanism]).digest_size
@@ -170,7 +170,7 @@ class Users:
 
 
 def _checked(credentials: Credentials) -> Credential:
-    """The credential that a password in the clear is checked with."""
+    """Return the credential that a password in the clear is checked with."""
     return next(iter(credentials.values()))
 
 
@@ -249,7 +249,7 @@ def write_users(file: Path, users: Mapping[str, Credentials]) -> None:
 
 
 def read_password(file: Path) -> str:
-    """The password in a file's first line. Raises StartupError, which never shows it."""
+    """Return the password in a file's first line. Raises StartupError, which never shows it."""
     content = read_file(file, "--password-file", MOST_PASSWORD_BYTES + 2, "that is no password")
     try:
         return content.decode().rstrip("\r\n")

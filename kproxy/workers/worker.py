@@ -1,9 +1,9 @@
 """A worker process: a proxy that shares its port and reports to its supervisor.
 
 Invariants
-1. It prints nothing on stdout: that is the supervisor's.
-2. Its admin page is on a unix socket in its supervisor's private directory. It is there until the worker has drained.
-3. Shares are in force before the supervisor is told so. A report that the supervisor has not taken is followed by none.
+1. It prints nothing on stdout, which belongs to the supervisor.
+2. Its admin page is on a unix socket in its supervisor's private directory. It stays until the worker has drained.
+3. Shares are in force before the supervisor learns of it. No report follows one that is still unread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kproxy.workers.channel import (
 )
 from kproxy.workers.shares import MOST_CHANGES, ROUND_S
 
-# Less than a supervisor waits for a page.
+# Shorter than a supervisor's wait for a page.
 READINESS_S = 1.5
 # The status of a command that cannot start as asked.
 NOT_STARTED = 2
@@ -94,7 +94,7 @@ class WorkerHost(OwnHost):
         self._channel.send(encode(Ready(source)))
 
     def stops(self) -> None:
-        """Do nothing: the supervisor asked for the stop, and reports it for all."""
+        """Do nothing, as the supervisor asked for the stop, and reports it for all workers."""
 
 
 async def keep_shares(
