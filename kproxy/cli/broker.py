@@ -15,7 +15,7 @@ from kproxy.config import DEFAULT_PREFIX, advertised, parse_address, split_list
 from kproxy.config.etcd import etcd_options_from
 from kproxy.runtime.process import end_with_parent
 
-# The key listen.admin of `kproxy serve`'s configuration.
+# The variable of the key listen.admin in the configuration of `kproxy serve`.
 ADMIN_VARIABLE = "KPROXY_LISTEN__ADMIN"
 
 

@@ -64,7 +64,7 @@ def command(
 
     Starts what `kproxy dev` starts, on free ports. A Spark Structured Streaming job writes the flights that left New
     York in 2013 to Spark's own Kafka sink, told nothing but the proxy's address; Spark's Kafka source reads them back.
-    In the end what the proxy acknowledged, by its own audit trail, is looked for in the brokers' logs.
+    In the end the records that the proxy acknowledged, by its own audit trail, are looked up in the brokers' logs.
     Needs Java 17 or 21, and the extra `demo`: docs/install.md.
 
     \b

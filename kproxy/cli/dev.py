@@ -76,7 +76,7 @@ def command(
       kproxy dev --listen 127.0.0.1:0 --admin 127.0.0.1:0 --brokers 5 --data-dir /tmp/kproxy
       kproxy dev --writer-group orders=writers
     """
-    # The parts log to files of their own.
+    # The cluster's processes log to files of their own.
     start_logging(context, default="warning")
     max_connections = _max_connections(raise_open_file_limit())
     from kproxy.dev.cluster import DEFAULT_REPLICATION_FACTOR, DevCluster, default_data_dir
@@ -138,7 +138,7 @@ async def _run(cluster: DevCluster, *, restart: bool) -> int:
 
 
 async def _start_and_keep(cluster: DevCluster, *, restart: bool) -> None:
-    """Start the cluster and keep it running. Raises ChildEnded when it cannot serve any more."""
+    """Start the cluster and keep it running. Raises ChildEnded when the cluster can no longer serve."""
     from kproxy.dev.restarter import Restarter
 
     await cluster.start()
