@@ -1,8 +1,8 @@
 """Acquire claims: decide them, put them into etcd, and wait until they are granted.
 
-Conditions for granting a claim that is in etcd: from then on no other client can be served
+A claim in etcd is granted under two conditions, after which no other client can be served
   confirmed   every earlier member has acted upon the claim: it has severed the connections that lost something, and
-              none of their writes is in flight. A dead member has lost its own lease, and is not waited for.
+              none of their writes is in flight. A dead member has lost its own lease, and needs no wait.
   bound       the leader of the partition knows the fence (kproxy.proxy.claims), if it supports fences at all
 
 Invariants
@@ -57,7 +57,7 @@ PER_REQUEST: Final = 8
 # No new claim is made beyond this number: a claim that tables cannot hold would sever nobody. The rest of MAX_CLAIMS is
 # for claims that other processes are making.
 FULL: Final = MAX_CLAIMS * 9 // 10
-# How long to wait for the table to show what a transaction has found.
+# The longest wait for the table to show the claims that a transaction has found.
 CATCH_UP_S: Final = 0.5
 
 log = structlog.get_logger(__name__)
@@ -159,7 +159,7 @@ class ClaimWriter:
                 try:
                     outcome = await self._attempt(connection, group, resource, generation, view)
                 except EtcdError as error:
-                    # The claim may stand all the same: the table will show it, and another request will find it.
+                    # The claim may have been made: the table will show it, and another request will find it.
                     log.warning("claim failed", group=group, resource=resource, reason=str(error))
                     return ClaimOutcome(COORDINATOR_NOT_AVAILABLE)
                 if isinstance(outcome, ClaimOutcome):

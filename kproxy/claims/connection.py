@@ -43,7 +43,7 @@ class Held:
 class ClaimingConnection:
     """A client connection that may claim. `number` is unique in this process; `client` is its name for people.
 
-    `sever(reason)` closes it. `gates(topic, group)` returns whether writes to the topic are for claimants in the group.
+    `sever(reason)` closes it. `gates(topic, group)` returns whether only claimants in the group may write to the topic.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ClaimingConnection:
         return Owner(member, self.number)
 
     def gates(self, topic: str) -> bool:
-        """Whether writes to this topic are for claimants in this connection's group alone."""
+        """Whether only claimants in this connection's group may write to the topic."""
         return self.group is not None and self._gates(topic, self.group)
 
     def write_fence(self, topic: bytes, partition_index: int) -> int:

@@ -2,12 +2,12 @@
 
 Only brokers without fences need this. With these a claim is granted once no write of an earlier claimant is in flight,
 and the wait for an answer that can never come ends after a time. The wait is bounded, not safe: a broker that hangs for
-longer may still write earlier requests, and writes that bypass the proxies are not seen at all.
+longer may still write requests it has read, and writes that bypass the proxies are not seen.
 
 States of a partition of a gated topic
   settled     no writes are known to be in flight, except those of its claimant
   held        its writer's connection has ended, and a broker has not answered its last write
-  uncertain   something was written to a broker whose answer cannot come any more, or the process that wrote it died
+  uncertain   a write was sent to a broker whose answer can no longer come, or the process that sent it died
 
 Transitions
   settled   -> held        `begin`: the connection of a writer ends with a write unanswered
@@ -88,9 +88,9 @@ class _MemberState:
 
 
 class InflightWrites:
-    """The unsettled partitions that one process knows, of no topics but those in `writer_groups`.
+    """The unsettled partitions that one process knows, only of topics in `writer_groups`.
 
-    `writer_groups`: by topic, the group whose claimants alone write to it. `clock` is monotonic, in seconds, and so is
+    `writer_groups` has, by topic, the group whose claimants may write to it. `clock` is monotonic, in seconds like
     `unsettled_s`.
     """
 

@@ -1,6 +1,6 @@
 """Keep this process a member: its lease, its entry, its published state, and the mark that members leave.
 
-    {prefix}/kproxy/own-at-work   the mark, on no lease: it outlives its writers
+    {prefix}/kproxy/own-at-work   the mark, which is on no lease and so outlives its writers
 
 States
   out      no lease is certain to live, and no claim of this process counts
@@ -230,7 +230,7 @@ class AtWorkMark:
             self._put_as = member
 
     async def remove(self) -> None:
-        """Remove the mark: this process has ended in order, and is no member any more."""
+        """Remove the mark, as this process has ended in order, and is no longer a member."""
         if not self._put_as or self._unsettled.places():
             return
         members = self._table.keys.members

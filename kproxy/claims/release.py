@@ -81,7 +81,7 @@ class WriterGroups:
         self._brokers = brokers
 
     def gates(self, topic: str, group: str) -> bool:
-        """Whether writes to a topic are for claimants in this group alone."""
+        """Whether only claimants in this group may write to the topic."""
         return self.by_topic.get(topic.encode()) == group
 
     def partitions(self, group: str, resource: str) -> Iterable[tuple[str, int]]:

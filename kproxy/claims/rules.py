@@ -61,7 +61,7 @@ _FencedT = TypeVar("_FencedT", bound=_Fenced)
 
 
 def latest(claim: _FencedT | None, whole: _FencedT | None) -> _FencedT | None:
-    """Return the later of a resource's own claim and the whole group's: it counts for the resource."""
+    """Return the later of a resource's own claim and the whole group's, which counts for the resource."""
     if claim is None or whole is None:
         return claim or whole
     return claim if claim.fence > whole.fence else whole

@@ -312,7 +312,7 @@ class OwnService:
         self._changes.notify()
 
     def restored(self) -> None:
-        """Give up all claims: they were made in a history that etcd does not have any more."""
+        """Give up all claims, because they were made in a history that etcd no longer has."""
         self._to_confirm = 0
         self._member.entry_gone(self._member.name)
         self.unsettled.note_restored()

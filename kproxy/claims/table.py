@@ -7,7 +7,7 @@ Invariants
    listener that gets a claim at revision R knows every member that existed at R.
 2. The listener gets a change after the table has it, and the end of each batch after all its changes.
 3. A snapshot is reported as the changes that lead to it. Earlier changes that left no trace are not reported.
-4. An invalid key or value is skipped, counted, and logged once a key. The table holds at most MAX_CLAIMS.
+4. An invalid key or value is skipped, counted, and logged once per key. The table holds at most MAX_CLAIMS.
 """
 
 from __future__ import annotations

@@ -123,8 +123,8 @@ def _show_version(context: click.Context, option: click.Parameter, wanted: bool)
 def cli(context: click.Context, debug: bool, log_level: str | None, log_format: str | None) -> None:
     """A Kafka-protocol produce proxy: one address before many brokers.
 
-    Any Kafka client uses it as its only bootstrap server. It learns from etcd which broker owns which partition, splits
-    what a client produces by owner, and answers as one broker.
+    Any Kafka client uses the proxy as its only bootstrap server. The proxy learns from etcd which broker owns which
+    partition, splits produce requests by owner, and answers as one broker.
     """
     if context.invoked_subcommand in RUN_BY_THEMSELVES:
         interruptible()

@@ -25,7 +25,7 @@ def command() -> None:
     """Try the rules of access, and write those in etcd.
 
     Rules are [[acls]] of the configuration file, and in etcd for all proxies together (access.acls_in_etcd). Both
-    count: what any rule denies is denied, what any other allows is allowed.
+    count: an operation is allowed if some rule allows it and no rule denies it.
 
     \b
       kproxy acl check --config kproxy.toml --principal User:alice --operation write --topic orders

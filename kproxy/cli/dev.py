@@ -68,8 +68,8 @@ def command(
 ) -> int:
     """Run everything on this machine: etcd, reference brokers and the proxy.
 
-    Topics are created when first written to. They and their records are there again at the next start. Kill any process
-    by its pid: the others go on, and `kproxy dev` says what has died and starts it again.
+    Topics are created when first written to. They and their records are kept for the next start. Kill any process by
+    its pid: the others continue, and `kproxy dev` reports and restarts the dead process.
 
     \b
       kproxy dev

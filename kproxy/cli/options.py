@@ -114,7 +114,7 @@ def bootstrap_option(text: str, *, default: str | None = DEFAULT_LISTEN, otherwi
 
 
 def admin_option(text: str, *, default: str | None = DEFAULT_ADMIN, otherwise: str = DEFAULT_ADMIN) -> Decorator:
-    """Add --admin: the parameter `admin`, as `bootstrap_option`, and the flags --admin-..., for `admin_place`."""
+    """Add --admin as `bootstrap_option` does (parameter `admin`), and the flags --admin-... for `admin_place`."""
     asking = _asking(
         "--admin",
         "H:P",

@@ -83,7 +83,7 @@ def _news(before: ClaimsPage | None, page: ClaimsPage) -> Sequence[Told]:
 
 
 class Claims(Protocol):
-    """One source. Raises StartupError if it does not answer."""
+    """One source of claims. Its methods raise StartupError if it does not answer."""
 
     async def page(self, group: str | None) -> ClaimsPage:
         """Return all claims, of one group if named."""

@@ -1,4 +1,4 @@
-"""`kproxy pipeline`: the Spark jobs, `path`, and flags of Spark.
+"""`kproxy pipeline`: the group of the Spark jobs, the command `path`, and the flags of Spark.
 
 The module of a job is imported only when the job runs.
 """

@@ -137,7 +137,7 @@ def footline(table: TablePage, rows: Sequence[Row]) -> str:
 def proxies_line(table: TablePage) -> str:
     """Return one line with the proxies that clients see.
 
-    Sources other than a proxy know only registered ones.
+    Sources other than a proxy know only registered proxies.
     """
     named = [
         f"{each.id} at {Address(each.host, each.port)}{' (this one)' if each.this else ''}" for each in table.proxies

@@ -26,8 +26,8 @@ def command() -> None:
     """Add, list and remove users who authenticate by SASL.
 
     Users are in a file, which sasl.users of the configuration names, or in etcd for all proxies together
-    (sasl.users_in_etcd). Both have salted credentials for SCRAM and no passwords; PLAIN is checked against the same. A
-    proxy reads the file again when it changes, and follows etcd.
+    (sasl.users_in_etcd). Both have salted credentials for SCRAM and no passwords; PLAIN is checked against the same
+    credentials. A proxy reads the file again when it changes, and follows etcd.
 
     \b
       kproxy user add --users users.toml alice
@@ -171,7 +171,7 @@ def remove(name: str, file: Path | None, etcd: str | None, prefix: str, **etcd_a
     """Remove a user.
 
     The user's connections are closed, after the answers that are due. A changed password closes none: if it was stolen,
-    remove the user, and add it again once the proxies have read the file (`reloaded` in their logs), in etcd at once.
+    remove the user, and add it again, in a file once the proxies have read it (`reloaded` in their logs).
     """
     from kproxy.security.users import write_users
 

@@ -1,7 +1,7 @@
 """Options of authorisation: `[access]`, and the rules, `[[acls]]`.
 
-Rules are in the configuration file, which is read again when it changes, and with `access.acls_in_etcd` also in etcd
-(kproxy.security.in_etcd). Neither the environment nor flags have rules.
+Rules are in the configuration file, from which they are read again when it changes, and with `access.acls_in_etcd` also
+in etcd (kproxy.security.in_etcd). Neither the environment nor flags have rules.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class AccessSection(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True)
 class AccessOptions:
-    """`[access]` and `[[acls]]`, checked. `file` has the rules, if there are any, and is read again."""
+    """`[access]` and `[[acls]]`, checked. `file` has the rules, if there are any, which are read again from it."""
 
     dry_run: bool = False
     acls: tuple[AclSection, ...] = ()

@@ -29,7 +29,7 @@ from kproxy.errors import StartupError
 MAX_LISTENERS: Final = 8
 # The number is bounded, as a client's address is compared with each of them.
 MAX_SENDERS: Final = 256
-# As in Kafka's `listeners`, where a name is part of a key.
+# The form of names in Kafka's `listeners`, where a name is part of a key.
 _NAME: Final = re.compile(r"[a-zA-Z][a-zA-Z0-9_-]{0,31}")
 Identity = Literal["proxy", "client"]
 """The identity with which a client's broker connections authenticate."""

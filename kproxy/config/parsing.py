@@ -147,7 +147,7 @@ _DURATION: Final = re.compile(r"(\d{1,9})(ms|s|m|h|d)")
 def duration_ms(text: str) -> int | None:
     """Parse `500ms`, `10s`, `15m`, `2h` or `1d` into milliseconds.
 
-    None for anything else.
+    Returns None for any other text.
     """
     match = _DURATION.fullmatch(text)
     return None if match is None else int(match[1]) * _UNIT_MS[match[2]]
@@ -182,7 +182,7 @@ MAX_FILE_BYTES = 16 * 1024 * 1024
 
 
 def unreadable(named: str, file: Path, error: OSError | ValueError, make: str = "make it") -> StartupError:
-    """Return the error for an unreadable file; ValueError: its name has a NUL. `make` says how to make the file."""
+    """Return the error for an unreadable file; ValueError stands for a NUL in its name. `make`: how to make it."""
     number = error.errno if isinstance(error, OSError) else None
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
     way_out = "name a file that can be read"

@@ -22,7 +22,7 @@ GROUP_IN_REPLACEMENT: Final = re.compile(r"\$(\d)")
 
 
 class MappingRule(NamedTuple):
-    """One rule, which without a pattern is DEFAULT. `case` is `L`, `U` or empty."""
+    """One rule. Without a pattern it is DEFAULT. `case` is `L`, `U` or empty."""
 
     pattern: re.Pattern[str] | None = None
     replacement: str = ""

@@ -281,7 +281,7 @@ class ProxyConfig:
     any of them: clients learn of all proxies that share it, except those that are `alone`. A proxy is named until
     `lease_ttl_s` after its last sign of life.
 
-    `writer_groups` has, for each topic that only owners may write to, their group; these need an `etcd`. The bounds of
+    `writer_groups` has, for each topic that only owners may write to, their group, and needs an `etcd`. The bounds of
     `audit` hold for each process by itself. `broker_tls` None: brokers are accessed in plain text; `broker_sasl` None:
     without authentication. `sasl` None: clients need not authenticate. `access` None: all clients may do anything.
     `quotas` None: there are no quotas. `events` None: security events are not written to a file. `given` None: the

@@ -230,7 +230,7 @@ def is_url(jwks: str) -> bool:
 
 
 def _refuse_unsafe_url(given: str, source: str) -> None:
-    """Refuse an unsecured connection, on which others could answer for the issuer, and then make tokens."""
+    """Refuse an unsecured connection, on which another server could answer for the issuer and then make tokens."""
     try:
         parts = urlsplit(given)
         is_safe = parts.scheme == "https" or (parts.scheme == "http" and _is_loopback(parts.hostname))

@@ -70,8 +70,8 @@ LOCAL_MASTER: Final = "local[2]"
 # There are few, as Spark plans each micro-batch for about a second here, and several, as order must hold across them.
 MICRO_BATCHES: Final = 5
 BROKERS: Final = 3
-# With `kill_owner`. It is short, as no broker may take over before the killed broker's lease ends, but long enough for
-# renewals on a machine that Spark keeps busy.
+# The TTL with `kill_owner` is short, as no broker may take over before the killed broker's lease ends, but long enough
+# for renewals on a machine that Spark keeps busy.
 KILL_LEASE_TTL_S: Final = 4
 # With fewer rows the stream could end before the loss of a broker has any effect.
 LEAST_ROWS_TO_KILL: Final = 1_000

@@ -8,7 +8,7 @@ by itself, which `wait_ready` and `wait` report.
 Invariants
 1. A child is in a session of its own: Ctrl-C in a terminal does not reach it, so its parent decides the order.
 2. A child does not outlive this process, even if that is killed (`kproxy.runtime.process`).
-3. Its log is kept in one file and one predecessor of bounded size; the last lines are also held in memory.
+3. The child's log is kept in one file and one predecessor of bounded size; memory has the last lines too.
 4. After `stop` the process is gone and its tasks have ended.
 """
 
@@ -39,7 +39,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 class Child:
     """`name` is for people; `arguments` follow `python -m kproxy`.
 
-    `log_path` is where its stderr goes.
+    The child's stderr is written to `log_path`.
 
     `configuration` is for options without a flag: environment variables by name.
     """
@@ -75,7 +75,7 @@ class Child:
         return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:
-        """Start the process; it is not ready yet."""
+        """Start the process, without waiting until it is ready."""
         self._log_size = self.log_path.stat().st_size if self.log_path.exists() else 0
         self._ready = asyncio.get_running_loop().create_future()
         # -P: imports must not depend on the files in the working directory.

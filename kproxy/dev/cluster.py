@@ -314,7 +314,7 @@ class DevCluster:
         return f"{address[part.kind]} (pid {self._process_of(part).pid})"
 
     async def kill_broker(self, node_id: int) -> None:
-        """Kill a broker with SIGKILL, which `wait` does not report, and wait until it is gone. Its data stays."""
+        """Kill a broker with SIGKILL, which `wait` does not report, and wait until it is gone. The data stays."""
         self._down[node_id] = child = self._brokers.pop(node_id)
         del self.broker_addresses[node_id]
         self._children_changed.set()
@@ -323,7 +323,7 @@ class DevCluster:
     async def restart_broker(self, node_id: int) -> None:
         """Restart an ended broker with its id and its data, perhaps at another port; return when it serves.
 
-        That takes until the lease of the former process ends. Raises StartupError if the new process ends before.
+        This takes until the lease of the former process ends. Raises StartupError if the new process ends before.
         """
         if self._pipe is None:
             raise RuntimeError("this cluster has not been started")

@@ -81,7 +81,7 @@ class FleetView:
         self._found: dict[str, Proxy] = {}
         self._listeners = listeners
         self._by_listener = by_listener
-        # The named listeners of other entries, by key, where there are any.
+        # The named listeners of entries, by key, if an entry has any.
         self._found_listeners: dict[str, Listeners] = {}
         self._mine: Proxy | None = None
         self._leaving = False

@@ -1,10 +1,10 @@
 """Protect an admin page by a bearer token, if one is set, and by Host and Origin of requests.
 
-A foreign web page in an operator's browser can send requests to an admin page that the browser reaches. It can neither
-read the answers nor send JSON, unless its name resolves to the page's address (DNS rebinding). So a request must call
-the page by an address or a known name, and one that changes something must not come from another origin. The pages of
-VITAL_PATHS are read by any name, since probes and scrapers call a machine by names that it does not know. A request
-with the token needs no known name: a foreign page has no token.
+A foreign web page in an operator's browser can send requests to an admin page that the browser reaches. The web page
+can neither read the answers nor send JSON, unless its name resolves to the admin page's address (DNS rebinding). So a
+request must call the page by an address or a known name, and one that changes something must not come from another
+origin. The pages of VITAL_PATHS are read by any name, since probes and scrapers call a machine by names that it does
+not know. A request with the token needs no known name: a foreign page has no token.
 """
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ class ReplicationPage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def replication_page(known: Replication, query: TableQuery) -> ReplicationPage:
-    """Return the page asked for. Raises ValueError as `table_page`."""
+    """Return the requested page. Raises ValueError as `table_page`."""
     if not 1 <= query.limit <= MAX_PAGE_ROWS:
         raise ValueError(f"limit is a number from 1 to {MAX_PAGE_ROWS}")
     start = bisect_right(known.rows, parse_place(query.after), key=lambda row: row.place) if query.after else 0

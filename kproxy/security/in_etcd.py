@@ -113,7 +113,7 @@ def decode_user(value: bytes) -> Credentials:
     try:
         texts = msgspec.json.decode(value, type=_UserValue).credentials
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        # Not chained: the cause may show a part of the value.
+        # The error is not chained, because its cause may show a part of the value.
         raise ValueError('a user\'s value is JSON with one key, {"credentials": [...]}') from None
     return parse_credentials(texts)
 

@@ -40,11 +40,11 @@ _HEADERS: Final = {"Accept": "application/json", "Accept-Encoding": "identity"}
 
 
 class FetchFailed(Exception):
-    """The message is the reason, for the log."""
+    """A fetch has failed; the message is the reason, for the log."""
 
 
 class KeyServer:
-    """The keys at `url`, which `fetch` returns as text; it raises FetchFailed.
+    """The keys at `url`. `fetch` returns them as bytes, or raises FetchFailed.
 
     `tells`: this process, and not another worker, logs new keys. Raises StartupError if tokens cannot be verified at
     all.

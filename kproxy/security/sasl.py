@@ -216,7 +216,7 @@ class SaslExchange:
         return given or (self.principal.name if self.principal is not None else "")
 
     def may_become(self, principal: Principal) -> bool:
-        """Whether this client may be that principal: it had no principal before, or the same."""
+        """Whether this client may be that principal, since it had no principal before, or the same."""
         return self.principal is None or self.principal.name == principal.name
 
     def give_up(self, reason: str) -> Failure:

@@ -42,7 +42,7 @@ LEAST_SCRAM_ITERATIONS: Final = 4_096
 MAX_ITERATIONS: Final = 100_000
 _ITERATIONS: Final = re.compile(r"(?:^|,)i=([0-9]{1,10})(?:,|$)")
 _MAX_TEXT: Final = 300
-# One year.
+# The bound is one year.
 _MAX_LIFETIME_MS: Final = 31_536_000_000
 _ACKNOWLEDGEMENT: Final = b"\x01"
 # The error of a listener without SASL.
@@ -80,7 +80,7 @@ class State(Enum):
 
 
 class Mechanism(Protocol):
-    """The messages of one mechanism. `is_slow`: it computes for milliseconds."""
+    """The messages of one mechanism. `is_slow`: the computation takes milliseconds."""
 
     @property
     def name(self) -> str: ...
@@ -238,7 +238,7 @@ class SaslClient:
         self._mechanism = mechanism
         self._version = min(authenticate_version, _MAX_AUTHENTICATE_VERSION)
         self.state = State.NEW
-        # The time after which the broker ends the session, in milliseconds; 0: it does not.
+        # The time after which the broker ends the session, in milliseconds; 0 for never.
         self.session_lifetime_ms = 0
 
     @property

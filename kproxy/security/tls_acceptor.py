@@ -4,7 +4,7 @@ The proxy's listeners for clients, the reference brokers' for followers and the 
 
 States of a connection
   accepted     it is admitted, and the PROXY protocol's header is awaited if the listener requires it
-  recognised   its first byte, which shows a client without TLS, is looked at and left in the socket
+  recognised   its first byte, which shows a client without TLS, is read but left in the socket
   handshake    the event loop's TLS runs
   inside       it belongs to a session
   refused      it is closed

@@ -112,7 +112,7 @@ class Users:
     numbers, the file has none.
 
     Compromise: the key of the salts is derived from one credential, so that it is the same on all proxies that have
-    read the same users, and nothing is stored for it. When that credential goes, the salts of all unknown users change.
+    read the same users, and nothing is stored for it. Without that credential the salts of all unknown users change.
     """
 
     def __init__(self, by_name: Mapping[str, Credentials], created: Mapping[str, int] = MappingProxyType({})) -> None:

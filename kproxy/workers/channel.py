@@ -136,7 +136,7 @@ class Channel:
         return self._writer.transport.get_write_buffer_size() > 0
 
     async def close(self) -> None:
-        """Send what is buffered, for at most CLOSE_TIMEOUT_S, and close."""
+        """Send buffered bytes, for at most CLOSE_TIMEOUT_S, and close."""
         self._writer.close()
         with contextlib.suppress(OSError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):

@@ -2,7 +2,7 @@
 
 States of a WorkerProcess
   made      nothing runs
-  starting  the process runs and may report what it waits for
+  starting  the process runs and may report the reason for its wait
   serving   it has sent Ready
   ended     it has been reaped, and its channel closed
 
@@ -157,7 +157,7 @@ class WorkerProcess:
         return self.ready.done() and not self.ready.cancelled() and self.ready.exception() is None
 
     async def start(self) -> None:
-        """Start the process; it is not ready yet. Raises OSError."""
+        """Start the process, without waiting until it is ready. Raises OSError."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:

@@ -2,7 +2,7 @@
 
 Invariants
 1. It prints nothing on stdout, which belongs to the supervisor.
-2. Its admin page is on a unix socket in its supervisor's private directory. It stays until the worker has drained.
+2. Its admin page is on a unix socket in the supervisor's private directory, and stays until the worker has drained.
 3. Shares are in force before the supervisor learns of it. No report follows one that is still unread.
 """
 
@@ -128,5 +128,5 @@ async def _apply_shares(
             connections.elsewhere = shares.elsewhere
             channel.send(encode(Applied(shares.number)))
     except ChannelClosed:
-        # The supervisor has gone; this process is about to be ended.
+        # The supervisor has gone, and this process will soon be ended.
         return

@@ -1,6 +1,6 @@
 """`own` for aiokafka: claim on the connections that its producers and consumers use.
 
-These send requests through `AIOKafkaClient.send`, on one connection for each node. The first request opens the
+They send requests through `AIOKafkaClient.send`, on one connection for each node. The first request opens the
 connection, and the next request after its end opens it again. This module uses internals of aiokafka 0.14, most of them
 private; the tests exercise them.
 """

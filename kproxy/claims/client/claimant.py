@@ -147,7 +147,7 @@ class Claimant(Generic[ConnectionT]):
             somewhere = next((each.node for each in self.held.values()), driver.any_node())
         if somewhere is None:
             raise ConnectionLost("no proxy is known")
-        # Once a partition that does not exist yet is created, the proxy that claimed it leads it.
+        # If a partition does not exist yet, the proxy that claims it leads it after its creation.
         return {each: somewhere if (node := nodes.get(each)) is None else node for each in resources}
 
     async def _ask(self, connection: ConnectionT, node: int, asked: dict[str, int], deadline: float | None) -> None:
@@ -189,7 +189,7 @@ class Claimant(Generic[ConnectionT]):
             return None if is_raised else self.plan.generation
         refused = OwnRefused(code, self.plan.group, owned.resource, asked)
         if code in _RETRIABLE and (deadline is None or self._driver.now() < deadline):
-            # The claim stands, unconfirmed; asking with 0 once more would make another claim.
+            # The claim exists but is unconfirmed; another request with 0 would make another claim.
             return FIRST_GENERATION if asked == RESET and code == REQUEST_TIMED_OUT else asked
         if code == FENCED_INSTANCE_ID and (self.plan.stand_by or self.state is State.RECLAIMING):
             raise _Again(refused)

@@ -14,7 +14,7 @@ ConnectionT = TypeVar("ConnectionT")
 
 
 class ClaimPlan(NamedTuple):
-    """The arguments of `own`. `resources` has WHOLE_GROUP alone for the whole group."""
+    """The arguments of `own`. For the whole group `resources` has only WHOLE_GROUP."""
 
     group: str
     resources: tuple[str, ...]
@@ -26,7 +26,7 @@ class ClaimPlan(NamedTuple):
 
     @property
     def yielding(self) -> int:
-        """The generation that takes nothing from a claimant with `generation`."""
+        """A generation with which a claim takes nothing from a claimant with `generation`."""
         return self.generation - 1
 
 
