@@ -168,7 +168,7 @@ def owner_of_most(owners: Mapping[int, int]) -> int:
 
 
 class TakeOvers:
-    """The times (`at`, by partition) when `partitions` get another lease than now, and the new `owners`."""
+    """The times (`at`, by partition) when each of `partitions` gets another lease, and the new `owners`."""
 
     def __init__(self, view: ClusterView, topic: str, partitions: Sequence[int], clock: Callable[[], float]) -> None:
         self.at: dict[int, float] = {}

@@ -19,8 +19,8 @@ Transitions
   any -> out                  `run` is cancelled: the lease is revoked, and so the entry removed, before `run` ends
 
 Invariants
-1. An entry is created only if there is none, and replaced only as it was read (its mod_revision), with the same
-   address. So an id belongs to one address as long as the entry exists, and two addresses never share an id.
+1. An entry is created only if there is none, and replaced only if unchanged since it was read (by mod_revision), with
+   the same address. So an id belongs to one address as long as the entry exists, and two addresses never share an id.
 2. Of two live processes with one address the later one has the entry; the earlier never takes it back, so that they do
    not fight. Both log this.
 3. After every claim the lease holds the entry or is revoked. A lease that cannot be revoked ends by itself, and the

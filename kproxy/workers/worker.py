@@ -63,7 +63,7 @@ async def run_worker(channel_fd: int, page: Path | None) -> int:
 
 
 class WorkerHost(OwnHost):
-    """Reports to the supervisor."""
+    """The host of a worker, which reports to the supervisor."""
 
     def __init__(self, assignment: Assignment, channel: Channel, page: Path | None) -> None:
         super().__init__(assignment.config)
