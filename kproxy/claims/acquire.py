@@ -1,15 +1,15 @@
 """Acquire claims: decide them, put them into etcd, and wait until they are granted.
 
-A claim that stands in etcd is granted once nobody else can be served
-  confirmed   every member that was there before has acted upon it: it has severed connections that lost something, and
-              nothing of theirs is in flight. A member that is dead has lost its own lease, and is not waited for.
-  bound       the leader of the partition knows the fence (kproxy.proxy.claims), where it knows fences at all
+A claim in etcd is granted under two conditions, after which no other client can be served
+  confirmed   every earlier member has acted upon the claim: it has severed the connections that lost something, and
+              none of their writes is in flight. A dead member has lost its own lease, and needs no wait.
+  bound       the leader of the partition knows the fence (kproxy.proxy.claims), if it supports fences at all
 
 Invariants
-1. A decision, also a refusal, is carried out by a transaction that is guarded by exactly the data it was based on: it
-   is true at the moment of the transaction. If the transaction finds something else, the claim is decided anew.
-2. At most CONCURRENT_TRANSACTIONS claims are under way at a time, PER_REQUEST of them for one request: no request waits
-   behind all resources of another one. Deletions have slots of their own, and hold up no claim.
+1. A transaction carries out each decision, also a refusal, guarded by exactly the data of the decision, which is true
+   at that moment. If the transaction finds other data, the claim is decided anew.
+2. At most CONCURRENT_TRANSACTIONS claims are under way at a time, PER_REQUEST of them for one request, so that no
+   request waits for all resources of another. Deletions have slots of their own, and delay no claim.
 3. A claim is granted when it is confirmed and bound, and while its connection and this process's lease live.
 4. A claim that is not granted in time stays in etcd; a repeated request continues to wait.
 5. A claim that its partition's leader finally refuses is given up.
@@ -54,16 +54,16 @@ from kproxy_codec.own import WHOLE_GROUP, FenceBinding, OwnResource
 
 CONCURRENT_TRANSACTIONS: Final = 32
 PER_REQUEST: Final = 8
-# No new claims from here on: a claim that tables do not hold would sever nobody. The rest of MAX_CLAIMS is for claims
-# that are under way in other processes.
+# No new claim is made beyond this number: a claim that tables cannot hold would sever nobody. The rest of MAX_CLAIMS is
+# for claims that other processes are making.
 FULL: Final = MAX_CLAIMS * 9 // 10
-# How long to wait for the table to show what a transaction has found.
+# The longest wait for the table to show the claims that a transaction has found.
 CATCH_UP_S: Final = 0.5
 
 log = structlog.get_logger(__name__)
 
 Bind = Callable[[list[FenceBinding], float], Coroutine[Any, Any, dict[tuple[str, int], int]]]
-"""Binds partitions at their leaders until a deadline (seconds, the event loop's clock): an error code for each."""
+"""Binds partitions at their leaders by a deadline (seconds, the event loop's clock); returns each one's error code."""
 
 
 class ChangeSignal:
@@ -159,7 +159,7 @@ class ClaimWriter:
                 try:
                     outcome = await self._attempt(connection, group, resource, generation, view)
                 except EtcdError as error:
-                    # The table shows whether the claim stands: it is this connection's then, and asking again finds it.
+                    # The claim may have been made: the table will show it, and another request will find it.
                     log.warning("claim failed", group=group, resource=resource, reason=str(error))
                     return ClaimOutcome(COORDINATOR_NOT_AVAILABLE)
                 if isinstance(outcome, ClaimOutcome):
@@ -183,19 +183,19 @@ class ClaimWriter:
             value = ClaimValue(*owner, decision.generation, connection.client, int(self._wall_clock() * 1_000))
             writes.append(put_op(key, encode_value(value), self._member.lease_id))
             if resource != WHOLE_GROUP and view.whole is not None and view.whole.owner != owner:
-                # The claimant of the whole group loses a part of it, and is severed for that.
+                # The claimant of the whole group loses a part of the group, and is severed for that.
                 writes.append(delete_op(whole_key))
         found = await self._client.txn(compares, writes, [get_op(key), get_op(whole_key)])
         if not found.succeeded:
             if resource == WHOLE_GROUP:
-                # Another connection claimed in this group: the table must show that first.
+                # Another connection claimed in this group: the table must first show its claim.
                 await self._changes.wait(asyncio.get_running_loop().time() + CATCH_UP_S)
             row, whole = (_row_of(self._keys, response.kvs) for response in found.responses)
             return _View(row, whole)
         if decision.error_code != NONE:
             return ClaimOutcome(decision.error_code)
         if not decision.is_new:
-            # The table may not show it yet: the answer to the claim that made it may have been lost.
+            # The connection may not know its claim: the answer to the transaction that made it may have been lost.
             had = (view.row, view.whole) if resource != WHOLE_GROUP else (self._table.whole(group),)
             for row in had:
                 if row is not None and row.owner == owner and not connection.has_ended:
@@ -294,7 +294,7 @@ class ClaimGranter:
         return [FenceBinding(*partition, fence) for partition in self._writer_groups.partitions(group, resource)]
 
     async def _wait_settled(self, deadline: float, fence: int, group: str, resource: str) -> int:
-        """Wait for a claim that no broker fences, which `_wait_confirmed` may have treated as fenced."""
+        """Wait until writes before a claim that no broker fences have ended: earlier it may have counted as fenced."""
         try:
             await self._at_work.put(self._member.name)
         except EtcdError as error:
@@ -318,9 +318,9 @@ class ClaimGranter:
         return True
 
     def _is_confirmed(self, fence: int, group: str, resource: str, *, is_fenced: bool) -> bool:
-        """Whether all earlier members have acted upon the claim, and nothing of earlier writers is in flight.
+        """Whether all earlier members have acted upon the claim, and no write of an earlier claimant is in flight.
 
-        Brokers that know fences (`is_fenced`) refuse writes that are in flight.
+        With brokers that know fences (`is_fenced`) the second condition is dropped, as they refuse such writes.
         """
         if self._table.revision < fence:
             return False

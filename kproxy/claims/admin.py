@@ -1,7 +1,7 @@
-"""Show claims and free them: for the admin page and for `kproxy own`.
+"""Show and free claims, for the admin page and for `kproxy own`.
 
-Freeing deletes claims of others in etcd; their proxies then sever the connections that held them. It deletes a claim
-only at the revision at which it was read: a client that claims meanwhile keeps the claim.
+Freeing deletes claims of other clients in etcd. Their proxies then sever the connections that held them. A claim is
+deleted only at the revision at which it was read, so a client that claims meanwhile keeps its claim.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kproxy.observe.table import (
 )
 from kproxy_codec.own import WHOLE_GROUP
 
-# Less than a supervisor waits for a worker's answer.
+# Shorter than a supervisor's wait for a worker's answer.
 FREE_TIMEOUT_S: Final = 1.5
 # etcd takes at most 128 operations in a transaction.
 _CLAIMS_PER_TXN: Final = 100
@@ -56,7 +56,7 @@ class ClaimsAdmin:
         return claims_page(self._table, query)
 
     async def free(self, order: FreeOrder) -> FreeOutcome:
-        """Raises Unanswered where etcd does not answer; part of the order may be done then."""
+        """Raises Unanswered if etcd does not answer; part of the order may then be carried out."""
         try:
             async with asyncio.timeout(FREE_TIMEOUT_S):
                 return await free(self._client, self._table.keys, order)
@@ -109,7 +109,7 @@ async def read_table(client: EtcdClient, keys: OwnKeys) -> OwnTable:
 
 
 def claim_row(row: TableRow, addresses: Mapping[str, str]) -> ClaimRow:
-    """Show a claim with the address of its claimant's proxy; `addresses` are those of members by name."""
+    """Return a claim with the address of its claimant's proxy; `addresses` has each member's, by name."""
     return ClaimRow(
         group=row.group,
         resource=row.resource,
@@ -129,7 +129,7 @@ def addresses_of(table: OwnTable) -> dict[str, str]:
 
 
 def _rows(table: OwnTable, group: str | None, after: tuple[str, str] | None) -> Iterator[TableRow]:
-    """Yield claims in force behind `after`, in order. Earlier ones are skipped by bisection, not one by one."""
+    """Yield the claims in force that follow `after`, in order. Bisection skips the earlier ones."""
     groups = sorted(table.groups()) if group is None else [group]
     first = bisect_left(groups, after[0]) if after is not None else 0
     for each in islice(groups, first, None):
@@ -145,7 +145,7 @@ def _rows(table: OwnTable, group: str | None, after: tuple[str, str] | None) -> 
 
 
 def _encode_place(claim: ClaimRow) -> str:
-    """Encode a place for a URL. It stays below the 8 KiB that HTTP servers accept, whatever the names."""
+    """Encode a place for a URL. For all names the result is shorter than the 8 KiB that HTTP servers accept."""
     return urlsafe_b64encode(msgspec.msgpack.encode(claim.place)).decode()
 
 
@@ -201,5 +201,5 @@ async def _delete(client: EtcdClient, keys: OwnKeys, rows: Sequence[TableRow]) -
         return set()
     if len(rows) > 1:
         return set[str]().union(*[await _delete(client, keys, [row]) for row in rows])
-    # A claim that is gone already, perhaps with its connection, is free as ordered.
+    # A claim that is gone already, perhaps with its connection, counts as freed.
     return {rows[0].resource} if result.responses[0].kvs else set()

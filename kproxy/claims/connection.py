@@ -1,19 +1,19 @@
 """The claims of one client connection.
 
 States of a claim
-  claimed   it stands in etcd; another connection may still be served
-  granted   every member has acted upon it, and so has the partition's leader where it knows fences
+  claimed   the claim is in etcd; another connection may still be served
+  granted   every member has acted upon the claim, and so has the partition's leader if it knows fences
 
 Transitions
-  (none)  -> claimed   its transaction succeeded, or the mirror shows that one did whose answer was lost
+  (none)  -> claimed   its transaction succeeded, as the answer says or, if that was lost, the mirror shows
   claimed -> granted   confirmed
-  granted -> claimed   it is raised or reset: a new grant, with a new fence
-  any     -> (none)    the connection ends: it is severed when it loses one claim, and loses all of them by that
+  granted -> claimed   the claim is raised or reset, which needs a new grant, with a new fence
+  any     -> (none)    the connection ends; the loss of one claim severs it, and so ends all of its claims
   claimed -> (none)    the partition's leader refused it
 
 Invariants
 1. A connection belongs to one group from its first valid Own request on.
-2. A connection that has ended holds nothing, whatever is still under way for it.
+2. A connection that has ended holds nothing, even if requests of it are still under way.
 3. `write_fences` has the granted claims that gate writes, and nothing else. A partition without a fence may not be
    written.
 """
@@ -41,9 +41,9 @@ class Held:
 
 
 class ClaimingConnection:
-    """A client connection that may claim: its `number` within this process, and `client`, its name for people.
+    """A client connection that may claim. `number` is unique in this process; `client` is its name for people.
 
-    `sever(reason)` closes it. `gates(topic, group)` returns whether writes to the topic are for claimants in the group.
+    `sever(reason)` closes it. `gates(topic, group)` returns whether only claimants in the group may write to the topic.
     """
 
     def __init__(
@@ -61,22 +61,22 @@ class ClaimingConnection:
         self._gates = gates
 
     def owner(self, member: str) -> Owner:
-        """Name this connection as a claimant, in the process that is `member`."""
+        """Return this connection as a claimant, whose process is `member`."""
         return Owner(member, self.number)
 
     def gates(self, topic: str) -> bool:
-        """Whether writes to this topic are for claimants in this connection's group alone."""
+        """Whether only claimants in this connection's group may write to the topic."""
         return self.group is not None and self._gates(topic, self.group)
 
     def write_fence(self, topic: bytes, partition_index: int) -> int:
-        """Return the fence for writes to a gated partition; 0: it may not be written."""
+        """Return the fence for writes to a gated partition, or 0 if the connection may not write to it."""
         fence = self.write_fences.get((topic, partition_index), 0)
         if self.whole_fence > fence and self.gates(topic.decode(errors="replace")):
             return self.whole_fence
         return fence
 
     def learn(self, resource: str, generation: int, fence: int) -> Held:
-        """Record a claim that stands in etcd, unless a later one is known."""
+        """Record a claim that is in etcd, unless a later one is known."""
         held = self.held.get(resource)
         if held is None or held.fence < fence:
             held = self.held[resource] = Held(generation, fence)
@@ -116,7 +116,7 @@ class ClaimingConnection:
         return (held is not None and held.is_granted) or (whole is not None and whole.is_granted)
 
     def sever(self, reason: str) -> None:
-        """Close the connection, because a claim of it is lost."""
+        """Close the connection, because it has lost a claim."""
         if not self.has_ended:
             self._sever(reason)
 

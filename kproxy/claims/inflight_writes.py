@@ -1,16 +1,16 @@
-"""Track writes of earlier claimants that may still reach a broker, through this process or one that died.
+"""Track writes of earlier claimants that may still reach a broker, through this process or through a dead one.
 
-Only brokers without fences need this: there a claim is granted once nothing of its earlier writers is in flight, and
-the wait for an answer that can never come ends after a time. So the wait is bounded, not safe: a broker that hangs for
-longer may still write requests that it read before, and writers that bypass the proxies are not seen at all.
+Only brokers without fences need this. With these a claim is granted once no write of an earlier claimant is in flight,
+and the wait for an answer that can never come ends after a time. The wait is bounded, not safe: a broker that hangs for
+longer may still write requests it has read, and writes that bypass the proxies are not seen.
 
 States of a partition of a gated topic
-  settled     nothing is known to be in flight, except writes of its claimant
+  settled     no writes are known to be in flight, except those of its claimant
   held        its writer's connection has ended, and a broker has not answered its last write
-  uncertain   something was written to a broker whose answer cannot come any more, or the process that wrote it died
+  uncertain   a write was sent to a broker whose answer can no longer come, or the process that sent it died
 
 Transitions
-  settled   -> held        `begin`: the connection of a writer ends with something unanswered
+  settled   -> held        `begin`: the connection of a writer ends with a write unanswered
   held      -> settled     `done`: answered, and nothing else of the partition is held
   any       -> uncertain   `note_written_lost`; `note_member_gone`; `note_all_gone`
   held, uncertain -> settled   `unsettled_s` after the last such event
@@ -18,10 +18,10 @@ Transitions
 Invariants
 1. A partition is unsettled (held or uncertain) no longer than `unsettled_s` after the last event that made it so.
 2. Only time settles an uncertain partition: after a batch was sent again and answered, its first copy may still arrive.
-3. Partitions taken from a member are in that member's own list once it confirms to have seen it. Until then they count
-   as held by the member, and become uncertain if the member goes.
-4. At most MAX_PARTITIONS are listed one by one. Beyond them a whole topic is listed (`ALL`), beyond as many topics
-   everything is (`EVERYTHING`). The list may have too many partitions, never too few.
+3. Partitions taken from a member are in that member's own list once it has confirmed the loss. Until then they count as
+   held by the member, and become uncertain if the member goes.
+4. At most MAX_PARTITIONS are listed one by one. Further ones are listed as whole topics (`ALL`) and, after another
+   MAX_PARTITIONS, as `EVERYTHING`. The list may have too many partitions, never too few.
 5. `on_change` is called after each change of `places`; for partitions that time settles, at the next `expire`.
 """
 
@@ -40,7 +40,7 @@ MAX_PARTITIONS: Final = 1_000
 ALL: Final = -1
 
 Place: TypeAlias = tuple[str, int]
-"""A partition by topic and index; all of a topic where the index is `ALL`."""
+"""A partition by topic and index; the index `ALL` stands for all partitions of the topic."""
 
 EVERYTHING: Final[Place] = ("", ALL)
 
@@ -63,7 +63,7 @@ class Hold:
 
 
 class _Unsettled:
-    """The reasons why a place is unsettled, and the time until then, by the clock of InflightWrites."""
+    """The reasons why a place is unsettled, and the time of its end, by the clock of InflightWrites."""
 
     __slots__ = ("holds", "uncertain_until")
 
@@ -77,20 +77,20 @@ class _Unsettled:
 
 
 class _MemberState:
-    """Another process: the places that it lists as unsettled, and those that it has not confirmed to have lost."""
+    """Another process's places: those that it lists as unsettled, and those whose loss it has not confirmed."""
 
     __slots__ = ("taken", "unsettled")
 
     def __init__(self) -> None:
         self.unsettled: Collection[Place] = ()
-        # The revision at which each was taken from it.
+        # The revision at which each place was taken from the process.
         self.taken: dict[Place, int] = {}
 
 
 class InflightWrites:
-    """The unsettled partitions that one process knows of, of the topics in `writer_groups` alone.
+    """The unsettled partitions that one process knows, only of topics in `writer_groups`.
 
-    `writer_groups`: by topic, the group whose claimants alone write to it. `clock` is monotonic, in seconds, and so is
+    `writer_groups` has, by topic, the group whose claimants may write to it. `clock` is monotonic, in seconds like
     `unsettled_s`.
     """
 
@@ -107,14 +107,14 @@ class InflightWrites:
     # Claims
 
     def places_of(self, group: str, resource: str) -> list[Place]:
-        """Return the places that a claim lets its claimant write; none where the group is no writer group."""
+        """Return the places that a claim lets its claimant write to; none if the group is no writer group."""
         if resource == WHOLE_GROUP:
             return [(topic, ALL) for topic, writers in self._writer_groups.items() if writers == group]
         partition = resource_partition(resource)
         return [partition] if partition is not None and self._writer_groups.get(partition[0]) == group else []
 
     def blocks(self, group: str, resource: str, listed: Collection[Place]) -> bool:
-        """Whether unsettled places in `listed` forbid to grant a claim before brokers without fences."""
+        """Whether unsettled places in `listed` forbid granting a claim in front of brokers without fences."""
         return any(covers(listed, *place) for place in self.places_of(group, resource))
 
     # The list
@@ -163,20 +163,20 @@ class InflightWrites:
         state.taken = {place: revision for place, revision in state.taken.items() if revision > seen}
 
     def note_taken(self, member: str, group: str, resource: str, revision: int) -> None:
-        """Record that a claim of a process was replaced or deleted at `revision`; nothing if the process is gone."""
+        """Record that a claim of a process was replaced or deleted at `revision`, unless the process is gone."""
         state = self._members.get(member)
         if state is not None:
             for place in self.places_of(group, resource):
                 state.taken[_place_within_bound(place, state.taken)] = revision
 
     def note_member_gone(self, member: str, held: Iterable[tuple[str, str]]) -> None:
-        """Record that a process is gone which held these claims (group, resource): its writes are uncertain."""
+        """Record the end of a process that held these claims (group, resource): its writes are uncertain."""
         state = self._members.pop(member, None) or _MemberState()
         claimed = [place for claim in held for place in self.places_of(*claim)]
         self._mark_uncertain([*claimed, *state.taken, *state.unsettled])
 
     def note_all_gone(self) -> None:
-        """Record that all processes are gone, and that it is not known what they held."""
+        """Record that all processes are gone, and that their claims are unknown."""
         self._mark_uncertain([EVERYTHING])
 
     def note_restored(self) -> None:
@@ -196,7 +196,7 @@ class InflightWrites:
 class LastWrites:
     """The writes of one client connection that may be in flight when it ends, in `unsettled` if there is one.
 
-    They are named by piece: a part of a request at one broker (kproxy.routing.in_flight).
+    A write is named by its piece, the part of a request at one broker (kproxy.routing.in_flight).
     """
 
     __slots__ = ("_holds", "_is_hurried", "_over", "_unsettled")
@@ -228,7 +228,7 @@ class LastWrites:
                 self._unsettled.note_written_lost(topic.decode(), partition_index)
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait until nothing is held, but no longer than this or until `stop_waiting`."""
+        """Wait until nothing is held, at most for this time, and only until `stop_waiting` is called."""
         if self._holds and not self._is_hurried:
             self._over = asyncio.Event()
             with contextlib.suppress(TimeoutError):

@@ -5,9 +5,9 @@
     {prefix}/kproxy/own-proxies/{id}         {"host": h, "port": p, "seen": revision, "unsettled": [[topic, partition]],
                                               "writer_groups": {topic: group}}
 
-All of them stand on the lease of the process that made them; its id is the lease's, in hexadecimal. Groups and
-resources are percent-encoded, so that neither holds a slash, and no resource is called `*`. Both kinds share a prefix:
-one watch reports claims, and which members have seen them, in the order of their changes. Invalid keys and values raise
+Every key is on the lease of the process that made it, whose id is the lease's, in hexadecimal. Groups and resources are
+percent-encoded, so that neither has a slash, and no resource is called `*`. Both kinds share a prefix, so that one
+watch reports claims, and the members that have seen them, in the order of the changes. Invalid keys and values raise
 ValueError.
 """
 
@@ -39,8 +39,8 @@ class ClaimValue(msgspec.Struct, frozen=True):
 class MemberValue(msgspec.Struct, frozen=True):
     """A process that holds claims for its clients, and the address that it advertises.
 
-    `seen`: the revision up to which it has acted upon every claim, except for the partitions `unsettled`, whose earlier
-    writers may still have something in flight through it.
+    `seen` is the revision up to which it has acted upon every claim, except for the partitions in `unsettled`, whose
+    earlier claimants may still have writes in flight through it.
     """
 
     host: str
@@ -57,7 +57,7 @@ class OwnKeys(NamedTuple):
 
     @property
     def all(self) -> str:
-        """The prefix of every key here."""
+        """The prefix of all keys of claims and members."""
         return f"{self.prefix.rstrip('/')}/kproxy/own"
 
     @property

@@ -1,25 +1,25 @@
 """Keep this process a member: its lease, its entry, its published state, and the mark that members leave.
 
-    {prefix}/kproxy/own-at-work   the mark, on no lease: it outlives its writers
+    {prefix}/kproxy/own-at-work   the mark, which is on no lease and so outlives its writers
 
 States
-  out      no lease that is certain to live: no claim of this process counts
-  in       the entry stands on this process's lease, and so does every claim of this process
+  out      no lease is certain to live, and no claim of this process counts
+  in       the entry is on this process's lease, and so is every claim of this process
 
 Transitions
   out -> in    a lease is granted and the entry put on it
-  in  -> out   the lease is not certain to live any more (its fence breaks; silence of etcd does that too), or etcd does
-               not know the lease, or the entry was deleted. `on_lost` is called. A new lease is asked for, under which
-               nothing is owned.
+  in  -> out   the lease is no longer certain to live (its fence breaks, as when etcd is silent), or etcd does not know
+               the lease, or the entry was deleted. `on_lost` is called. A new lease is requested, on which nothing is
+               owned.
 
 Invariants
-1. `on_lost` is called before anybody else can get claims that stood on the lease: the deadline lies before the lease's
-   end. A process that was stopped meanwhile finds the fence dead (`is_live`) at its first check, wherever that is.
-2. Of one lease, published values of `seen` only grow, and each put sends the newest; one put is under way at a time.
-3. The name of a member is its lease's, and is never used again.
-4. The mark stands before the first claim is granted that no broker fences, and while the process that granted it lives.
-5. Only a process that ends in order removes the mark, as the last one and with nothing in flight. The first process
-   that finds it waits for everything, for as long as for a process that it saw die.
+1. `on_lost` is called before any other client can get claims that were on the lease, because the deadline is before the
+   lease's end. A process that was suspended meanwhile finds its fence dead (`is_live`) at its first check.
+2. The published values of `seen` on one lease only grow. Each put sends the newest; one put is under way at a time.
+3. The name of a member is the id of its lease, and is never used again.
+4. The mark exists before the first claim that no broker fences is granted, and while the granting process lives.
+5. Only a process that ends in order removes the mark, as the last member and with no write in flight. The first process
+   that finds the mark treats every partition as it would after the death of its claimant's process.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from kproxy.etcd import EtcdClient, EtcdError, LeaseLost, delete_op, mod_revisio
 from kproxy.etcd.lease import Clock, LeaseFence, lease_keep_alive
 
 RETRY_PAUSE_S: Final = 0.5
-# How often the fence is checked: it must be found dead well within the margin that it keeps of the TTL.
+# How often the fence is checked, so that it is found dead well within the margin that it keeps of the TTL.
 CHECKS_PER_TTL: Final = 40
-# The longest wait of an ending process for etcd: its lease ends by itself. A mark that stays costs the next process one
-# unnecessary wait of `unsettled_s`.
+# The longest wait of an ending process for etcd, as its lease ends by itself. A mark that stays costs the next process
+# one unnecessary wait of `unsettled_s`.
 END_TIMEOUT_S: Final = 2.0
 
 log = structlog.get_logger(__name__)
@@ -90,7 +90,7 @@ class OwnMember:
         return 0 if self._fence is None else self._fence.lease_id
 
     def is_live(self) -> bool:
-        """Whether the lease is certain to live, and so everything that stands on it."""
+        """Whether the lease, with every claim on it, is certain to live."""
         return self._fence is not None and self._fence.is_live()
 
     def publish(self) -> None:
@@ -132,7 +132,7 @@ class OwnMember:
         await self._client.put(self._keys.member(_name(fence)), value, lease_id=fence.lease_id)
 
     async def _stay(self) -> None:
-        """Wait until the lease is not certain to live. Raises EtcdError where the reason is not known."""
+        """Wait until the lease is no longer certain to live. Raises EtcdError if the reason is not known."""
         fence = self._fence
         if fence is None:
             return
@@ -143,7 +143,7 @@ class OwnMember:
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            # Before anything that may take time.
+            # This comes before anything that may take time.
             self._give_up("its lease in etcd has ended")
             for task in tasks:
                 task.cancel()
@@ -170,7 +170,7 @@ class OwnMember:
                 await asyncio.sleep(RETRY_PAUSE_S)
 
     def _give_up(self, reason: str) -> None:
-        """Break the fence: nothing that stands on the lease counts any more."""
+        """Break the fence: no claim on the lease counts any more."""
         if self._fence is not None:
             self._fence.break_for_good()
             self._on_lost(reason)
@@ -197,8 +197,8 @@ def _name(fence: LeaseFence) -> str:
 class AtWorkMark:
     """The mark in etcd that writers were at work when the last of all proxies died.
 
-    It is not known then what they had in flight. This matters only with brokers without fences
-    (kproxy.claims.inflight_writes). `table` is to be loaded first.
+    Their writes in flight are unknown then. This matters only with brokers without fences
+    (kproxy.claims.inflight_writes). `table` must be loaded first.
     """
 
     def __init__(self, client: EtcdClient, table: OwnTable, unsettled: InflightWrites) -> None:
@@ -206,11 +206,11 @@ class AtWorkMark:
         self._table = table
         self._unsettled = unsettled
         self._key = table.keys.at_work
-        # The name of the member as which this process has put the mark.
+        # The name that this process had as a member when it put the mark.
         self._put_as = ""
 
     async def check(self) -> None:
-        """Wait for everything if all proxies died at once. Called before this process is a member."""
+        """Make every partition uncertain if all proxies died at once. Called before this process is a member."""
         while self._unsettled.topics:
             try:
                 if await self._client.get(self._key) is not None and not self._table.members:
@@ -224,13 +224,13 @@ class AtWorkMark:
                 await asyncio.sleep(RETRY_PAUSE_S)
 
     async def put(self, member: str) -> None:
-        """Put the mark: this process, which is `member`, grants a claim that no broker fences. Raises EtcdError."""
+        """Put the mark, since this process, `member`, grants a claim that no broker fences. Raises EtcdError."""
         if self._put_as != member:
             await self._client.put(self._key, b"")
             self._put_as = member
 
     async def remove(self) -> None:
-        """Remove the mark: this process has ended in order, and is no member any more."""
+        """Remove the mark, as this process has ended in order, and is no longer a member."""
         if not self._put_as or self._unsettled.places():
             return
         members = self._table.keys.members

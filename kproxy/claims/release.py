@@ -1,11 +1,11 @@
 """Release claims: delete them in etcd, and release partitions without a claimant at their leaders.
 
 Invariants
-1. A claim in etcd of a connection of this process that has ended is deleted, however and whenever it was put there. The
-   deletion is guarded by the revision of that put, so it never removes a claim of anybody else.
+1. Every claim in etcd of an ended connection of this process is deleted, even if it was put after that end. The
+   deletion is guarded by the revision of the put, so it never removes a claim of another connection.
 2. At most CONCURRENT_DELETIONS run at a time.
-3. A claim of a gated partition that is gone is released at the partition's leader with the revision at which it went:
-   by the member that held it or, if that member is gone too, by the first of those that live.
+3. When a claim of a gated partition is gone, the partition is released at its leader with the revision of that change:
+   by the member that held the claim or, if that member is gone too, by the first living one.
 4. A process that is no member defers such releases until it is one again, and drops those of partitions that are owned
    by then; at most MAX_DEFERRED wait.
 """
@@ -53,7 +53,7 @@ class Brokers(Protocol):
 
 
 class BrokerAccess:
-    """The brokers, from `attach` on. Before, none have fences, and nothing is known or released."""
+    """The brokers, from `attach` on. Before that none have fences, and nothing is known or released."""
 
     def __init__(self) -> None:
         self._brokers: Brokers | None = None
@@ -81,7 +81,7 @@ class WriterGroups:
         self._brokers = brokers
 
     def gates(self, topic: str, group: str) -> bool:
-        """Whether writes to a topic are for claimants in this group alone."""
+        """Whether only claimants in this group may write to the topic."""
         return self.by_topic.get(topic.encode()) == group
 
     def partitions(self, group: str, resource: str) -> Iterable[tuple[str, int]]:
@@ -94,13 +94,13 @@ class WriterGroups:
 
 
 class ClaimDeletions:
-    """Deletes claims of the process that `member` is, until done or the process has another lease."""
+    """Deletes claims of the process `member`, retrying until it succeeds or the process has another lease."""
 
     def __init__(self, client: EtcdClient, table: OwnTable, member: OwnMember) -> None:
         self._client = client
         self._keys = table.keys
         self._member = member
-        # Group, resource, fence, and this process's name as a member when the deletion was asked for.
+        # Group, resource, fence, and this process's name as a member when the deletion was requested.
         self._pending: deque[tuple[str, str, int, str]] = deque()
         self._running = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -168,11 +168,11 @@ class LeaderReleases:
             self._release_unless_owned(each)
 
     def defer(self, rows: Iterable[TableRow], revision: int) -> None:
-        """Release these later: this process cannot tell whether another one releases them."""
+        """Release these claims later, as this process cannot tell whether another process releases them."""
         self._deferred.extend(self._releases(rows, revision))
 
     def release_deferred(self) -> None:
-        """Carry out the deferred releases: this process is a member again."""
+        """Carry out the deferred releases, because this process is a member again."""
         deferred, self._deferred = self._deferred, deque(maxlen=MAX_DEFERRED)
         for each in deferred:
             self._release_unless_owned(each)

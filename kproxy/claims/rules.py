@@ -1,10 +1,10 @@
 """Decide claims: the table of the Kafka wiki's "Single Reader/Writer", as pure functions.
 
-A claim of a whole group stands beside the claims of its resources and conflicts with each of them. Of two claims that
-conflict the later one, by fence, is in force; `in_force` returns the claims that are, `latest` the one that counts for
-a resource. This holds for two claims of one connection as well: a connection that has a whole group and resets one
-resource has that resource with generation 1 from then on. Each requested resource gets one decision; `acquire` carries
-it out.
+A claim of a whole group exists beside the claims of its resources and conflicts with each of them. Of two claims that
+conflict the later one, by fence, is in force. `in_force` drops claims that are not, and `latest` returns the claim that
+counts for a resource. This holds for two claims of one connection as well: a connection that has a whole group and
+resets one resource has that resource with generation 1 from then on. Each requested resource gets one decision;
+`acquire` carries it out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Claim(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """With an `error_code` nothing changes. `is_new` False: the asker has it already, with this generation."""
+    """With an `error_code` nothing changes. `is_new` False: the asker already has this claim and generation."""
 
     error_code: int
     generation: int = NO_GENERATION
@@ -61,14 +61,14 @@ _FencedT = TypeVar("_FencedT", bound=_Fenced)
 
 
 def latest(claim: _FencedT | None, whole: _FencedT | None) -> _FencedT | None:
-    """Return the later of a resource's own claim and the whole group's: it counts for the resource."""
+    """Return the later of a resource's own claim and the whole group's, which counts for the resource."""
     if claim is None or whole is None:
         return claim or whole
     return claim if claim.fence > whole.fence else whole
 
 
 def decide(asker: Owner, generation: int, claim: Claim | None, whole: Claim | None) -> Decision:
-    """Decide a request for one resource with `generation`, where `claim` and `whole` stand in etcd."""
+    """Decide a request for one resource with `generation`, if etcd has `claim` and `whole`."""
     if generation < 0:
         return Decision(INVALID_REQUEST)
     standing = latest(claim, whole)
@@ -80,9 +80,9 @@ def decide(asker: Owner, generation: int, claim: Claim | None, whole: Claim | No
 
 
 def decide_whole(asker: Owner, claims: Iterable[Claim], whole: Claim | None) -> Decision:
-    """Decide a request for a whole group, where `claims` of its resources and `whole` stand in etcd.
+    """Decide a request for a whole group, if etcd has `claims` of its resources and `whole`.
 
-    It is granted, with the highest generation among them.
+    The group is granted, with the highest generation among these claims.
     """
     standing = [claim for each in claims if (claim := in_force(each, whole)) is not None]
     if whole is not None and all(claim.owner == whole.owner for claim in standing):

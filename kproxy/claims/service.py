@@ -1,6 +1,6 @@
-"""The Own API of one process: it claims for its clients' connections, and acts upon claims of others.
+"""Serve the Own API in one process: claim for its clients' connections, and act upon claims of others.
 
-Each resource of a request goes through these steps by itself
+Each resource of a request takes these steps independently
   decided   by the rules, in a transaction (`acquire.ClaimWriter`)
   granted   once nobody else is served (`acquire.ClaimGranter`)
 
@@ -43,7 +43,7 @@ from kproxy_codec.own import WHOLE_GROUP, OwnedResource, OwnRequest, OwnResource
 
 # How often expired unsettled writes are removed.
 EXPIRE_INTERVAL_S: Final = 0.5
-# The longest wait of an ending process for etcd to delete its claims: they end with its lease.
+# The longest wait of an ending process for etcd to delete its claims, which end with its lease anyway.
 DELETE_TIMEOUT_S: Final = 2.0
 # Topics in one line of the log.
 MAX_NAMED: Final = 5
@@ -52,10 +52,10 @@ log = structlog.get_logger(__name__)
 
 
 class OwnService:
-    """The Own API of one process. `run` is one coroutine that the caller runs. Made on the event loop it runs on.
+    """The Own API of one process. `run` is one coroutine that the caller runs. Make it on that event loop.
 
-    `host` and `port` are the advertised address; `writer_groups`, by topic, the group that gates writes to it;
-    `timeout_s` how long a claim may take, in seconds. `brokers` are to be attached before clients are served.
+    `host` and `port` are the advertised address. `writer_groups` has, by topic, the group that gates writes to it.
+    `timeout_s` bounds each claim, in seconds. `brokers` must be attached before clients are served.
     """
 
     def __init__(
@@ -114,9 +114,9 @@ class OwnService:
         )
         self._connections: dict[int, ClaimingConnection] = {}
         self._last_number = 0
-        # The latest claim to confirm once the table has all up to its revision; 0: none.
+        # The fence of the latest claim, to be confirmed once the table has this revision; 0: none.
         self._to_confirm = 0
-        # The task that runs this; once it fails nothing can be claimed any more.
+        # The task of `run`; once it fails nothing can be claimed any more.
         self.running: asyncio.Task[None] | None = None
         unsettled.on_change = self._unsettled_changed
 
@@ -150,7 +150,7 @@ class OwnService:
 
     @property
     def is_ready(self) -> bool:
-        """Whether this process is a member, and its table shows it: then no earlier claim is missing there."""
+        """Whether this process is a member that its table shows, so that the table lacks no earlier claim."""
         return self._member.is_live() and self._member.name in self.table.members
 
     def is_live(self) -> bool:
@@ -243,7 +243,7 @@ class OwnService:
             self._lost(whole, row)
 
     def _learn_own(self, row: TableRow) -> None:
-        """Note a claim of this process whose connection has ended, or does not know that it succeeded."""
+        """Note a claim of this process whose connection has ended, or does not know of its success."""
         connection = self._connections.get(row.owner.connection)
         if connection is None:
             self._deletions.add(row.group, row.resource, row.fence)
@@ -279,7 +279,7 @@ class OwnService:
             return
         self.unsettled.note_member(name, member.seen, member.unsettled)
         if name not in self._differing and member.writer_groups != self._group_by_topic:
-            # It lets other clients write than this process does, and this mistake shows nowhere else.
+            # That proxy lets other clients write than this process does, and this mistake shows nowhere else.
             self._differing.add(name)
             log.error(
                 "writer groups differ from another proxy's",
@@ -304,7 +304,7 @@ class OwnService:
             self.releases.release(rows, revision)
 
     def batch_told(self) -> None:
-        """Confirm the table's revision: connections that lost something are severed by now (invariant 2)."""
+        """Confirm the table's revision, as connections that lost a claim are severed by now (invariant 2)."""
         # A long message comes in parts; during the first ones the table's revision is still an earlier one.
         if 0 < self._to_confirm <= self.table.revision:
             self._to_confirm = 0
@@ -312,7 +312,7 @@ class OwnService:
         self._changes.notify()
 
     def restored(self) -> None:
-        """Give up all claims: they were made in a history that etcd does not have any more."""
+        """Give up all claims, because they were made in a history that etcd no longer has."""
         self._to_confirm = 0
         self._member.entry_gone(self._member.name)
         self.unsettled.note_restored()

@@ -3,11 +3,11 @@
 State: for each group its claims by resource, and that of the whole group; for each member its published state.
 
 Invariants
-1. Changes of claims and members are reported in their order in etcd: they share a prefix, and so a watcher. A listener
-   that gets a claim at revision R knows every member that was there at R.
+1. Changes of claims and members are reported in their order in etcd, because they share a prefix and so a watcher. A
+   listener that gets a claim at revision R knows every member that existed at R.
 2. The listener gets a change after the table has it, and the end of each batch after all its changes.
 3. A snapshot is reported as the changes that lead to it. Earlier changes that left no trace are not reported.
-4. An invalid key or value is skipped, counted, and logged once a key. The table holds at most MAX_CLAIMS.
+4. An invalid key or value is skipped, counted, and logged once per key. The table holds at most MAX_CLAIMS.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class TableListener(Protocol):
 
 
 class OwnTable:
-    """A MirrorListener. Read it freely on the event loop that feeds it.
+    """The table, as a MirrorListener. It may be read on the event loop that feeds it.
 
-    `revision`: the table has all changes up to it; 0 before the first load.
+    The table has all changes up to `revision`, which is 0 before the first load.
     """
 
     def __init__(
@@ -93,12 +93,12 @@ class OwnTable:
         self.revision = 0
         self.members: dict[str, Member] = {}
         self.count = 0
-        # Claims by group and resource; WHOLE_GROUP for the whole.
+        # Claims by group and resource; WHOLE_GROUP is the resource of a claim of the whole group.
         self._groups: dict[str, dict[str, TableRow]] = {}
         self.listener = listener
         self._counters = counters if counters is not None else Counter[str]()
         self._logged: set[str] = set()
-        # For each member, the latest revision at which claims of it were deleted, and these claims.
+        # For each member, the latest revision at which claims of the member were deleted, and these claims.
         self._last_gone: dict[str, tuple[int, list[TableRow]]] = {}
 
     # Reading
@@ -160,7 +160,7 @@ class OwnTable:
                 self._delete(event.kv)
             else:
                 self._put(event.kv)
-        # Not the last event's: more of its revision may come with the next batch.
+        # Not the last event's revision, because more events of that may come with the next batch.
         self._end_batch(revision)
 
     def _end_batch(self, revision: int) -> None:
@@ -232,7 +232,7 @@ class OwnTable:
             if at != revision:
                 self._last_gone[member] = revision, [row]
             else:
-                # In place: a lease may end with a hundred thousand claims.
+                # The list is extended in place: a lease may end with a hundred thousand claims.
                 gone.append(row)
         if self.listener is not None:
             self.listener.claim_gone(row, revision)

@@ -1,8 +1,8 @@
 """The command line.
 
-The module of a command is imported only when the command runs: `kproxy --help` loads no Spark.
+The module of a command is imported only when the command runs, so that `kproxy --help` loads no Spark.
 
-Exit status: 0 done, 1 failed on the way, 2 not started (the sentence on stderr tells the remedy), 3 `kproxy own claim`
+Exit status: 0 done, 1 failed on the way, 2 not started (a sentence on stderr names the remedy), 3 `kproxy own claim`
 lost its claims, 130 interrupted before there was anything to stop cleanly.
 """
 
@@ -22,7 +22,7 @@ from click.shell_completion import get_completion_class
 from kproxy.errors import StartupError
 from kproxy.runtime.interrupts import INTERRUPTED, interruptible
 
-# name -> module, or module:attribute where that is not `command`; and the line in `kproxy --help`
+# name -> module, or module:attribute if that is not `command`; and the line in `kproxy --help`
 COMMANDS = {
     "serve": ("kproxy.cli.serve", "Run the proxy in front of existing brokers."),
     "broker": ("kproxy.cli.broker", "Run one reference broker, for development and tests."),
@@ -37,9 +37,9 @@ COMMANDS = {
     "check-config": ("kproxy.cli.check_config", "Check a configuration and show the values in force."),
     "completion": ("kproxy.cli:completion", "Print the completion script for bash, zsh or fish."),
 }
-# Commands that other commands start, not people.
+# Commands that other commands start, and not people.
 INTERNAL = {"worker": "kproxy.cli.serve:worker"}
-# These do not run by `run_async`, and have something to stop from the beginning.
+# Commands that do not use `run_async`, and have something to stop from the beginning.
 RUN_BY_THEMSELVES = ("demo", "pipeline")
 SHELLS = ("bash", "zsh", "fish")
 NEEDS_POSIX = ("serve", "broker", "dev", "demo", "pipeline")
@@ -78,7 +78,7 @@ class _Commands(LazyGroup):
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            # `kproxy table | head`: the reader has seen enough, which click takes for a failure. The rest of the buffer
+            # With `kproxy table | head` the reader ends first, which click treats as a failure. The rest of the buffer
             # must not be written again at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             return 0
@@ -123,8 +123,8 @@ def _show_version(context: click.Context, option: click.Parameter, wanted: bool)
 def cli(context: click.Context, debug: bool, log_level: str | None, log_format: str | None) -> None:
     """A Kafka-protocol produce proxy: one address before many brokers.
 
-    Any Kafka client uses it as its only bootstrap server. It learns from etcd which broker owns which partition, splits
-    what a client produces by owner, and answers as one broker.
+    Any Kafka client uses the proxy as its only bootstrap server. The proxy learns from etcd which broker owns which
+    partition, splits produce requests by owner, and answers as one broker.
     """
     if context.invoked_subcommand in RUN_BY_THEMSELVES:
         interruptible()
@@ -185,7 +185,7 @@ def _wants_traceback(arguments: Sequence[str] | None) -> bool:
 
 
 def _named(error: BaseException) -> str:
-    """The error in one line; the first of a group."""
+    """Return an error in one line; for a group, its first error."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

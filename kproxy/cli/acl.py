@@ -25,7 +25,7 @@ def command() -> None:
     """Try the rules of access, and write those in etcd.
 
     Rules are [[acls]] of the configuration file, and in etcd for all proxies together (access.acls_in_etcd). Both
-    count: what any rule denies is denied, what any other allows is allowed.
+    count: an operation is allowed if some rule allows it and no rule denies it.
 
     \b
       kproxy acl check --config kproxy.toml --principal User:alice --operation write --topic orders
@@ -93,7 +93,7 @@ def check(
 def _all_rules(
     config: Path | None, etcd: str | None, prefix: str, etcd_access: Mapping[str, str | None]
 ) -> list[AclSection]:
-    """The rules of the file and of etcd. Raises StartupError."""
+    """Return the rules of the file and of etcd. Raises StartupError."""
     from kproxy.config.access import has_acls_in_etcd, read_acls
 
     place = etcd_place(etcd, check_prefix(prefix, "--prefix"), etcd_access)
@@ -130,7 +130,7 @@ def _place(etcd: str, prefix: str, etcd_access: Mapping[str, str | None]) -> Etc
 
 
 async def _read(place: EtcdPlace) -> tuple[dict[str, AclSection], int]:
-    """The rules by id, and the number of entries that proxies ignore."""
+    """Return the rules by id, and the number of entries that proxies ignore."""
     from kproxy.security.in_etcd import AccessKeys, check_acl_id, decode_acl
 
     return await entries_in_etcd(place, AccessKeys(place.prefix).acls, check_acl_id, decode_acl)

@@ -15,7 +15,7 @@ from kproxy.config import DEFAULT_PREFIX, advertised, parse_address, split_list
 from kproxy.config.etcd import etcd_options_from
 from kproxy.runtime.process import end_with_parent
 
-# The key listen.admin of `kproxy serve`'s configuration.
+# The variable of the key listen.admin in the configuration of `kproxy serve`.
 ADMIN_VARIABLE = "KPROXY_LISTEN__ADMIN"
 
 
@@ -130,8 +130,8 @@ def command(
 ) -> int:
     """Run one reference broker, for development and tests.
 
-    It keeps partitions on disk and holds them by leases in etcd. It is no production store: Apache Kafka and KafScale
-    are. `kproxy dev` starts three of them.
+    The broker keeps partitions on disk and holds them by leases in etcd. It is no production store: Apache Kafka and
+    KafScale are. `kproxy dev` starts three such brokers.
 
     \b
       kproxy broker --node-id 1 --data-dir /tmp/broker-1 --etcd http://127.0.0.1:2379

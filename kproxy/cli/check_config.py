@@ -1,4 +1,4 @@
-"""`kproxy check-config`: check a configuration, print what is in force."""
+"""`kproxy check-config`: check a configuration and print the options in force."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ SET, NOT_SET, NOT_SHOWN, NOT_USED = "set", "not_set", "not_shown", "not_used"
 def command(config: Path | None, as_json: bool) -> None:
     """Check a configuration and show the values in force.
 
-    Reads the file and the environment as `kproxy serve` would and prints every option with where it comes from, as TOML
-    that could be a file itself. Exit status 2, with one sentence, where `kproxy serve` would not take it.
+    Reads the file and the environment as `kproxy serve` would and prints every option with its source, as TOML that
+    could be a file itself. Exits with status 2 and one sentence if `kproxy serve` would refuse the configuration.
 
     \b
       kproxy check-config --config kproxy.toml
@@ -72,11 +72,11 @@ def command(config: Path | None, as_json: bool) -> None:
 
 
 def _try_files(config: ProxyConfig) -> list[str]:
-    """Check the files of users, tokens, events and the trail as a start does; return its warnings.
+    """Check the files of users, tokens, events and the trail as a start does; return the warnings.
 
     Raises StartupError.
     """
-    # Imported here: only a configuration with SASL needs what verifies tokens and passwords.
+    # Imported here, because only SASL needs the code that verifies tokens and passwords.
     from kproxy.security.events import check_events_file
     from kproxy.security.files import SecurityFiles
     from kproxy.security.reloading import Reloads
@@ -88,7 +88,7 @@ def _try_files(config: ProxyConfig) -> list[str]:
         check_events_file(config.events)
 
     async def read() -> SecurityFiles:
-        # Keys from a URL belong to an event loop; nothing is fetched.
+        # Keys from a URL need an event loop, even though no key is fetched here.
         return SecurityFiles(config.sasl, None, None, Reloads(), counters=Counter())
 
     security = asyncio.run(read())
@@ -142,7 +142,7 @@ def _echo_toml(settings: Mapping[str, Setting], owners: Owners | None) -> None:
 
 
 def _echo_listeners(setting: Setting) -> None:
-    """Print `[[listeners]]` as given; `build_proxy_config` has accepted it."""
+    """Print `[[listeners]]` as given; `build_proxy_config` has accepted them."""
     for listener in msgspec.convert(setting.value, list[dict[str, object]]):
         click.echo(f"\n{'[[listeners]]':<48}# {setting.source.partition(' in ')[2]}")
         for key, value in listener.items():
@@ -172,7 +172,7 @@ def _listener_as_json(listener: ListenerConfig) -> dict[str, object]:
 
 
 def _echo_owners(owners: Owners, file: str) -> None:
-    """Print the static table; commented out if it has a file of its own, which the output names already."""
+    """Print the static table, commented out if it has a file of its own, which the output already names."""
     mark = "" if file else "# "
     click.echo(f"\n{f'{mark}[brokers]':<48}# {file or 'in the table'}")
     for number, address in sorted(owners.brokers.items()):

@@ -1,7 +1,7 @@
-"""The flags of the keys of the configuration: `kproxy serve` has all of them, other commands those of some sections.
+"""Make flags for the keys of the configuration: all keys for `kproxy serve`, some sections for other commands.
 
-A flag's name, type and default come from the key's section (`kproxy.config`); here are the texts of its help, in the
-order of `--help`. A key without a text has no flag. Secrets have none: every user of a machine can read command lines.
+A flag's name, type and default come from the key's section (`kproxy.config`); this module has the help texts, in the
+order of `--help`. A key without a text has no flag. Secrets have none, as all users can read command lines.
 """
 
 from __future__ import annotations
@@ -107,5 +107,5 @@ def _flag(path: str) -> Callable[[Command], Command]:
 
 
 def _if_given(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> list[str] | None:
-    """None if not given, as with every other flag."""
+    """Return None for a flag that is not given, like every other flag."""
     return list(values) or None

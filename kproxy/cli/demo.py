@@ -62,10 +62,10 @@ def command(
 ) -> int:
     """Write real data with Spark through the proxy, read it back, judge it, audit it.
 
-    Starts what `kproxy dev` starts, on free ports. A Spark Structured Streaming job writes the flights that left New
-    York in 2013 to Spark's own Kafka sink, told nothing but the proxy's address; Spark's Kafka source reads them back.
-    In the end what the proxy acknowledged, by its own audit trail, is looked for in the brokers' logs.
-    Needs Java 17 or 21, and the extra `demo`: docs/install.md.
+    Starts the processes of `kproxy dev`, on free ports. A Spark Structured Streaming job writes the flights that left
+    New York in 2013 to Spark's own Kafka sink, which knows only the proxy's address; Spark's Kafka source reads them
+    back. In the end the records that the proxy acknowledged, by its own audit trail, are looked up in the brokers'
+    logs. Needs Java 17 or 21, and the extra `demo`: docs/install.md.
 
     \b
       kproxy demo

@@ -68,15 +68,15 @@ def command(
 ) -> int:
     """Run everything on this machine: etcd, reference brokers and the proxy.
 
-    Topics are created when first written to. They and their records are there again at the next start. Kill any process
-    by its pid: the others go on, and `kproxy dev` says what has died and starts it again.
+    Topics are created when first written to. They and their records are kept for the next start. Kill any process by
+    its pid: the others continue, and `kproxy dev` reports and restarts the dead process.
 
     \b
       kproxy dev
       kproxy dev --listen 127.0.0.1:0 --admin 127.0.0.1:0 --brokers 5 --data-dir /tmp/kproxy
       kproxy dev --writer-group orders=writers
     """
-    # The parts log to files of their own.
+    # The cluster's processes log to files of their own.
     start_logging(context, default="warning")
     max_connections = _max_connections(raise_open_file_limit())
     from kproxy.dev.cluster import DEFAULT_REPLICATION_FACTOR, DevCluster, default_data_dir
@@ -106,7 +106,7 @@ def command(
 
 
 def _max_connections(open_files: int | None) -> int | None:
-    """The number of clients that the limit of open files allows, at most the default; None without a limit."""
+    """Return the number of clients that the limit of open files allows, at most the default; None without a limit."""
     from kproxy.proxy.descriptors import most_clients
 
     return None if open_files is None else max(1, min(most_clients(open_files), Limits().max_connections))
@@ -138,7 +138,7 @@ async def _run(cluster: DevCluster, *, restart: bool) -> int:
 
 
 async def _start_and_keep(cluster: DevCluster, *, restart: bool) -> None:
-    """Start the cluster and keep it running. Raises ChildEnded when it cannot serve any more."""
+    """Start the cluster and keep it running. Raises ChildEnded when the cluster can no longer serve."""
     from kproxy.dev.restarter import Restarter
 
     await cluster.start()

@@ -59,8 +59,8 @@ def command(
 ) -> int:
     """Diagnose etcd, proxy and Kafka problems.
 
-    One line for each finding, which begins with `ok`, `warn` or `FAIL`. Where a flag names a place, the places that
-    the environment names are left alone.
+    One line for each finding, which begins with `ok`, `warn` or `FAIL`. If a flag names a place, the places that the
+    environment names are not checked.
 
     \b
       kproxy doctor

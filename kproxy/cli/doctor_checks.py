@@ -1,6 +1,6 @@
 """The checks of `kproxy doctor`: etcd, a proxy, Kafka and replicas.
 
-Each returns findings and raises nothing.
+Each check returns findings and raises no error.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ CLOCK_TOLERANCE_S = 5.0
 CLOCK_GRAIN_S = 1.0
 MAX_ANSWER_BYTES = 64 << 10
 
-# The time for one step at a Kafka broker: to connect, to get an answer, to be no longer refused.
+# The time for one step at a Kafka broker: to connect, to get an answer, or until a refusal ends.
 STEP_S = 3.0
 PAUSE_S = 0.2
 # The timeout in a produce request.
 TIMEOUT_MS = 2_000
-# Named brokers that are tried.
+# The most named brokers that are tried.
 MAX_NAMED = 64
 CLIENT_ID = b"kproxy-doctor"
 PROBE_KEY = b"kproxy-doctor"
@@ -88,10 +88,10 @@ _WAYS_OUT = {
 
 
 class Finding(NamedTuple):
-    """One line: `mark` is ok, warn or FAIL.
+    """One line of the output; `mark` is ok, warn or FAIL.
 
-    For programs: the name of the check, `at` the URL or address checked (several with commas), and `facts`, the numbers
-    and names in `text`.
+    Programs also get the name of the check, the URL or address that was checked as `at` (several with commas), and the
+    numbers and names in `text` as `facts`.
     """
 
     mark: str
@@ -102,7 +102,7 @@ class Finding(NamedTuple):
 
 
 async def examine_etcd(endpoints: Sequence[str], options: EtcdOptions, prefix: str) -> list[Finding]:
-    """Check each member, and then whether they belong together."""
+    """Check each member, and then whether the members belong together."""
     try:
         parse_endpoints(endpoints)
     except EtcdError as error:
@@ -174,7 +174,7 @@ def _about_version(endpoint: str, version: str) -> list[Finding]:
 
 
 async def _about_clock(endpoint: str, options: EtcdOptions, clock: Callable[[], float] = time.time) -> list[Finding]:
-    """Compare the clock by the Date header of etcd's HTTP answers."""
+    """Compare this machine's clock with the Date header of etcd's HTTP answers."""
     (parsed,) = parse_endpoints([endpoint])
     try:
         context = await asyncio.to_thread(tls_context, options) if parsed.tls else None
@@ -215,12 +215,12 @@ async def _about_page(place: AdminPlace) -> tuple[str, str]:
 async def examine_kafka(
     addresses: Sequence[Address], topic: str | None, access: BrokerAuth = PLAIN_ACCESS
 ) -> list[Finding]:
-    """Check Kafka as a client with `addresses` as bootstrap servers sees it.
+    """Check Kafka like a client whose bootstrap servers are `addresses`.
 
     Write a record to `topic` if given. The servers are accessed by `access`.
 
-    A client connects to the brokers that metadata names, by the addresses given there. So each of these is tried from
-    here. Each step takes about STEP_S at most.
+    A client connects to the brokers that metadata names, by the addresses given there, so each of these is tried from
+    this machine. Each step takes about STEP_S at most.
     """
     async with AsyncExitStack() as stack:
         dialled = await asyncio.gather(*(_bootstrap(stack, address, access) for address in dict.fromkeys(addresses)))
@@ -275,7 +275,7 @@ async def _ask_who(stack: AsyncExitStack, address: Address, access: BrokerAuth) 
 
 
 async def _if_tls(address: Address, access: BrokerAuth) -> str:
-    """The way out if a server was asked in plain text and speaks TLS, whatever its certificate; else empty."""
+    """Return the remedy if a server was asked in plain text but speaks TLS, with any certificate; else ""."""
     if access.context() is not None:
         return ""
     context = ssl.create_default_context()
@@ -295,7 +295,7 @@ async def _if_tls(address: Address, access: BrokerAuth) -> str:
 
 
 async def _about_named(told: Sequence[_Told], access: BrokerAuth) -> list[Finding]:
-    """Check whether clients here reach the named brokers, and find the same cluster there."""
+    """Check whether clients on this machine reach the named brokers, and find the same cluster there."""
     named: dict[Address, tuple[int, _Told]] = {}
     for each in told:
         for number, address in each.brokers.items():
@@ -337,7 +337,7 @@ async def _about_one(address: Address, number: int, by: _Told, access: BrokerAut
 
 
 class _Failed(Exception):
-    """The probe ends; a sentence tells the reason and the remedy."""
+    """The probe has failed; a sentence says the reason and the remedy."""
 
 
 class _Probe:
@@ -370,7 +370,7 @@ class _Probe:
         self._findings.append(Finding(mark, text, self._check, str(self._at), facts))
 
     async def _find_leaders(self) -> dict[int, Address]:
-        """The partitions with a leader. Brokers with auto-creation create the topic."""
+        """Return the addresses of leaders by partition. Brokers with auto-creation create the topic."""
         topic = await self._ask_topic(create=False)
         created = topic.error_code == codes.UNKNOWN_TOPIC_OR_PARTITION
         deadline = time.monotonic() + STEP_S
@@ -416,7 +416,7 @@ class _Probe:
         }
 
     async def _write(self, leaders: dict[int, Address]) -> tuple[KafkaConnection, int, int]:
-        """Write; return leader, partition and offset. Retry refusals for STEP_S, as clients do."""
+        """Write the record; return the leader, partition and offset. Retry refusals for STEP_S, as clients do."""
         self._check = "kafka.write"
         began = time.monotonic()
         refused = codes.NONE
@@ -521,7 +521,7 @@ class _Probe:
 
 
 def _batch(mark: str) -> bytes:
-    # Compacted topics take no record without a key.
+    # The record has a key, because compacted topics accept no record without one.
     value = json.dumps({"written by": "kproxy doctor", "id": mark}).encode()
     builder = DefaultRecordBatchBuilder(2, 0, False, -1, -1, -1, 1 << 16)
     builder.append(0, timestamp=time.time_ns() // 1_000_000, key=PROBE_KEY, value=value, headers=[])
@@ -529,13 +529,13 @@ def _batch(mark: str) -> bytes:
 
 
 def _holds(records: bytes, offset: int, mark: str) -> bool:
-    """Whether the record with that mark is at `offset`; if a broker has compressed it, any record."""
+    """Whether the record with that mark is at `offset` or, if a broker has compressed it, any record."""
     try:
         for batch in iterate_batches(records):
             if batch.base_offset <= offset <= batch.last_offset:
                 return bool(batch.compression) or mark.encode() in records[batch.position : batch.end]
     except CodecError:
-        # Cut within a later batch, or not readable here.
+        # The records are cut within a later batch, or are not readable here.
         return False
     return False
 
@@ -547,7 +547,7 @@ def _ms_since(began: float) -> float:
 async def _get(
     address: Address, path: str, context: ssl.SSLContext | None = None, name: str | None = None
 ) -> tuple[int, str]:
-    """GET by HTTP/1.0, which ends with the connection: the status, and the head with the body."""
+    """GET by HTTP/1.0, whose answer ends with the connection. Return the status, and the head with the body."""
     async with asyncio.timeout(ANSWER_TIMEOUT_S):
         reader, writer = await asyncio.open_connection(
             *address, ssl=context, server_hostname=name, limit=MAX_ANSWER_BYTES
@@ -566,7 +566,7 @@ async def _get(
     return int(first[1]), (head + body).decode(errors="replace")
 
 
-# Partitions named in a sentence and in the facts.
+# The most partitions named in a sentence, and the most in the facts.
 MAX_NAMED_PARTITIONS = 5
 MAX_FACTS = 1_000
 
@@ -574,7 +574,7 @@ MAX_FACTS = 1_000
 async def replication_in_etcd(endpoints: Sequence[str], options: EtcdOptions, prefix: str) -> list[Finding]:
     """Check replicas in etcd.
 
-    No finding if it does not answer, which `examine_etcd` reports.
+    Returns no finding if etcd does not answer, which `examine_etcd` reports.
     """
     client = EtcdClient(endpoints, options, timeout_s=ANSWER_TIMEOUT_S)
     try:
@@ -590,7 +590,7 @@ async def replication_in_etcd(endpoints: Sequence[str], options: EtcdOptions, pr
 async def replication_of_proxy(place: AdminPlace) -> list[Finding]:
     """Check replicas by a proxy's admin page.
 
-    No finding if none answers, which `examine_proxy` reports.
+    Returns no finding if no page answers, which `examine_proxy` reports.
     """
     try:
         pages = await asyncio.to_thread(ask_replication, place)
@@ -604,8 +604,7 @@ async def replication_of_proxy(place: AdminPlace) -> list[Finding]:
 
 
 def about_replicas(rows: Sequence[ReplicaRow], live: Collection[int], at: str) -> list[Finding]:
-    """A finding for each broker missing in some ISR, one for partitions that refuse acks=all, one for those without a
-    leader; none without replicas."""
+    """Report each broker missing in an ISR, partitions that refuse acks=all, and partitions without a leader."""
     if not rows:
         return []
     findings = []
@@ -642,7 +641,7 @@ def _warn(check: str, text: str, at: str, rows: Sequence[ReplicaRow], **facts: o
 
 
 def _named(rows: Sequence[ReplicaRow], of: int) -> str:
-    """`2 of 12 partitions (t/0, t/1)`."""
+    """Return a text such as `2 of 12 partitions (t/0, t/1)`."""
     names = [f"{row.topic}/{row.partition}" for row in rows[:MAX_NAMED_PARTITIONS]]
     more = f" and {len(rows) - MAX_NAMED_PARTITIONS:,} more" if len(rows) > MAX_NAMED_PARTITIONS else ""
     return f"{len(rows):,} of {_count(of)} ({', '.join(names)}{more})"

@@ -1,8 +1,8 @@
 """Options of several commands: addresses, etcd, access to brokers.
 
-`--bootstrap` names Kafka addresses and `--admin` a proxy's admin page, in every command that asks one. Without the flag
-the variables KPROXY_BOOTSTRAP and KPROXY_ADMIN count, then the default. They are not configuration of `kproxy serve`,
-whose own --bootstrap and --admin are keys of `kproxy.config.proxy`.
+`--bootstrap` names Kafka addresses and `--admin` a proxy's admin page, in every command that needs one. Without the
+flag the variables KPROXY_BOOTSTRAP and KPROXY_ADMIN count, then the default. They are not configuration of `kproxy
+serve`, whose own --bootstrap and --admin are keys of `kproxy.config.proxy`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 BOOTSTRAP_VARIABLE = "KPROXY_BOOTSTRAP"
 ADMIN_VARIABLE = "KPROXY_ADMIN"
-# Of the flags --admin-...
+# The prefix of the flags --admin-...
 ADMIN_FLAGS = "--admin-"
 ADMIN_VARIABLES = "KPROXY_ADMIN_"
 
@@ -49,7 +49,7 @@ _RANKS = (ParameterSource.DEFAULT, ParameterSource.ENVIRONMENT, ParameterSource.
 
 
 class Asked(NamedTuple):
-    """Addresses to ask, as given.
+    """Addresses to connect to, as given.
 
     `source` is the flag or variable to name in errors.
     """
@@ -60,7 +60,7 @@ class Asked(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """0 the default, 1 a variable, 2 a flag."""
+        """0 for the default, 1 for a variable, 2 for a flag."""
         return _RANKS.index(self.given_by)
 
     def address(self) -> Address:
@@ -79,7 +79,7 @@ class _PageAccess(BrokerTls, frozen=True):
 
 
 class AdminPlace(NamedTuple):
-    """A proxy's admin page to ask. `context` None: in plain text; otherwise by TLS, with `tls` as its options."""
+    """A proxy's admin page to query: with `context` None in plain text, otherwise by TLS with the options `tls`."""
 
     address: Address
     tls: BrokerTls | None = None
@@ -90,12 +90,12 @@ class AdminPlace(NamedTuple):
 
     @property
     def server_name(self) -> str | None:
-        """The name that its certificate must have; None in plain text."""
+        """The name that the page's certificate must have; None in plain text."""
         return None if self.tls is None else self.tls.server_name or self.address.host
 
 
 class EtcdPlace(NamedTuple):
-    """An etcd to ask instead of a proxy or a file."""
+    """An etcd to query instead of a proxy or a file."""
 
     endpoints: tuple[str, ...]
     options: EtcdOptions
@@ -105,16 +105,16 @@ class EtcdPlace(NamedTuple):
 def bootstrap_option(text: str, *, default: str | None = DEFAULT_LISTEN, otherwise: str = DEFAULT_LISTEN) -> Decorator:
     """Add --bootstrap: the parameter `bootstrap`, an Asked.
 
-    None if it is not given and `default` is None.
+    The parameter is None if the flag is not given and `default` is None.
 
-    `text` is the help, `otherwise` the behaviour without it.
+    `text` is the help, `otherwise` the behaviour without the flag.
     """
     shown = f"{text} [${BOOTSTRAP_VARIABLE}, else {otherwise}]"
     return _asking("--bootstrap", "H:P[,H:P...]", BOOTSTRAP_VARIABLE, shown, default)
 
 
 def admin_option(text: str, *, default: str | None = DEFAULT_ADMIN, otherwise: str = DEFAULT_ADMIN) -> Decorator:
-    """Add --admin: the parameter `admin`, as `bootstrap_option`, and the flags --admin-..., for `admin_place`."""
+    """Add --admin as `bootstrap_option` does (parameter `admin`), and the flags --admin-... for `admin_place`."""
     asking = _asking(
         "--admin",
         "H:P",
@@ -148,7 +148,7 @@ _ADMIN_FLAGS = (
 
 
 def admin_place(asked: Asked, flags: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> AdminPlace:
-    """The admin page that is asked for. `flags` as `admin_ca` win over the environment. Raises StartupError."""
+    """Return the requested admin page. `flags`, such as `admin_ca`, override the environment. Raises StartupError."""
     scheme, separator, rest = asked.text.partition("://")
     if separator and scheme not in ("http", "https"):
         raise StartupError(f"{asked.source}: {asked.text[:300]!r} is no admin page: write H:P or https://H:P.")
@@ -183,7 +183,7 @@ def _asking(flag: str, metavar: str, variable: str, text: str, default: str | No
 
 
 def etcd_place(etcd: str | None, prefix: str | None, etcd_access: Mapping[str, str | None]) -> EtcdPlace | None:
-    """The etcd of --etcd, if given. Raises StartupError."""
+    """Return the etcd of --etcd, if given. Raises StartupError."""
     if etcd is not None:
         return EtcdPlace(split_list(etcd, "--etcd"), etcd_options_from(etcd_access), prefix or DEFAULT_PREFIX)
     if any(value is not None for value in etcd_access.values()):
@@ -206,9 +206,9 @@ def etcd_place_flags(text: str, *, required: bool = False) -> Decorator:
 async def entries_in_etcd(
     place: EtcdPlace, prefix: str, parse_key: Callable[[str], str], parse: Callable[[bytes], Entry]
 ) -> tuple[dict[str, Entry], int]:
-    """The entries under a prefix by name, and the number of those that proxies ignore, which are named on stderr.
+    """Return the entries under a prefix by name, and the number of ignored ones, which are named on stderr.
 
-    `parse_key` and `parse` raise ValueError for these. Raises StartupError for an error of etcd.
+    Proxies ignore entries for which `parse_key` or `parse` raises ValueError. Raises StartupError for an error of etcd.
     """
     entries, ignored = dict[str, Entry](), 0
     async with etcd_client(place) as client:
@@ -224,7 +224,7 @@ async def entries_in_etcd(
 
 @asynccontextmanager
 async def etcd_client(place: EtcdPlace) -> AsyncIterator[EtcdClient]:
-    """A connected client. Raises StartupError for each error of etcd, of the body's calls too."""
+    """Yield a connected client. Raises StartupError for each error of etcd, also in the body."""
     from kproxy.etcd import EtcdClient, EtcdError
 
     client = EtcdClient(place.endpoints, place.options)
@@ -244,7 +244,7 @@ def asks_proxy_or_etcd(command: Command) -> Command:
 
 
 def asked_place(admin: Asked, etcd: str | None, prefix: str | None, **access: str | None) -> AdminPlace | EtcdPlace:
-    """The admin page or the etcd to ask. Raises StartupError."""
+    """Return the admin page or the etcd to query. Raises StartupError."""
     of_page = {key: value for key, value in access.items() if key.startswith("admin_")}
     place = etcd_place(etcd, prefix, {key: value for key, value in access.items() if key not in of_page})
     if place is None:
@@ -255,9 +255,9 @@ def asked_place(admin: Asked, etcd: str | None, prefix: str | None, **access: st
 
 
 def broker_auth(flags: Mapping[str, str | bool | None], environ: Mapping[str, str] = os.environ) -> BrokerAuth:
-    """The access to brokers of commands without a configuration file.
+    """Return the access to brokers for a command without a configuration file.
 
-    `flags` as `broker_tls_ca` win over the environment, as KPROXY_BROKER_TLS__CA. Raises StartupError.
+    `flags`, such as `broker_tls_ca`, override the environment (KPROXY_BROKER_TLS__CA). Raises StartupError.
     """
     from kproxy.security.broker_auth import BrokerAuth
 
@@ -268,9 +268,9 @@ def broker_auth(flags: Mapping[str, str | bool | None], environ: Mapping[str, st
 
 
 def listener_tls_from(flags: Mapping[str, str | None]) -> ListenerTls | None:
-    """TLS of the one listener of a command without a configuration file; None without. `flags` as `tls_cert`.
+    """Return the TLS of a command's only listener, by `flags` such as `tls_cert`; None without TLS.
 
-    The environment is that of `kproxy serve`, often on the same machine, and does not count. Raises StartupError.
+    The environment does not count, as it is often that of `kproxy serve` on the same machine. Raises StartupError.
     """
     given, sources = parse_section(ListenerTls, "tls", flags, {})
     return given.checked(sources)
@@ -279,9 +279,9 @@ def listener_tls_from(flags: Mapping[str, str | None]) -> ListenerTls | None:
 def replication_tls_from(
     flags: Mapping[str, str | None], environ: Mapping[str, str] = os.environ
 ) -> ReplicationTls | None:
-    """TLS between reference brokers; None without.
+    """Return the TLS options between reference brokers; None without TLS.
 
-    `flags` as `replication_tls_ca` win over the environment, as KPROXY_REPLICATION_TLS__CA. Raises StartupError.
+    `flags`, such as `replication_tls_ca`, override the environment (KPROXY_REPLICATION_TLS__CA). Raises StartupError.
     """
     return replication_tls(*parse_section(ReplicationTlsSection, "replication_tls", flags, environ))
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 def command() -> None:
     """Show, take and free claims of the Own API.
 
-    Of all who claim a resource in a group one at a time owns it, through whichever proxy. A topic with a writer group
-    (--writer-group) is written to by owners alone.
+    At any time at most one claimant in a group owns a resource, through whichever proxy. Only owners may write to a
+    topic with a writer group (--writer-group).
 
     \b
       kproxy own list
@@ -44,7 +44,7 @@ def command() -> None:
 def list_command(context: click.Context, /, group: str | None, as_json: bool, **where: Any) -> int:
     """Show who owns what.
 
-    Asks the proxy on this machine by default. What nobody owns is not in the table.
+    Asks the proxy on this machine by default. Resources without an owner are not in the table.
 
     \b
       kproxy own list
@@ -82,11 +82,11 @@ def claim_command(
     client_id: str,
     **where: Any,
 ) -> int:
-    """Claim something and hold it until Ctrl-C.
+    """Claim resources and hold them until Ctrl-C.
 
-    A claim takes over what is owned with the same or a lower generation; its owner is severed. Generation 0 takes it
-    over in any case. Without a generation it is 1. Status 3: another claim or `kproxy own free` took it away, or the
-    proxy ended. --admin or --etcd is asked who has what is refused or lost.
+    A claim takes over a resource that is owned with the same or a lower generation, and severs the owner. Generation 0
+    takes over in any case. The default is 1. Status 3: another claim or `kproxy own free` took the resource away, or
+    the proxy ended. --admin or --etcd names the source that knows the owners of refused or lost resources.
 
     \b
       kproxy own claim writers orders/0
@@ -116,9 +116,9 @@ def claim_command(
 def free_command(
     context: click.Context, /, group: str, resources: tuple[str, ...], whole: bool, as_json: bool, **where: Any
 ) -> int:
-    """Free what somebody owns: the connection that owns it is severed.
+    """Free resources, and sever the connections that own them.
 
-    With it all else that this connection owns is free as well. Its client may connect and claim again.
+    All other resources of such a connection are freed as well. Its client may connect and claim again.
 
     \b
       kproxy own free writers orders/0
@@ -150,7 +150,7 @@ def free_command(
 def watch_command(context: click.Context, /, group: str | None, as_json: bool, **where: Any) -> int:
     """Show who owns what, and then each change as it comes; Ctrl-C ends it.
 
-    A proxy is asked once a second; --etcd tells of everything that happens.
+    A proxy is asked once a second; --etcd uses a watch. Changes within one second appear as one.
 
     \b
       kproxy own watch
@@ -164,7 +164,7 @@ def watch_command(context: click.Context, /, group: str | None, as_json: bool, *
 
 
 def _claims(context: click.Context, where: Mapping[str, Any]) -> Claims:
-    """The source that the flags name. Raises StartupError."""
+    """Return the source that the flags name. Raises StartupError."""
     from kproxy.cli.own_sources import AdminClaims, EtcdClaims
 
     place = asked_place(**where)

@@ -1,7 +1,7 @@
-"""`kproxy own claim`: claim, and hold until the connection ends.
+"""`kproxy own claim`: claim resources, and hold them until the connection ends.
 
 States
-  asking    some resources are neither granted nor refused; those not confirmed in time are asked for again
+  asking    some resources are neither granted nor refused; those not confirmed in time are requested again
   holding   some resource is granted; the proxy is asked for a sign of life every SIGN_OF_LIFE_S
   severed   the proxy has closed the connection, or does not answer: all claims are lost
 """
@@ -46,7 +46,7 @@ from kproxy_codec.own import (
 
 SEVERED: Final = 3
 CONNECT_TIMEOUT_S = 5.0
-# A proxy answers after limits.own_timeout_s at the latest, even if it goes on waiting.
+# A proxy answers after limits.own_timeout_s at the latest, even if the claim still waits.
 CLAIM_TIMEOUT_S = 120.0
 SIGN_OF_LIFE_S = 5.0
 
@@ -92,7 +92,7 @@ def _parse_resource(text: str) -> OwnResource:
 
 
 async def claim(proxies: Sequence[Address], wanted: Wanted, client_id: str, known: Claims | None) -> int:
-    """Claim and hold, at the first proxy that answers; return the exit status.
+    """Claim and hold resources at the first proxy that answers; return the exit status.
 
     `known`: the source to ask for the owners of refused or lost resources.
     """
@@ -163,7 +163,7 @@ class _Claimant:
                 names = ", ".join(map(resource_text, sorted(pending)))
                 _say(f"{names}: claimed, but not confirmed by every proxy and by the partition's broker yet; waiting.")
             if wanted is not None:
-                # A claim with 0 has generation 1 now; with 0 again it would be claimed anew.
+                # A claim with 0 has generation 1 now; another request with 0 would make a new claim.
                 wanted = tuple(
                     OwnResource(each.resource, max(each.generation, 1)) for each in wanted if each.resource in pending
                 )
@@ -188,7 +188,7 @@ class _Claimant:
                 _say(f"kproxy: {resource_text(each.resource)} is refused: {_why_refused(each, owners)}.")
 
     async def _owners(self) -> dict[str, ClaimRow]:
-        """The claims by resource, as far as there is a source to ask."""
+        """Return the claims by resource, if there is a source to ask."""
         if self._known is None:
             return {}
         try:
@@ -198,7 +198,7 @@ class _Claimant:
         return {claim.resource: claim for claim in page.claims}
 
     async def _now_owned_by(self) -> str:
-        """The known new owners, for the end of a sentence."""
+        """Return the known new owners, for the end of a sentence."""
         owners = await self._owners()
         named = []
         for each in self._granted:

@@ -24,9 +24,9 @@ Kind = Literal["is owned", "claimed", "raised", "reset", "taken over", "freed"]
 class Change(msgspec.Struct, frozen=True):
     """One change. `claim` is the present claim, or the freed one.
 
-    `before` is the claim lost by it.
+    `before` is the claim that was lost by the change.
 
-    If a resource was lost to a claim of the whole group, `claim` is that.
+    If a resource was lost to a claim of the whole group, `claim` is that claim.
     """
 
     change: Kind
@@ -35,7 +35,7 @@ class Change(msgspec.Struct, frozen=True):
 
 
 def change_by_put(claim: ClaimRow, before: ClaimRow | None, whole: ClaimRow | None) -> Change:
-    """The change from `before` to `claim`.
+    """Return the change from `before` to `claim`.
 
     `whole` is the claim of the whole group, if any.
     """
@@ -48,7 +48,7 @@ def change_by_put(claim: ClaimRow, before: ClaimRow | None, whole: ClaimRow | No
 
 
 def change_by_end(claim: ClaimRow, whole: ClaimRow | None) -> Change:
-    """The change when `claim` is gone.
+    """Return the change when `claim` is gone.
 
     `whole` is the claim of the whole group, if any.
     """
@@ -58,7 +58,7 @@ def change_by_end(claim: ClaimRow, whole: ClaimRow | None) -> Change:
 
 
 def changes_between(before: Iterable[ClaimRow], after: Iterable[ClaimRow]) -> list[Change]:
-    """The changes between two states: first ends, then new claims by fence."""
+    """Return the changes between two states, first the ends, then the new claims by fence."""
     was, now = {claim.place: claim for claim in before}, {claim.place: claim for claim in after}
     ends = [
         change_by_end(claim, now.get((claim.group, WHOLE_GROUP))) for place, claim in was.items() if place not in now
@@ -70,7 +70,7 @@ def changes_between(before: Iterable[ClaimRow], after: Iterable[ClaimRow]) -> li
     ]
 
 
-# Reads of claims that change between two of their pages.
+# The most reads of claims that change between two of their pages.
 CONSISTENT_READS = 5
 
 Told = ClaimsPage | Change | Unanswered
@@ -83,10 +83,10 @@ def _news(before: ClaimsPage | None, page: ClaimsPage) -> Sequence[Told]:
 
 
 class Claims(Protocol):
-    """One source. Raises StartupError if it does not answer."""
+    """One source of claims. Its methods raise StartupError if it does not answer."""
 
     async def page(self, group: str | None) -> ClaimsPage:
-        """All claims, of one group if named."""
+        """Return all claims, of one group if named."""
         ...
 
     async def free(self, order: FreeOrder) -> FreeOutcome:
@@ -111,7 +111,7 @@ class AdminClaims:
         return await asyncio.to_thread(_or_startup_error, self._free, order)
 
     async def follow(self, group: str | None) -> AsyncGenerator[Told]:
-        """Poll the page: changes within WATCH_INTERVAL_S are seen as one."""
+        """Poll the page, so that changes within WATCH_INTERVAL_S appear as one."""
         before: ClaimsPage | None = None
         while True:
             try:
@@ -125,7 +125,7 @@ class AdminClaims:
             await asyncio.sleep(WATCH_INTERVAL_S)
 
     def _read(self, group: str | None) -> ClaimsPage:
-        """All claims, of one revision if they stay still long enough."""
+        """Return all claims, of one revision if they do not change too often."""
         pages: list[ClaimsPage] = []
         for _ in range(CONSISTENT_READS):
             pages = [self._ask(ClaimsPage, "/own", {"group": group})]
@@ -182,7 +182,7 @@ class EtcdClaims:
             return await free(client, self._keys, order)
 
     async def follow(self, group: str | None) -> AsyncGenerator[Told]:
-        """Compare the watched table with what it was: changes within WATCH_INTERVAL_S are seen as one."""
+        """Compare the watched table with its last state, so that changes within WATCH_INTERVAL_S appear as one."""
         from kproxy.claims.admin import whole_page
         from kproxy.claims.table import OwnTable
         from kproxy.etcd import PrefixMirror

@@ -95,7 +95,7 @@ def show_freed(order: FreeOrder, outcomes: Sequence[FreeOutcome], as_json: bool)
 
 
 def headline(page: ClaimsPage, group: str | None = None) -> str:
-    """One line: the number of claims and groups."""
+    """Return one line with the numbers of claims and groups."""
     count, groups = len(page.claims), len({claim.group for claim in page.claims})
     if not count:
         of_group = "" if group is None else f" of group {printable(group)}"
@@ -104,7 +104,7 @@ def headline(page: ClaimsPage, group: str | None = None) -> str:
 
 
 def members_line(page: ClaimsPage) -> str:
-    """One line: the proxies that offer the Own API, and which delay claims."""
+    """Return one line with the proxies that offer the Own API, and those that delay claims."""
     if not page.members:
         return "no proxy offers the Own API"
     processes = Counter(_shown_member(member, page.claims) for member in page.members)
@@ -114,7 +114,7 @@ def members_line(page: ClaimsPage) -> str:
 
 
 def writers_line(page: ClaimsPage) -> str:
-    """One line: the topics that only owners write to."""
+    """Return one line with the topics to which only owners write."""
     if not page.writer_groups:
         return "no topic has a writer group: anybody writes (--writer-group TOPIC=GROUP)"
     shown = ", ".join(map(printable, page.writer_groups[:MAX_SHOWN_WRITER_GROUPS]))
@@ -124,7 +124,7 @@ def writers_line(page: ClaimsPage) -> str:
 
 
 def _shown_member(member: MemberRow, claims: Iterable[ClaimRow]) -> str:
-    # A process confirms only the claims made through others.
+    # A process confirms only the claims made through other processes.
     last = max((claim.fence for claim in claims if claim.proxy != member.proxy), default=0)
     waits = []
     if member.seen < last:
@@ -162,7 +162,7 @@ def resource_text(resource: str) -> str:
 
 
 def who(claim: ClaimRow) -> str:
-    """The owner of a claim, for a sentence."""
+    """Return the owner of a claim, for a sentence."""
     client = printable(claim.client) or "a client"
     return f"{client} (connection {claim.connection} of {claim.address or 'a proxy that is gone'})"
 
@@ -173,7 +173,7 @@ def printable(text: str) -> str:
 
 
 def age(since_ms: int, now_ms: int) -> str:
-    """The age in one unit."""
+    """Return the age in one unit."""
     seconds = max(0, now_ms - since_ms) // 1000
     for length, unit in _UNITS:
         if seconds >= 2 * length:

@@ -1,4 +1,4 @@
-"""`kproxy pipeline`: the Spark jobs, `path`, and flags of Spark.
+"""`kproxy pipeline`: the group of the Spark jobs, the command `path`, and the flags of Spark.
 
 The module of a job is imported only when the job runs.
 """
@@ -57,8 +57,8 @@ def command() -> None:
 def path(py_files: Path | None) -> None:
     """Print the file to give to spark-submit.
 
-    Where spark-submit runs the job's driver on this machine the job hands its executors all they need of kproxy by
-    itself. With --deploy-mode cluster the driver's machine must have kproxy installed.
+    If spark-submit runs the job's driver on this machine, the job itself gives its executors the modules of kproxy that
+    they need. With --deploy-mode cluster the driver's machine must have kproxy installed.
 
     \b
       spark-submit $(kproxy pipeline path) ingest --help
@@ -99,7 +99,7 @@ def kafka_flags(meaning: str) -> Callable[[F], F]:
 
 
 def kafka_options(texts: Sequence[str], config: Path | None) -> KafkaOptions:
-    """The options of Kafka's clients that are given; a flag wins over the file.
+    """Return the options of Kafka's clients that are given; a flag wins over the file.
 
     Raise StartupError. Names with Spark's prefix `kafka.` are accepted too.
     """
@@ -115,7 +115,7 @@ def kafka_options(texts: Sequence[str], config: Path | None) -> KafkaOptions:
         except WrongKafkaOption as error:
             raise StartupError(str(error)) from error
         except UnicodeDecodeError:
-            # Not chained: the cause has the content of the file.
+            # The error is not chained, because its cause has the content of the file.
             raise StartupError(f"{named} is not UTF-8 text.") from None
     given |= dict(parse_pair(text, "--kafka-option") for text in texts)
     return KafkaOptions((name.removeprefix("kafka."), value) for name, value in given.items())
@@ -146,7 +146,7 @@ def spark_flags(function: F) -> F:
 def session_options(
     app_name: str, master: str | None, memory: str | None, conf: tuple[str, ...], *, kafka: bool = True
 ) -> SessionOptions:
-    """Check the flags of Spark, whose Java only reports that it failed.
+    """Check the flags of Spark, as Spark's Java only reports that it failed.
 
     Raises StartupError.
     """
@@ -166,7 +166,7 @@ def session_options(
 
 
 def check_master(options: SessionOptions) -> None:
-    """Check that a standalone master listens: Spark would retry for a minute.
+    """Check that a standalone master listens, as Spark would retry for a minute.
 
     Raises StartupError.
     """

@@ -114,9 +114,9 @@ def command(
 ) -> int:
     """Check that every acknowledged record is in its topic, at one offset, and once if its producer is idempotent.
 
-    Proxies with an audit sink write down what they acknowledge (kproxy serve --audit-sink topic; dev does by itself).
-    This reads these trails and the batch headers of the logs, and holds one against the other: in this process, or on
-    Spark if there is much to read. With --follow it stays, and tells of what is wrong within seconds.
+    Proxies with an audit sink record their acknowledgements in a trail (kproxy serve --audit-sink topic; dev does so by
+    itself). The audit compares these trails with the batch headers of the logs: in this process, or on Spark if there
+    is much to read. With --follow it keeps running, and reports faults within seconds.
 
     \b
       kproxy pipeline audit --bootstrap 127.0.0.1:9092 --report audit.html

@@ -94,9 +94,9 @@ def _choice(name: str, default: str, choices: str, text: str) -> Callable[[F], F
 def command(context: click.Context, /, bootstrap: Asked, metrics: str | None, **given: Any) -> int:
     """Write files, a topic or a counter to a topic, through the proxy.
 
-    A Structured Streaming job: started again with the same --checkpoint it goes on where it was. Nothing is lost then.
-    What the one micro-batch that was under way had written may be written again, if the job was killed: by the headers
-    row=_kproxy_row and batch=_kproxy_batch consumers can tell. Rows of one key keep their order.
+    This is a Structured Streaming job, which continues where it was if it is started again with the same --checkpoint.
+    No row is lost then. If the job was killed, the rows of the micro-batch under way may be written again, which
+    consumers notice by the headers row=_kproxy_row and batch=_kproxy_batch. Rows of one key keep their order.
 
     \b
       kproxy pipeline ingest --from csv:flights/ --topic flights --partitions 12 --key tailnum --checkpoint ck/f

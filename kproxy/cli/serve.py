@@ -33,8 +33,8 @@ def command(
 ) -> int:
     """Run the proxy in front of existing brokers.
 
-    Every option may also stand in the file and in the environment, as KPROXY_ROOM__KEY; flags win over the environment
-    over the file. `kproxy check-config` shows what is in force and where it comes from.
+    Every option may also be in the file, and in the environment as KPROXY_SECTION__KEY. Flags override the environment,
+    which overrides the file. `kproxy check-config` shows the options in force and their sources.
 
     \b
       kproxy serve --etcd http://127.0.0.1:2379
@@ -80,7 +80,7 @@ def _private_directory() -> AbstractContextManager[str]:
     """Make a directory that nobody else can enter. Raises StartupError."""
     import tempfile
 
-    # The second one is writable also in a container whose root is read-only.
+    # The second place is writable even in a container whose root is read-only.
     for place in (None, "/dev/shm"):  # noqa: S108 -- the directory's name is random, and its mode 0700
         with contextlib.suppress(OSError):
             return tempfile.TemporaryDirectory(prefix="kproxy-", dir=place, ignore_cleanup_errors=True)
@@ -93,7 +93,7 @@ def _private_directory() -> AbstractContextManager[str]:
 @click.option("--page", type=click.Path(path_type=Path), help="The socket of its admin page.")
 @click.pass_context
 def worker(context: click.Context, number: int, channel: int, page: Path | None) -> int:
-    """Serve as `kproxy serve --workers` says, which starts this."""
+    """Serve as a worker of `kproxy serve --workers`, which starts this command."""
     start_logging(context)
     raise_open_file_limit()
     import structlog

@@ -26,12 +26,12 @@ from kproxy.observe.table import PartitionRow, TablePage
 # Rich lays out every cell before it prints the first; a longer table is printed as plain columns.
 MAX_BOXED_ROWS = 2_000
 HEADINGS = ("topic", "partition", "owner", "address", "revision")
-# The column of known replicas.
+# The heading of the column with the known replicas.
 IN_SYNC = "in sync"
 _SOURCES = {"kafka": "the Kafka cluster"}
 # Lines around the rows of a live table: headline, box, footer, proxies.
 _FRAME_LINES = 9
-# Owners in different colours, the same for the same broker.
+# The colours of owners; a broker always has the same colour.
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
@@ -47,7 +47,7 @@ class Row(NamedTuple):
 class InSync(NamedTuple):
     """The replicas in sync and those missing.
 
-    `too_few`, marked with `!`: acks=all is refused.
+    With `too_few`, marked by `!`, acks=all is refused.
     """
 
     isr: list[int]
@@ -66,7 +66,7 @@ class InSync(NamedTuple):
 
 
 def rows_of(table: TablePage) -> Iterator[Row]:
-    """One row for each owned partition.
+    """Yield one row for each owned partition.
 
     A broker whose key is gone has no address.
     """
@@ -109,7 +109,7 @@ def echo_columns(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> N
 
 
 def headline(table: TablePage) -> str:
-    """One line: the age of the table."""
+    """Return one line with the age of the table."""
     if table.source == "static":
         return f"revision {table.revision}, a fixed table"
     source = _SOURCES.get(table.source, table.source)
@@ -120,7 +120,7 @@ def headline(table: TablePage) -> str:
 
 
 def footline(table: TablePage, rows: Sequence[Row]) -> str:
-    """One line: the partitions of each broker, and the state of replicas."""
+    """Return one line with the partitions of each broker, and the state of replicas."""
     per_owner = Counter(row.owner for row in rows)
     for broker in table.brokers:
         per_owner.setdefault(broker.id, 0)
@@ -135,9 +135,9 @@ def footline(table: TablePage, rows: Sequence[Row]) -> str:
 
 
 def proxies_line(table: TablePage) -> str:
-    """One line: the proxies that clients are told of.
+    """Return one line with the proxies that clients see.
 
-    Others know only registered ones.
+    Sources other than a proxy know only registered proxies.
     """
     named = [
         f"{each.id} at {Address(each.host, each.port)}{' (this one)' if each.this else ''}" for each in table.proxies
@@ -147,7 +147,7 @@ def proxies_line(table: TablePage) -> str:
 
 
 def describe_changes(before: TablePage, after: TablePage) -> list[str]:
-    """One line for each partition, broker and state that changed."""
+    """Return one line for each partition, broker and state that changed."""
     was = {(row.topic, row.partition): row for row in rows_of(before)}
     now = {(row.topic, row.partition): row for row in rows_of(after)}
     lines = []
@@ -198,7 +198,7 @@ class LiveTable:
         self._live.update(_boxed(table, list(rows_of(table)), most_rows), refresh=True)
 
     def problem(self, reason: str) -> None:
-        """Show the last known table, and the reason why nothing new comes."""
+        """Show the last known table, and the reason why no newer one is known."""
         said = Text(reason, style="red")
         if self._last is None:
             self._live.update(said, refresh=True)
@@ -264,7 +264,7 @@ def command(context: click.Context, /, topic: str | None, as_json: bool, watch: 
     """
     place = asked_place(**where)
     if isinstance(place, EtcdPlace):
-        # The age of the table shows errors.
+        # Warnings are not logged, as the age of the table shows that etcd does not answer.
         start_logging(context, "error")
         tables = tables_from_etcd(*place, topic)
     else:
@@ -321,5 +321,5 @@ async def _follow_in_lines(tables: AsyncGenerator[TablePage | Unanswered], as_js
 
 
 def _content(table: TablePage) -> TablePage:
-    """The table without its age, which is no change."""
+    """Return the table without its age, which does not count as a change."""
     return msgspec.structs.replace(table, age_s=None)

@@ -1,8 +1,8 @@
 """Sources of `kproxy table`: a proxy's admin page or etcd.
 
-Each yields a table at once, then every WATCH_INTERVAL_S.
+Each source yields a table at once, and then one every WATCH_INTERVAL_S.
 
-`ask` asks an admin page, for all commands.
+`ask` queries an admin page, for all commands.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ _WORDS = DialWords(
     "give --admin H:P without https://",
 )
 MAX_ANSWER_BYTES = 64 << 20
-# The token of the admin page that a command asks. No flags: every user of the machine can read command lines.
+# The variables with the token of the admin page; no flag has it, as all users of the machine can read command lines.
 TOKEN_VARIABLE = "KPROXY_ADMIN_TOKEN"  # noqa: S105 -- its name
 TOKEN_FILE_VARIABLE = "KPROXY_ADMIN_TOKEN_FILE"  # noqa: S105 -- its name
 
 
 class NoAnswer(Exception):
-    """No usable answer; a sentence tells the reason and the remedy."""
+    """There is no usable answer; a sentence says the reason and the remedy."""
 
 
 def ask(
     place: AdminPlace, path: str, query: Mapping[str, str | None] | None = None, *, order: bytes | None = None
 ) -> tuple[int, bytes]:
-    """GET a page, or POST `order`, JSON, to it: status and body.
+    """GET a page, or POST the JSON `order` to it; return status and body.
 
     Raises NoAnswer; blocks.
     """
@@ -95,7 +95,7 @@ def ask(
 
 
 def _authorization() -> dict[str, str]:
-    """The admin page's token, from a variable or the file that one names. Raises StartupError."""
+    """Return the admin page's token, from a variable or the file that a variable names. Raises StartupError."""
     token, file = os.environ.get(TOKEN_VARIABLE, ""), os.environ.get(TOKEN_FILE_VARIABLE)
     if file:
         token = read_token(Path(file), TOKEN_FILE_VARIABLE)
@@ -103,7 +103,7 @@ def _authorization() -> dict[str, str]:
 
 
 def not_ours(place: AdminPlace, what: object) -> NoAnswer:
-    """Make the error for a server that is not kproxy; `what` shows it."""
+    """Make the error for a server that is not kproxy; `what` describes its answer."""
     return NoAnswer(f"what answers at {place} is no admin page of kproxy ({what}): give another --admin.")
 
 
@@ -112,13 +112,13 @@ def _reason(error: Exception) -> str:
 
 
 WATCH_INTERVAL_S = 1.0
-# Reads of a table that changes between two of its pages.
+# The most reads of a table that changes between two of its pages.
 CONSISTENT_READS = 5
 
 
 @dataclass(frozen=True)
 class Unanswered:
-    """No table this time.
+    """There is no table this time.
 
     `reason` is a sentence with the reason and the remedy.
     """
@@ -127,7 +127,7 @@ class Unanswered:
 
 
 class ReplicasUnknown(Exception):
-    """A proxy has no answer at the moment; the text tells why."""
+    """A proxy has no answer at the moment; the text says why."""
 
 
 _Answer = TypeVar("_Answer")
@@ -148,7 +148,7 @@ async def answers(asked: AsyncIterable[_Answer | Unanswered]) -> AsyncIterator[_
 
 
 async def tables_from_admin(place: AdminPlace, topic: str | None) -> AsyncGenerator[TablePage | Unanswered]:
-    """Tables from a proxy's admin page."""
+    """Yield tables from a proxy's admin page."""
     while True:
         try:
             table: TablePage | Unanswered = await asyncio.to_thread(_ask, place, topic)
@@ -159,7 +159,7 @@ async def tables_from_admin(place: AdminPlace, topic: str | None) -> AsyncGenera
 
 
 def _ask(place: AdminPlace, topic: str | None) -> TablePage:
-    """The whole table, of one revision if it stays still long enough."""
+    """Return the whole table, of one revision if it does not change too often."""
     pages: list[TablePage] = []
     for _ in range(CONSISTENT_READS):
         pages = [_ask_page(place, topic, None)]
@@ -177,7 +177,7 @@ def _ask(place: AdminPlace, topic: str | None) -> TablePage:
 
 
 def ask_replication(place: AdminPlace, topic: str | None = None) -> list[ReplicationPage]:
-    """All pages of replicas; none if there are no replicas.
+    """Return all pages of replicas, or no page if there are no replicas.
 
     Raises ReplicasUnknown, NoAnswer; blocks.
     """
@@ -211,7 +211,7 @@ def _ask_page(place: AdminPlace, topic: str | None, after: str | None) -> TableP
 async def tables_from_etcd(
     endpoints: Sequence[str], options: EtcdOptions, prefix: str, topic: str | None
 ) -> AsyncGenerator[TablePage | Unanswered]:
-    """Tables from etcd, kept current by a watch."""
+    """Yield tables from etcd, kept current by a watch."""
     from kproxy.etcd import EtcdClient, EtcdError
     from kproxy.fleet.view import named_in
     from kproxy.ownership.leases import LeaseTable

@@ -26,8 +26,8 @@ def command() -> None:
     """Add, list and remove users who authenticate by SASL.
 
     Users are in a file, which sasl.users of the configuration names, or in etcd for all proxies together
-    (sasl.users_in_etcd). Both have salted credentials for SCRAM and no passwords; PLAIN is checked against the same. A
-    proxy reads the file again when it changes, and follows etcd.
+    (sasl.users_in_etcd). Both have salted credentials for SCRAM and no passwords; PLAIN is checked against the same
+    credentials. A proxy reads the file again when it changes, and follows etcd.
 
     \b
       kproxy user add --users users.toml alice
@@ -45,7 +45,7 @@ def _where(kind: Callable[..., int | None]) -> Callable[..., int | None]:
 
 
 def _asked(file: Path | None, etcd: str | None, prefix: str, etcd_access: Mapping[str, str | None]) -> Path | EtcdPlace:
-    """Where the users are. Raises StartupError."""
+    """Return the place of the users. Raises StartupError."""
     place = etcd_place(etcd, check_prefix(prefix, "--prefix"), etcd_access)
     where = file if place is None else place
     if where is None or (file is not None and place is not None):
@@ -102,7 +102,7 @@ def add(
     from kproxy.security.users import SALT_BYTES, check_name, make_credential, write_users
 
     where = _asked(file, etcd, prefix, etcd_access)
-    # Before anybody is asked for a password.
+    # The file is read before the password is asked for.
     users = {} if isinstance(where, EtcdPlace) else _read(where, may_be_new=True)
     password = _password(password_file)
     try:
@@ -170,8 +170,8 @@ async def _list_in_etcd(place: EtcdPlace) -> int:
 def remove(name: str, file: Path | None, etcd: str | None, prefix: str, **etcd_access: str | None) -> int:
     """Remove a user.
 
-    Its connections are closed, after the answers that are due. A changed password closes none: where one was stolen,
-    remove the user, and add it again once the proxies have read the file (`reloaded` in their logs), in etcd at once.
+    The user's connections are closed, after the answers that are due. A changed password closes none: if it was stolen,
+    remove the user, and add it again, in a file once the proxies have read it (`reloaded` in their logs).
     """
     from kproxy.security.users import write_users
 

@@ -1,7 +1,7 @@
 """Options of authorisation: `[access]`, and the rules, `[[acls]]`.
 
-Rules are in the configuration file, and are read again from it when it changes; and in etcd, with
-`access.acls_in_etcd` (kproxy.security.in_etcd). Neither the environment nor flags have rules.
+Rules are in the configuration file, from which they are read again when it changes, and with `access.acls_in_etcd` also
+in etcd (kproxy.security.in_etcd). Neither the environment nor flags have rules.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Operation = Literal["read", "write", "describe", "create", "delete", "alter", "
 
 
 class AclSection(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """One of `[[acls]]`: what a principal may do, or may not, with these resources.
+    """One of `[[acls]]`: the operations that a principal may do with these resources, or may not.
 
     A name is literal; with a `*` at its end it is a prefix, and `*` alone is every name.
     """
@@ -48,7 +48,7 @@ _TAKES: Final = {
 
 
 class AccessSection(msgspec.Struct, kw_only=True):
-    """`[access]`. `events` is the file of kproxy.security.events; it is there without rules, too."""
+    """`[access]`. `events` is the file of kproxy.security.events, which is written without rules, too."""
 
     dry_run: bool = False
     acls_in_etcd: bool = False
@@ -57,7 +57,7 @@ class AccessSection(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True)
 class AccessOptions:
-    """`[access]` and `[[acls]]`, checked. `file` is where the rules are, if there are any: they are read again."""
+    """`[access]` and `[[acls]]`, checked. `file` has the rules, if there are any, which are read again from it."""
 
     dry_run: bool = False
     acls: tuple[AclSection, ...] = ()
@@ -83,7 +83,7 @@ def parse_acl(given: object, named: str) -> AclSection:
 
 
 def access_options(given: AccessSection, acls: object | None, source: str) -> AccessOptions:
-    """Check the options; `acls` are as in the file that `source` names. Raises StartupError."""
+    """Check the options; `acls` is the content of the file that `source` names. Raises StartupError."""
     if acls is None:
         return AccessOptions(given.dry_run, acls_in_etcd=given.acls_in_etcd)
     file = source.rpartition(" in ")[2]
@@ -91,19 +91,19 @@ def access_options(given: AccessSection, acls: object | None, source: str) -> Ac
 
 
 def read_acls(file: Path) -> tuple[AclSection, ...]:
-    """Read the rules of a configuration file, and nothing else of it. Raises StartupError."""
+    """Read only the rules of a configuration file. Raises StartupError."""
     content: Mapping[str, Any] = read_toml(file)
     return parse_acls(content.get(ACLS, []), str(file))
 
 
 def has_acls_in_etcd(file: Path) -> bool:
-    """Whether a configuration file says so. Raises StartupError."""
+    """Whether a configuration file sets `acls_in_etcd`. Raises StartupError."""
     access = read_toml(file).get("access")
     return isinstance(access, dict) and access.get("acls_in_etcd") is True
 
 
 def shown(entries: Sequence[msgspec.Struct]) -> list[dict[str, object]]:
-    """Rules or quotas as they were given, for people and programs."""
+    """Return rules or quotas as they were given, for people and programs."""
     return [
         {key: value for key, value in msgspec.structs.asdict(entry).items() if value not in (None, False)}
         for entry in entries

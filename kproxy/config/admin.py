@@ -1,4 +1,4 @@
-"""Options of the admin page's protection, and of its TLS: `[admin]`."""
+"""Options of the admin page's protection and TLS: `[admin]`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _MOST_TOKEN_BYTES = 4_096
 class AdminOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`[admin]`.
 
-    `token` None: none is asked for, unless `token_file` has it, which is read again when it changes.
-    `token_for_all`: the token is asked for also by `/livez`, `/readyz` and `/metrics`. `hosts`: names under which the
-    page is called, beside addresses and this machine's own name. `tls` without `cert`: the page is in plain text.
+    With neither `token` nor `token_file`, which is read again when it changes, no token is required. `token_for_all`:
+    also `/livez`, `/readyz` and `/metrics` require the token. `hosts` are names under which the page is called, beside
+    addresses and this machine's own name. Without `tls.cert` the page is in plain text.
     """
 
     token: Secret | None = None
@@ -33,7 +33,7 @@ class AdminOptions(msgspec.Struct, frozen=True, kw_only=True):
     tls: PageTls = msgspec.field(default_factory=PageTls)
 
     def check(self, sources: Mapping[str, str], *, has_page: bool) -> None:
-        """Raises StartupError, which never has the token in it."""
+        """Raises StartupError, which never shows the token."""
         if self.token is not None and self.token_file is not None:
             raise StartupError(
                 f"the admin page's token is given twice: {sources['token']} has one and {sources['token_file']} names "
@@ -52,13 +52,13 @@ class AdminOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_admin(text: str, source: str) -> Address:
-    """Parse the page's address; without a host it is this machine's loopback. Raises StartupError."""
+    """Parse the page's address; the default host is this machine's loopback. Raises StartupError."""
     port = text.strip().removeprefix(":")
     return parse_address(f"{LOOPBACK}:{port}" if port.isascii() and port.isdigit() else text, source)
 
 
 def read_page_token(file: Path, source: str) -> str:
-    """The page's token in a file. Raises StartupError, which names `source` and never has the token in it."""
+    """Return the page's token in a file. Raises StartupError, which names `source` and never shows the token."""
     return _checked_token(read_token(file, "admin.token_file"), source, f"the token in {file}")
 
 
@@ -72,7 +72,7 @@ def _checked_token(token: str, source: str, named: str = "the admin page's token
 
 
 def read_token(file: Path, named: str) -> str:
-    """The token in a file. Raises StartupError, which never shows it."""
+    """Return the token in a file. Raises StartupError, which never shows it."""
     try:
         return read_file(file, named, _MOST_TOKEN_BYTES, "that is no token").decode("ascii").strip()
     except UnicodeDecodeError:

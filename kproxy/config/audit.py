@@ -37,7 +37,7 @@ SinkKind = Literal["none", "topic", "json", "parquet"]
 
 
 class AuditSection(msgspec.Struct, kw_only=True):
-    """`[audit]`: `interval_s` in seconds, `max_bytes` in bytes; `tls` and `sasl` are about `bootstrap`."""
+    """`[audit]`: `interval_s` in seconds, `max_bytes` in bytes; `tls` and `sasl` belong to `bootstrap`."""
 
     sink: str = "none"
     bootstrap: Texts | None = None
@@ -52,11 +52,11 @@ class AuditSection(msgspec.Struct, kw_only=True):
 class AuditOptions:
     """`[audit]`, checked.
 
-    `topic` is the topic that trails are shipped to, even if this proxy ships elsewhere or nowhere: writes to it are
-    never in a trail. `directory` is set for files only. `bootstrap` empty: ship through this proxy itself; otherwise
-    `tls` and `sasl` are the access to that cluster, as `broker_tls` and `broker_sasl` of ProxyConfig. An
-    acknowledgement is in a row that is closed within `interval_s` seconds. At most `max_bytes` are kept while the sink
-    takes nothing. `key` signs the rows.
+    `topic` is the topic of trails, even if this proxy ships its trail elsewhere or nowhere: writes to it are never in a
+    trail. `directory` is set for files only. With `bootstrap` empty the trail is shipped through this proxy itself;
+    otherwise `tls` and `sasl` are the access to that cluster, as `broker_tls` and `broker_sasl` of ProxyConfig. The row
+    of an acknowledgement is closed within `interval_s` seconds. At most `max_bytes` are kept while the sink accepts
+    nothing. `key` signs the rows.
     """
 
     sink: SinkKind = "none"
@@ -144,7 +144,7 @@ def audit_options(given: AuditSection, sources: Mapping[str, str]) -> AuditOptio
 def refuse_unwritable_trail(
     audit: AuditOptions, source: str, owners: Owners | None, writer_groups: Mapping[str, str]
 ) -> None:
-    """A trail that is shipped through this proxy itself needs a topic that anybody may write to."""
+    """Refuse to ship a trail through this proxy itself to a topic that not every client may write to."""
     if audit.sink != "topic" or audit.bootstrap:
         return
     if audit.topic in writer_groups:

@@ -1,4 +1,4 @@
-"""SASL towards brokers with the proxy's own identity: `[broker_sasl]`, and `sasl` of `[audit]`.
+"""Options of SASL with the proxy's own identity at brokers: `[broker_sasl]`, and `sasl` of `[audit]`.
 
 Secrets are never flags, never printed, and never part of an error.
 """
@@ -35,7 +35,7 @@ class BrokerSasl(msgspec.Struct, frozen=True):
     allow_plain_text: bool = False
 
     def read_secret(self) -> str:
-        """The present password or token: a file may change. Raises StartupError."""
+        """Return the present password or token, reading its file again. Raises StartupError."""
         kind = "token" if self.mechanism == "OAUTHBEARER" else "password"
         file, named = (self.token_file if kind == "token" else self.password_file), f"{self.prefix}{kind}_file"
         if file is None:
@@ -43,7 +43,7 @@ class BrokerSasl(msgspec.Struct, frozen=True):
         try:
             secret = read_file(file, named, MAX_SECRET_BYTES, "that is another file").decode().strip("\r\n ")
         except UnicodeDecodeError:
-            # Not chained: the cause has the content of the file.
+            # The error is not chained, because its cause has the content of the file.
             raise StartupError(f"{named} {file} is not UTF-8 text: name the file that has the {kind}.") from None
         if not secret:
             raise StartupError(f"{named} {file} is empty: write the {kind} into it.")

@@ -1,8 +1,8 @@
-"""Find out a certificate's names and its end by a handshake of this process with itself.
+"""Read a certificate's names and expiry by a handshake of this process with itself.
 
 The handshake happens in memory. The standard library shows the fields of a certificate only to a peer that has verified
-it, so the peer trusts the certificate itself. That also shows that certificate and key belong together, that the
-certificate is valid today, and that its purpose is the right one.
+it, so the peer trusts the certificate itself. The handshake also shows that certificate and key belong together, and
+that the certificate is valid today and for this purpose.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _MAX_TURNS = 10
 
 @dataclass(frozen=True)
 class Certificate:
-    """`expires_at` in seconds since the epoch. `names` are its DNS names and IP addresses, as text."""
+    """A certificate. `expires_at` is in seconds since the epoch; `names` has the DNS names and IP addresses."""
 
     expires_at: float
     names: tuple[str, ...]
 
     def is_for(self, name: str) -> bool:
-        """Whether a name is one of its names."""
+        """Whether the certificate has this name."""
         return is_among(name, self.names)
 
 
@@ -42,7 +42,7 @@ def is_among(name: str, names: Iterable[str]) -> bool:
 
 def _normal(name: str) -> str:
     with suppress(ValueError):
-        # OpenSSL writes out IPv6 addresses.
+        # OpenSSL writes IPv6 addresses in full.
         return str(ipaddress.ip_address(name))
     return name.lower().rstrip(".")
 
@@ -55,9 +55,9 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def rehearse(cert: Path, key: Path, *, server_side: bool) -> Certificate:
-    """Return the certificate after a handshake with itself, as a server or as a client.
+    """Return the certificate after a handshake in which it is shown, by a server or by a client.
 
-    Raises ssl.SSLError (SSLCertVerificationError if it has ended, or is not meant for that), OSError, ValueError.
+    Raises ssl.SSLError (SSLCertVerificationError if it has expired, or has another purpose), OSError, ValueError.
     """
     shows = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT)
     looks = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT if server_side else ssl.PROTOCOL_TLS_SERVER)
@@ -76,7 +76,7 @@ def rehearse(cert: Path, key: Path, *, server_side: bool) -> Certificate:
 
 
 def missing_half(cert: bytes, key: bytes, cert_named: str, key_named: str) -> str | None:
-    """A sentence about the one of the two files that is another one; None if each looks right."""
+    """Return a sentence about the file that has the wrong content; None if both files look right."""
     if _BEGIN.encode() not in cert:
         if _KEY in cert:
             return f"{cert_named} holds a private key, and no certificate: give the certificate's file, in PEM."
@@ -89,7 +89,7 @@ def missing_half(cert: bytes, key: bytes, cert_named: str, key_named: str) -> st
 
 
 def _first(text: str) -> str:
-    """The first certificate of a chain in PEM. Raises ValueError."""
+    """Return the first certificate of a chain in PEM. Raises ValueError."""
     begin = text.find(_BEGIN)
     end = text.find(_END, begin)
     if begin < 0 or end < 0:
@@ -98,9 +98,9 @@ def _first(text: str) -> str:
 
 
 def meet(server: ssl.SSLContext, client: ssl.SSLContext, *, name: str | None = None) -> tuple[ssl.SSLObject, ...]:
-    """Do a whole handshake in memory; return the server's side and the client's.
+    """Complete a handshake in memory; return the server's side and the client's.
 
-    `name`: the name that the client looks for. Raises ssl.SSLError, ValueError.
+    `name` is the name that the client requires. Raises ssl.SSLError, ValueError.
     """
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     sides = (
@@ -122,7 +122,7 @@ def meet(server: ssl.SSLContext, client: ssl.SSLContext, *, name: str | None = N
 
 
 def names_of(fields: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """The DNS names and IP addresses of a certificate, of which `getpeercert` has these fields."""
+    """Return the DNS names and IP addresses of a certificate, given its fields as `getpeercert` returns them."""
     return tuple(str(pair[1]) for pair in (fields or {}).get("subjectAltName", ()))
 
 

@@ -1,6 +1,6 @@
-"""Options of connections to etcd: TLS, a client certificate, a user.
+"""Options of connections to etcd: TLS, a client certificate and a user.
 
-The section `[etcd]`, the flags `--etcd-...`.
+They are in the section `[etcd]` and in the flags `--etcd-...`.
 
 The password is never a flag, never printed, and never part of an error.
 """
@@ -23,8 +23,8 @@ from kproxy.errors import StartupError
 class EtcdOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`[etcd]`.
 
-    `ca` None: the authorities that this machine trusts. `server_name`: the name in every member's certificate, if that
-    is not the host in its URL.
+    `ca` None stands for the authorities that this machine trusts. `server_name` is the name in every member's
+    certificate, if that is not the host in the member's URL.
     """
 
     ca: Path | None = None
@@ -36,7 +36,7 @@ class EtcdOptions(msgspec.Struct, frozen=True, kw_only=True):
     password_file: Path | None = None
 
     def check(self, sources: Mapping[str, str]) -> None:
-        """Refuse options that do not fit together, and files that cannot be used, with StartupError.
+        """Raise StartupError for options that do not fit together, and for unusable files.
 
         `sources` has the source of each key that is given.
         """
@@ -69,13 +69,13 @@ class EtcdOptions(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.ca or self.cert or self.server_name)
 
     def read_password(self) -> str:
-        """The present password: a file may change. Raises StartupError."""
+        """Return the present password, reading its file again. Raises StartupError."""
         if self.password_file is None:
             return self.password or ""
         try:
             password = _read(self.password_file, "password_file").decode().rstrip("\r\n")
         except UnicodeDecodeError:
-            # Not chained: the cause has the content of the file.
+            # The error is not chained, because its cause has the content of the file.
             raise StartupError(
                 f"etcd's password_file {self.password_file} is not UTF-8 text: name the file that has the password."
             ) from None
@@ -93,7 +93,7 @@ class TlsFiles(NamedTuple):
 
 
 def etcd_options_from(flags: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> EtcdOptions:
-    """The options of a command without a configuration file, as `parse_section`. Raises StartupError."""
+    """Return the options of a command without a configuration file, as `parse_section`. Raises StartupError."""
     options, sources = parse_section(EtcdOptions, "etcd", flags, environ)
     options.check(sources)
     return options
@@ -110,7 +110,7 @@ def read_tls(options: EtcdOptions) -> TlsFiles:
 
 
 def tls_context(options: EtcdOptions) -> ssl.SSLContext:
-    """The options as a context of Python's own TLS. Raises StartupError."""
+    """Return the options as a context of Python's own TLS. Raises StartupError."""
     context = ssl.create_default_context() if options.ca is None else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if options.ca is not None:
         load_authorities(context, options.ca, "etcd's ca")

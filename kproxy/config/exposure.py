@@ -1,7 +1,7 @@
-"""Files with secrets that every user of this machine can read or change.
+"""Find files with secrets that every user of this machine can read or change.
 
-Files in a read-only mount are left out. Kubernetes mounts Secrets so, with mode 0644 by default, which nobody can
-change from within; they are there for the processes of one container alone.
+Files in a read-only mount are left out. Kubernetes mounts Secrets in this way, by default with mode 0644, which nobody
+can change from inside; only the processes of one container have these files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _OTHERS = stat.S_IROTH | stat.S_IWOTH
 
 
 class Exposed(NamedTuple):
-    """A file that others can read or change, and what it has: a key of the configuration, or a flag."""
+    """A file that others can read or change; `what` is the key of the configuration, or the flag, that names it."""
 
     what: str
     file: Path
@@ -37,12 +37,12 @@ class Exposed(NamedTuple):
 
 
 def is_in_read_only_mount(file: Path) -> bool:
-    """Raises OSError."""
+    """Whether the file is in a read-only mount. Raises OSError."""
     return bool(os.statvfs(file).f_flag & os.ST_RDONLY)
 
 
 def exposed(secrets: Iterable[tuple[str, Path | None]]) -> list[Exposed]:
-    """Those of the files that others can read or change, once each. Raises StartupError if one is gone."""
+    """Return the files that others can read or change, once each. Raises StartupError if a file is gone."""
     found: dict[Path, Exposed] = {}
     for what, file in secrets:
         if file is None or sys.platform == "win32":

@@ -1,4 +1,4 @@
-"""The listeners of `kproxy serve`: one by `[listen]` and `[tls]`, or several by `[[listeners]]` in the file."""
+"""Options of listeners: one by `[listen]` and `[tls]`, or several by `[[listeners]]` in the file."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from kproxy.config.parsing import (
 from kproxy.config.tls import ListenerTls
 from kproxy.errors import StartupError
 
-# Their addresses fit into the proxy's entry in etcd.
+# The addresses of this many listeners fit into the proxy's entry in etcd.
 MAX_LISTENERS: Final = 8
-# An address is compared with each of them.
+# The number is bounded, as a client's address is compared with each of them.
 MAX_SENDERS: Final = 256
-# As in Kafka's `listeners`, where a name is part of a key.
+# The form of names in Kafka's `listeners`, where a name is part of a key.
 _NAME: Final = re.compile(r"[a-zA-Z][a-zA-Z0-9_-]{0,31}")
 Identity = Literal["proxy", "client"]
-"""Who a client's broker connections authenticate as."""
+"""The identity with which a client's broker connections authenticate."""
 SECTION: Final = "listeners"
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -54,11 +54,11 @@ class ListenerSection(msgspec.Struct, kw_only=True):
 class ListenerConfig:
     """A listener, checked.
 
-    `name` is empty for the one of `[listen]`. Clients of a listener see the listeners with the same name of all proxies
-    that share an etcd. `advertise` None: the address listened on. With `proxy_protocol` a connection begins with a
-    header of the PROXY protocol, version 2, and with `proxy_protocol_from` only connections from these networks are
-    taken. `sasl`: the mechanisms that it is to offer, none if empty; None: those of `[sasl]` that fit it. `identity`:
-    that of its clients' broker connections; None: that of `[sasl]`. `only_ipv6`: another one has the port for IPv4.
+    `name` is empty for the listener of `[listen]`. Clients of a listener see the listeners with the same name of all
+    proxies on one etcd. `advertise` None stands for the address of the listener. With `proxy_protocol` a connection
+    begins with a header of the PROXY protocol, version 2; with `proxy_protocol_from` only connections from these
+    networks are accepted. `sasl` has the mechanisms to offer, None for those of `[sasl]` that fit. `identity` is that
+    of clients' broker connections, None for that of `[sasl]`. `only_ipv6`: another listener has the port for IPv4.
     """
 
     name: str
@@ -72,13 +72,13 @@ class ListenerConfig:
     only_ipv6: bool = False
 
     def advertised(self, port: int) -> Address:
-        """The address that clients see; `port` is the one listened on."""
+        """Return the address that clients see; `port` is the listener's real port."""
         host, advertised_port = self.advertise or self.listen
         return Address(host, advertised_port or port)
 
     @property
     def has_ipv6(self) -> bool:
-        """Whether it listens on an address of IPv6."""
+        """Whether the listener's address is of IPv6."""
         return ":" in self.listen.host
 
     @property
@@ -90,8 +90,8 @@ class ListenerConfig:
 def parse_listeners(given: object, where: str, advertise: str | None, source: str) -> tuple[ListenerConfig, ...]:
     """Parse the array `[[listeners]]` of a file, which `where` names.
 
-    The option `advertise`, from `source`, has addresses by the names of listeners, which win over the file's. The file
-    can so be the same for several proxies. Raises StartupError.
+    The option `advertise`, from `source`, has addresses by the names of listeners, which override the file's, so that
+    several proxies can have the same file. Raises StartupError.
     """
     if not isinstance(given, list) or not given or not all(isinstance(each, dict) for each in given):
         raise StartupError(f"listeners in {where}: write each one as a table, [[listeners]].")
@@ -114,9 +114,9 @@ def parse_listeners(given: object, where: str, advertise: str | None, source: st
 
 
 def _advertised_by_family(listeners: Sequence[ListenerConfig]) -> list[str]:
-    """The advertised addresses; one that a listener for each family of a port advertises counts once.
+    """Return the advertised addresses, but only one if both families of a port advertise the same.
 
-    A name may have addresses of both families.
+    A host name may have addresses of both families.
     """
     pairs = {(str(each.advertise), each.listen.port) for each in listeners if each.has_ipv6}
     return [
@@ -178,7 +178,7 @@ def _parse_one(given: Mapping[str, object], number: int, where: str, told: Mappi
 
 
 def _parse_table(kind: type[msgspec.Struct], given: Mapping[str, object], within: str, title: str, where: str) -> Any:
-    """The struct of a listener, or of a table `within` it. Raises StartupError."""
+    """Return the struct of a listener, or of a table `within` it. Raises StartupError."""
     known = {f"{SECTION}.{within}{key}": takes for key, (takes, _) in keys_of(kind).items()}
     values: dict[str, Any] = {}
     for key, value in given.items():
@@ -194,7 +194,7 @@ def _parse_table(kind: type[msgspec.Struct], given: Mapping[str, object], within
 
 
 def proxy_senders(texts: Texts | None, proxy_protocol: bool, source: str) -> tuple[Network, ...] | None:
-    """The networks from which headers of the PROXY protocol are taken; None: from everywhere. Raises StartupError."""
+    """Return the networks that may send headers of the PROXY protocol; None if all may. Raises StartupError."""
     if texts is None:
         return None
     if not proxy_protocol:
@@ -222,19 +222,19 @@ def one_listener(
     *,
     senders: tuple[Network, ...] | None = None,
 ) -> ListenerConfig:
-    """The listener of `[listen]` and `[tls]`. Raises StartupError."""
+    """Return the listener of `[listen]` and `[tls]`. Raises StartupError."""
     checked = tls.checked(of_section(sources, "tls"))
     return ListenerConfig("", listen, advertise, proxy_protocol, checked, proxy_protocol_from=senders)
 
 
 def advertised_listeners(listeners: Sequence[ListenerConfig], ports: Sequence[int]) -> dict[str, Address]:
-    """By name, the addresses that clients of named listeners see."""
+    """Return, by name, the addresses that clients of named listeners see."""
     pairs = zip(listeners, ports, strict=True)
     return {listener.name: listener.advertised(port) for listener, port in pairs if listener.name}
 
 
 def ready_listeners(listeners: Sequence[ListenerConfig], ports: Sequence[int]) -> str:
-    """The part of the ready line about named listeners: where each listens."""
+    """Return the part of the ready line with the names and addresses of named listeners."""
     named = [
         f"{each.name}@{Address(each.listen.host, port)}"
         for each, port in zip(listeners, ports, strict=True)

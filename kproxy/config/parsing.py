@@ -1,6 +1,6 @@
 """Parse the values of keys, addresses, topics, writer groups and times; read TOML files.
 
-A section of the configuration is a struct whose fields are its keys. The type of a field says what the key takes: a
+A section of the configuration is a struct whose fields are its keys. The type of a field is that of the key's values: a
 Path is the name of a file, a Secret is never shown, and Texts are a list or one text with commas. A key that is not
 given is None.
 
@@ -53,7 +53,7 @@ def parse_address(text: str, source: str) -> Address:
 def split_list(value: str | Sequence[str], source: str) -> tuple[str, ...]:
     """Split `"a,b"` or `["a", "b"]`.
 
-    Raises StartupError if it or a part of it is empty.
+    Raises StartupError if the list or a part of it is empty.
     """
     try:
         return _parts(value)
@@ -71,7 +71,7 @@ def _parts(value: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def broker_addresses(texts: Sequence[str] | None, source: str) -> tuple[Address, ...]:
-    """The addresses of brokers; none if none is given. Raises StartupError."""
+    """Return the addresses of brokers; none if none is given. Raises StartupError."""
     addresses = tuple(parse_address(each, source) for each in texts or ())
     for address in addresses:
         if address.port == 0:
@@ -80,7 +80,7 @@ def broker_addresses(texts: Sequence[str] | None, source: str) -> tuple[Address,
 
 
 def advertised(listen: Address, advertise: Address | None) -> Address | None:
-    """Check `advertise`: a wildcard address cannot be given to clients.
+    """Check `advertise`, as clients cannot connect to a wildcard address.
 
     Raises StartupError.
     """
@@ -101,7 +101,7 @@ def check_prefix(prefix: str, source: str) -> str:
     return prefix
 
 
-# Kafka's own rule.
+# This is Kafka's own rule.
 TOPIC_NAME_RULE = "its name is made of ASCII letters and digits, '.', '_' and '-', at most 249 of them"
 _TOPIC = re.compile(r"(?!\.{1,2}$)[a-zA-Z0-9._-]{1,249}")
 
@@ -147,7 +147,7 @@ _DURATION: Final = re.compile(r"(\d{1,9})(ms|s|m|h|d)")
 def duration_ms(text: str) -> int | None:
     """Parse `500ms`, `10s`, `15m`, `2h` or `1d` into milliseconds.
 
-    None for anything else.
+    Returns None for any other text.
     """
     match = _DURATION.fullmatch(text)
     return None if match is None else int(match[1]) * _UNIT_MS[match[2]]
@@ -182,7 +182,7 @@ MAX_FILE_BYTES = 16 * 1024 * 1024
 
 
 def unreadable(named: str, file: Path, error: OSError | ValueError, make: str = "make it") -> StartupError:
-    """The error for a file that cannot be read; ValueError: its name has a NUL. `make`: how to make one."""
+    """Return the error for an unreadable file; ValueError stands for a NUL in its name. `make`: how to make it."""
     number = error.errno if isinstance(error, OSError) else None
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
     way_out = "name a file that can be read"
@@ -198,7 +198,7 @@ def unreadable(named: str, file: Path, error: OSError | ValueError, make: str = 
 def read_file(file: Path, named: str, limit: int, otherwise: str) -> bytes:
     """Read at most `limit` bytes.
 
-    Errors call the file `named`, and a longer one `otherwise`. Raises StartupError.
+    Errors call the file `named`; `otherwise` ends the error for a longer file. Raises StartupError.
     """
     try:
         with file.open("rb") as opened:
@@ -237,7 +237,7 @@ class Texts(tuple[str, ...]):
 
 
 def decode(kind: type[Any], given: object) -> Any:
-    """Make one of the types above, or a Path, from what is given; msgspec's `dec_hook`."""
+    """Convert a given value to one of the types above, or to a Path, as msgspec's `dec_hook`."""
     if issubclass(kind, Texts):
         return Texts(_parts(msgspec.convert(given, str | list[str])))
     text = msgspec.convert(given, str)
@@ -250,7 +250,7 @@ _EMPTY: Final = "it is empty: give a value, or leave it out"
 
 
 def keys_of(section: type[msgspec.Struct]) -> dict[str, tuple[Any, object]]:
-    """The type of what each key takes, without None, and its default, None without one."""
+    """Return each key's type, without None, and its default, which is None if there is none."""
     return {
         each.name: (_without_none(each.type), None if each.default is msgspec.NODEFAULT else each.default)
         for each in msgspec.structs.fields(section)
@@ -263,18 +263,18 @@ def _without_none(kind: Any) -> Any:
 
 
 def parse_value(kind: Any, given: object, source: str, *, strict: bool) -> Any:
-    """Convert the value of a key; texts are numbers too unless it is `strict`. Raises StartupError."""
+    """Convert the value of a key; unless `strict`, texts may stand for numbers. Raises StartupError."""
     if given == "" and list[str] not in get_args(kind):
         raise StartupError(f"{source}: {_EMPTY}.")
     if isinstance(given, str) and "\0" in given:
-        # No file has one in its name, and PLAIN ends names with it.
+        # No file's name has a NUL, and PLAIN ends names with it.
         raise StartupError(f"{source}: it has a NUL (U+0000) in it: write the value without.")
     try:
         return msgspec.convert(given, kind, strict=strict, dec_hook=decode)
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, ValueError):
             raise StartupError(f"{source}: {error.__cause__}.") from error
-        # msgspec does not know the key here: it converts the value alone.
+        # msgspec does not know the key here, as it converts the value alone.
         shown = "" if kind is Secret else f" {str(given)[:80]!r}"
         reason = str(error)
         reason = f"{reason[:1].lower()}{reason[1:]}"
@@ -282,7 +282,7 @@ def parse_value(kind: Any, given: object, source: str, *, strict: bool) -> Any:
 
 
 def given_keys(section: msgspec.Struct) -> list[str]:
-    """The keys whose values are not the defaults: what check-config prints has the defaults."""
+    """Return the keys with values other than the defaults, which the output of check-config includes."""
     return [key for key, (_, default) in keys_of(type(section)).items() if getattr(section, key) != default]
 
 
@@ -292,9 +292,9 @@ Section = TypeVar("Section", bound=msgspec.Struct)
 def parse_section(
     kind: type[Section], name: str, flags: Mapping[str, object], environ: Mapping[str, str]
 ) -> tuple[Section, dict[str, str]]:
-    """The section of a command without a configuration file, and the sources of its keys.
+    """Return the section of a command without a configuration file, and the sources of its keys.
 
-    `flags` as `etcd_ca` win over the environment, as KPROXY_ETCD__CA. Raises StartupError.
+    `flags`, such as `etcd_ca`, override the environment, such as KPROXY_ETCD__CA. Raises StartupError.
     """
     values, sources = dict[str, Any](), dict[str, str]()
     for key, (takes, _) in keys_of(kind).items():
@@ -314,7 +314,7 @@ _PLACE: Final = re.compile(r"(?P<reason>.*) - at `\$\.(?P<key>\w+)(?:\[[^]]*\])*
 
 
 def parse_entry(kind: type[Entry], given: object, named: str, takes: Mapping[str, str]) -> Entry:
-    """Convert one of an array of tables, which errors call `named`; `takes` has what each key takes, in words.
+    """Convert one of an array of tables, which errors call `named`; `takes` has the valid values of keys, in words.
 
     Raises StartupError.
     """
@@ -335,7 +335,7 @@ def parse_entry(kind: type[Entry], given: object, named: str, takes: Mapping[str
 
 
 def taken(kind: Any) -> str:
-    """The values of a type, in words: text, truth, numbers with bounds, one of some words, a list of texts."""
+    """Describe the values of a type: text, truth, numbers with bounds, one of some words, a list of texts."""
     info = msgspec.inspect.type_info(kind)
     return " or ".join(map(_words, info.types if isinstance(info, msgspec.inspect.UnionType) else (info,)))
 
@@ -359,7 +359,7 @@ def _words(info: msgspec.inspect.Type) -> str:
 
 
 def of_section(sources: Mapping[str, str], section: str) -> Mapping[str, str]:
-    """The sources of a section's keys."""
+    """Return the sources of a section's keys."""
     prefix = f"{section}."
     return {path.removeprefix(prefix): source for path, source in sources.items() if path.startswith(prefix)}
 
@@ -370,7 +370,7 @@ def unknown(name: str, where: str, nearest: str, is_table: bool) -> NoReturn:
 
 
 def nearest(name: str, known: Mapping[str, object]) -> str:
-    """A nearly equal key of the section, else the same key in another section, else the most similar path."""
+    """Return a nearly equal key of the section, else an equal key of another section, else the most similar path."""
     section = name.rpartition(".")[0]
     within = [candidate for candidate in known if section and candidate.rpartition(".")[0] == section]
     for close in difflib.get_close_matches(name, within, n=1, cutoff=0.95):

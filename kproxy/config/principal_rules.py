@@ -1,10 +1,10 @@
-"""Rules that turn the name of a client's certificate into a principal's, as Kafka's `ssl.principal.mapping.rules`.
+"""Parse rules that map the name in a client's certificate to a principal's, as `ssl.principal.mapping.rules` in Kafka.
 
 A certificate's name is its subject as RFC 2253 writes it (`CN=app,OU=team,O=org`), or one of its alternative names: a
-URI or a DNS name. The first rule that matches counts. A rule is `DEFAULT`, which takes the whole name, or
-`RULE:PATTERN/REPLACEMENT/`, with `L` or `U` behind it for lower or upper case. PATTERN is a regular
-expression for the whole name, and `$1` in REPLACEMENT is its first group. A `/` in them is written `\\/`. One text may
-have several rules, with commas between.
+URI or a DNS name. The first rule that matches counts. A rule is `DEFAULT`, which keeps the whole name, or
+`RULE:PATTERN/REPLACEMENT/`, followed by `L` or `U` for lower or upper case. PATTERN is a regular expression for the
+whole name, and `$1` in REPLACEMENT is its first group. A `/` in either is written `\\/`. One text may have several
+rules, with commas between.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GROUP_IN_REPLACEMENT: Final = re.compile(r"\$(\d)")
 
 
 class MappingRule(NamedTuple):
-    """One rule; without a pattern it is DEFAULT. `case` is `L`, `U` or empty."""
+    """One rule. Without a pattern it is DEFAULT. `case` is `L`, `U` or empty."""
 
     pattern: re.Pattern[str] | None = None
     replacement: str = ""
@@ -30,7 +30,7 @@ class MappingRule(NamedTuple):
 
 
 class PrincipalMapping(NamedTuple):
-    """The rules, and the kinds of names that they are for: the first one of which a certificate has any counts."""
+    """The rules, and the kinds of names to which they apply. The first kind that a certificate has counts."""
 
     rules: tuple[MappingRule, ...] = (MappingRule(),)
     kinds: tuple[str, ...] = (SUBJECT,)
@@ -40,7 +40,7 @@ DEFAULT_MAPPING: Final = PrincipalMapping()
 
 
 def parse_kinds(given: Iterable[str]) -> tuple[str, ...]:
-    """Return kinds of names, in order, once each. Raises ValueError for a text that is none, as `parse_rules`."""
+    """Return the kinds of names, in order, once each. Raises ValueError for an unknown kind, as `parse_rules`."""
     kinds = tuple(dict.fromkeys(given))
     for kind in kinds:
         if kind not in KINDS:
@@ -49,7 +49,7 @@ def parse_kinds(given: Iterable[str]) -> tuple[str, ...]:
 
 
 def parse_rules(given: str | Iterable[str]) -> tuple[MappingRule, ...]:
-    """Parse rules, in order. Raises ValueError for a text that is no rule; its message is a sentence's predicate."""
+    """Parse rules, in order. Raises ValueError for an invalid rule, with a sentence that lacks only its subject."""
     texts = [given] if isinstance(given, str) else given
     rules = [_compiled(match) for text in texts for match in _split(text)]
     if not 0 < len(rules) <= MOST_RULES:
@@ -58,7 +58,7 @@ def parse_rules(given: str | Iterable[str]) -> tuple[MappingRule, ...]:
 
 
 def _split(text: str) -> Iterator[re.Match[str]]:
-    """The rules of one text: a rule may have commas in it."""
+    """Yield the rules of one text, in which a rule may have commas."""
     text = text.strip()
     at = 0
     while True:

@@ -1,11 +1,11 @@
-"""The configuration of `kproxy serve`: flags, environment, a TOML file.
+"""Read and check the configuration of `kproxy serve` from flags, the environment and a TOML file.
 
-`Options` has one struct for each section of the file, whose fields are its keys (kproxy.config.parsing);
-`build_proxy_config` checks them against each other and makes the `ProxyConfig`. A key is the long flag with
-underscores: `--listen` is `listen` in the section `[listen]` and `KPROXY_LISTEN__LISTEN` in the environment. Flags win
-over the environment, which wins over the file. An unknown key is an error that names the nearest known one: otherwise a
-misspelt limit would silently not hold. Environment variables without a double underscore (`KPROXY_DEBUG`) are not
-configuration.
+`Options` has one struct for each section of the file, whose fields are its keys (kproxy.config.parsing).
+`build_proxy_config` checks the options against each other and makes the `ProxyConfig`. A key is the long flag with
+underscores: `--listen` is `listen` in the section `[listen]` and `KPROXY_LISTEN__LISTEN` in the environment. Flags
+override the environment, which overrides the file. An unknown key is an error that names the nearest known key;
+otherwise a misspelt limit would silently not hold. Environment variables without a double underscore (`KPROXY_DEBUG`)
+are not configuration.
 
 Every error is a StartupError of one sentence that names the value's source.
 """
@@ -64,14 +64,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_control_request_bytes: _Count = 1 << 20
     max_answer_bytes: _Count = 128 << 20
     max_connections: _Count = 10_000
-    # 0: any number.
+    # 0 for any number.
     max_connections_per_address: Annotated[int, Meta(ge=0)] = 0
     max_in_flight_bytes: _Count = 64 << 20
     max_in_flight_bytes_total: _Count = 512 << 20
     max_open_requests: _Count = 1_000
     # Connections of a listener that have not finished their TLS handshake or PROXY protocol header.
     max_half_open: _Count = 500
-    # After which a connection without requests is closed, 0: never. The default is Kafka's connections.max.idle.ms.
+    # The time after which an idle connection is closed, 0 for never. The default is Kafka's connections.max.idle.ms.
     idle_s: Annotated[float, Meta(ge=0, le=31_536_000)] = 600.0
     connect_timeout_s: Seconds = 1.0
     probe_timeout_s: Seconds = 2.0
@@ -79,10 +79,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     control_attempt_s: Seconds = 5.0
     own_timeout_s: Seconds = 30.0
     deadline_cap_ms: _Count = 120_000
-    # From SIGTERM until clients are disconnected: meanwhile they move by themselves. The flag is --drain-delay.
+    # The time from SIGTERM until clients are disconnected, in which they move by themselves (--drain-delay).
     drain_delay: Annotated[float, Meta(ge=0, le=3_600)] = 0.0
     drain_s: Seconds = 10.0
-    # How long claims wait for the writes of earlier claimants, in front of brokers without writer fences.
+    # The wait of claims for the writes of earlier claimants, in front of brokers without writer fences.
     own_unsettled_s: Seconds = 60.0
 
 
@@ -92,9 +92,9 @@ SHARED_LIMITS = ("max_connections", "max_in_flight_bytes_total")
 
 
 def worker_count(wanted: int) -> int:
-    """The number of workers.
+    """Return the number of workers.
 
-    `wanted` 0: one for each CPU that this process may run on.
+    `wanted` 0 stands for one for each CPU that this process may run on.
     """
     if wanted:
         return wanted
@@ -104,7 +104,7 @@ def worker_count(wanted: int) -> int:
 
 
 def share_limits(limits: Limits, workers: int) -> tuple[Limits, ...]:
-    """Divide `limits` among the workers, so that together they stay within them. Raises StartupError."""
+    """Divide `limits` among the workers, so that they hold for all together. Raises StartupError."""
     for name in SHARED_LIMITS:
         if getattr(limits, name) < workers:
             raise StartupError(
@@ -129,7 +129,7 @@ OWNERSHIP_SOURCES = ("etcd", "kafka", "static")
 
 
 class ListenSection(msgspec.Struct, kw_only=True):
-    """`[listen]`: `workers` 0 is one for each CPU."""
+    """`[listen]`; `workers` 0 stands for one for each CPU."""
 
     listen: str = DEFAULT_LISTEN
     advertise: str | None = None
@@ -190,9 +190,9 @@ class Options(msgspec.Struct, kw_only=True):
 
 
 SECTIONS: dict[str, type[msgspec.Struct]] = {each.name: each.type for each in msgspec.structs.fields(Options)}
-# The flags of other keys begin with the section's name: their keys alone are ambiguous.
+# The flags of other sections begin with the section's name, as their keys alone are ambiguous.
 _NOT_IN_FLAGS = ("listen", "ownership", "fleet", "produce", "own", "limits")
-# Keys that belong to one source of owners.
+# The keys that apply to one source of owners only.
 OF_ONE_SOURCE = {"ownership.bootstrap": "kafka", "ownership.refresh_s": "kafka", "ownership.table": "static"}
 
 
@@ -205,16 +205,16 @@ def _keys_of(section: str, struct: type[msgspec.Struct]) -> Iterator[tuple[str, 
             yield path, (kind, default)
 
 
-# key path -> (type, default); None: it is not given.
+# key path -> (type, default); the default None stands for a key that is not given.
 KEYS = {path: key for section, struct in SECTIONS.items() for path, key in _keys_of(section, struct)}
-# Keys that belong to a configuration without [[listeners]].
+# The keys of a configuration without [[listeners]].
 OF_ONE_LISTENER = (
     "listen.listen",
     "listen.proxy_protocol",
     "listen.proxy_protocol_from",
     *(path for path in KEYS if path.startswith("tls.")),
 )
-# Sections within a section, such as `admin.tls`: their keys have no flags.
+# Sections within a section, such as `admin.tls`, whose keys have no flags.
 _INNER_SECTIONS = {path.rpartition(".")[0] for path in KEYS} - SECTIONS.keys()
 # Options that have no flag and are never shown.
 SECRETS = frozenset(path for path, (kind, _) in KEYS.items() if kind is Secret)
@@ -224,7 +224,7 @@ _READ_AGAIN = (*STATIC_TABLE_SECTIONS, ACLS, QUOTAS)
 
 
 def flag_of(path: str) -> str:
-    """An option's long flag, with underscores; kproxy.cli.config_flags has those that there are."""
+    """Return the name of an option's long flag, with underscores; kproxy.cli.config_flags has the existing flags."""
     section, _, key = path.partition(".")
     return key if section in _NOT_IN_FLAGS else path.replace(".", "_")
 
@@ -246,7 +246,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Given:
-    """How the options were given: `settings` by key path, from `file`, the environment and `flags`."""
+    """The sources of the options: `settings` by key path, from `file`, the environment and `flags`."""
 
     file: Path | None
     flags: Mapping[str, object]
@@ -258,8 +258,7 @@ class Given:
     def changed(self) -> list[str]:
         """Read the file and the environment again; return the options that only a new start would apply.
 
-        Raises StartupError if a start would refuse them. The tables that are read again while the proxy serves are
-        left out.
+        Raises StartupError if a start would refuse the options. Tables that a serving proxy reads again are left out.
         """
         now = load_settings(self.file, flags=self.flags)
         build_proxy_config(now)
@@ -275,17 +274,17 @@ def _value(settings: Mapping[str, Setting], path: str) -> object:
 class ProxyConfig:
     """The configuration of `kproxy serve`, checked.
 
-    `listeners` has at least one. `admin` None: no admin page. `workers` is at least 1; they share the `limits` of all
-    connections together.
+    `listeners` has at least one. `admin` None: no admin page. `workers` is at least 1; workers share the `limits` of
+    all connections.
 
     `ownership` says which of `etcd`, `bootstrap` and `owners` is set; the others are empty. `etcd` may be set beside
-    any of them: all proxies that share one are named to clients, unless they are `alone`. A proxy is named until
+    any of them: clients learn of all proxies that share it, except those that are `alone`. A proxy is named until
     `lease_ttl_s` after its last sign of life.
 
-    `writer_groups`: for each topic that only owners may write to, the group in which they own; these need an `etcd`.
-    The bounds of `audit` hold for each process by itself. `broker_tls` None: brokers are accessed in plain text;
-    `broker_sasl` None: without authentication. `sasl` None: clients need not authenticate. `access` None: all of them
-    may do anything. `quotas` None: there are no quotas. `events` None: security events go to no file. `given` None: the
+    `writer_groups` has, for each topic that only owners may write to, their group, and needs an `etcd`. The bounds of
+    `audit` hold for each process by itself. `broker_tls` None: brokers are accessed in plain text; `broker_sasl` None:
+    without authentication. `sasl` None: clients need not authenticate. `access` None: all clients may do anything.
+    `quotas` None: there are no quotas. `events` None: security events are not written to a file. `given` None: the
     options come from no file or command.
     """
 
@@ -316,7 +315,7 @@ class ProxyConfig:
 
     @property
     def counts_use(self) -> bool:
-        """Whether the use of clients is limited over all workers together."""
+        """Whether limits on clients apply to all workers together."""
         return self.quotas is not None or self.limits.max_connections_per_address > 0
 
     @property
@@ -326,7 +325,7 @@ class ProxyConfig:
 
     @property
     def advertise(self) -> Address | None:
-        """The address that clients of the first listener see, if it is not the one listened on."""
+        """The address that clients of the first listener see, if it is not the listener's own."""
         return self.listeners[0].advertise
 
 
@@ -336,9 +335,9 @@ def load_proxy_config(
     flags: Mapping[str, object] | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> ProxyConfig:
-    """Load and check the options. `flags` by long name with underscores.
+    """Load and check the options. `flags` has values by long name with underscores.
 
-    None values count as not given.
+    Values that are None count as not given.
     """
     settings = load_settings(file, flags=flags, environ=environ)
     return replace(build_proxy_config(settings), given=Given(file, flags or {}, settings))
@@ -350,7 +349,7 @@ def load_settings(
     flags: Mapping[str, object] | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> dict[str, Setting]:
-    """Every option by key path, with its default if it is not given.
+    """Return every option by key path, with its default if it is not given.
 
     Raises StartupError.
     """
@@ -438,9 +437,9 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
 
 
 def secret_files(config: ProxyConfig, settings: Mapping[str, Setting]) -> Iterator[tuple[str, Path | None]]:
-    """The files with secrets, with what each has; users are left out, which are refused if others can read them."""
+    """Yield the files with secrets and their keys, except the users' file, which is refused if others can read it."""
     for path, setting in settings.items():
-        # `tls.key` and its like; files of passwords and tokens.
+        # Private keys, such as `tls.key`, and files of passwords and tokens.
         if path.endswith((".key", "_file")) and isinstance(setting.value, str):
             yield path, Path(setting.value)
         elif path in SECRETS and setting.source.startswith(f"{path} in "):
@@ -544,7 +543,7 @@ def _owners(table: Path | None, sources: Mapping[str, str]) -> Owners:
 
 
 def _inline_table(file: Path) -> Owners:
-    """The static table in a configuration file. Raises StartupError."""
+    """Return the static table in a configuration file. Raises StartupError."""
     values = _file_values(file)
     sections = {section: values[section] for section in STATIC_TABLE_SECTIONS if section in values}
     return parse_owners(sections, str(file), partial(_inline_table, file))
@@ -570,7 +569,7 @@ def _address(value: str | None, source: str) -> Address | None:
 
 def _setting(path: str, value: object, source: str, *, strict: bool) -> Setting:
     taken = parse_value(KEYS[path][0], value, source, strict=strict)
-    # These are shown, and compared, as they were given.
+    # These values are shown, and compared, as they were given.
     return Setting(path, value if isinstance(taken, Path | Secret | Texts) else taken, source)
 
 
@@ -593,7 +592,7 @@ def _file_values(file: Path | None) -> dict[str, object]:
 
 
 def _with_inner(section: str, content: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """The key paths and values of a section, and of the sections within it."""
+    """Yield the key paths and values of a section, and of the sections within it."""
     for key, value in content.items():
         path = f"{section}.{key}"
         if path in _INNER_SECTIONS and isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Options of quotas: `[[quotas]]`, in the configuration file alone; they are read again when it changes."""
+"""Options of quotas, `[[quotas]]`, which only the file has. Quotas are read again when the file changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Name = Annotated[str, Meta(min_length=1, max_length=1_000)]
 
 
 class QuotaSection(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """One of `[[quotas]]`: the most that each principal, or client id, that it fits may do, each by itself.
+    """One of `[[quotas]]`: limits that apply separately to each principal, or client id, that it matches.
 
     Rates are per second; `connections` is the number of a principal's connections at a time.
     """
@@ -48,7 +48,7 @@ _TAKES: Final = {
 
 @dataclass(frozen=True)
 class QuotaOptions:
-    """`file` has the quotas; of each rate this process has `share` at first."""
+    """The quotas are in `file`. This process has `share`, a part of 1, of each rate at first."""
 
     file: Path
     share: float = 1.0
@@ -61,7 +61,7 @@ def parse_quotas(given: object, where: str) -> tuple[QuotaSection, ...]:
     quotas = tuple(_parse(number, each, where) for number, each in enumerate(given, 1))
     limits: dict[tuple[str, str | None, str], int] = {}
     for number, quota in enumerate(quotas, 1):
-        # Rates count together, from one quota alone; connections may have a quota of their own.
+        # The rates of a client come from one quota; connections may have a quota of their own.
         kinds = {"rates": quota.has_rates, "connections": quota.connections is not None}
         for kind in (kind for kind, is_set in kinds.items() if is_set):
             first = limits.setdefault((quota.principal, quota.client_id, kind), number)
@@ -84,5 +84,5 @@ def _parse(number: int, given: object, where: str) -> QuotaSection:
 
 
 def read_quotas(file: Path) -> tuple[QuotaSection, ...]:
-    """Read the quotas of a configuration file, and nothing else of it. Raises StartupError."""
+    """Read only the quotas of a configuration file. Raises StartupError."""
     return parse_quotas(read_toml(file).get(QUOTAS, []), str(file))

@@ -1,7 +1,7 @@
 """Options of authentication: `[sasl]` and `[oauth]`.
 
-They are in the file and in the environment, and have no flags. Nothing here is a secret: passwords and keys are in
-files that these options name.
+The options are in the file and in the environment, and have no flags. None of them is a secret: passwords and keys are
+in files that the options name.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ SCRAM_256: Final = "SCRAM-SHA-256"
 SCRAM_512: Final = "SCRAM-SHA-512"
 OAUTHBEARER: Final = "OAUTHBEARER"
 MECHANISMS: Final = (PLAIN, SCRAM_256, SCRAM_512, OAUTHBEARER)
-# Anybody who can read the connection can use the credentials that the client sends.
+# Whoever can read a connection can use the credentials that the client sends by these mechanisms.
 NEED_TLS: Final = frozenset({PLAIN, OAUTHBEARER})
-# The credentials that a client sends by these can be presented to every broker.
+# The credentials that a client sends by these mechanisms can be presented to every broker.
 CARRIED: Final = frozenset({PLAIN, OAUTHBEARER})
 
 
 class OauthOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`[oauth]`: the checks of an OAUTHBEARER token, and the claims that name its principal and groups.
 
-    `jwks` is a file or a URL; of a URL the keys are fetched again after `jwks_refresh_s`.
+    `jwks` is a file or a URL, from which the keys are fetched again after `jwks_refresh_s`.
     """
 
     jwks: str | None = None
@@ -46,7 +46,7 @@ class OauthOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SaslSection(msgspec.Struct, frozen=True, kw_only=True):
-    """`[sasl]`: times in seconds; `session_lifetime_s` 0: sessions do not end by themselves."""
+    """`[sasl]`, with times in seconds; with `session_lifetime_s` 0 sessions do not end by themselves."""
 
     mechanisms: Texts | None = None
     users: Path | None = None
@@ -61,9 +61,9 @@ class SaslSection(msgspec.Struct, frozen=True, kw_only=True):
 class SaslOptions(SaslSection, frozen=True, kw_only=True):
     """`[sasl]` and `[oauth]`, checked.
 
-    `users`, or `users_in_etcd`, and `oauth` are set if a mechanism needs them. Identities that are carried on to
-    brokers need neither: then brokers alone judge them, and `principal_claim` names the principal of a token that a
-    broker has accepted.
+    `users`, or `users_in_etcd`, and `oauth` are set if a mechanism needs them. Identities that are passed on to brokers
+    need neither, as brokers alone judge them. `principal_claim` then names the principal of a token that a broker has
+    accepted.
     """
 
     mechanisms: Texts
@@ -71,11 +71,11 @@ class SaslOptions(SaslSection, frozen=True, kw_only=True):
     principal_claim: str = "sub"
 
     def carries(self, listener: ListenerConfig) -> bool:
-        """Whether its clients' broker connections have the client's identity."""
+        """Whether broker connections of the listener's clients have the client's identity."""
         return (listener.identity or self.identity) == "client"
 
     def offered(self, listener: ListenerConfig) -> tuple[str, ...]:
-        """The mechanisms of a listener; its clients need none of them if this is empty."""
+        """Return the mechanisms of a listener; if there are none, its clients need not authenticate."""
         wanted = self.wanted(listener)
         if self.carries(listener):
             wanted = tuple(name for name in wanted if name in CARRIED)
@@ -84,14 +84,14 @@ class SaslOptions(SaslSection, frozen=True, kw_only=True):
         return tuple(name for name in wanted if name not in NEED_TLS)
 
     def wanted(self, listener: ListenerConfig) -> tuple[str, ...]:
-        """The mechanisms that the configuration names for a listener."""
+        """Return the mechanisms that the configuration names for a listener."""
         return self.mechanisms if listener.sasl is None else listener.sasl
 
 
 def sasl_options(
     given: SaslSection, oauth: OauthOptions, sources: Mapping[str, str], listeners: Sequence[ListenerConfig]
 ) -> SaslOptions | None:
-    """Check the options; None without SASL. Raises StartupError."""
+    """Check the options; return None without SASL. Raises StartupError."""
     if given.mechanisms is None:
         for listener in listeners:
             if listener.identity == "client":
@@ -117,7 +117,7 @@ def sasl_options(
     for listener in listeners:
         _refuse_what_is_not_carried(options, listener, source)
         _refuse_what_does_not_fit(options, listener, source)
-    # The proxy must be able to judge the credentials that no broker judges.
+    # The proxy itself must judge the credentials that no broker judges.
     judged = {name for each in listeners if not options.carries(each) for name in options.wanted(each)}
     judged |= {name for name in mechanisms if name not in CARRIED}
     _refuse_missing_or_useless_users(given, mechanisms, judged - {OAUTHBEARER}, sources)
@@ -134,7 +134,7 @@ def sasl_options(
 def _refuse_missing_or_useless_users(
     given: SaslSection, mechanisms: tuple[str, ...], judged: set[str], sources: Mapping[str, str]
 ) -> None:
-    """`judged`: the mechanisms that need users here."""
+    """Check the users; `judged` has the mechanisms whose credentials the proxy judges. Raises StartupError."""
     of_users = {"sasl.users": given.users is not None, "sasl.users_in_etcd": given.users_in_etcd}
     named = [sources[path] for path, is_set in of_users.items() if is_set]
     if len(named) > 1:
@@ -198,9 +198,9 @@ def refuse_unsafe_identity(
     has_own: bool,
     is_secret: bool,
 ) -> None:
-    """Check that broker connections allow identities to be carried on.
+    """Check that broker connections allow clients' identities to be passed on.
 
-    `has_own`: the proxy has an identity there; `is_secret`: the connections are encrypted, or need not be.
+    `has_own`: the proxy has an identity at brokers; `is_secret`: the connections are encrypted, or need not be.
 
     Raises StartupError.
     """
@@ -230,7 +230,7 @@ def is_url(jwks: str) -> bool:
 
 
 def _refuse_unsafe_url(given: str, source: str) -> None:
-    """Anybody who could answer for the issuer could make tokens: the connection must be secured."""
+    """Refuse an unsecured connection, on which another server could answer for the issuer and then make tokens."""
     try:
         parts = urlsplit(given)
         is_safe = parts.scheme == "https" or (parts.scheme == "http" and _is_loopback(parts.hostname))

@@ -14,7 +14,7 @@ from msgspec import Meta
 from kproxy.config.parsing import Address, nearest, parse_address, read_toml, unknown
 from kproxy.errors import StartupError
 
-# The sections of a static table; they may also be in a file of their own, named by --table.
+# The sections of a static table, which may also be in a file of their own, named by --table.
 STATIC_TABLE_SECTIONS = ("brokers", "topics")
 
 
@@ -29,7 +29,7 @@ class TopicOwners(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Owners:
     """A static table, checked: every owner is one of `brokers`.
 
-    `where` is its file; `read_again` reads it anew, and raises StartupError.
+    `where` is the table's file; `read_again` reads the table anew, and raises StartupError.
     """
 
     brokers: Mapping[int, Address]
@@ -44,9 +44,9 @@ def read_table(file: Path) -> Owners:
 
 
 def parse_owners(sections: Mapping[str, object], where: str, read_again: Callable[[], Owners]) -> Owners:
-    """Parse `brokers`, id to "host:port", and `topics`, each a name and owners.
+    """Parse `brokers`, which maps ids to "host:port", and `topics`, each with a name and owners.
 
-    StartupError names the fault and `where` it is.
+    Raises StartupError, which names the fault and `where`.
     """
     for section in sections:
         if section not in STATIC_TABLE_SECTIONS:

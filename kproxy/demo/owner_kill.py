@@ -1,18 +1,18 @@
-"""`--kill-owner`: kill -9 an owner in mid-stream and time how long its partitions have none.
+"""Kill -9 an owner in mid-stream (`--kill-owner`) and measure how long its partitions have no owner.
 
-The owner of most partitions is killed, and started again.
+The broker that owns most partitions is killed, and started again.
 
 States
   waiting      the first micro-batch is being written
-  killed       the owner is gone but its lease is valid; after that, others take its partitions
-  restarting   after all were taken; at once if no other broker has a copy, as they wait for the broker itself
-  back         it serves again
+  killed       the owner is gone but its lease is valid; after the lease, other brokers take its partitions
+  restarting   the broker starts, once all partitions are taken, or at once if no other broker has a copy of them
+  back         the broker serves again
 
 Invariants
 1. The kill is in mid-stream: after the first micro-batch is written, before the last begins. If the stream is too fast,
    its last micro-batch waits for the kill.
-2. One clock has all times: what etcd tells of the owners, by a watch.
-3. When `run` returns or raises, no task of it runs, and the stream does not wait for it.
+2. One clock gives all times, which are those at which a watch of etcd shows the owners.
+3. When `run` returns or raises, none of its tasks runs, and the stream does not wait for it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kproxy.etcd import EtcdClient, PrefixMirror
 from kproxy.pipeline.progress import Report
 
 SYNC_TIMEOUT_S: Final = 10.0
-# Beyond the lease's time. The report says if brokers have not taken over by then; nothing depends on it.
+# Added to the lease's time. The report says if brokers have not taken over by then; nothing depends on it.
 TAKE_OVER_PATIENCE_S: Final = 10.0
 
 
@@ -53,7 +53,7 @@ class StreamGate:
         self._released = threading.Event()
 
     def advance_to(self, rows: int) -> None:
-        """Report that a micro-batch was written, and all rows so far."""
+        """Report that a micro-batch was written, with the number of all rows so far."""
         self.rows = rows
         self._loop.call_soon_threadsafe(self.reached.set)
 
@@ -64,7 +64,7 @@ class StreamGate:
             self._released.wait()
 
     def release(self) -> None:
-        """Let the last micro-batch begin: the kill is done, or will not happen."""
+        """Let the last micro-batch begin, as the kill is done, or will not happen."""
         self._released.set()
 
 
@@ -168,7 +168,7 @@ def owner_of_most(owners: Mapping[int, int]) -> int:
 
 
 class TakeOvers:
-    """The times (`at`, by partition) when `partitions` get another lease than now, and the new `owners`."""
+    """The times (`at`, by partition) when each of `partitions` gets another lease, and the new `owners`."""
 
     def __init__(self, view: ClusterView, topic: str, partitions: Sequence[int], clock: Callable[[], float]) -> None:
         self.at: dict[int, float] = {}

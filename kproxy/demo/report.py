@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class KilledOwner:
     """The broker that was killed in mid-stream, and the recovery of its partitions; times in seconds since the kill.
 
-    `rows_before`: about how many rows had been written. For its partitions: `taken_s`, when each had an owner again;
-    `taken_by`, that owner. A missing partition never got that far. `back_s`: when the broker served again.
+    `rows_before`: about how many rows had been written. `taken_s` and `taken_by` have, by partition, when it had an
+    owner again, and that owner; a missing partition never had one again. `back_s`: when the broker served again.
     """
 
     broker: int
@@ -111,7 +111,7 @@ def _add_killed(table: Table, killed: KilledOwner) -> None:
 
 
 def _all_by(times_s: Mapping[int, float], killed: KilledOwner) -> Text:
-    """Format the time of the last of the killed broker's partitions, or how many never got that far."""
+    """Format the latest of the times by partition, or how many of the killed broker's partitions have none."""
     never = len(killed.partitions) - len(times_s)
     if never:
         return Text(f"{never} never", style="bold red")

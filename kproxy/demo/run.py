@@ -1,6 +1,6 @@
 """`kproxy demo`: write real data through the proxy, and check it.
 
-Spark's unchanged Kafka sink writes the data; it is read back, judged and audited.
+Spark's unchanged Kafka sink writes the data, which is then read back, judged and audited.
 
 States: CHECKING (nothing started; StartupError leaves nothing behind) -> STARTING (cluster, Spark and data in parallel)
 -> WRITING -> READING -> AUDITING -> DONE. From each of them a failure or a signal leads to STOPPING and out.
@@ -8,8 +8,8 @@ States: CHECKING (nothing started; StartupError leaves nothing behind) -> STARTI
 Invariants
 1. When `run_demo` returns or raises, no process that it started is left: Spark's JVM ends first, as it is the cluster's
    client, then the cluster.
-2. It deletes the directory that it made for the run and nothing else; it keeps it on request and after a failure. The
-   audit's report is elsewhere and stays.
+2. `run_demo` deletes only the directory that it made for the run, and keeps that on request and after a failure. The
+   audit's report is in another place and stays.
 3. The job knows one address, the proxy's. Only the number of rows by owner comes from etcd, after everything was
    judged, and with `kill_owner` the report of the kill.
 """
@@ -67,13 +67,13 @@ if TYPE_CHECKING:
 PARTITIONS: Final = 12
 # The driver and its tasks share the machine with the cluster they write to.
 LOCAL_MASTER: Final = "local[2]"
-# Few, as Spark plans each micro-batch for about a second here; more than one, as order must hold across them.
+# There are few, as Spark plans each micro-batch for about a second here, and several, as order must hold across them.
 MICRO_BATCHES: Final = 5
 BROKERS: Final = 3
-# With `kill_owner`: short, as no broker may take over before the killed broker's lease ends; but long enough to renew
-# it on a machine that Spark keeps busy.
+# The TTL with `kill_owner` is short, as no broker may take over before the killed broker's lease ends, but long enough
+# for renewals on a machine that Spark keeps busy.
 KILL_LEASE_TTL_S: Final = 4
-# With fewer, the stream could end before the loss of a broker has any effect.
+# With fewer rows the stream could end before the loss of a broker has any effect.
 LEAST_ROWS_TO_KILL: Final = 1_000
 INTERRUPTED: Final = 128 + signal.SIGINT
 TERMINATED: Final = 128 + signal.SIGTERM
@@ -88,7 +88,7 @@ class DemoOptions:
 
     With `bootstrap` the demo uses a running cluster, and reads the owners from `etcd` (URLs). `kill_owner`: kill -9 the
     owner of most partitions in mid-stream, and restart it. `report`: the file for the audit's report, None for none; it
-    needs `audit`. `tls`, `sasl`: clients of the demo's own proxy must use it.
+    needs `audit`. `tls`, `sasl`: clients of the demo's own proxy must use TLS or SASL.
     """
 
     rows: int | None = None
@@ -146,7 +146,7 @@ def run_demo(
         report.say(f"The demo failed: {error}")
         return 1
     except StartupError as error:
-        # The error may refer to a log in there.
+        # The error may refer to a log in that directory.
         keep = keep or str(work_dir) in str(error)
         raise
     finally:
@@ -200,7 +200,7 @@ def _make_work_dir(parent: Path | None) -> Path:
 
 
 def _run_until_signal(run: _Run) -> DemoOutcome | int:
-    """Return the outcome, or the exit status of the signal that ended the run. It is cleaned up either way."""
+    """Return the outcome, or the exit status of the signal that ended the run. The run is cleaned up either way."""
     terminated = False
 
     async def main() -> DemoOutcome:
@@ -253,7 +253,7 @@ class _Run:
                 try:
                     outcome = await _while_cluster_runs(target.cluster, self._job(target, data, spark, began))
                 except SparkFailed as error:
-                    # The session knows more of it.
+                    # The session knows more about the failure.
                     await self._call(partial(self._session.__exit__, type(error), error, error.__traceback__))
                     raise
                 except BaseException:
@@ -263,7 +263,7 @@ class _Run:
                 return outcome
         finally:
             self._stopping.set()
-            # Ends the calls into Spark that threads still wait in; does nothing if Spark was stopped already.
+            # This ends the calls into Spark that threads still wait for, and does nothing if Spark was stopped already.
             self._spark.kill()
             await asyncio.gather(spark, data, return_exceptions=True)
             self._pool.shutdown(wait=True)
@@ -321,7 +321,7 @@ class _Run:
         data = await written_files
         await spark
         written, killed = await self._write(target, data)
-        # The trail dates an acknowledgement by the look that notes it.
+        # The trail dates an acknowledgement by the time of the periodic check that notes it.
         written_ms = time.time_ns() // 1_000_000 + round(1000 * (LOOK_S + LATE_S))
 
         # Imported here, as pyspark is missing without the demo's extra.
@@ -417,8 +417,8 @@ async def _both(first: Coroutine[object, object, T], second: Coroutine[object, o
 async def _while_cluster_runs(cluster: DevCluster | None, work: Coroutine[object, object, T]) -> T:
     """Return the result of `work`.
 
-    If a process of the cluster ends meanwhile, cancel it and raise ChildEnded. Otherwise Spark would retry for minutes
-    and then report another error.
+    If a process of the cluster ends meanwhile, cancel `work` and raise ChildEnded. Otherwise Spark would retry for
+    minutes and then report another error.
     """
     if cluster is None:
         return await work
@@ -479,7 +479,7 @@ async def partition_owners(endpoints: Sequence[str], prefix: str, topic: str) ->
 
 
 POLL_MS: Final = 200
-# A trail that is silent for this long beyond its promise belongs to a dead proxy, and ends there.
+# A trail without rows for this long beyond its promised interval belongs to a dead proxy, and has ended.
 SILENCE_MS: Final = 5_000
 _FOREVER_MS: Final = 1 << 62
 
@@ -512,7 +512,7 @@ class _Trail:
 
 
 class TrailCoverage:
-    """The times that the trails in a topic cover, by the rows read so far."""
+    """The times that the trails in a topic cover, according to the rows read so far."""
 
     def __init__(self) -> None:
         self._trails: dict[tuple[str, str], _Trail] = {}
@@ -521,7 +521,7 @@ class TrailCoverage:
         try:
             rows = decode_page(page or b"")
         except msgspec.DecodeError:
-            # Another client wrote it. The audit handles such pages; here they are ignored.
+            # Another client wrote this page. The audit handles such pages; here they are ignored.
             return
         for row in rows:
             self._trails.setdefault((row.proxy, row.incarnation), _Trail()).add(row)
@@ -542,8 +542,8 @@ def await_trails(
 ) -> bool:
     """Wait until the trails in `topic` are complete before `until_ms`.
 
-    Return False if they are not in time. Blocks. A proxy that is killed meanwhile is awaited until it counts as dead;
-    the audit reports missing rows. `client` has options of kafka-python.
+    Return False if they are not complete in time. Blocks. A proxy that is killed meanwhile is awaited until it counts
+    as dead; the audit reports missing rows. `client` has options of kafka-python.
     """
     # kafka-python also logs the errors that it raises.
     logging.getLogger("kafka").setLevel(logging.CRITICAL)
@@ -587,8 +587,8 @@ def audit_demo(
 ) -> Facts | None:
     """Audit the demo's topic.
 
-    None if the proxy's trail does not have its records. Blocks. Raise LogReadFailed. `written_ms`: when the trail had
-    the last acknowledgement.
+    Return None if the proxy's trail does not have the topic's records. Blocks. Raise LogReadFailed. `written_ms` is the
+    time by which the trail had the last acknowledgement.
     """
     from kproxy.pipeline.audit.report_html import write_report
     from kproxy.pipeline.audit.run import LOCAL, AuditJob, audit

@@ -73,7 +73,7 @@ def secure(directory: Path, *, tls: bool, sasl: bool) -> Secured:
 
 def _make_certificates(directory: Path) -> Path:
     """Write a server's certificate for this machine and its key; return the file of the authority."""
-    # Imported here: only the demo's extra brings it.
+    # Imported here, because only the demo's extra installs it.
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec

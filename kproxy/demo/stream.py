@@ -102,7 +102,7 @@ def read_back(
             .option("startingOffsets", "earliest")
             .load()
         )
-        # Each Kafka partition is one Spark partition; they come one after another, each in the order of its offsets.
+        # Each Kafka partition is one Spark partition. The rows come by partition, each in the order of its offsets.
         for row in records.select("partition", "offset", "key", "value").toLocalIterator(prefetchPartitions=True):
             partition, offset, key, value = row
             judge.see(partition, offset, _as_bytes(key), _as_bytes(value))
@@ -113,5 +113,5 @@ def read_back(
 
 
 def _as_bytes(cell: bytearray | None) -> bytes | None:
-    """Convert a binary cell: Spark returns bytearrays, which cannot be keys of a dict."""
+    """Convert a binary cell, as Spark returns bytearrays, which cannot be keys of a dict."""
     return None if cell is None else bytes(cell)

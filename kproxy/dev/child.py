@@ -1,6 +1,6 @@
 """One child process of `kproxy dev`: a kproxy command.
 
-It prints `ready ...` on stdout and logs on stderr.
+The child prints `ready ...` on stdout and logs on stderr.
 
 States: MADE --start()--> STARTING --the ready line--> READY --stop()--> ENDED; from STARTING and READY it may also end
 by itself, which `wait_ready` and `wait` report.
@@ -8,7 +8,7 @@ by itself, which `wait_ready` and `wait` report.
 Invariants
 1. A child is in a session of its own: Ctrl-C in a terminal does not reach it, so its parent decides the order.
 2. A child does not outlive this process, even if that is killed (`kproxy.runtime.process`).
-3. Its log is kept in one file and one predecessor of bounded size; the last lines are also held in memory.
+3. The child's log is kept in one file and one predecessor of bounded size; memory has the last lines too.
 4. After `stop` the process is gone and its tasks have ended.
 """
 
@@ -39,7 +39,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 class Child:
     """`name` is for people; `arguments` follow `python -m kproxy`.
 
-    `log_path` is where its stderr goes.
+    The child's stderr is written to `log_path`.
 
     `configuration` is for options without a flag: environment variables by name.
     """
@@ -66,16 +66,16 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Its process id; 0 before it was started."""
+        """The process id; 0 before the start."""
         return self._process.pid if self._process is not None else 0
 
     @property
     def runs(self) -> bool:
-        """Whether its process exists; a stopped one (SIGSTOP) does."""
+        """Whether the process exists; a process stopped by SIGSTOP does."""
         return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:
-        """Start the process; it is not ready yet."""
+        """Start the process, without waiting until it is ready."""
         self._log_size = self.log_path.stat().st_size if self.log_path.exists() else 0
         self._ready = asyncio.get_running_loop().create_future()
         # -P: imports must not depend on the files in the working directory.
@@ -101,7 +101,7 @@ class Child:
     async def wait_ready(self, timeout_s: float) -> dict[str, str]:
         """Wait for the ready line; return its fields.
 
-        Raises StartupError if it ends before, or is late.
+        Raises StartupError if the child ends before that line, or the line is late.
         """
         if self._ready is None:
             raise RuntimeError(f"{self.name} has not been started")
@@ -114,14 +114,14 @@ class Child:
             ) from error
 
     async def wait(self) -> int:
-        """Wait until it ends; return its exit status, negative for a signal.
+        """Wait until the child ends; return its exit status, negative for a signal.
 
-        Its whole log has been read then.
+        The whole log has been read then.
         """
         if self._process is None:
             raise RuntimeError(f"{self.name} has not been started")
         status = await self._process.wait()
-        # Not gather: if this wait is cancelled, the tasks must continue to read.
+        # gather would cancel the tasks with this wait, but they must continue to read.
         done, _ = await asyncio.wait(self._tasks)
         for task in done:
             task.result()
@@ -130,7 +130,7 @@ class Child:
     async def stop(self, timeout_s: float) -> None:
         """Send SIGTERM, and SIGKILL if it does not end in time.
 
-        Does nothing if none runs.
+        Does nothing if no process runs.
         """
         if self._process is None:
             return
@@ -145,7 +145,7 @@ class Child:
             self._ready.cancel()
 
     async def kill(self) -> None:
-        """SIGKILL; the process is gone when this returns."""
+        """Send SIGKILL, and wait until the process is gone."""
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -153,7 +153,7 @@ class Child:
         await self.wait()
 
     def last_lines(self, count: int) -> list[str]:
-        """The last lines of its log, without colours."""
+        """Return the last lines of its log, without colours."""
         lines = _COLOURS.sub("", self._tail.decode("utf-8", "replace")).splitlines()
         return [line for line in lines if line.strip()][-count:]
 
@@ -172,7 +172,7 @@ class Child:
         status = await process.wait()
         if not ready.done():
             ready.set_exception(self._explain(status))
-            # Retrieve the error: after a stop before it is ready nobody waits for it.
+            # Retrieve the error: after a stop before the ready line nobody waits for it.
             ready.exception()
 
     def _explain(self, status: int) -> StartupError:

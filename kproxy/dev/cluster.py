@@ -1,4 +1,4 @@
-"""A whole kproxy on this machine: processes of etcd, brokers and a proxy, and their data directory.
+"""Run etcd, reference brokers and a proxy as processes on this machine, with a common data directory.
 
 States: STOPPED --start()--> RUNNING --a process ends by itself--> BROKEN (which `wait` reports) --stop()--> STOPPED.
 A failed `start` stops everything it started before it raises. After `kill_broker` a cluster is still RUNNING, and
@@ -6,12 +6,13 @@ A failed `start` stops everything it started before it raises. After `kill_broke
 anew (kproxy.dev.restarter).
 
 Invariants
-1. Start order is etcd, brokers, proxy; stop order is the reverse: a process with work left finds what it needs.
+1. Start order is etcd, brokers, proxy; stop order is the reverse, so that a process with work left finds the servers it
+   needs.
 2. The addresses for clients are tried before anything is started, so a taken port leaves no trace.
-3. Topics and records are in `data_dir` and survive a restart; ports may differ. The replication factor is that of new
-   topics: an existing topic keeps its replicas.
-4. A broker is in `_brokers` while its end would be an accident, and in `_down` from just before it is killed, or
-   restarted after an accident, until it is ready.
+3. Topics and records are in `data_dir` and survive a restart; ports may differ. The replication factor applies to new
+   topics; an existing topic keeps its replicas.
+4. A broker is in `_brokers` while it is expected to run, and in `_down` from just before it is killed, or restarted
+   after an accident, until it is ready.
 5. A part whose restart failed has no process.
 """
 
@@ -46,7 +47,7 @@ class Layout(msgspec.Struct):
 
 
 def default_data_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """Per user: in XDG_DATA_HOME if set, else ~/Library/Application Support on macOS, else ~/.local/share."""
+    """Return the user's: in XDG_DATA_HOME if set, else ~/Library/Application Support (macOS) or ~/.local/share."""
     configured = environ.get("XDG_DATA_HOME", "")
     if configured and Path(configured).is_absolute():
         return Path(configured) / "kproxy" / "dev"
@@ -67,9 +68,9 @@ class ClusterDir:
 
     @classmethod
     def open(cls, path: Path, brokers: int) -> ClusterDir:
-        """Create and lock it; check that all brokers with data in it are started."""
+        """Create and lock the directory; check that `brokers` includes every broker with data in it."""
         try:
-            # Records, and what etcd holds, are for nobody else on this machine.
+            # Other users of this machine must not read records or etcd's data.
             path.mkdir(0o700, parents=True, exist_ok=True)
             (path / "logs").mkdir(exist_ok=True)
             lock = (path / "lock").open("ab")
@@ -122,9 +123,9 @@ DEFAULT_REPLICATION_FACTOR = 3
 DEFAULT_LEASE_TTL_S = 10
 READY_TIMEOUT_S = 60.0
 # The proxy drains for up to 10 s and ships the rest of its audit trail for up to 5 s, a broker syncs its logs to the
-# disk; more than that is a hang.
+# disk; a process that takes longer hangs.
 STOP_TIMEOUT_S = 20.0
-# A short interval: somebody who tries things out does not want to wait for the audit.
+# The interval is short, because users who try things out do not want to wait for the audit.
 AUDIT_INTERVAL_S = 1.0
 LAST_LINES = 10
 
@@ -165,13 +166,12 @@ class DevCluster:
 
     Raises StartupError if a part does not start.
 
-    `listen` and `admin` are `HOST:PORT`, port 0 any free one, `admin` None no admin page; `lease_ttl_s` in seconds.
-    `replication_factor` None is 3, or as many as there are brokers. `writer_groups`: `TOPIC=GROUP` each, the topics
-    that only owners write to. `audit`: ship the proxy's audit trail to its topic. `max_connections`: the number of
-    clients that the proxy admits, None for the default. `proxy_config`: a file for the proxy. `on_step` is called with
-    each part that is ready.
-    After the start: `kafka` and `admin` (`HOST:PORT`), `etcd` (URL), and of the brokers that are not killed
-    `broker_pids` and `broker_addresses` by node id.
+    `listen` and `admin` are `HOST:PORT`; port 0 is any free port, and `admin` None no admin page. `replication_factor`
+    None is 3, or the number of brokers if that is less. `writer_groups` has, as `TOPIC=GROUP`, the topics that only
+    owners write to. With `audit` the proxy's audit trail is shipped to its topic. `max_connections` None is the proxy's
+    default. `proxy_config` is a file for the proxy. `on_step` is called with each part that is ready. After the start:
+    `kafka` and `admin` (`HOST:PORT`), `etcd` (URL), and of the brokers that are not killed `broker_pids` and
+    `broker_addresses` by node id.
     """
 
     def __init__(
@@ -314,7 +314,7 @@ class DevCluster:
         return f"{address[part.kind]} (pid {self._process_of(part).pid})"
 
     async def kill_broker(self, node_id: int) -> None:
-        """Kill a broker with SIGKILL, which `wait` does not report, and wait until it is gone. Its data stays."""
+        """Kill a broker with SIGKILL, which `wait` does not report, and wait until it is gone. The data stays."""
         self._down[node_id] = child = self._brokers.pop(node_id)
         del self.broker_addresses[node_id]
         self._children_changed.set()
@@ -323,7 +323,7 @@ class DevCluster:
     async def restart_broker(self, node_id: int) -> None:
         """Restart an ended broker with its id and its data, perhaps at another port; return when it serves.
 
-        That takes until the lease of its predecessor ends. Raises StartupError if it ends before.
+        This takes until the lease of the former process ends. Raises StartupError if the new process ends before.
         """
         if self._pipe is None:
             raise RuntimeError("this cluster has not been started")
@@ -336,7 +336,7 @@ class DevCluster:
         try:
             await self._broker_ready(node_id, child)
         except StartupError:
-            # It may still run, waiting for something that does not come.
+            # The process may still run, waiting for something that does not come.
             await child.stop(STOP_TIMEOUT_S)
             raise
         self._brokers[node_id] = self._down.pop(node_id)
@@ -400,7 +400,7 @@ class DevCluster:
         return self._child(f"broker {node_id}", arguments, f"broker-{node_id}", pipe)
 
     async def _broker_ready(self, node_id: int, child: Child) -> None:
-        # The lease of its predecessor may still run.
+        # The lease of the broker's former process may not have ended.
         fields = await child.wait_ready(READY_TIMEOUT_S + self.lease_ttl_s)
         self.broker_addresses[node_id] = fields["kafka"]
 

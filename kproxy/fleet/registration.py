@@ -6,25 +6,25 @@ The value is JSON with node_id, host and port, and for a proxy with several list
 name, `listeners`. `FleetView` (kproxy.fleet.view) reads the entries.
 
 States
-  out           no entry: not yet, or the lease was lost, or etcd does not answer
+  out           there is no entry yet, or the lease was lost, or etcd does not answer
   registered    an entry with this address is on our lease
   standing by   an entry with this address is on the lease of another process; clients see the address anyway
 
 Transitions
-  out -> registered           the lowest free id is claimed; or an existing entry with this address is taken over:
-                              its process has ended and its lease has not, or there are two
+  out -> registered           the lowest free id is claimed; or an existing entry with this address is taken over, whose
+                              process has ended before its lease, or is a second one
   registered -> out           the lease is gone, or the entry was deleted
-  registered -> standing by   another process has taken the entry over: two live ones advertise one address
+  registered -> standing by   another process has taken the entry over: two live processes advertise one address
   standing by -> registered   the other's entry has gone
-  any -> out                  `run` is cancelled: the lease is revoked, and the entry gone, before it ends
+  any -> out                  `run` is cancelled: the lease is revoked, and so the entry removed, before `run` ends
 
 Invariants
-1. An entry is created only where there is none, and replaced only as it was read (its mod_revision), with the same
-   address. So an id belongs to one address as long as the entry exists, and two addresses never share an id.
-2. Of two live processes with one address the later one has the entry; the earlier never takes it back. So they do not
-   fight. Both log it.
-3. After every claim its lease holds the entry or is revoked. A lease that cannot be revoked ends by itself, and its
-   entry has this address.
+1. An entry is created only if there is none, and replaced only if unchanged since it was read (by mod_revision), with
+   the same address. So an id belongs to one address as long as the entry exists, and two addresses never share an id.
+2. Of two live processes with one address the later one has the entry; the earlier never takes it back, so that they do
+   not fight. Both log this.
+3. After every claim the lease holds the entry or is revoked. A lease that cannot be revoked ends by itself, and the
+   entry on it has this address.
 4. An unreachable etcd is asked again for ever.
 """
 
@@ -50,7 +50,7 @@ from kproxy.routing.fleet import FIRST_NODE_ID, Proxy
 
 
 def proxies_prefix(prefix: str) -> str:
-    """The prefix of the keys of all proxies; `prefix` is that of all keys."""
+    """Return the prefix of the keys of all proxies; `prefix` is that of all keys."""
     return f"{prefix.rstrip('/')}/kproxy/proxies/"
 
 
@@ -84,7 +84,7 @@ def parse_proxy(rest: str, value: bytes) -> Proxy:
     return Proxy(node_id, host, port)
 
 
-# As many as a configuration may have, and some of later versions.
+# A configuration may have fewer; the rest is for later versions.
 MAX_LISTENERS = 32
 
 
@@ -111,7 +111,7 @@ def parse_listeners(value: bytes) -> Listeners:
 # How often an entry is read within the lease's TTL.
 LOOKS_PER_TTL = 4
 RETRY_PAUSE_S = 0.5
-# A stopping proxy does not wait longer for etcd: its lease ends by itself.
+# A stopping proxy does not wait longer for etcd, as its lease ends by itself.
 REVOKE_TIMEOUT_S = 2.0
 
 log = structlog.get_logger(__name__)
@@ -244,7 +244,7 @@ class Registrar:
         return parse_proxy_id(key.removeprefix(self._prefix))
 
     def _lowest_free(self, entries: Sequence[KeyValue]) -> int:
-        """The lowest id without an entry; an invalid entry takes its id too."""
+        """Return the lowest id without an entry; an invalid entry takes its id too."""
         taken = {kv.key for kv in entries}
         node_id = FIRST_NODE_ID
         while f"{self._prefix}{node_id}" in taken:
@@ -254,7 +254,7 @@ class Registrar:
     # Holding
 
     async def _hold(self) -> bool:
-        """Wait until the entry is not ours any more; return whether it may be taken over from its owner."""
+        """Wait until the entry is no longer ours; return whether it may be taken over from its owner."""
         keeper = asyncio.create_task(
             lease_keep_alive(self._client, self._lease_id, clock=self._clock, on_renewed=lambda *_: None)
         )
@@ -296,7 +296,7 @@ class Registrar:
                 return found
 
     async def _give_up(self) -> None:
-        """Revoke the lease, if any, and so the entry. An etcd that does not answer is only logged."""
+        """Revoke the lease, if any, and so remove the entry. If etcd does not answer, this is only logged."""
         lease_id, self._lease_id = self._lease_id, 0
         self.state = RegistrarState.OUT
         if lease_id:

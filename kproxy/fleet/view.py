@@ -2,16 +2,16 @@
 
 Their keys are under `{prefix}/kproxy/proxies/`.
 
-This proxy's own entry is found by its advertised address, so processes that share one address (workers) find their id
+This proxy finds its own entry by its advertised address, so processes that share one address (workers) find their id
 without asking each other.
 
 States: ALONE, before the first snapshot, and CURRENT. While etcd is away the last known fleet stays.
 
 Invariants
 1. This proxy does not drop itself, whatever etcd says: its lease may have ended because etcd was away, and it still
-   serves. It keeps its last id, unless another proxy has that now; then it is left out until it has a new one. Only a
-   leaving proxy drops itself, if there is another.
-2. Before it ever had an id it names the others. An empty fleet is this proxy alone, as `FIRST_NODE_ID`.
+   serves. It keeps its last id, unless another proxy now has that id; then it is left out until it has a new one. Only
+   a leaving proxy drops itself, if there is another.
+2. A proxy that never had an id names the others. An empty fleet is this proxy alone, as `FIRST_NODE_ID`.
 3. An address is named once, under the lowest of its ids; at most MAX_PROXIES are named, those of the lowest ids.
 4. An invalid key or value is skipped, counted by reason, and logged once per key.
 5. Logged changes are about the other proxies.
@@ -38,14 +38,14 @@ from kproxy.routing.fleet import FIRST_NODE_ID, Fleet, Proxy
 
 MAX_PROXIES = 1_000
 MAX_LOGGED_KEYS = 100
-# In one log line.
+# The most proxies in one log line.
 MAX_LOGGED_PROXIES = 10
 
 log = structlog.get_logger(__name__)
 
 
 def alone(host: str, port: int) -> Proxy:
-    """This proxy while it knows of no other."""
+    """Return this proxy as the only member, while it knows no other."""
     return Proxy(FIRST_NODE_ID, host, port)
 
 
@@ -81,7 +81,7 @@ class FleetView:
         self._found: dict[str, Proxy] = {}
         self._listeners = listeners
         self._by_listener = by_listener
-        # The listeners of the entries that have some.
+        # The named listeners of entries, by key, if an entry has any.
         self._found_listeners: dict[str, Listeners] = {}
         self._mine: Proxy | None = None
         self._leaving = False
@@ -164,7 +164,7 @@ class FleetView:
             fleet.replace(named or [Proxy(self._alone.node_id, *self._listeners[name])])
 
     def _others(self) -> Iterable[Proxy]:
-        """All but this proxy's own entry, which the registrar reports."""
+        """Return all proxies but this one, whose entry the registrar reports."""
         return (proxy for proxy in self._fleet.proxies if proxy.address != self._alone.address)
 
 
@@ -176,7 +176,7 @@ def _in_words(proxies: Iterable[Proxy]) -> str:
 
 
 async def named_in(client: EtcdClient, prefix: str) -> list[Proxy]:
-    """The proxies under this prefix as clients see them, read once.
+    """Return the proxies under this prefix as clients see them, read once.
 
     Raises EtcdError.
     """
@@ -188,7 +188,7 @@ async def named_in(client: EtcdClient, prefix: str) -> list[Proxy]:
 
 
 def distinct(proxies: Iterable[Proxy]) -> list[Proxy]:
-    """One proxy per address (invariant 3)."""
+    """Return one proxy per address (invariant 3)."""
     by_address: dict[tuple[str, int], Proxy] = {}
     for proxy in sorted(proxies):
         by_address.setdefault(proxy.address, proxy)

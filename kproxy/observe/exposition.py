@@ -1,10 +1,8 @@
-"""Prometheus families: of one process, of several, as a page.
+"""Make Prometheus families, merge those of several processes, and render them as a page.
 
-| kind | of several processes |
-| --- | --- |
-| counters, histograms, summaries | the sum; it must never shrink, or rates of it show a restart |
-| gauges of each process's own things (connections, bytes) | the sum |
-| gauges of shared things (the table, brokers) | the worst, the highest or the lowest: `FOLDS` |
+| kind | of several processes | | --- | --- | | counters, histograms, summaries | the sum, which must never shrink, or
+rates of it show a restart | | gauges of each process's own things (connections, bytes) | the sum | | gauges of shared
+things (the table, brokers) | the worst, the highest or the lowest: `FOLDS` |
 """
 
 from __future__ import annotations
@@ -73,12 +71,12 @@ def merge(pages: Iterable[Sequence[Metric]]) -> list[Metric]:
 
 
 def growing(page: Sequence[Metric]) -> list[Metric]:
-    """The families that outlive their process: counters, histograms and summaries."""
+    """Return the families that outlive their process: counters, histograms and summaries."""
     return [family for family in page if family.type in _GROWING]
 
 
 class Families(Collector):
-    """Families that have been made."""
+    """A collector of families that exist already."""
 
     def __init__(self, families: Sequence[Metric]) -> None:
         self._families = families
@@ -117,7 +115,7 @@ def gauge(name: str, documentation: str, value: float) -> Metric:
 def histogram(name: str, documentation: str, bounds: Sequence[float], counts: Sequence[int], total: float) -> Metric:
     """Make a histogram.
 
-    `counts` has one number for each bucket by itself, and one for values beyond `bounds`.
+    `counts` has one number for each bucket, not cumulated, and one for values beyond `bounds`.
     """
     cumulated = accumulate(counts)
     buckets = [(str(bound), float(next(cumulated))) for bound in bounds]

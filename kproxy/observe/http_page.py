@@ -10,15 +10,15 @@
 States of a page: made --start()--> serving --stop()--> stopped.
 
 States of a connection
-  new        nothing has arrived that is a request; with TLS, its handshake is finished (kproxy.security.tls_acceptor)
-  answering  a handler has a request of it
+  new        no request has arrived; with TLS, the handshake is finished (kproxy.security.tls_acceptor)
+  answering  a handler has a request of the connection
   idle       its request is answered; aiohttp closes it unless another one arrives within KEEPALIVE_S
 
 Invariants
 1. A connection is new for at most REQUEST_S. A handler has the whole body of a request within BODY_S.
-2. At most MAX_CONNECTIONS are open, but for those on a unix socket. For one more, the one that has been new or idle for
-   the longest time is closed; if all are answering, the new one is. So nobody keeps others out by doing nothing.
-3. What is closed so is counted and logged.
+2. At most MAX_CONNECTIONS are open, but for those on a unix socket. For one more, the connection that has been new or
+   idle for the longest time is closed; if all are answering, the additional one is. So idle clients keep nobody out.
+3. Connections that are closed by these bounds are counted and logged.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from kproxy_codec.foreign import http_answer
 log = structlog.get_logger(__name__)
 
 KEEPALIVE_S = 15.0
-# For the head of a connection's first request, and for the body of each, in seconds.
+# Bounds for the head of a connection's first request, and for the body of each request, in seconds.
 REQUEST_S: Final = 10.0
 BODY_S: Final = 10.0
 MAX_CONNECTIONS: Final = 100
@@ -66,9 +66,9 @@ _REMEDY: Final = "another --admin, or stop what uses this one"
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Whether clients should be sent here.
+    """Whether clients should be sent to this process.
 
-    `text` is `ready`, or says how it is degraded or why it is not ready.
+    `text` is `ready`, or says how the process is degraded or why it is not ready.
     """
 
     ready: bool
@@ -79,11 +79,11 @@ class VitalPages(Protocol):
     """The content of the pages that every process has."""
 
     async def summary(self) -> str:
-        """Some lines for people: the process and its state."""
+        """Return some lines for people about the process and its state."""
         ...
 
     async def metrics(self, accept: str) -> tuple[bytes, str]:
-        """The page, and its content type as an HTTP Accept header asks for it."""
+        """Return the page, and its content type as an HTTP Accept header asks for it."""
         ...
 
     async def readiness(self) -> Readiness:
@@ -96,7 +96,7 @@ class VitalPages(Protocol):
 
 
 class HttpPage:
-    """Serves `pages`, and `more` routes of the process's own. `guard` None: to everybody."""
+    """Serves `pages`, and `more` routes of the process's own. With `guard` None everybody is served."""
 
     def __init__(self, pages: VitalPages, more: Sequence[web.RouteDef] = (), guard: PageGuard | None = None) -> None:
         self._vital = pages
@@ -149,7 +149,7 @@ class HttpPage:
             try:
                 return make(message, *given)
             except ValueError:
-                # The URL's host is no name. It would end aiohttp's task, without an answer.
+                # The URL's host is no name. The error would end aiohttp's task, without an answer.
                 return make(message._replace(url=_UNREADABLE), *given)
 
         server.request_factory = make_any
@@ -177,11 +177,11 @@ class HttpPage:
         return real_port
 
     def _visitor(self) -> asyncio.BaseProtocol:
-        """The protocol of a new connection, of a page that has not stopped."""
+        """Return the protocol of a new connection, while the page has not stopped."""
         return _Visitor(cast(web.Server, self._runner.server)(), self._visitors)
 
     async def start_unix(self, path: Path) -> None:
-        """Listen on a unix socket, in the place of one that another process left. Raises StartupError as `start`."""
+        """Listen on a unix socket, replacing one that another process left. Raises StartupError as `start`."""
         await self._set_up()
         try:
             await web.UnixSite(self._runner, path).start()
@@ -234,12 +234,12 @@ class _Visitors:
 
     def __init__(self) -> None:
         self.counters = Counter[str]()
-        # New and idle ones, the longest first; and those that are answered.
+        # Connections that are new or idle, the longest first, and those whose requests handlers have.
         self._waiting: dict[RequestHandler, _Visitor] = {}
         self._answering: dict[RequestHandler, _Visitor] = {}
 
     def enter(self, visitor: _Visitor) -> bool:
-        """Take a new connection; return whether it may stay."""
+        """Add a new connection; return whether it may stay."""
         if len(self._waiting) + len(self._answering) >= MAX_CONNECTIONS:
             oldest = next(iter(self._waiting.values()), visitor)
             oldest.cut("crowded", f"there are {MAX_CONNECTIONS} connections, and it has waited without a request")
@@ -257,7 +257,7 @@ class _Visitors:
     def _answer(self, handler: RequestHandler) -> Iterator[None]:
         visitor = self._waiting.pop(handler, None)
         if visitor is None:
-            # It has come by a unix socket, or has ended.
+            # The connection came by a unix socket, or has ended.
             yield
             return
         visitor.has_asked()
@@ -270,7 +270,7 @@ class _Visitors:
 
     @property
     def middleware(self) -> Middleware:
-        """For aiohttp's application."""
+        """Return the middleware for aiohttp's application."""
 
         @web.middleware
         async def visited(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -301,12 +301,12 @@ class _Visitor(asyncio.Protocol):
             self.handler.connection_made(transport)
 
     def has_asked(self) -> None:
-        """Its first request has arrived."""
+        """Note that the first request has arrived."""
         if self._deadline is not None:
             self._deadline.cancel()
 
     def cut(self, word: str, reason: str) -> None:
-        """Close it; `word` is the label of the metric."""
+        """Close the connection; `word` is the label of the metric."""
         transport = cast(asyncio.Transport, self._transport)
         peer = transport.get_extra_info("peername")
         self._visitors.counters[f"page.cut.{word}"] += 1

@@ -1,11 +1,11 @@
 """Configure logging to stderr, as text or JSON, with a bound on the lines of one kind.
 
-stdout is for the ready line and for the output of commands. Events are constant phrases; what varies is in fields,
-which are numbers and strings, or lists of them. Times are UTC. The loggers of libraries write in the same format.
+stdout is for the ready line and for the output of commands. Events are constant phrases. All that varies is in fields,
+which are numbers, strings, or lists of these. Times are UTC. The loggers of libraries write in the same format.
 
 The bound keeps a client that sends invalid data in a loop from filling the disk. A kind is a level and an event,
 without its fields; for the standard library's loggers it is the level and the message before its arguments are filled
-in. A line may bring a bound of its own, `most_a_minute=N`, and the name of a field whose values are kinds apart,
+in. A line may have a bound of its own, `most_a_minute=N`, and name a field whose values make separate kinds,
 `bounded_by=NAME`.
 
 States of a kind
@@ -14,11 +14,11 @@ States of a kind
 
 Transitions
   unknown  -> counting   its first line
-  counting -> unknown    its minute is over, and one line has said how many were left out; that line is never left out
+  counting -> unknown    its minute is over, and one line, which is never left out, has said how many were left out
 
 Invariants
-1. A line is logged or counted, and each count is logged: when the minute is over, and at the end of the process.
-2. At most MOST_KINDS kinds are known at a time; the kinds beyond are one kind per level.
+1. A line is logged or counted, and each count is logged when the minute is over or the process ends.
+2. At most MOST_KINDS kinds are known at a time; further kinds count as one kind per level.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Later = Callable[[float, Callable[[], None]], None]
 
 
 def in_a_thread(seconds: float, call: Callable[[], None]) -> None:
-    """Call it later, on a daemon thread: there may be no event loop."""
+    """Make a call later, on a daemon thread, as there may be no event loop."""
     # The context has the fields that are bound to every line of this process.
     timer = threading.Timer(seconds, contextvars.copy_context().run, (call,))
     timer.daemon = True
@@ -61,12 +61,12 @@ class LogBound:
         self._clock = clock
         self._later = later
         self._lock = threading.Lock()
-        # By level and event: when its minute began, its lines since then, and how many of them are logged.
+        # By level and event: the start of the kind's minute, its lines since then, and the number of logged ones.
         self._kinds: dict[tuple[str, str], tuple[float, int, int]] = {}
         self._is_due = False
 
     def admits(self, level: str, event: str, most: int = MOST_A_MINUTE) -> bool:
-        """Whether to log a line; count it."""
+        """Count a line, and return whether to log it."""
         with self._lock:
             now = self._clock()
             kind = (level, event)
@@ -116,7 +116,7 @@ LEVELS = ("debug", "info", "warning", "error")
 _OF_STRUCTLOG: Final = frozenset({"exc_info", "stack_info", "_record", "_from_structlog"})
 _PLAIN: Final = frozenset({str, int, float, bool, type(None)})
 
-# Marks the line that says how many were left out: it is always logged.
+# Marks the line that says how many were left out, which is always logged.
 _TOLD: Final = "_told"
 
 

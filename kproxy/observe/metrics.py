@@ -1,4 +1,4 @@
-"""Make the Prometheus families of this process, when `/metrics` is asked for. docs/metrics.md describes them."""
+"""Make the Prometheus families of this process, when `/metrics` is requested. docs/metrics.md describes them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kproxy_codec import api_keys, error_codes
 
 @dataclass(frozen=True, slots=True)
 class BrokerVitals:
-    """What is known of a broker. `oldest_s`: for how long the request that waits longest for it has waited."""
+    """The known state of a broker. `oldest_s` is the longest present wait of a request for it, in seconds."""
 
     up: bool
     hung: bool = False
@@ -34,7 +34,7 @@ class BrokerVitals:
 class Vitals:
     """The state at this moment. `sent_bytes` are those of open connections.
 
-    `brokers`: by id those of the table, and those that have left it lately.
+    `brokers` has, by id, the brokers of the table, and those that have left it lately.
 
     `own_claims` are held by clients of this process, `own_members` are the processes that can hold claims, and
     `own_unsettled` the partitions whose claims wait for writes of earlier claimants through this process.
@@ -209,7 +209,7 @@ def _outcomes(tally: Tally, counters: Mapping[str, int]) -> Iterable[Metric]:
 
 
 def _broker(broker: int) -> str:
-    """The label of a broker: empty for none."""
+    """Return the label of a broker: empty for none."""
     return "other" if broker == OTHER_BROKERS else "" if broker == NO_OWNER else str(broker)
 
 
@@ -271,7 +271,7 @@ _BROKER_GAUGES: Mapping[str, tuple[str, Callable[[BrokerVitals], float]]] = {
 
 
 def _brokers(brokers: Mapping[int, BrokerVitals], tally: Tally) -> Iterable[Metric]:
-    """What is known of each broker. Counters begin at 0, so that their first increase shows."""
+    """Yield the families about brokers. Counters begin at 0, so that their first increase shows."""
     hung = sum(broker.hung for broker in brokers.values())
     yield gauge("kproxy_hung_brokers", "Brokers that hang: nothing is sent to them.", hung)
     for name, (text, value_of) in _BROKER_GAUGES.items():
@@ -297,7 +297,7 @@ _OUTCOMES = ("done", "failed")
 
 
 def expiry(certificates: Mapping[tuple[str, str], float]) -> Metric:
-    """The gauge of certificates' ends, which are as in Vitals."""
+    """Return the gauge of certificates' ends, which are as in Vitals."""
     family = GaugeMetricFamily(
         "kproxy_tls_certificate_expiry_timestamp_seconds",
         "When a certificate in use ends, as Unix time.",
@@ -309,7 +309,7 @@ def expiry(certificates: Mapping[tuple[str, str], float]) -> Metric:
 
 
 def _by(label: str, values: Iterable[str], name: str, text: str, counters: Mapping[str, int], prefix: str) -> Metric:
-    """A counter with one label; those of its values are in `counters` behind `prefix`."""
+    """Return a counter with one label; those of its values are in `counters` under `prefix` and the value."""
     family = CounterMetricFamily(name, text, labels=[label])
     for value in values:
         family.add_metric([value], counters.get(prefix + value, 0))
@@ -317,13 +317,13 @@ def _by(label: str, values: Iterable[str], name: str, text: str, counters: Mappi
 
 
 def reloads(counters: Mapping[str, int]) -> Metric:
-    """The counter of reloads."""
+    """Return the counter of reloads."""
     text = "Reloads of the files of TLS, users, tokens and their keys, ACLs and quotas, and of users and rules in etcd."
     return _by("outcome", _OUTCOMES, "kproxy_tls_reloads", text, counters, "tls.reloads.")
 
 
 def events_lost(counters: Mapping[str, int]) -> Metric:
-    """The counter of lost security events."""
+    """Return the counter of lost security events."""
     text = "Security events that could not be written to access.events."
     return counter("kproxy_security_events_lost", text, counters.get("security.events_lost", 0))
 
@@ -474,6 +474,6 @@ def _audit(shipping: ShipperVitals | None, counters: Mapping[str, int]) -> Itera
 
 
 def registered(registration: str) -> Metric:
-    """The gauge of the registration: one of several processes has the entry."""
+    """Return the gauge of the registration: one of several processes has the entry."""
     value = int(registration == "registered")
     return gauge("kproxy_fleet_registered", "1 while this proxy has its own entry in the fleet.", value)

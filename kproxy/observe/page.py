@@ -1,11 +1,10 @@
-"""The proxy's admin page: table, claims, replicas; freeing of claims.
+"""The proxy's admin page, which shows the table, claims and replicas, and frees claims.
 
-| page | answer |
-| --- | --- |
-| `/table` | JSON of the routing table: `?topic=`, `?after=`, `?limit=`; follow `next` for more; `?worker=` |
-| `/own` | JSON of the claims of the Own API: `?group=`, `?after=`, `?limit=`; 501 where it is not offered |
-| `/own/free` | POST `{"group": "g", "resources": ["t/0"]}`, null: all of the group; their claimants are severed |
-| `/replication` | JSON of reference brokers' replicas: `?topic=`, `?after=`, `?limit=`; 501 where there is no etcd |
+| page | answer | | --- | --- | | `/table` | JSON of the routing table: `?topic=`, `?after=`, `?limit=`; follow `next`
+for more; `?worker=` | | `/own` | JSON of the claims of the Own API: `?group=`, `?after=`, `?limit=`; 501 if it is not
+offered | | `/own/free` | POST `{"group": "g", "resources": ["t/0"]}`, null: all of the group; their claimants are
+severed | | `/replication` | JSON of reference brokers' replicas: `?topic=`, `?after=`, `?limit=`; 501 if there is no
+etcd |
 
 `observe.http_page` has the pages of every process. In `/readyz` a stale table is degraded, not unready.
 """
@@ -46,21 +45,21 @@ class Pages(VitalPages, Protocol):
     """The content of the pages, of one process or of several together."""
 
     async def table(self, query: TableQuery, worker: int | None) -> bytes:
-        """JSON of a TablePage, of `worker` if named.
+        """Return JSON of a TablePage, of `worker` if named.
 
         Raises ValueError for an invalid query, and Unanswered.
         """
         ...
 
     async def claims(self, query: ClaimsQuery) -> bytes:
-        """JSON of a ClaimsPage.
+        """Return JSON of a ClaimsPage.
 
         Raises ValueError for an invalid query, Unanswered, NotOffered.
         """
         ...
 
     async def free(self, order: FreeOrder) -> bytes:
-        """JSON of a FreeOutcome.
+        """Return JSON of a FreeOutcome.
 
         Raises ValueError, Unanswered, NotOffered as `claims`.
         """
@@ -68,7 +67,7 @@ class Pages(VitalPages, Protocol):
 
 
 class AdminPage(HttpPage):
-    """Serves `pages`; `replication` makes JSON of a ReplicationPage. `guard` None: to everybody."""
+    """Serves `pages`; `replication` makes JSON of a ReplicationPage. With `guard` None everybody is served."""
 
     def __init__(self, pages: Pages, replication: TableLike, guard: PageGuard | None = None) -> None:
         self._pages = pages
@@ -116,7 +115,7 @@ class AdminPage(HttpPage):
 
 
 def replication_route(replication: TableLike) -> web.RouteDef:
-    """The page `/replication`; `replication` makes JSON of a ReplicationPage."""
+    """Return the page `/replication`; `replication` makes JSON of a ReplicationPage."""
 
     async def get(request: web.Request) -> web.Response:
         async def page() -> bytes:
@@ -128,7 +127,7 @@ def replication_route(replication: TableLike) -> web.RouteDef:
 
 
 class ReplicaPages:
-    """Read the page `/replication` from etcd when it is asked for; of a proxy, or of one with several workers."""
+    """Make the page `/replication` from etcd on request, for a proxy with or without workers."""
 
     def __init__(self, config: ProxyConfig) -> None:
         self._reader = (
@@ -138,7 +137,7 @@ class ReplicaPages:
         )
 
     async def page(self, query: TableQuery) -> bytes:
-        """JSON of a ReplicationPage. Raises ValueError for a bad query, Unanswered, NotOffered."""
+        """Return JSON of a ReplicationPage. Raises ValueError for an invalid query, Unanswered, NotOffered."""
         if self._reader is None:
             raise NotOffered("replicas are not known here: reference brokers keep theirs in an etcd (--etcd URL)")
         try:

@@ -1,10 +1,10 @@
 """Protect an admin page by a bearer token, if one is set, and by Host and Origin of requests.
 
-A foreign web page in an operator's browser can send requests to an admin page that the browser reaches. It can neither
-read the answers nor send JSON, unless its name resolves to the page's address (DNS rebinding). So a request must call
-the page by an address or a known name, and one that changes something must not come from another origin. The pages of
-VITAL_PATHS are read by any name, since probes and scrapers call a machine by names that it does not know. A request
-with the token needs no known name: a foreign page has no token.
+A foreign web page in an operator's browser can send requests to an admin page that the browser reaches. The web page
+can neither read the answers nor send JSON, unless its name resolves to the admin page's address (DNS rebinding). So a
+request must call the page by an address or a known name, and one that changes something must not come from another
+origin. The pages of VITAL_PATHS are read by any name, since probes and scrapers call a machine by names that it does
+not know. A request with the token needs no known name: a foreign page has no token.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BEARER: Final = "bearer "
 class PageGuard:
     """Checks the requests to one page.
 
-    `token` returns the present one, empty: none is asked for. `hosts` are names under which the page is called.
+    `token` returns the present token, or "" if none is required. `hosts` are names under which the page is called.
     `token_for_all`: the pages of VITAL_PATHS need the token as well.
     """
 
@@ -51,7 +51,7 @@ class PageGuard:
 
     @property
     def middleware(self) -> Middleware:
-        """For aiohttp's application."""
+        """Return the middleware for aiohttp's application."""
 
         @web.middleware
         async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -77,9 +77,9 @@ class PageGuard:
     def refusal(
         self, method: str, path: str, host: str, origin: str | None, token: str, *, with_tls: bool = False
     ) -> tuple[int, str] | None:
-        """The status and the reason with which a request is refused; None if it is not.
+        """Return the status and the reason with which a request is refused; None if it is not.
 
-        `with_tls`: it came by TLS. Without it the page's origin may still be https: something else ends TLS.
+        `with_tls`: the request came by TLS. Otherwise another server may end TLS, so that the page's origin is https.
         """
         wanted = self._token()
         if wanted and path not in self._open and not _are_same(token, wanted):
@@ -109,7 +109,7 @@ class PageGuard:
 
 
 def _are_same(token: str, wanted: str) -> bool:
-    # A header may have bytes that are no text.
+    # A header may have bytes that are not text.
     return hmac.compare_digest(token.encode(errors="surrogateescape"), wanted.encode())
 
 

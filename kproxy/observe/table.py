@@ -1,6 +1,6 @@
 """The tables of the admin page, for JSON: routes, replicas of reference brokers, claims, orders to free.
 
-A page is made in one step and so consistent at its own `revision`. A reader of several pages compares their revisions.
+A page is made in one step, and is therefore consistent at its `revision`. Readers of several pages compare revisions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_PAGE_ROWS = 10_000
 
 
 class ProxyRow(msgspec.Struct, frozen=True):
-    """One proxy that clients see; `this`: it is the one that answers."""
+    """One proxy that clients see; `this` is true for the proxy that answers."""
 
     id: int
     host: str
@@ -30,7 +30,7 @@ class ProxyRow(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class TableView:
-    """The live table and how current it is: `age_s` since its source last answered, infinite before it did.
+    """The live table. `age_s` is the time since its source last answered, infinite before the first answer.
 
     `source` is the source of owners: etcd, kafka or static. `registration`: the state of this proxy's own entry, empty
     if it does not register.
@@ -45,7 +45,7 @@ class TableView:
 
 
 class TableQuery(msgspec.Struct, frozen=True):
-    """A page to ask for: at most `limit` owned partitions after `after` (`topic/partition`), of one topic if named."""
+    """A requested page: at most `limit` owned partitions after `after` (`topic/partition`), of one topic if named."""
 
     topic: str | None = None
     after: str | None = None
@@ -55,7 +55,7 @@ class TableQuery(msgspec.Struct, frozen=True):
 class PartitionRow(msgspec.Struct, frozen=True, omit_defaults=True):
     """One owned partition.
 
-    `revision` is the source's own, of its last change; it is not a leader epoch.
+    `revision` is the source's own, of the partition's last change; it is not a leader epoch.
 
     `kproxy table` adds the rest from the page `/replication`; None: not known.
     """
@@ -99,7 +99,7 @@ class TablePage(msgspec.Struct, frozen=True, kw_only=True):
 def table_page(
     view: TableView, *, topic: str | None = None, after: str | None = None, limit: int = MAX_PAGE_ROWS
 ) -> TablePage:
-    """The page of up to `limit` owned partitions after `after` (`topic/partition`), of one topic if named.
+    """Return the page of up to `limit` owned partitions after `after` (`topic/partition`), of one topic if named.
 
     Raises ValueError if `after` is not of that form or `limit` is out of [1, MAX_PAGE_ROWS].
     """
@@ -177,7 +177,7 @@ class ReplicaRow(msgspec.Struct, frozen=True):
 
     @property
     def place(self) -> tuple[bytes, int]:
-        """Its position in the order of rows."""
+        """The row's position in the order of rows."""
         return self.topic.encode(), self.partition
 
     @property
@@ -212,7 +212,7 @@ class ReplicationPage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def replication_page(known: Replication, query: TableQuery) -> ReplicationPage:
-    """The page asked for. Raises ValueError as `table_page`."""
+    """Return the requested page. Raises ValueError as `table_page`."""
     if not 1 <= query.limit <= MAX_PAGE_ROWS:
         raise ValueError(f"limit is a number from 1 to {MAX_PAGE_ROWS}")
     start = bisect_right(known.rows, parse_place(query.after), key=lambda row: row.place) if query.after else 0
@@ -243,10 +243,10 @@ def with_replicas(table: TablePage, rows: Iterable[ReplicaRow]) -> TablePage:
 
 # Names have at most 1 KiB, six times that if JSON escapes them: a page stays below 16 MiB.
 MAX_CLAIM_ROWS = 1_000
-# Of a client's id, in characters.
+# The longest shown client id, in characters.
 MAX_CLIENT_TEXT = 256
 MAX_ORDER_BYTES = 32 << 10
-# Of topics with a writer group.
+# The most shown topics with a writer group.
 MAX_WRITER_GROUPS = 100
 WHOLE_GROUP_TEXT = "(whole group)"
 
@@ -284,7 +284,7 @@ class ClaimRow(msgspec.Struct, frozen=True):
 
 
 class MemberRow(msgspec.Struct, frozen=True):
-    """A process that can own for its clients: `seen` is the revision up to which it has acted on every claim.
+    """A process that can hold claims for clients. `seen` is the revision up to which it has acted upon every claim.
 
     `unsettled`: the number of partitions to which records of earlier writers may still be in flight through it.
     """
@@ -313,7 +313,7 @@ class ClaimsPage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClaimsQuery(msgspec.Struct, frozen=True):
-    """A page to ask for: at most `limit` claims after `after` (`next` of the page before), of one group if named."""
+    """A requested page: at most `limit` claims after `after` (`next` of the page before), of one group if named."""
 
     group: str | None = None
     after: str | None = None
@@ -330,8 +330,8 @@ class FreeOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class FreeOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a FreeOrder.
 
-    `freed` had owners, whose connections are severed. `missing` had no owner by itself, but perhaps one of the `whole`
-    group. `changed` got another owner meanwhile. `more`: there are more claims than one order frees.
+    `freed` had owners, whose connections are severed. `missing` had no owners of their own, but perhaps one of the
+    `whole` group. `changed` got another owner meanwhile. `more`: there are more claims than one order frees.
     """
 
     freed: list[ClaimRow] = []

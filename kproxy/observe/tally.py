@@ -1,7 +1,7 @@
 """Counts of served requests: plain numbers, one `Tally` per process.
 
 The path of a request only adds to integers and lists here; `kproxy.observe.metrics` makes names and families when
-`/metrics` is asked for. Rare events are counted by name in `counters` beside it.
+`/metrics` is requested. Rare events are counted by name in a separate `counters`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ MAX_TOPIC_BYTES: Final = 249
 OTHER_TOPICS: Final = b"other"
 MAX_BROKERS: Final = 1_000
 OTHER_BROKERS: Final = -2
-"""In the place of a broker's id, beside NO_OWNER for none at all."""
+"""Stands for the id of any broker beyond MAX_BROKERS, as NO_OWNER stands for no broker."""
 VERSION_BITS: Final = 8
 OTHER_VERSION: Final = (1 << VERSION_BITS) - 1
-"""In the place of a version that is not offered: clients must not create labels."""
+"""Stands for any version that is not offered, as clients must not create labels."""
 
 
 class ProduceCounts:
-    """The counts that every produce request adds to; the compiled plain path has a twin of it.
+    """The counts to which every produce request adds; the compiled plain path has a twin of this class.
 
     `requests` by api_key << key_shift | api_version. `bounds` are those of the latency histogram.
     """
@@ -52,7 +52,7 @@ class ProduceCounts:
     def __init__(self, requests: Counter[int], key_shift: int, bounds: Sequence[float]) -> None:
         self._bounds = bounds
         self.requests = requests
-        # On client connections; those of open ones are with their sessions.
+        # On client connections that have ended; sessions count the bytes of open ones.
         self.received_bytes = 0
         self.sent_bytes = 0
         # Requests sent on the plain path.
@@ -88,11 +88,11 @@ class Tally(ProduceCounts):
 
     def __init__(self) -> None:
         super().__init__(Counter(), VERSION_BITS, PRODUCE_BOUNDS_S)
-        # By (api_key, error_code, broker): partitions that were answered with it.
+        # By (api_key, error_code, broker): partitions that were answered with that error.
         self.errors: Counter[tuple[int, int, int]] = Counter()
         # By (event of kproxy.routing.retry, broker): partitions to be sent again.
         self.retries: Counter[tuple[int, int]] = Counter()
-        # By broker: how often it was found to hang; probes that were answered or given up, and their time.
+        # By broker: the times it was found to hang; the probes that were answered or given up, and their durations.
         self.hangs: Counter[int] = Counter()
         self.probes: Counter[int] = Counter()
         self.probe_seconds: dict[int, float] = {}
@@ -112,12 +112,12 @@ class Tally(ProduceCounts):
     def error(self, api_key: int, error_code: int, broker: int = NO_OWNER, partitions: int = 1) -> None:
         """Count partitions answered with an error.
 
-        `broker` is where they were sent last.
+        They were last sent to `broker`.
         """
         self.errors[api_key, error_code, self._counted(broker)] += partitions
 
     def retry(self, event: int, broker: int) -> None:
-        """Count a partition to be sent again, after `broker`."""
+        """Count a partition to be sent again after an attempt at `broker`."""
         self.retries[event, self._counted(broker)] += 1
 
     def hang(self, broker: int) -> None:
@@ -131,7 +131,7 @@ class Tally(ProduceCounts):
         self.probe_seconds[broker] = self.probe_seconds.get(broker, 0.0) + seconds
 
     def _counted(self, broker: int) -> int:
-        """The broker, or OTHER_BROKERS beyond MAX_BROKERS, more than any cluster has: ids may change without end."""
+        """Return the broker or, beyond MAX_BROKERS ids, OTHER_BROKERS, since ids may change without end."""
         if broker not in self._brokers and broker != NO_OWNER:
             if len(self._brokers) >= MAX_BROKERS:
                 return OTHER_BROKERS
@@ -141,7 +141,7 @@ class Tally(ProduceCounts):
     def drop(self, topic: bytes, error_code: int) -> None:
         """Count a lost acks=0 batch.
 
-        Topics beyond MAX_DROP_TOPICS count as one, and so do names that no topic can have: clients choose the names.
+        Topics beyond MAX_DROP_TOPICS count as one, and so do invalid names, because clients choose the names.
         """
         if len(topic) > MAX_TOPIC_BYTES or (topic not in self.drops and len(self.drops) >= MAX_DROP_TOPICS):
             topic = OTHER_TOPICS

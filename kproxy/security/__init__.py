@@ -1,5 +1,5 @@
 """Security: TLS, the PROXY protocol, SASL on both sides, and the identities, permissions and quotas of clients.
 
-Decisions are pure; `reloading` and `files` read files, `broker_auth` begins every connection to a broker.
+Decisions are pure. `reloading` and `files` read files, and `broker_auth` begins every connection to a broker.
 `kproxy.proxy.admission` and `kproxy.proxy.access` carry out the decisions about clients.
 """

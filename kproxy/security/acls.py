@@ -1,15 +1,15 @@
-"""Access control: the operations that a principal may do on resources. Pure rules.
+"""Decide by rules, as pure functions, which operations a principal may do on resources.
 
-As in Kafka a denial wins over any permission, and nothing is allowed without a rule. Read, write, delete and
-alter of a resource include its description; `admin` includes every operation. A rule is for a user, for every user
-(`User:*`), or for a group.
+As in Kafka, a denial overrides any permission, and nothing is allowed without a rule. Read, write, delete and alter of
+a resource include its description; `admin` includes every operation. A rule is for a user, for every user (`User:*`),
+or for a group.
 
 Invariants
 1. `Permissions.allows` depends on the rules and the principal alone. Its cost grows with the logarithm of the number of
-   rules, and nothing of the names that it was asked for is kept.
+   rules, and the names in its arguments are not kept.
 2. The permissions of at most MOST_PRINCIPALS are kept; connections of one principal share theirs. They stay the same
-   object where a change of rules does not concern them.
-3. Of two rules for the same name, operation and principal the denial counts, whatever their order and form.
+   object if a change of rules does not concern them.
+3. Of two rules for the same name, operation and principal the denial counts, in any order and form.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Operation(Enum):
     OWN = "own"
     ADMIN = "admin"
 
-    # That of Enum is Python code, and each decision takes it several times.
+    # The hash of Enum is Python code, and each decision computes it several times.
     __hash__ = object.__hash__
 
 
@@ -76,10 +76,10 @@ class Acl(NamedTuple):
         return f"{effect} {self.subject} {operations} {self.resource.value} {self.name}{'*' if self.is_prefix else ''}"
 
     def grants(self, operation: Operation) -> bool:
-        """Whether its operations include this one."""
+        """Whether the rule's operations include this one."""
         if operation in self.operations or Operation.ADMIN in self.operations:
             return True
-        # A denial of reading does not deny the description, as in Kafka.
+        # A denial of reading does not deny describing, as in Kafka.
         return operation is Operation.DESCRIBE and not self.is_denial and not _DESCRIBING.isdisjoint(self.operations)
 
     def covers(self, name: str) -> bool:
@@ -87,7 +87,7 @@ class Acl(NamedTuple):
 
 
 def acls_of(sections: Iterable[AclSection]) -> list[Acl]:
-    """The rules of `[[acls]]`, one for each pattern."""
+    """Return the rules of `[[acls]]`, one for each pattern."""
     acls = []
     for given in sections:
         operations = frozenset(Operation(name) for name in given.operations)
@@ -106,7 +106,7 @@ def acls_of(sections: Iterable[AclSection]) -> list[Acl]:
 
 
 class Rules:
-    """All rules. `before`: the earlier ones, of which all is used again that is still the same."""
+    """All rules. `before` has the earlier rules, whose unchanged parts are used again."""
 
     def __init__(self, acls: Iterable[Acl], before: Rules | None = None) -> None:
         grouped: dict[str, list[Acl]] = {}
@@ -144,7 +144,7 @@ class _Patterns:
         fitting = list(acls)
         self.literals = frozenset(acl.name for acl in fitting if not acl.is_prefix)
         self.prefixes: list[str] = []
-        # Sorted, a prefix comes right before all that begin with it.
+        # In sorted order a prefix comes right before all names that begin with it.
         for prefix in sorted({acl.name for acl in fitting if acl.is_prefix}):
             if not self.prefixes or not prefix.startswith(self.prefixes[-1]):
                 self.prefixes.append(prefix)
@@ -153,7 +153,7 @@ class _Patterns:
         return name in self.literals or self.begin(name)
 
     def begin(self, name: str) -> bool:
-        """Whether the name begins with one of the prefixes: only the last one up to the name can fit."""
+        """Whether the name begins with one of the prefixes, of which only the last one up to the name can fit."""
         place = bisect_right(self.prefixes, name)
         return place > 0 and name.startswith(self.prefixes[place - 1])
 
@@ -183,7 +183,7 @@ class _Subject:
 
 
 class Permissions:
-    """The permissions of one principal: the rules of its subjects."""
+    """The permissions of one principal, which are the rules of its subjects."""
 
     def __init__(self, subjects: Sequence[_Subject]) -> None:
         self.subjects = subjects
@@ -191,7 +191,7 @@ class Permissions:
         self._any: dict[tuple[Operation, Resource], bool] = {}
 
     def allows(self, operation: Operation, resource: Resource, name: str) -> bool:
-        """Whether it may do this."""
+        """Whether the principal may do this."""
         is_allowed = False
         for allowed, denied in self._of(operation, resource):
             if denied.cover(name):
@@ -200,7 +200,7 @@ class Permissions:
         return is_allowed
 
     def allows_any(self, operation: Operation, resource: Resource) -> bool:
-        """Whether there is a resource of this kind with which it may do this, as far as the rules name any."""
+        """Whether the principal may do this with any resource of this kind, as far as the rules name one."""
         key = (operation, resource)
         found = self._any.get(key)
         if found is None:
@@ -225,7 +225,7 @@ class Permissions:
         return found
 
     def reasons(self, operation: Operation, resource: Resource, name: str) -> Mapping[str, list[Acl]]:
-        """The rules that `allow` and those that `deny` this."""
+        """Return the rules that `allow` and those that `deny` this."""
         fitting = [
             acl
             for subject in self.subjects

@@ -1,14 +1,14 @@
-"""Begin each connection to a broker: with TLS, and with an identity, the proxy's own or a client's.
+"""Begin each connection to a broker, with TLS and with an identity, which is the proxy's own or a client's.
 
-A connection is not handed over until the broker has accepted it: the refusal of a client certificate shows only at the
-first answer (TLS 1.3), so one request is sent in any case. A refusal raises AccessRefused, a ConnectionError whose text
-names the remedy: for the caller the broker cannot be reached.
+A connection is not handed over until the broker has accepted it. As the refusal of a client certificate shows only at
+the first answer (TLS 1.3), one request is sent in any case. A refusal raises AccessRefused, a ConnectionError whose
+text names the remedy, so that the broker counts as unreachable.
 
 Each authentication reads the proxy's password or token anew. A session that the broker limits is renewed on the same
-connection (KIP-368): the proxy's after `RENEW_AFTER` of its life, a client's when the client renews its own. The client
-gets the broker's limit.
+connection (KIP-368). The proxy's session is renewed after `RENEW_AFTER` of its life, a client's when the client renews
+its own. The client gets the broker's limit.
 
-A broker that does not take a client's identity is not at fault: any failure from the first message of SASL on raises
+A broker that refuses a client's identity is not at fault. Any failure from the first message of SASL on raises
 IdentityRefused, within JUDGE_S.
 """
 
@@ -30,7 +30,7 @@ from kproxy_codec.control import decode_response
 from kproxy_codec.errors import CodecError
 from kproxy_codec.framing import response_body_offset
 
-# Spark's executors have no library that configuration needs.
+# Spark's executors lack the libraries that configuration needs.
 if TYPE_CHECKING:
     from kproxy.config.tls import BrokerTls, Loaded
     from kproxy.security.reloading import Reloading
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 CLIENT_ID: Final = b"kproxy"
 # Time for TLS and SASL besides that for the dial, in seconds: some round trips, and the broker's own work.
 EXTRA_S: Final = 5.0
-# Time for a broker to judge a client's identity, in seconds: it may have to ask others.
+# Time for a broker to judge a client's identity, in seconds, as it may have to ask other servers.
 JUDGE_S: Final = 5.0
 # The part of a session's life after which it is renewed, drawn anew each time, as Kafka's clients do.
 RENEW_AFTER: Final = (0.80, 0.90)
-# For the answer to ApiVersions.
+# The longest answer to ApiVersions.
 _MAX_ANSWER_BYTES: Final = 1 << 20
 
 Exchange = Callable[[int, int, bytes], Awaitable[memoryview]]
@@ -50,13 +50,13 @@ Exchange = Callable[[int, int, bytes], Awaitable[memoryview]]
 
 
 class AccessRefused(ConnectionError):
-    """A broker and the proxy do not accept each other; the text says why, and names no secret."""
+    """A broker and the proxy do not accept each other; the text says why, and has no secret."""
 
 
 class IdentityRefused(AccessRefused):
-    """A broker does not take a client's identity.
+    """A broker refuses a client's identity.
 
-    `to_client`: its message for the client; None: it has not judged the identity.
+    `to_client` is the broker's message for the client, None if it has not judged the identity.
     """
 
     def __init__(self, reason: str, to_client: str | None = None) -> None:
@@ -67,8 +67,8 @@ class IdentityRefused(AccessRefused):
 class Session(NamedTuple):
     """A session of SASL at a broker.
 
-    `renew_after_s`: seconds until it is to be renewed, None: not by itself. `lifetime_s`: seconds until the broker
-    ends it, 0: never. `authenticate_version`: the broker's highest. `number`: that of a client's credential.
+    `renew_after_s` is the time until its renewal, None if only a client renews it, and `lifetime_s` that until the
+    broker ends it, 0 for never. `authenticate_version` is the broker's highest; `number` that of a client's credential.
     """
 
     renew_after_s: float | None = None
@@ -85,11 +85,11 @@ class Identity(Protocol):
 
     @property
     def credential(self) -> Credential | None:
-        """None once the client has gone."""
+        """Return the present credential, or None once the client has gone."""
         ...
 
     def refused(self, error: IdentityRefused) -> None:
-        """Note that a broker has not taken it."""
+        """Note that a broker has refused the identity."""
         ...
 
 
@@ -97,12 +97,12 @@ class Renewable(Protocol):
     """A connection that renews its session."""
 
     def session_began(self, session: Session) -> None:
-        """Note when it is to be renewed."""
+        """Note when the session is to be renewed."""
         ...
 
 
 class OwnIdentity(Protocol):
-    """The user, with a password or a token. Errors name the settings with `prefix`."""
+    """The proxy's user, with a password or a token. Errors name the settings with `prefix`."""
 
     @property
     def prefix(self) -> str: ...
@@ -114,14 +114,14 @@ class OwnIdentity(Protocol):
     def username(self) -> str | None: ...
 
     def read_secret(self) -> str:
-        """The present password or token. Raises StartupError."""
+        """Return the present password or token. Raises StartupError."""
         ...
 
 
 class BrokerAuth:
     """TLS by `options`, with files as in `tls`, and SASL; plain connections without either.
 
-    SASL is by `identity`, a client's, or else by `sasl`, the proxy's own.
+    SASL uses `identity`, a client's, or else `sasl`, the proxy's own.
     """
 
     def __init__(
@@ -138,13 +138,13 @@ class BrokerAuth:
         self._tls = tls
         self._sasl = sasl
         self._identity = identity
-        # The way out, where a broker speaks TLS and these connections do not.
+        # The remedy if a broker speaks TLS and these connections do not.
         self.needs_tls = needs_tls
         self._random = random or Random()  # noqa: S311 -- spreads renewals, guards nothing
 
     @classmethod
     def once(cls, options: BrokerTls | None, sasl: OwnIdentity | None) -> Self:
-        """Make one with the files as they are now, for a command that ends soon. Raises StartupError."""
+        """Make an access with the files as they are now, for a command that ends soon. Raises StartupError."""
         from kproxy.config.tls import load_broker_tls
         from kproxy.security.reloading import Reloading
 
@@ -168,27 +168,27 @@ class BrokerAuth:
 
     @property
     def extra_s(self) -> float:
-        """Time that a connection may take besides its dial, in seconds."""
+        """The time that a connection may take besides its dial, in seconds."""
         if self._identity is not None:
             return EXTRA_S + JUDGE_S
         return 0.0 if self.is_plain else EXTRA_S
 
     def is_current(self, session: Session) -> bool:
-        """Whether a session is by the credential that was presented last."""
+        """Whether a session uses the credential that was presented last."""
         return self._identity is None or session.number == self._identity.number
 
     @property
     def expires_at(self) -> float | None:
-        """When the client certificate ends, in seconds since the epoch; None without one."""
+        """When the client certificate expires, in seconds since the epoch; None without one."""
         certificate = self._tls.current.certificate if self._tls is not None else None
         return None if certificate is None else certificate.expires_at
 
     def context(self) -> ssl.SSLContext | None:
-        """The present TLS context; None for plain text."""
+        """Return the present TLS context; None for plain text."""
         return None if self._tls is None else self._tls.current.context
 
     def server_name(self, host: str) -> str | None:
-        """The name that the certificate of the broker at `host` must have; None for plain text."""
+        """Return the name that the certificate of the broker at `host` must have; None for plain text."""
         return None if self._options is None else self._options.server_name or host
 
     def explain(self, error: OSError, host: str) -> OSError:
@@ -212,7 +212,7 @@ class BrokerAuth:
         host: str,
         on_reached: Callable[[], None] = lambda: None,
     ) -> asyncio.Transport:
-        """Dial `address`, which is one of `host`'s; `protocol` has the connection once the broker has accepted it.
+        """Dial `address`, one of `host`'s; `protocol` gets the connection once the broker has accepted it.
 
         `on_reached` is called before a client's identity is presented. Raises OSError.
         """
@@ -244,7 +244,7 @@ class BrokerAuth:
             if isinstance(error, ConnectionEnded):
                 raise AccessRefused(str(error)) from error
             raise
-        # Receiving is paused: event loops choose how to receive for a protocol when they begin.
+        # Receiving is paused, because event loops choose how to receive for a protocol when they start receiving.
         transport.pause_reading()
         transport.set_protocol(protocol)
         protocol.connection_made(transport)
@@ -308,19 +308,19 @@ class BrokerAuth:
         except OSError as error:
             refused = IdentityRefused(str(error))
         if identity.number != number:
-            # It is about a credential that the client has replaced meanwhile.
+            # The refusal is about a credential that the client has replaced meanwhile.
             raise IdentityRefused(str(refused))
         identity.refused(refused)
         raise refused
 
 
 async def _converse(client: SaslClient, exchange: Exchange) -> float:
-    """Authenticate; return the lifetime of the session in seconds, 0: without end."""
+    """Authenticate; return the lifetime of the session in seconds, 0 if it is unlimited."""
     request = client.begin()
     while True:
         frame = await exchange(request.api_key, request.api_version, request.body)
         body = _body(frame, request.api_key, request.api_version)
-        # A refusal must be read at once: the broker closes the connection after it.
+        # A refusal must be read at once, as the broker then closes the connection.
         following = await asyncio.to_thread(client.receive, body) if client.is_slow else client.receive(body)
         if following is None:
             return client.session_lifetime_ms / 1000

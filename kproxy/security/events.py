@@ -1,25 +1,25 @@
-"""Append each security event to a file: logins, refusals, denials, changes of rules. No bound drops lines here.
+"""Append each security event to a file: logins, refusals, denials, changes of rules. No rate limit drops events here.
 
 A line is one event in JSON, in ASCII: `time` (UTC), `event` and `pid`, and the fields of EVENTS. A list has at most
-MOST_ENTRIES, and `NAME_total` tells the length of the whole. No event has a password, a token or a credential.
+MOST_ENTRIES, and `NAME_total` is the length of the whole list. No event has a password, a token or a credential.
 
 States
-  writing   a thread appends what waits, in one write of whole lines, as soon as there is something
-  failing   the file cannot be written: what waits stays, and is tried again after RETRY_S
-  closed    nothing more is taken
+  writing   a thread appends waiting events, in one write of whole lines, as soon as there are any
+  failing   the file cannot be written; events wait for the next attempt, after RETRY_S
+  closed    no more events are accepted
 
 Transitions
   writing -> failing   the file cannot be opened, locked or written whole
   failing -> writing   a write succeeds
-  writing, failing -> closed   the end of the process: one more write is tried, for at most CLOSE_S
+  writing, failing -> closed   the process ends; one more write is tried, for at most CLOSE_S
 
 Invariants
 1. `tell` never waits for the file, and may be called on any thread.
-2. At most MOST_BYTES wait. Events beyond that, and those that wait when it closes in vain, are counted as lost; the
-   next write that succeeds tells how many, and since when (`lost`).
-3. A write is whole or undone: processes that share a file lock it meanwhile, so that what a full disk took of a batch
-   can be cut off again.
-4. Each write goes to the file of that name: one that was renamed or removed is left, and made anew.
+2. At most MOST_BYTES wait. Events beyond that, and those that the last write fails to append, are counted as lost. The
+   next successful write says how many were lost, and since when (`lost`).
+3. A write is whole or undone. Processes that share a file lock it meanwhile, so that the part of a batch that a full
+   disk took can be cut off again.
+4. Each write goes to the file that has the name. A renamed or removed file is closed, and a new one made.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ EVENTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     }
 )
 """The fields of each event."""
-# Characters of a text that a client may have chosen.
+# The most characters of a text, which a client may have chosen.
 MOST_CHARACTERS: Final = 300
 MOST_ENTRIES: Final = 100
 MOST_BYTES: Final = 8 << 20
 RETRY_S: Final = 1.0
 CLOSE_S: Final = 2.0
-# It names users.
+# Only the owner may read the file, because it names users.
 _MODE: Final = 0o600
 
 
@@ -99,7 +99,7 @@ class SecurityEvents:
         self._wall = wall
         self._changed = threading.Condition()
         self._queue: list[bytes] = []
-        # With what the thread has taken and not written.
+        # Includes the events that the thread has taken and not written.
         self._waiting_bytes = 0
         self._lost = 0
         self._lost_since = ""
@@ -113,7 +113,7 @@ class SecurityEvents:
                 raise _unusable(file, error.strerror or str(error)) from error
 
     def tell(self, event: str, **fields: object) -> None:
-        """Append an event, which EVENTS has, once the thread comes to it."""
+        """Queue an event of EVENTS, which the thread appends."""
         if self._file is None:
             return
         line = self._line(event, fields)
@@ -126,7 +126,7 @@ class SecurityEvents:
             self._changed.notify()
 
     def tell_changes(self, what: str, before: Mapping[str, object], after: Mapping[str, object]) -> None:
-        """Tell which names were added, removed and changed, if any; their values are not told."""
+        """Record which names were added, removed and changed, if any, without their values."""
         added, removed = sorted(after.keys() - before.keys()), sorted(before.keys() - after.keys())
         changed = sorted(name for name in after.keys() & before.keys() if after[name] != before[name])
         if added or removed or changed:
@@ -136,7 +136,7 @@ class SecurityEvents:
         if self._file is not None:
             # The context has the fields that are bound to every line of this process's log.
             run = contextvars.copy_context().run
-            # A file that hangs must not keep the process.
+            # A file that hangs must not keep the process running.
             self._thread = threading.Thread(target=run, args=(self._write_all,), name="security events", daemon=True)
             self._thread.start()
         self.tell("started", version=version(), worker=self._worker)
@@ -183,7 +183,7 @@ class SecurityEvents:
                 self._queue.clear()
                 is_last, lost = self._is_closing, self._lost
             if is_last:
-                # By the thread, so that there is room for it however much waits.
+                # The thread adds this line itself, so that it is written even if no more events may wait.
                 waiting.append(self._line("stopped", {}))
             told = [self._line("lost", {"count": lost, "since": self._lost_since})] if lost else []
             try:
@@ -202,7 +202,7 @@ class SecurityEvents:
             waiting.clear()
 
     def _failed(self, reason: str, waiting: list[bytes], *, is_last: bool) -> None:
-        """Pause before the next attempt, if there is to be one."""
+        """Note the failure, and pause before the next attempt, if there is one."""
         if is_last or not self._is_failing:
             consequence = f"{len(waiting)} are lost" if is_last else "they wait; those that do not fit are lost"
             # The log's file may be on the same disk.
@@ -216,7 +216,7 @@ class SecurityEvents:
                 self._changed.wait_for(lambda: self._is_closing, RETRY_S)
 
     def _append(self, lines: bytes) -> None:
-        """Append all of it or nothing. Raises OSError."""
+        """Append all lines or none. Raises OSError."""
         self._follow_name()
         descriptor = self._descriptor
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -230,7 +230,7 @@ class SecurityEvents:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
 
     def _follow_name(self) -> None:
-        """Open the file of that name, unless it is open. Raises OSError."""
+        """Open the file that has the name, unless it is open. Raises OSError."""
         if self._file is None:
             return
         with contextlib.suppress(FileNotFoundError):
@@ -253,7 +253,7 @@ def check_events_file(file: Path) -> None:
 
 def _opened(file: Path) -> int:
     """Raises OSError."""
-    # Without a reader a FIFO would hang here.
+    # Otherwise a FIFO without a reader would hang here.
     descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, _MODE)
     os.set_blocking(descriptor, True)
     return descriptor

@@ -30,8 +30,8 @@ Content = TypeVar("Content")
 class SecurityFiles:
     """The data of one process. Raises StartupError if a file cannot be used.
 
-    `reloads` follows the files; whoever opens `in_etcd` follows etcd. Users are in a file or in etcd; rules of both
-    count together. `tells`: whether this process logs that files are read again, and not another worker.
+    `reloads` follows the files, and the caller that opens `in_etcd` follows etcd. Users are in a file or in etcd; rules
+    of both count together. `tells`: this process, and not another worker, logs that files are read again.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class SecurityFiles:
         self._users = self._tokens = self._acls = self._quotas = None
         self._in_etcd = in_etcd
         self._tells = tells
-        # The code that has this object runs it.
+        # The owner of this object runs the key server.
         self.key_server: KeyServer | None = None
         self.accounts = Accounts(quotas.share if quotas is not None else 1.0)
         self._add_users = "add one with `kproxy user add --etcd`"
@@ -101,7 +101,7 @@ class SecurityFiles:
             )
         if in_etcd is not None:
             in_etcd.on_acls = self._combine
-        # Another object after each change of the rules: open connections compare it.
+        # Each change of the rules makes another object, which open connections compare with theirs.
         self.rules = Rules(self._all_acls())
         if quotas is not None:
             self._quotas = follow("quotas", quotas.file, lambda file: Quotas(read_quotas(file), self.accounts))
@@ -112,7 +112,7 @@ class SecurityFiles:
 
     @property
     def has_acls(self) -> bool:
-        """Whether there is a rule; without any nothing is allowed."""
+        """Whether there is a rule; without rules nothing is allowed."""
         return bool(self._all_acls())
 
     def _all_acls(self) -> list[Acl]:
@@ -130,11 +130,11 @@ class SecurityFiles:
 
     @property
     def lacks_users(self) -> str | None:
-        """The advice where users are asked for and there is none: nobody can log in. None otherwise."""
+        """The advice if users are required and there are none, so that nobody can log in; None otherwise."""
         return self._add_users if self.users is not None and not self.users.by_name else None
 
     def tell_of_no_users(self) -> None:
-        """Log that there are no users, if so."""
+        """Log a warning if users are required and there are none."""
         if self.lacks_users is not None and self._tells:
             log.warning("no users", consequence="nobody can log in with a password", advice=self.lacks_users)
 

@@ -1,13 +1,13 @@
-"""Users and rules of access in etcd: the same for all proxies with one prefix, and in force once they are written.
+"""Keep a copy of the users and access rules in etcd, which apply to all proxies with one prefix once written.
 
     {prefix}/kproxy/users/{name}   {"credentials": ["SCRAM-SHA-256$ITERATIONS:SALT$STORED_KEY:SERVER_KEY", ...]}
     {prefix}/kproxy/acls/{id}      {"principal": "User:alice", "operations": ["write"], "topics": ["orders"]}
 
 A user's credentials are those of the file of users; a rule has the keys of `[[acls]]`. A user's name is
-percent-encoded. No key is on a lease. `kproxy user` and `kproxy acl` write them, proxies only read them.
+percent-encoded. No key is on a lease. `kproxy user` and `kproxy acl` write the keys, proxies only read them.
 
 States of a process's copy
-  unread    nothing is known
+  unread    no user or rule is known
   read      all users and rules of one revision are known, and all changes that etcd has sent since
 
 Transitions
@@ -15,11 +15,11 @@ Transitions
   read   -> read    a change of a key; a later snapshot, which replaces everything
 
 Invariants
-1. In read the copy stays as it is while etcd is away, however long.
-2. An invalid value changes nothing: the last good value of its key stays, if this process has read one. It is counted,
-   and logged once in one line with the key and the reason. Other keys are not affected.
-3. At most MOST_USERS users and MOST_ACLS rules are kept, of values of at most MOST_USER_BYTES and MOST_ACL_BYTES. A new
-   key beyond that counts as invalid.
+1. In state read the copy stays as it is while etcd is away, however long.
+2. An invalid value changes nothing: the last good value of its key stays, if this process has read one. The invalid
+   value is counted, and logged once in one line with the key and the reason. Other keys are not affected.
+3. At most MOST_USERS users and MOST_ACLS rules are kept, with values of at most MOST_USER_BYTES and MOST_ACL_BYTES. A
+   new key beyond that counts as invalid.
 4. No log line and no error has a part of a user's value.
 5. A snapshot of any size is parsed SLICE entries at a time; other tasks run in between.
 """
@@ -50,11 +50,11 @@ from kproxy.security.users import MOST_USERS, Credentials, Users, check_name, pa
 MOST_USER_BYTES: Final = 4 << 10
 MOST_ACL_BYTES: Final = 16 << 10
 SLICE: Final = 200
-# An etcd that is up answers at once; a longer wait is reported. Seconds.
+# A longer wait for etcd, in seconds, is reported, as an etcd that is up answers at once.
 PATIENCE_S: Final = 5.0
-# Invalid values that are not reported again when a snapshot has them again.
+# The most invalid values that are remembered, so that later snapshots do not report them again.
 _MOST_REMEMBERED: Final = 1_000
-# Characters of a key.
+# The most characters of a key in the log.
 _MOST_SHOWN: Final = 1_000
 _ACL_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,100}")
 _MADE_ID_DIGITS: Final = 12
@@ -113,13 +113,13 @@ def decode_user(value: bytes) -> Credentials:
     try:
         texts = msgspec.json.decode(value, type=_UserValue).credentials
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        # Not chained: the cause may show a part of the value.
+        # The error is not chained, because its cause may show a part of the value.
         raise ValueError('a user\'s value is JSON with one key, {"credentials": [...]}') from None
     return parse_credentials(texts)
 
 
 def encode_acl(acl: AclSection) -> bytes:
-    """The same rule gives the same bytes."""
+    """Return a rule's value, with the same bytes for the same rule."""
     given = {key: value for key, value in msgspec.structs.asdict(acl).items() if value not in (None, False)}
     return msgspec.json.encode(given, order="deterministic")
 
@@ -136,7 +136,7 @@ def decode_acl(value: bytes) -> AclSection:
 
 
 def make_acl_id(acl: AclSection) -> str:
-    """An id for a rule that has none: the same for the same rule."""
+    """Return an id for a rule that has none: the same for the same rule."""
     return hashlib.sha256(encode_acl(acl)).hexdigest()[:_MADE_ID_DIGITS]
 
 
@@ -160,21 +160,21 @@ class _Kind(NamedTuple, Generic[Value]):
 
 
 class _Kept(Generic[Value]):
-    """The good values of one kind, by name. `refused` is called with an invalid one and its reason."""
+    """The good values of one kind, by name. `refused` is called with each invalid value and the reason."""
 
     def __init__(self, kind: _Kind[Value], refused: Callable[[_Kind[Value], KeyValue, str, bool], None]) -> None:
         self.kind = kind
         self.by_name: dict[str, Value] = {}
-        # The revision in which each was created.
+        # The revision in which each key was created.
         self.created: dict[str, int] = {}
         self._refused = refused
 
     def put(self, kv: KeyValue) -> bool:
-        """Take a value; return whether it counts."""
+        """Store a value; return whether it is valid."""
         return self._put(kv, self.by_name, self.created)
 
     def of(self, events: Iterable[WatchEvent]) -> dict[str, Value]:
-        """The good values of these keys."""
+        """Return the good values of these keys."""
         names = {unquote(event.kv.key.removeprefix(self.kind.prefix)) for event in events}
         return {name: self.by_name[name] for name in names if name in self.by_name}
 
@@ -183,13 +183,13 @@ class _Kept(Generic[Value]):
         try:
             name = self.kind.parse_key(key.removeprefix(self.kind.prefix))
         except ValueError:
-            # It never had a value.
+            # The key never had a value.
             return False
         self.created.pop(name, None)
         return self.by_name.pop(name, None) is not None
 
     async def replace(self, kvs: Iterable[KeyValue]) -> None:
-        """Take a snapshot."""
+        """Replace all values by those of a snapshot."""
         fresh: dict[str, Value] = {}
         created: dict[str, int] = {}
         for ordinal, kv in enumerate(kvs, 1):
@@ -217,10 +217,10 @@ class _Kept(Generic[Value]):
 
 
 class AccessInEtcd:
-    """This process's copy. `users` and `acls` are empty unless `has_users` and `has_acls`.
+    """This process's copy. `users` is empty unless `has_users`, and `acls` unless `has_acls`.
 
-    `on_acls` is called after each change of the rules. `tells`: whether this process logs changes and invalid values,
-    and not another worker.
+    `on_acls` is called after each change of the rules. `tells`: this process, and not another worker, logs changes and
+    invalid values.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class AccessInEtcd:
 
     @contextlib.asynccontextmanager
     async def open(self, waits: Callable[[str], None]) -> AsyncIterator[asyncio.Task[None]]:
-        """Read everything once, however long that takes, and follow changes until closed.
+        """Read all users and rules once, however long that takes, and follow changes until closed.
 
         `waits` is called from time to time with the reason for waiting. The task that follows ends only with an error.
         Raises StartupError for an error of etcd that retrying does not fix.
@@ -286,7 +286,7 @@ class AccessInEtcd:
     # Calls of the mirror
 
     def on_restored(self) -> None:
-        """Revisions of before say nothing any more; the snapshot that follows has everything."""
+        """Forget the earlier revisions, which are void; the snapshot that follows has everything."""
         self._told.clear()
 
     async def on_snapshot(self, snapshot: Snapshot) -> None:

@@ -1,7 +1,7 @@
-"""The public keys of tokens from a URL: the issuer's JSON Web Key Set (RFC 7517), fetched and fetched again.
+"""Fetch the public keys of tokens repeatedly from a URL, as the issuer's JSON Web Key Set (RFC 7517).
 
 States
-  empty   no set has been fetched yet: every token is refused
+  empty   no set has been fetched yet, and every token is refused
   known   the set that was fetched last verifies tokens
 
 Transitions
@@ -9,10 +9,10 @@ Transitions
   known -> known   another set is fetched: after `refresh_s`, or because a token names a key that is not in the set
 
 Invariants
-1. `current` is always a set that was read whole. A fetch that fails leaves it as it is, with one line in the log for
-   the first failure and for each that follows a success, and is counted; the next one comes after RETRY_S.
-2. One fetch at a time, of at most FETCH_S and MOST_FILE_BYTES, and without redirects.
-3. Between two fetches are at least RETRY_S, whatever clients send.
+1. `current` is always a set that was read whole. A failed fetch leaves it as it is, and is counted. The first failure,
+   and each that follows a success, has one line in the log. The next fetch comes after RETRY_S.
+2. One fetch runs at a time, for at most FETCH_S and MOST_FILE_BYTES, and follows no redirects.
+3. Two fetches are at least RETRY_S apart, whatever clients send.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _HEADERS: Final = {"Accept": "application/json", "Accept-Encoding": "identity"}
 
 
 class FetchFailed(Exception):
-    """The message is the reason, for the log."""
+    """A fetch has failed; the message is the reason, for the log."""
 
 
 class KeyServer:
-    """The keys at `url`, which `fetch` returns as text; it raises FetchFailed.
+    """The keys at `url`. `fetch` returns them as bytes, or raises FetchFailed.
 
-    `tells`: whether this process logs that it has new keys, and not another worker. Raises StartupError where tokens
-    cannot be verified at all.
+    `tells`: this process, and not another worker, logs new keys. Raises StartupError if tokens cannot be verified at
+    all.
     """
 
     def __init__(
@@ -122,10 +122,10 @@ class KeyServer:
 
 
 async def fetch_keys(url: str) -> bytes:
-    """The content of `url`. Raises FetchFailed."""
+    """Return the content of `url`. Raises FetchFailed."""
     try:
         async with (
-            # Compressed content may be longer than its length says: it is not taken.
+            # Compressed content is not accepted, as it may be longer than its length says.
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=FETCH_S), auto_decompress=False) as session,
             session.get(url, allow_redirects=False, headers=_HEADERS) as answer,
         ):

@@ -1,4 +1,4 @@
-"""The servers of SASL's mechanisms: one object for one exchange, tokens in, tokens out.
+"""The server side of SASL's mechanisms. One object serves one exchange, and answers each message by another.
 
 | mechanism | messages of the client | source |
 | --- | --- | --- |
@@ -26,7 +26,7 @@ from kproxy_codec.control import MOST_SCRAM_BYTES
 
 
 class Refused(Exception):
-    """The client is refused. `to_client` is the text of Kafka's broker; the message is for the log, without secrets."""
+    """The client is refused. `to_client` is the text of Kafka's broker; the message is for the log, with no secret."""
 
     def __init__(self, reason: str, to_client: str) -> None:
         super().__init__(reason)
@@ -36,9 +36,9 @@ class Refused(Exception):
 class Step(NamedTuple):
     """The answer to one message; `principal` is set once the exchange is done.
 
-    `expires_at`: seconds since the epoch, where the credential has an end. `lifetime_s`: how long the brokers that it
-    was carried on to accept it, in seconds, where they report that. `user_creation`: see `Users.creation`; None where
-    the client is no user of these.
+    `expires_at` is in seconds since the epoch, None if the credential has no end. `lifetime_s` is the time for which
+    brokers accept a credential that was passed on to them, in seconds, if they report it. `user_creation` is as
+    `Users.creation`, None if the client is none of these users.
     """
 
     token: bytes
@@ -49,18 +49,18 @@ class Step(NamedTuple):
 
 
 class Mechanism(Protocol):
-    """`is_slow`: a step may take milliseconds of hashing. `user`: the name that the client has given, if known."""
+    """One exchange. `is_slow`: a step may take milliseconds of hashing. `user`: the name that the client gave."""
 
     is_slow: bool
     user: str
 
     def step(self, token: bytes) -> Step:
-        """Take a message of the client. Raises Refused."""
+        """Process a message of the client, and return the answer. Raises Refused."""
         ...
 
 
 class Plain:
-    """PLAIN: a name and a password, each message in the clear. `users` None: brokers alone check them."""
+    """PLAIN: a name and a password, in plain text. With `users` None brokers alone check them."""
 
     def __init__(self, users: Users | None) -> None:
         self._users = users
@@ -71,7 +71,7 @@ class Plain:
         try:
             authorization_id, name, password = token.decode().split("\x00")
         except ValueError:
-            # Not chained: the cause has the message in it.
+            # The error is not chained, because its cause has the message.
             raise Refused("its PLAIN message is malformed", "Invalid SASL/PLAIN response") from None
         self.user = name
         if not name or not password:
@@ -92,7 +92,7 @@ class Plain:
 
 
 class Scram:
-    """SCRAM, by scramp. An unknown user fails at the last message, as a wrong password does."""
+    """SCRAM, by scramp. An unknown user fails at the last message, like a wrong password."""
 
     is_slow = False
 
@@ -135,14 +135,14 @@ class Scram:
         )
 
 
-# GS2's header, one pair, and the pair with the token; none of them can be matched in two ways.
+# GS2's header, one pair, and the pair with the token. No text matches one of them in two ways.
 _HEADER: Final = re.compile(r"n,(?:a=((?:[^=,\x00]|=2C|=3D)+))?,")
 _PAIR: Final = re.compile(r"[A-Za-z]+=[\x21-\x7e \t\r\n]+")
 _BEARER: Final = re.compile(r"auth=(?i:bearer) +([-_.+/=A-Za-z0-9]+)")
 
 
 def _parse_bearer(text: str) -> tuple[str | None, str] | None:
-    """The authorization id, if there is one, and the token of a client's first message; None for another text."""
+    """Return the authorization id, if any, and the token of a client's first message; None for another text."""
     header, *pairs = text.split("\x01")
     gs2 = _HEADER.fullmatch(header)
     if gs2 is None or pairs[-2:] != ["", ""] or not all(map(_PAIR.fullmatch, pairs[:-2])):
@@ -156,7 +156,7 @@ _GIVES_UP: Final = b"\x01"
 
 
 class Oauthbearer:
-    """OAUTHBEARER: a token. A refusal is first sent in JSON, and the client's next message ends the exchange.
+    """OAUTHBEARER: a token. The server first sends a refusal in JSON; the client's next message ends the exchange.
 
     `verify` returns the principal that the token names, and the token's end if that is known. Raises InvalidToken.
     """
@@ -201,10 +201,10 @@ def servers(
     *,
     unverified_claim: str | None = None,
 ) -> Servers:
-    """The servers of these mechanisms; `users` and `tokens` return those that were read last.
+    """Return the servers of these mechanisms; `users` and `tokens` return the data read last.
 
-    `unverified_claim`: brokers check credentials that cannot be checked here, and this claim of a token names its
-    principal. None: everything is checked here.
+    With `unverified_claim` brokers check the credentials that cannot be checked here, and this claim of a token names
+    its principal. With None all credentials are checked here.
     """
 
     def begin(name: str) -> Mechanism:

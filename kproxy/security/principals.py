@@ -3,9 +3,9 @@
 A principal is written `User:NAME`, as in Kafka. Its groups come from a token's claim or a certificate's attribute.
 
 A certificate's names become a principal's by rules (kproxy.config.principal_rules). A character that is escaped in a
-subject (`\\,`) is one character for their patterns, which `.` and `[^,]` match and `,` does not: who chooses a value
-must not write other parts of the name into it. A URI or DNS name has no escapes. All names of the kind that counts are
-mapped, in no order, and have to agree: who may add one name to a certificate cannot choose among several principals.
+subject (`\\,`) is one character for their patterns, which `.` and `[^,]` match and `,` does not, so that a value cannot
+imitate other parts of the name. A URI or DNS name has no escapes. All names of the kind that counts are mapped, in no
+order, and must agree, so that a name added to a certificate cannot select among several principals.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from kproxy.config.principal_rules import GROUP_IN_REPLACEMENT, SUBJECT, Mapping
 
 USER: Final = "User:"
 GROUP: Final = "Group:"
-# A certificate's names are at most as long as the certificate that a TLS handshake admits; those in logs and rules are
-# not.
+# A TLS handshake bounds a certificate's names only by the certificate's size; names in logs and rules are shorter.
 MOST_NAME_CHARACTERS: Final = 1_000
-# Patterns of rules may take a time that grows much faster than the names: kproxy.proxy.admission limits that too. Both
-# bounds are for the names of one kind together.
+# The time of a rule's pattern may grow much faster than the names; kproxy.proxy.admission limits it too. Both bounds
+# are for the names of one kind together.
 MOST_NAMES_CHARACTERS: Final = 4_000
 MOST_NAMES: Final = 100
-# Strict: characters that are not ASCII, or not visible, are no part of such names. So no URI looks like a subject.
+# These are strict: such names have visible ASCII characters alone, so that no URI looks like a subject.
 _ALTERNATIVES: Final = {
     "uri": ("URI", re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:[!-~]+")),
     "dns": ("DNS", re.compile(r"[A-Za-z0-9._*-]+")),
@@ -43,7 +42,7 @@ class Principal(NamedTuple):
 
 
 ANONYMOUS: Final = Principal("ANONYMOUS")
-"""A client that does not have to authenticate, as in Kafka."""
+"""The principal of a client that need not authenticate, as in Kafka."""
 
 
 class NoPrincipal(Exception):
@@ -51,7 +50,7 @@ class NoPrincipal(Exception):
 
 
 def map_name(of_certificate: str, rules: Sequence[MappingRule], *, has_escapes: bool = True) -> str | None:
-    """The principal's name for a certificate's; None if no rule matches or nothing is left of it."""
+    """Return the principal's name for a certificate's; None if no rule matches or the result is empty."""
     veiled = of_certificate
     if has_escapes:
         veiled = _ESCAPE.sub(lambda escape: _STAND_INS.get(escape[0], escape[0]), of_certificate)
@@ -63,13 +62,13 @@ def map_name(of_certificate: str, rules: Sequence[MappingRule], *, has_escapes: 
         if match is None:
             continue
         name = _cased(_filled(rule.replacement, match), rule.case)
-        # Only the space: a name that differs by another white space is another name.
+        # Only spaces are stripped: a name that differs by other white space is another name.
         return "".join(_ESCAPES.get(each, each) for each in name).strip(" ") or None
     return None
 
 
 def _cased(name: str, case: str) -> str:
-    """Change the case, but no other letter into an ASCII one: `K` (U+212A) must not become `k`."""
+    """Change the case, but turn no other letter into an ASCII letter: `K` (U+212A) must not become `k`."""
     if not case:
         return name
     cased = (letter.lower() if case == "L" else letter.upper() for letter in name)
@@ -95,14 +94,14 @@ _SHORT: Final = {
     "userId": "UID",
 }
 _SPECIAL: Final = re.compile(r'([,+"\\<>;])')
-# All that `_escaped` writes, and the characters that stand for it while patterns are matched: no text has these.
+# The escapes that `_escaped` writes, and the characters that replace them during matching, which no text has.
 _ESCAPE: Final = re.compile(r"\\(?:00|.)", re.DOTALL)
 _STAND_INS: Final = {"\\" + each: chr(0xFDD0 + number) for number, each in enumerate((*',+"\\<>;# ', "00"))}
 _ESCAPES: Final = {stand_in: escape for escape, stand_in in _STAND_INS.items()}
 
 
 def distinguished_name(subject: Sequence[Sequence[tuple[str, str]]]) -> str:
-    """A subject, as `ssl.SSLSocket.getpeercert` returns it, in the form of RFC 2253: the last part comes first."""
+    """Return a subject of `ssl.SSLSocket.getpeercert` in the form of RFC 2253, with the last part first."""
     parts = ["+".join(f"{_SHORT.get(key, key)}={_escaped(value)}" for key, value in part) for part in subject]
     return ",".join(reversed(parts))
 
@@ -117,10 +116,10 @@ def _escaped(value: str) -> str:
 def principal_of(
     certificate: Mapping[str, Any], mapping: PrincipalMapping, group_attribute: str = "organizationalUnitName"
 ) -> Principal:
-    """The principal of a verified certificate, as `getpeercert` returns it. Raises NoPrincipal.
+    """Return the principal of a verified certificate, as `getpeercert` returns it. Raises NoPrincipal.
 
-    Its groups are the values of `group_attribute` in the subject, if its name is from there: an authority that vouches
-    for alternative names may have copied the subject from a request.
+    Its groups are the values of `group_attribute` in the subject, but only if its name is from the subject: an
+    authority that vouches for alternative names may have copied the subject from a request.
     """
     kind, names = _counted(certificate, mapping.kinds)
     if len(names) > MOST_NAMES or sum(map(len, names)) > MOST_NAMES_CHARACTERS:
@@ -132,7 +131,7 @@ def principal_of(
     name = next(iter(mapped), None)
     if name is None:
         raise NoPrincipal("its certificate's name matches no rule")
-    # `User:*` is everybody.
+    # `User:*` stands for every user.
     if len(name) > MOST_NAME_CHARACTERS or name == "*":
         raise NoPrincipal("its certificate's name gives no valid principal")
     attributes = (pair for part in certificate.get("subject", ()) for pair in part if is_subject)
@@ -140,7 +139,7 @@ def principal_of(
 
 
 def _counted(certificate: Mapping[str, Any], kinds: tuple[str, ...]) -> tuple[str, list[str]]:
-    """The first of these kinds of which there is a name, and all names of it. Raises NoPrincipal."""
+    """Return the first of these kinds of which there is a name, and all names of that kind. Raises NoPrincipal."""
     for kind in kinds:
         if kind == SUBJECT:
             names = [distinguished_name(certificate.get("subject", ()))]
@@ -149,7 +148,7 @@ def _counted(certificate: Mapping[str, Any], kinds: tuple[str, ...]) -> tuple[st
             names = [value for of, value in certificate.get("subjectAltName", ()) if of == field]
             if not all(map(valid.fullmatch, names)):
                 raise NoPrincipal(f"its certificate has a malformed {kind} name")
-        # Where subjects alone count, a rule may match an empty one.
+        # If subjects alone count, a rule may match an empty subject.
         if any(names) or kinds == (SUBJECT,):
             return kind, names
     raise NoPrincipal(f"its certificate has no {' or '.join(kinds)} name")

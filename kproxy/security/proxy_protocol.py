@@ -1,23 +1,23 @@
 """The PROXY protocol, version 2: the header in which a load balancer names the source of a connection.
 
 Source: "The PROXY protocol, versions 1 & 2" of HAProxy. Version 1 is text and is not read. A header is read strictly: a
-connection without a correct one is closed, since its bytes may come from anybody.
+connection without a correct header is closed, as its bytes may come from anybody.
 
 States
   signature   the first 16 bytes are awaited: signature, version and command, family, length
-  addresses   the announced rest is awaited
+  addresses   the rest, whose length is known, is awaited
   done        `source` is known, or is None
-  failed      the bytes are no header
+  failed      the bytes are not a header
 
 Transitions
-  signature -> addresses   the 16 bytes are correct and announce more
-  signature -> done        they announce nothing, and need not
+  signature -> addresses   the 16 bytes are correct, and more follow
+  signature -> done        they are correct, and none follow
   addresses -> done        addresses and extensions are correct
   signature, addresses -> failed   anything else; `receive` raises ProxyHeaderError
 
 Invariants
-1. `needed` bytes are taken at a time, and never one of the bytes behind the header.
-2. At most MAX_BYTES are taken in total; a longer announcement fails unread.
+1. At most `needed` bytes are taken at a time, and never a byte that follows the header.
+2. At most MAX_BYTES are taken in total; a longer header fails unread.
 3. In `done` and `failed` nothing more is taken.
 """
 
@@ -42,7 +42,7 @@ _CHECKSUM: Final = struct.Struct(">I")
 
 
 class ProxyHeaderError(ValueError):
-    """The bytes are no header that is admitted; the text says why."""
+    """The bytes are not an acceptable header; the text says why."""
 
 
 class Source(NamedTuple):
@@ -70,7 +70,7 @@ class ProxyHeader:
 
     @property
     def needed(self) -> int:
-        """The number of bytes that may be received now; 0 when it is done or has failed."""
+        """The number of bytes that may be received now; 0 when the header is done or has failed."""
         return 0 if self.state in (State.DONE, State.FAILED) else self._length - len(self._received)
 
     def receive(self, data: bytes) -> None:
@@ -82,7 +82,7 @@ class ProxyHeader:
             if self.state is State.SIGNATURE:
                 self._look_at_signature()
             if self.needed == 0:
-                # The load balancer's own connection (LOCAL, a health check): the rest of the header has no meaning.
+                # LOCAL is the load balancer's own connection (a health check), where the rest has no meaning.
                 self.source = self._parse() if self._received[12] == _PROXY else None
                 self.state = State.DONE
         except ProxyHeaderError:
@@ -90,7 +90,7 @@ class ProxyHeader:
             raise
 
     def _look_at_signature(self) -> None:
-        # At once, so as not to wait for a client that speaks something else.
+        # This is checked at once, so as not to wait for a client that speaks another protocol.
         if self._received[:12] != SIGNATURE[: len(self._received)]:
             raise ProxyHeaderError("the connection does not begin with a header of the PROXY protocol, version 2")
         if len(self._received) < _HEAD.size:

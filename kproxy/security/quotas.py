@@ -1,20 +1,20 @@
-"""Quotas: compute how long a client must wait after its use. Pure; the time is an argument, in seconds.
+"""Compute how long quotas make a client wait after its use, as pure functions of a time in seconds.
 
 Each principal, or client id, that a quota applies to has an account of its own, which its connections share. A rate is
 a leaky bucket: it takes the use of one second at once, and a client that uses more waits until the excess has leaked.
 The first quota of the list that names a client counts: by principal and client id, by principal, by client id, for
 everybody, in this order.
 
-A process that is one of several has a share of each rate, which changes while clients use it. A client that waits by a
-shared account looks again at the end of its wait, because the rate may have changed.
+A process that is one of several has a share of each rate, which changes while clients use it. A client that waits
+because of a shared account is checked again after its wait, as the rate may have changed.
 
 Invariants
-1. Over any time T a client that waits as required uses at most rate × (T + BURST_S), and one request more on each of
-   its connections, and on each that has waited for LONGEST_WAIT_S.
-2. A change of a rate never adds to the amount that may be used at once. So 1 holds for the use at all processes
-   together while their shares are at most 1 in total, whenever these change.
+1. Over any time T a client that waits as required uses at most rate × (T + BURST_S), plus one request on each of its
+   connections, and one on each connection that has waited for LONGEST_WAIT_S.
+2. A change of a rate never adds to the amount that may be used at once. So 1 holds for all processes together while
+   their shares are at most 1 in total, even if these change.
 3. At most MOST_ACCOUNTS accounts are kept beside those of open connections; the least recently used are forgotten
-   first. A client has one account as long as a connection of it is open.
+   first. A client keeps its account as long as it has an open connection.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ BURST_S: Final = 1.0
 # The longest wait at a time; a client may have to wait again.
 LONGEST_WAIT_S: Final = 30.0
 MOST_ACCOUNTS: Final = 10_000
-# The unit of shares: so many are one worker's equal part of a rate.
+# The unit of shares: this many are one worker's equal part of a rate.
 PARTS: Final = 1_000
 DIGEST_BYTES: Final = 16
 # The rates of an account; a rate's key ends with its place in this list.
 _KINDS: Final = ("produced", "fetched", "requests")
-# Whoever uses this part of its share is about to need more.
+# A process that uses this part of its share is about to need more.
 _NEARLY_ALL: Final = 0.9
 _MOST_PARTS: Final = 1_000_000_000
 _LEAST_INTERVAL_S: Final = 0.01
@@ -46,7 +46,7 @@ _EVERY_USER: Final = "User:*"
 
 
 class Bucket:
-    """One rate, per second; `level` is the used amount that has not leaked, `used` that since it was last set to 0."""
+    """One rate, per second. `level` is the use that has not leaked, `used` the use since it was last set to 0."""
 
     __slots__ = ("_at", "level", "rate", "used", "usual")
 
@@ -57,7 +57,7 @@ class Bucket:
         self.used = 0.0
 
     def use(self, amount: float, now: float) -> float:
-        """Use this much; return the seconds to wait afterwards, by the first rate while the present one is lower."""
+        """Use this much; return the seconds to wait afterwards, by the usual rate while the present one is lower."""
         leaked = max(0.0, now - self._at) * self.rate
         self.level = max(0.0, self.level - leaked) + amount
         self.used += amount
@@ -65,14 +65,14 @@ class Bucket:
         return max(0.0, (self.level - self.rate * BURST_S) / max(self.rate, self.usual))
 
     def set_rate(self, rate: float, now: float) -> None:
-        """Change the rate; what may still be used at once stays the same, but is at most one second of the new rate."""
+        """Change the rate. The amount that may be used at once stays, but is at most one second of the new rate."""
         self.use(0.0, now)
         self.level = max(0.0, self.level + (rate - self.rate) * BURST_S)
         self.rate = rate
 
 
 class _Account:
-    """The use of one client, by rates per second; None: not limited. `is_shared`: whether its rates may change.
+    """The use of one client by rates per second, None if not limited. `is_shared`: the rates may change.
 
     The compiled plain path (kproxy.plain) has a twin, with buckets of its own: a charge takes 0.6 µs with it, 2.9 µs in
     Python alone, and a request of 1 KiB 7.3 µs in all (timed in a loop).
@@ -104,7 +104,7 @@ class _Account:
         return min(wait, LONGEST_WAIT_S)
 
     def is_active(self, now: float) -> bool:
-        """Whether something was used since `used` was set to 0, or has not leaked."""
+        """Whether there was use since `used` was set to 0, or there is use that has not leaked."""
         self.wait(now)
         return any(
             bucket is not None and (bucket.used > 0.0 or bucket.level > 0.0)
@@ -119,23 +119,23 @@ else:
 
 
 class Accounts:
-    """The accounts of this process, which outlast a reading of the file where their quota stays the same.
+    """The accounts of this process, which survive a new reading of the file if their quota stays the same.
 
-    Each process has `part` of every rate at first. With several of them (kproxy.workers.shares) it is told of other
-    shares, in PARTS of that part, by the key of a rate: a digest of the quota and the principal, and the kind.
+    Each process has `part` of every rate at first. With several processes (kproxy.workers.shares) `set_parts` sets
+    others, in PARTS of that part, by the key of a rate: a digest of the quota and the principal, and the kind.
     """
 
     def __init__(self, part: float = 1.0) -> None:
         self._part = part
         self._accounts: dict[tuple[str, str], Account] = {}
-        # Those, and forgotten ones that connections still use.
+        # These accounts, and forgotten ones that connections still use.
         self._by_digest: WeakValueDictionary[bytes, Account] = WeakValueDictionary()
-        # Only of rates whose share is not PARTS; the supervisor bounds their number.
+        # Only the shares that are not PARTS; the supervisor bounds their number.
         self._parts: dict[bytes, int] = {}
         self._looked_at: float | None = None
 
     def find(self, quota: str, principal: str, rates: tuple[float | None, ...]) -> Account:
-        """The account of a principal by the text of its quota, which has these rates; it is opened if there is none."""
+        """Return a principal's account by the text of its quota, which has these rates; open it if there is none."""
         key = (quota, principal)
         account = self._accounts.pop(key, None) or self._open(digest_of(*key), rates)
         self._accounts[key] = account
@@ -166,9 +166,9 @@ class Accounts:
                 _set_parts(account, key[-1], of_key, now)
 
     def uses(self, now: float, most: int) -> list[tuple[bytes, int, bool]]:
-        """Return the use since the last call by the keys of rates, of at most `most`: the most active ones.
+        """Return the use since the last call by the keys of rates, of the `most` most active rates.
 
-        Use is in PARTS of this process's first part of the rate. With it is whether it needs more than its share.
+        A use is in PARTS of this process's first part of the rate, with a flag that its share does not suffice.
         """
         passed = 1.0 if self._looked_at is None else max(_LEAST_INTERVAL_S, now - self._looked_at)
         self._looked_at = now
@@ -190,7 +190,7 @@ class Accounts:
 
 
 def digest_of(*names: str) -> bytes:
-    """A short name of something to other workers."""
+    """Return a short key, by which workers name a quota or client to each other."""
     return hashlib.blake2b(repr(names).encode(errors="surrogatepass"), digest_size=DIGEST_BYTES).digest()
 
 
@@ -202,12 +202,12 @@ def _set_parts(account: Account, kind: int, parts: int, now: float) -> None:
 
 
 class Quotas:
-    """The quotas of one reading of the file, with the `accounts` of this process."""
+    """The quotas from one reading of the file, with the `accounts` of this process."""
 
     def __init__(self, quotas: Iterable[QuotaSection], accounts: Accounts | None = None) -> None:
         self._quotas = tuple(quotas)
         self._rates = [(each.produce_bytes_per_s, each.fetch_bytes_per_s, each.requests_per_s) for each in self._quotas]
-        # Texts, because these keep their hash.
+        # These are texts, because strings cache their hash.
         self._texts = [
             repr((each.principal, each.client_id, rates)) for each, rates in zip(self._quotas, self._rates, strict=True)
         ]
@@ -225,12 +225,12 @@ class Quotas:
         )
 
     def connections(self, principal: Principal) -> int | None:
-        """The most connections of a principal; None: any number."""
+        """Return the greatest number of connections of a principal; None if it is unlimited."""
         found = [quota for quota in self._fitting(principal) if quota.connections is not None]
         return min(found, key=lambda quota: quota.principal == _EVERY_USER).connections if found else None
 
     def account(self, principal: Principal, client_id: str) -> Account | None:
-        """The account of a client; None if nothing limits it."""
+        """Return the account of a client; None if no quota limits the client."""
         fitting = [
             (quota.principal == _EVERY_USER, quota.client_id is None, place)
             for place, quota in enumerate(self._quotas)

@@ -1,20 +1,20 @@
-"""Values loaded from files, and again when the files change: certificates, authorities, revocation lists, secrets.
+"""Load values from files, and again when the files change: certificates, authorities, revocation lists, secrets.
 
 States of a value
   settled    the files are as they were at the last attempt
-  changing   they have changed; one more look must find them unchanged, as a certificate and its key are two files
+  changing   the files have changed; one more check must find them unchanged, as a certificate and its key are two files
 
 Transitions
-  settled  -> changing   a look finds them changed
-  changing -> changing   the next look finds them changed again
-  changing -> settled    the next look finds them unchanged: they are loaded
-  any      -> settled    `reload` (SIGHUP): they are loaded at once
+  settled  -> changing   a check finds the files changed
+  changing -> changing   the next check finds them changed again
+  changing -> settled    the next check finds them unchanged, and they are loaded
+  any      -> settled    `reload` (SIGHUP) loads them at once
 
 Invariants
-1. `current` is always a value that was loaded whole. An invalid file leaves it as it is, with one line in the log for
-   each attempt, and is counted.
-2. Files are read off the event loop, and one attempt at a time.
-3. Objects made from an earlier value are not changed: open connections stay.
+1. `current` is always a value that was loaded whole. An invalid file leaves the value as it is; each attempt is
+   counted, and logged in one line.
+2. Files are read on another thread, in one attempt at a time.
+3. Objects made from an earlier value are not changed, so open connections stay.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kproxy.security.events import NO_EVENTS, SecurityEvents
 
 log = structlog.get_logger(__name__)
 
-# Between two looks at the files, in seconds.
+# The time between two checks of the files, in seconds.
 LOOK_S: Final = 2.0
 
 T = TypeVar("T")
@@ -41,10 +41,10 @@ _Print = tuple[tuple[int, int, int] | None, ...]
 
 
 class Reloading(Generic[T]):
-    """The value that `load` makes of `files`; `named` is its name in the log.
+    """A value that `load` makes of `files`; `named` is its name in the log.
 
-    `load` raises StartupError. `tells`: whether this process logs, and not another worker. `entries` are the parts of a
-    value by name: security events have which were added, removed and changed.
+    `load` raises StartupError. `tells`: this process, and not another worker, logs. `entries` returns the parts of a
+    value by name, so that security events can name the added, removed and changed parts.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class Reloading(Generic[T]):
         self.current = load()
 
     async def look(self, events: SecurityEvents = NO_EVENTS) -> None:
-        """Load the files if they have changed and the last look found them so already."""
+        """Load the files if they have changed, and are the same as at the last check."""
         seen = await asyncio.to_thread(_print_of, self._files)
         before, self._seen = self._seen, seen
         if seen != self._attempted and seen == before:
             await self.reload(events)
 
     async def reload(self, events: SecurityEvents = NO_EVENTS) -> bool:
-        """Load the files now, and tell `events`; return whether they could be loaded."""
+        """Load the files now, and record it in `events`; return whether they could be loaded."""
         self._attempted = self._seen = await asyncio.to_thread(_print_of, self._files)
         try:
             value = await asyncio.to_thread(self._load)
@@ -94,7 +94,7 @@ class Reloading(Generic[T]):
         self._on_change(value)
         if self._tells:
             events.tell("reloaded", what=self.named)
-            # Users may be many.
+            # This runs on a thread, as there may be many users.
             entries = self._entries
             await asyncio.to_thread(lambda: events.tell_changes(self.named, entries(before), entries(value)))
         return True
@@ -107,9 +107,9 @@ class Reloading(Generic[T]):
 
 
 class Reloads:
-    """All values of one process that are made of files.
+    """All values of one process that are loaded from files.
 
-    `given`: the options as given, for `report_options`; None: another process reports.
+    `given` has the options as given, for `report_options`; None if another process reports them.
     """
 
     def __init__(self, given: Given | None = None, events: SecurityEvents = NO_EVENTS) -> None:
@@ -123,7 +123,7 @@ class Reloads:
         return value
 
     async def run(self) -> None:
-        """Look at the files at intervals, until cancelled."""
+        """Check the files at intervals, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             async with self._turn:
@@ -137,7 +137,7 @@ class Reloads:
                 await value.reload(self._events)
 
     async def report_options(self, reported: str = "") -> None:
-        """Log which options have changed that only a new start applies, or why it would fail, if not for `reported`."""
+        """Log the changed options that only a new start applies, or why it would fail, unless that is `reported`."""
         try:
             changed = await asyncio.to_thread(self._given.changed) if self._given is not None else []
         except StartupError as error:
@@ -149,7 +149,7 @@ class Reloads:
 
 
 def _print_of(files: Sequence[Path]) -> _Print:
-    """The attributes of the files that show a change of their content."""
+    """Return the attributes of the files by which changes of their content are noticed."""
     return tuple(map(_of_one, files))
 
 

@@ -1,29 +1,29 @@
 """End SASL at the proxy: the state machine of one client connection, without I/O, clock or randomness.
 
 States
-  handshake       the client is to name a mechanism; ApiVersions is passed on
+  handshake       the client must name a mechanism; ApiVersions is passed on
   authenticate    a mechanism is agreed on, and its messages are exchanged
   authenticated   the client has a principal
-  failed          nothing more is taken; the connection is to be closed
+  failed          no more is accepted, and the connection must be closed
 
 Transitions
   handshake     -> authenticate    SaslHandshake names a mechanism that is offered
   authenticate  -> authenticated   the mechanism's last message proves who the client is
   authenticated -> authenticate    SaslHandshake again (KIP-368), at the earliest RENEWAL_PAUSE_S after the last success
-  any           -> failed          anything else, a refusal, or the end of the time for it
+  any           -> failed          anything else, a refusal, or the end of the permitted time
 
 Invariants
 1. No transition leads out of failed.
-2. Outside of authenticated only SaslHandshake and SaslAuthenticate are taken, and before the first handshake
-   ApiVersions. In authenticate a new request is taken only after the outcome of the last one (`resume`).
-3. The principal never changes once there is one, and neither does the mechanism; a renewal by another fails.
-   Code that carries the credential on calls `may_become` first: brokers must not see a credential that fails here.
-4. A client gets Kafka's own answers: an error code where the protocol has one, and the end of the connection where it
-   has none.
+2. Outside of authenticated only SaslHandshake and SaslAuthenticate are accepted, and ApiVersions before the first
+   handshake. In authenticate a new request is accepted only after the outcome of the last one (`resume`).
+3. Once there is a principal, neither it nor the mechanism changes; a renewal by another one fails. Code that passes the
+   credential on calls `may_become` first, as brokers must not see a credential that fails here.
+4. A client gets Kafka's own answers: an error code if the protocol has one for the case, and otherwise the end of the
+   connection.
 
 With SaslHandshake v0, which is refused unless it was allowed, the mechanism's messages are frames without a Kafka
 header, in both directions, and a refusal has no answer. From v1 on they are in SaslAuthenticate. A session ends
-(`session_ends_at`) whether its client knows of that or not: it learns the lifetime from SaslAuthenticate v1 on.
+(`session_ends_at`) even if its client does not know the lifetime, which only SaslAuthenticate from v1 on reports.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _BEFORE: Final = frozenset({API_VERSIONS, SASL_HANDSHAKE})
 
 
 class State(Enum):
-    """See the module's text."""
+    """See the module's docstring."""
 
     HANDSHAKE = "handshake"
     AUTHENTICATE = "authenticate"
@@ -66,19 +66,19 @@ class State(Enum):
 
 
 class ForwardToBroker(NamedTuple):
-    """The request is ApiVersions, which is answered as usual."""
+    """The request is ApiVersions, to be answered as usual."""
 
 
 class Answer(NamedTuple):
-    """One whole frame for the client; empty for none. The exchange continues, or has succeeded."""
+    """One whole frame for the client, or an empty one for no answer. The exchange continues, or has succeeded."""
 
     frame: bytes
 
 
 class Failure(NamedTuple):
-    """The connection is to be closed, after `frame` if there is one. `reason` is for the log.
+    """The connection must be closed, after `frame` if there is one. `reason` is for the log.
 
-    `is_refusal`: the client's identity is not proven, or is another than before; its answer is delayed, as in Kafka.
+    `is_refusal`: the client's identity is not proven, or has changed; the answer is delayed, as in Kafka.
     """
 
     frame: bytes
@@ -97,7 +97,7 @@ Outcome: TypeAlias = ForwardToBroker | Answer | Failure | Pending
 
 
 class Times(NamedTuple):
-    """Clocks in seconds: `clock` the process's own, `wall` since the epoch. `lifetime_s` 0: sessions do not end."""
+    """Clocks in seconds: `clock` is monotonic, `wall` counts from the epoch. `lifetime_s` 0: sessions do not end."""
 
     clock: Callable[[], float]
     wall: Callable[[], float]
@@ -105,10 +105,10 @@ class Times(NamedTuple):
 
 
 class SaslExchange:
-    """The exchange of one connection. `principal` is None until it is authenticated.
+    """The exchange of one connection. `principal` is None until the client is authenticated.
 
-    With `carries`, `credential` is the one that the client has presented, until its outcome is known. `allows_v0`:
-    SaslHandshake v0 is taken.
+    With `carries`, `credential` is the client's last credential while its outcome is not known. `allows_v0`:
+    SaslHandshake v0 is accepted.
     """
 
     def __init__(self, servers: Servers, times: Times, *, carries: bool = False, allows_v0: bool = False) -> None:
@@ -123,14 +123,14 @@ class SaslExchange:
         self.session_ends_at: float | None = None
         self.user_creation: int | None = None
         self._server: Mechanism | None = None
-        # The request whose outcome is not known; None as a value for a raw token.
+        # The header of the request whose outcome is not known; None for a raw token.
         self._header: RequestHeader | None = None
         self._is_waiting = False
         self._is_raw = False
         self._renewable_at = 0.0
 
     def receive(self, frame: memoryview) -> Outcome:
-        """Take a frame of the client: any before it is authenticated, then its SASL requests."""
+        """Process a frame of the client: any frame before it is authenticated, then its SASL requests."""
         if self.state is State.FAILED or self._is_waiting:
             return self._fail("it sends more than SASL allows")
         if self.state is State.AUTHENTICATE and self._is_raw:
@@ -188,13 +188,13 @@ class SaslExchange:
             try:
                 return server.step(token)
             except Refused as refused:
-                # Its traceback has the message, and would be in a reference cycle.
+                # The traceback has the message, and would be in a reference cycle.
                 return refused.with_traceback(None)
 
         return Pending(step, server.is_slow)
 
     def resume(self, outcome: Step | Refused) -> Answer | Failure:
-        """Take the outcome of the pending step."""
+        """Process the outcome of the pending step."""
         header, self._is_waiting = self._header, False
         self.credential = None
         if self.state is not State.AUTHENTICATE:
@@ -211,16 +211,16 @@ class SaslExchange:
 
     @property
     def user(self) -> str:
-        """The name that the client has given, for this attempt or the one before; empty if none is known."""
+        """The name that the client gave in this attempt or the one before; empty if none is known."""
         given = self._server.user if self._server is not None else ""
         return given or (self.principal.name if self.principal is not None else "")
 
     def may_become(self, principal: Principal) -> bool:
-        """Whether this client may be that principal: it had no principal before, or the same."""
+        """Whether this client may be that principal, since it had no principal before, or the same."""
         return self.principal is None or self.principal.name == principal.name
 
     def give_up(self, reason: str) -> Failure:
-        """End without an outcome of the pending step: it is not known whether the client is who it claims to be."""
+        """Fail without an outcome of the pending step, so that the client's identity is not proven."""
         self._is_waiting = False
         self.credential = None
         return self._fail(reason)
@@ -260,13 +260,13 @@ class SaslExchange:
         return Failure(frame, reason)
 
     def time_is_over(self) -> None:
-        """Take nothing more: the time to authenticate is over, or the session has ended."""
+        """Accept no more frames, as the time to authenticate is over, or the session has ended."""
         self.state = State.FAILED
         self.credential = None
 
 
 def illegal_state(header: RequestHeader) -> bytes:
-    """The answer to a SASL request where none is expected, as Kafka's: the connection stays open."""
+    """Return Kafka's answer to a SASL request where none is expected, after which the connection stays open."""
     if header.api_key == SASL_HANDSHAKE:
         return _encoded(header, error_code=ILLEGAL_SASL_STATE, mechanisms=[])
     text = "SaslAuthenticate request received after successful authentication"

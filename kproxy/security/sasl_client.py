@@ -1,24 +1,24 @@
-"""Authenticate to a broker: the client's side of SASL in Kafka's protocol, without I/O.
+"""Authenticate to a broker, as the client side of SASL in Kafka's protocol, without I/O.
 
 States
   new            nothing was sent
-  handshake      SaslHandshake was sent: the mechanism is proposed
+  handshake      SaslHandshake was sent, which proposes the mechanism
   authenticate   SaslAuthenticate was sent, once or several times
   authenticated  the broker accepts the identity and, with SCRAM, has proven that it knows the password too
-  failed         the broker refuses, or its answer is wrong
+  failed         the broker refuses, or its answer is invalid
 
 Transitions
   new          -> handshake      `begin`
   handshake    -> authenticate   the broker supports the mechanism
-  authenticate -> authenticate   the mechanism continues
+  authenticate -> authenticate   the mechanism has another message
   authenticate -> authenticated  the mechanism is done, and the broker reports no error
-  any          -> failed         anything else; `receive` raises SaslRefused
+  any          -> failed         any other answer; `receive` raises SaslRefused
 
 Invariants
 1. No request is made in `authenticated` and `failed`.
-2. The secret is sent by PLAIN and OAUTHBEARER alone, and is never part of an error.
-3. A broker cannot make this side work for long: MAX_ITERATIONS bounds the work of SCRAM. Nor does it get a proof from
-   which the password is quickly guessed: with fewer than LEAST_SCRAM_ITERATIONS there is none.
+2. Only PLAIN and OAUTHBEARER send the secret, which is never part of an error.
+3. A broker cannot make this side work for long, as MAX_ITERATIONS bounds the work of SCRAM. Nor does it get a proof
+   from which the password is quickly guessed, as none is sent with fewer than LEAST_SCRAM_ITERATIONS.
 
 Sources: KIP-43, KIP-84 (SCRAM), KIP-152 (SaslAuthenticate), KIP-255 and RFC 7628 (OAUTHBEARER), KIP-368 (lifetime).
 """
@@ -36,13 +36,13 @@ from kproxy_codec.control import MOST_SCRAM_BYTES, build_request, decode_respons
 from kproxy_codec.error_codes import NONE, SASL_AUTHENTICATION_FAILED, UNSUPPORTED_SASL_MECHANISM, name_of
 from kproxy_codec.errors import CodecError
 
-# RFC 7677, and Kafka's clients: with fewer the proof of a password is guessed quickly.
+# The bound of RFC 7677 and of Kafka's clients: with fewer a password is quickly guessed from its proof.
 LEAST_SCRAM_ITERATIONS: Final = 4_096
 # Kafka's own upper bound for credentials that it makes (ScramMechanism.maxIterations); others may go beyond.
 MAX_ITERATIONS: Final = 100_000
 _ITERATIONS: Final = re.compile(r"(?:^|,)i=([0-9]{1,10})(?:,|$)")
 _MAX_TEXT: Final = 300
-# A year.
+# The bound is one year.
 _MAX_LIFETIME_MS: Final = 31_536_000_000
 _ACKNOWLEDGEMENT: Final = b"\x01"
 # The error of a listener without SASL.
@@ -53,7 +53,7 @@ _MAX_AUTHENTICATE_VERSION: Final = 1
 
 
 class SaslRefused(Exception):
-    """The broker does not take the identity, or cannot be trusted; the text says why, without the secret.
+    """The broker refuses the identity, or cannot be trusted; the text says why, without the secret.
 
     `to_client`: the broker's message for the client with this identity, if it has judged the identity.
     """
@@ -64,7 +64,7 @@ class SaslRefused(Exception):
 
 
 class Request(NamedTuple):
-    """`body` is encoded."""
+    """A request, with its encoded `body`."""
 
     api_key: int
     api_version: int
@@ -80,7 +80,7 @@ class State(Enum):
 
 
 class Mechanism(Protocol):
-    """The messages of one mechanism. `is_slow`: it computes for milliseconds."""
+    """The messages of one mechanism. `is_slow`: the computation takes milliseconds."""
 
     @property
     def name(self) -> str: ...
@@ -93,11 +93,11 @@ class Mechanism(Protocol):
         ...
 
     def first(self) -> bytes:
-        """The first message."""
+        """Return the first message."""
         ...
 
     def next(self, message: bytes) -> bytes | None:
-        """The answer to the broker's message; None if nothing more is to be sent. Raises SaslRefused."""
+        """Return the answer to the broker's message; None if nothing more is to be sent. Raises SaslRefused."""
         ...
 
 
@@ -137,14 +137,14 @@ class Bearer(_Own):
         return b"n,,\x01auth=Bearer %b\x01\x01" % self._token.encode()
 
     def next(self, message: bytes) -> bytes | None:
-        # An error in JSON, which is to be acknowledged; the broker then reports the failure.
+        # A message is an error in JSON, which must be acknowledged; the broker then reports the failure.
         return _ACKNOWLEDGEMENT if message else None
 
 
 class Credential:
-    """The message that a client has presented by PLAIN or OAUTHBEARER, which is sent to brokers as it came.
+    """The message that a client has sent by PLAIN or OAUTHBEARER, which brokers get unchanged.
 
-    Neither the repr nor any error has the message.
+    Neither its repr nor any error contains the message.
     """
 
     __slots__ = ("__weakref__", "_message", "name")
@@ -168,7 +168,7 @@ class Credential:
         return text.replace(self._secret(), "***") if self._secret() else text
 
     def _secret(self) -> str:
-        """The password, or the token."""
+        """Return the password, or the token."""
         if self.name == Plain.name:
             secret = self._message.rpartition(b"\0")[2]
         else:
@@ -205,7 +205,7 @@ class Scram(_Own):
             final: str = self._client.get_client_final()
             return final.encode()
         except (ScramException, ValueError) as error:
-            # Not chained: a library's error may have the messages in it.
+            # The error is not chained, because a library's error may have the messages.
             why = "it does not know the password" if self._is_last and not isinstance(error, ValueError) else "no SCRAM"
             raise SaslRefused(f"what it says in {self.name} is wrong ({why})") from None
 
@@ -219,7 +219,7 @@ def _check_iterations(server_first: str) -> None:
 
 
 def mechanism(name: str, username: str, secret: str) -> Mechanism:
-    """The mechanism of that name; `secret` is a password or a token."""
+    """Return the mechanism with this name; `secret` is a password or a token."""
     if name == Plain.name:
         return Plain(username, secret)
     if name == Bearer.name:
@@ -238,7 +238,7 @@ class SaslClient:
         self._mechanism = mechanism
         self._version = min(authenticate_version, _MAX_AUTHENTICATE_VERSION)
         self.state = State.NEW
-        # After how many milliseconds the broker ends the session; 0: it does not.
+        # The time after which the broker ends the session, in milliseconds; 0 for never.
         self.session_lifetime_ms = 0
 
     @property
@@ -247,7 +247,7 @@ class SaslClient:
         return self._mechanism.is_slow
 
     def begin(self) -> Request:
-        """The first request."""
+        """Return the first request."""
         if self.state is not State.NEW:
             raise RuntimeError("it has begun")
         self.state = State.HANDSHAKE
@@ -255,7 +255,7 @@ class SaslClient:
         return Request(keys.SASL_HANDSHAKE, _HANDSHAKE_VERSION, body)
 
     def receive(self, body: memoryview) -> Request | None:
-        """Take the body of the answer to the last request; return the next one, None once authenticated.
+        """Process the body of the answer to the last request; return the next request, None once authenticated.
 
         Raises SaslRefused.
         """

@@ -1,18 +1,18 @@
-"""Let the other side in by a listener with TLS or the PROXY protocol: everything before Kafka's protocol.
+"""Accept connections on a listener, with TLS and the PROXY protocol, up to where the session's own protocol begins.
 
-The proxy's listeners for clients, the reference brokers' for followers and the admin page begin here.
+The proxy's listeners for clients, the reference brokers' for followers and the admin page use this.
 
 States of a connection
-  accepted     it is admitted, and the PROXY protocol's header is awaited, if the listener asks for it
-  recognised   its first byte is read, and left in the socket: it shows a client without TLS
+  accepted     it is admitted, and the PROXY protocol's header is awaited if the listener requires it
+  recognised   its first byte, which shows a client without TLS, is read but left in the socket
   handshake    the event loop's TLS runs
-  inside       a session has it
+  inside       it belongs to a session
   refused      it is closed
 
 Transitions
-  accepted -> recognised   the header is correct, or none is asked for
+  accepted -> recognised   the header is correct, or none is required
   recognised -> handshake  the first byte is that of a TLS handshake
-  accepted, recognised -> inside   the listener has no TLS; or the first byte is another one, and it admits plain text
+  accepted, recognised -> inside   the listener has no TLS, or the first byte is another and plain text is admitted
   handshake -> inside      the handshake is finished
   any but inside -> refused   bytes that are not admitted; a failed handshake; HANDSHAKE_S are over; it is the oldest of
                            more than `max_half_open` that are not inside; the listener closes
@@ -21,13 +21,13 @@ Invariants
 1. Exactly the PROXY protocol's header is consumed, and the first byte after it is left in the socket. The event loop's
    TLS begins with an untouched socket.
 2. At most `max_half_open` connections are not inside, each for at most HANDSHAKE_S, and TLS reads at most
-   MOST_HELLO_BYTES before it answers. Where there are more, the oldest is refused: an ordinary client finishes within a
-   few round trips of its turn, so those that do not finish are older.
-3. Nothing is read from a connection whose sender may send no header of the PROXY protocol.
+   MOST_HELLO_BYTES before it answers. If there are more, the oldest is refused: an ordinary client finishes within a
+   few round trips of its turn, so clients that do not finish are older.
+3. Nothing is read from a connection whose sender is not permitted to send a header of the PROXY protocol.
 4. Each connection that is not inside is one task, which owns its socket until the event loop has it.
-5. Handshakes begin one after another: those of a listener in the order in which clients asked for them, those of
-   several listeners by turns, so that a flood on one does not hold up the others. All of them and the sessions after
-   them take about one part in 1 + PACE of the event loop's time: a flood leaves the rest to those inside.
+5. Handshakes begin one after another: those of a listener in the order of the clients' requests, those of several
+   listeners by turns, so that a flood on one does not delay the others. Handshakes and the begin and end of their
+   sessions take about one part in 1 + PACE of the event loop's time; a flood leaves the rest to connections inside.
 """
 
 from __future__ import annotations
@@ -62,29 +62,29 @@ log = structlog.get_logger(__name__)
 
 Session = TypeVar("Session", bound=asyncio.BaseProtocol)
 
-# To finish the header and the handshake, in seconds; this is as long as a client may take to authenticate.
+# The time to finish the header and the handshake, in seconds, as long as a client may take to authenticate.
 HANDSHAKE_S: Final = 10.0
-# Between two handshakes, as a multiple of the time that the event loop worked for handshakes and sessions.
+# The pause between two handshakes, as a multiple of the event loop's work for handshakes and sessions.
 PACE: Final = 3.0
-# The longest such time that counts, in seconds: a step of a handshake takes a millisecond, but may be interrupted.
+# The longest step that counts as work, in seconds: a step of a handshake takes a millisecond, but may be interrupted.
 MOST_STEP_S: Final = 0.005
-# The most work that is waited for, in seconds: many clients may go on with their handshakes at once.
+# The most work that a pause counts, in seconds, as many clients may continue their handshakes at once.
 MOST_WORK_S: Final = 0.02
 # The end of a session takes about as long as its beginning, and is not measured.
 _BOTH_ENDS: Final = 2
-# The longest beginning of a handshake. Clients send up to 2 KiB, with keys for post-quantum groups; OpenSSL takes 128
-# KiB, and a time that grows with the square: it looks for the group of each of a hello's keys in its list of groups.
+# The longest beginning of a handshake. Clients send up to 2 KiB, with keys for post-quantum groups. OpenSSL accepts 128
+# KiB, in a time that grows with the square, as it looks up the group of each of a hello's keys in its list of groups.
 MOST_HELLO_BYTES: Final = 8 << 10
-# To end TLS, in seconds.
+# The time to end TLS, in seconds.
 SHUTDOWN_S: Final = 5.0
-# For a refused client to read the reason, in seconds.
+# The time for a refused client to read the reason, in seconds.
 LINGER_S: Final = 2.0
-# After an error of accept, in seconds: there is no descriptor left.
+# The pause after an error of accept, in seconds, as no descriptor is left then.
 PAUSE_S: Final = 0.1
 _TLS_HANDSHAKE: Final = 0x16
 _FIRST_BYTES: Final = 4
 _DISCARD_BYTES: Final = 64 << 10
-# The most lines in the log a minute for each kind of failure.
+# The most log lines per minute for each kind of failure.
 _MOST_A_MINUTE: Final = 5
 _FOREIGN_SENDER: Final = Failure(
     "proxy_sender", "its address is not in proxy_protocol_from: add it there if a load balancer has it"
@@ -92,21 +92,21 @@ _FOREIGN_SENDER: Final = Failure(
 
 
 class _Pace:
-    """When the next handshake of an event loop may begin.
+    """Decides when the next handshake of an event loop may begin.
 
-    `worked` counts what the connections before it took of the event loop: steps of handshakes, and sessions.
+    `worked` counts the event loop's time for earlier connections: steps of handshakes, and sessions' begin and end.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._turn = asyncio.Lock()
         self._free_at = 0.0
-        # The last step, and as much of `_free_at` as is for the next one, which has yet to be counted.
+        # The last step, and the part of `_free_at` for the next step, which has yet to be counted.
         self._last_s = 0.0
         self._reserved_s = 0.0
 
     async def turn(self) -> None:
-        """Wait for one's turn to begin."""
+        """Wait until the caller's handshake may begin."""
         async with self._turn:
             while True:
                 left_s = self.left_s
@@ -114,17 +114,17 @@ class _Pace:
                     break
                 # Steps of other handshakes may move the time meanwhile.
                 await asyncio.sleep(left_s)
-            # It works in the loop's next steps, as long as the one before it.
+            # The handshake works in the loop's next steps, presumably as long as the one before.
             self._reserved_s = PACE * self._last_s
             self._free_at = self._clock() + self._reserved_s
 
     @property
     def left_s(self) -> float:
-        """How long the next one must wait, in seconds; 0 or less: not at all."""
+        """The time that the next handshake must wait, in seconds; 0 or less for no wait."""
         return self._free_at - self._clock()
 
     def worked(self, seconds: float) -> None:
-        """Take the duration of work that ends now."""
+        """Count work that ends now and took `seconds`."""
         now = self._clock()
         self._last_s = min(seconds, MOST_STEP_S)
         free_at = max(now, self._free_at - self._reserved_s) + PACE * self._last_s
@@ -136,7 +136,7 @@ _paces: WeakKeyDictionary[asyncio.AbstractEventLoop, _Pace] = WeakKeyDictionary(
 
 
 def _pace_of_loop() -> _Pace:
-    """The pace of the running event loop."""
+    """Return the pace of the running event loop."""
     loop = asyncio.get_running_loop()
     found = _paces.get(loop)
     if found is None:
@@ -145,7 +145,7 @@ def _pace_of_loop() -> _Pace:
 
 
 class _Handshake:
-    """The data of a handshake that are needed while it runs, and if it fails.
+    """The data that a handshake needs while it runs, and if it fails.
 
     `server_name` is the name that the client asks for; `spare` is a descriptor of the connection that stays open when
     the event loop closes its own.
@@ -159,7 +159,7 @@ class _Handshake:
         self.pace = pace
 
     def send_alert(self, alert: bytes) -> None:
-        """Send the client the reason: event loops drop the last bytes that TLS wants to send (python/cpython#98078)."""
+        """Send the client the reason, as event loops drop the last bytes that TLS sends (python/cpython#98078)."""
         with contextlib.suppress(OSError):
             self.spare.send(alert)
 
@@ -169,7 +169,7 @@ _handshake: ContextVar[_Handshake] = ContextVar("_handshake")
 
 
 class AcceptorContext(ssl.SSLContext):
-    """A context whose failed handshakes tell the other side the reason."""
+    """A context whose failed handshakes send the reason to the other side."""
 
     def wrap_bio(
         self,
@@ -187,14 +187,14 @@ class AcceptorContext(ssl.SSLContext):
 class _Object(ssl.SSLObject):
     bytes_in: ssl.MemoryBIO
     bytes_out: ssl.MemoryBIO
-    # What TLS may still read before it answers for the first time; None once it has.
+    # The bytes that TLS may still read before its first answer; None after that.
     _hello_left: int | None = MOST_HELLO_BYTES
 
     def do_handshake(self) -> None:
         handshake = _handshake.get(None)
         began = time.monotonic()
         if self._hello_left is not None:
-            # Until it answers it reads all that there is.
+            # Until its first answer TLS reads all bytes that have arrived.
             self._hello_left -= self.bytes_in.pending
             if self._hello_left < 0:
                 error = ssl.SSLError(ssl.SSL_ERROR_SSL, f"its first message has more than {MOST_HELLO_BYTES} bytes")
@@ -217,7 +217,7 @@ class _Object(ssl.SSLObject):
                 handshake.pace.worked(time.monotonic() - began)
 
     def getpeercert(self, binary_form: bool = False) -> Any:
-        """Raises SSLCertVerificationError for a name that is not UTF-8: event loops log other errors as their own."""
+        """Raises SSLCertVerificationError if a name is not UTF-8, as event loops log other errors as their own."""
         try:
             return super().getpeercert(binary_form)
         except UnicodeDecodeError as error:
@@ -225,7 +225,7 @@ class _Object(ssl.SSLObject):
 
 
 def _reject_expired_session(certificate: Mapping[str, Any] | None) -> None:
-    """Raise SSLCertVerificationError for a certificate that has expired: resuming a session does not verify it."""
+    """Raise SSLCertVerificationError for an expired certificate, which resuming a session does not verify."""
     if certificate and ssl.cert_time_to_seconds(str(certificate["notAfter"])) < time.time():
         raise _not_accepted("certificate has expired", EXPIRED)
 
@@ -262,18 +262,18 @@ HANDSHAKES: Final = "tls.handshakes."
 
 
 def handshakes_of(counters: Counter[str]) -> dict[str, int]:
-    """The ended handshakes that an acceptor has counted, by outcome."""
+    """Return the ended handshakes that an acceptor has counted, by outcome."""
     return {name.rpartition(".")[2]: count for name, count in counters.items() if name.startswith(HANDSHAKES)}
 
 
 class TlsAcceptor(Generic[Session]):
     """One listener; `name` is empty for the only one. `tls` returns the TLS settings for new handshakes.
 
-    `proxy_senders`: the networks that may send the PROXY protocol's header; None: all.
-    `refuses` returns, and logs, whether one more connection is not admitted. `session` makes the session of a
-    connection that is inside, or returns None if there are too many; its argument is the client's address by the PROXY
-    protocol. `welcome` takes the session once it is connected. `words` name the options in explanations.
-    `answer_to_http` is for HTTP without TLS. The names of counters begin with `counted_as`.
+    `proxy_senders` has the networks that may send the PROXY protocol's header; None: all may. `refuses` returns, and
+    logs, whether one more connection is not admitted. `session` makes the session of a connection that is inside, or
+    returns None if there are too many; its argument is the client's address by the PROXY protocol. `welcome` takes the
+    session once it is connected. `words` name the options in explanations. `answer_to_http` is for HTTP without TLS.
+    The names of counters begin with `counted_as`.
     """
 
     def __init__(
@@ -308,14 +308,14 @@ class TlsAcceptor(Generic[Session]):
         self._events = events
         self._sockets: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
-        # The oldest first, each with the address that it connects from.
+        # The tasks of connections, the oldest first, each with the address that the connection comes from.
         self._half_open: dict[asyncio.Task[None], str] = {}
         self._evicted: dict[asyncio.Task[None], str] = {}
         self._queue = asyncio.Lock()
 
     @property
     def expires_at(self) -> float | None:
-        """When its certificate ends, in seconds since the epoch; None without TLS."""
+        """When the certificate expires, in seconds since the epoch; None without TLS."""
         certificate = self._tls().certificate if self._tls is not None else None
         return None if certificate is None else certificate.expires_at
 
@@ -376,7 +376,7 @@ class TlsAcceptor(Generic[Session]):
                 connection.close()
             else:
                 self._begin(connection, str(Address(*address[:2])))
-            # A flood of connections must not keep the event loop from everything else.
+            # A flood of connections must not keep the event loop from its other work.
             await asyncio.sleep(0)
 
     def _begin(self, connection: socket.socket, peer: str) -> None:
@@ -418,11 +418,11 @@ class TlsAcceptor(Generic[Session]):
         except Exception:  # the boundary: an error with one connection must not end the listener
             log.exception("handshake failed with an error", client=peer)
         finally:
-            # This does nothing where the event loop has taken the descriptor.
+            # This does nothing if the event loop has taken the descriptor.
             connection.close()
 
     async def _turn(self) -> None:
-        """Wait for the turn of this listener's next handshake: one client at a time waits among the listeners."""
+        """Wait for the turn of the listener's next handshake; only one of its clients competes with other listeners."""
         async with self._queue:
             await _pace_of_loop().turn()
 
@@ -477,7 +477,7 @@ class TlsAcceptor(Generic[Session]):
     def _refused(self, failure: Failure, peer: str) -> None:
         self._counters[f"{self._counted_as}failed.{failure.word}"] += 1
         if failure.word == "gone":
-            # A load balancer's check of the port, or a client that did not wait.
+            # This is a load balancer's check of the port, or a client that did not wait.
             log.debug("handshake rejected", listener=self.name, client=peer, reason=failure.text)
             return
         log.warning(
@@ -495,7 +495,7 @@ class TlsAcceptor(Generic[Session]):
 
 
 class _HandshakeProtocol(asyncio.BufferedProtocol, Generic[Session]):
-    """The placeholder of a session until the handshake is finished. `worked` gets the seconds that a session takes."""
+    """The placeholder of a session during the handshake. `worked` gets the time to begin and end the session."""
 
     def __init__(self, make: Callable[[], Session | None], worked: Callable[[float], None] | None) -> None:
         self._make = make
@@ -562,7 +562,7 @@ async def _peek(connection: socket.socket, most: int) -> bytes:
 
 
 async def _let_read(connection: socket.socket) -> None:
-    """Let the client read the reason: closing with unread bytes resets the connection, and a reset may overtake it."""
+    """Let the client read the reason: closing with unread bytes sends a reset, which may overtake the reason."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_WR)
         async with asyncio.timeout(LINGER_S):

@@ -1,7 +1,7 @@
 """Explain why a TLS handshake failed: a sentence for the log and a word for the metrics.
 
-OpenSSL's own texts name neither the side that objects nor the remedy. A failure that the other side reports comes as an
-alert (RFC 8446, section 6).
+OpenSSL's own texts name neither the side that objects nor the remedy. The other side reports a failure as an alert (RFC
+8446, section 6).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OTHER_NAME: Final = frozenset({62, 63, 64})
 
 
 class Failure(NamedTuple):
-    """`word` is a label of a metric, one of few."""
+    """The reason of a failure. `word`, one of few, is a label of a metric."""
 
     word: str
     text: str
@@ -31,7 +31,7 @@ class Failure(NamedTuple):
 class ListenerWords(NamedTuple):
     """The options of a listener, as explanations name them.
 
-    `speak_tls`: the way out for a client that does not speak TLS.
+    `speak_tls` is the remedy for a client that does not speak TLS.
     """
 
     client_ca: str = "tls.client_ca"
@@ -43,8 +43,8 @@ class ListenerWords(NamedTuple):
 class DialWords(NamedTuple):
     """The options of connections to brokers, as explanations name them.
 
-    `whose`: the owner of our certificate. `other_name`, `no_tls`: the ways out if the broker's certificate has another
-    name, and if the broker does not speak TLS.
+    `whose` is the owner of our certificate. `other_name` and `no_tls` are the remedies if the broker's certificate has
+    another name, and if the broker does not speak TLS.
     """
 
     whose: str = "the proxy's"
@@ -91,7 +91,7 @@ _ALERTS: Final = {
 def client_failure(
     error: BaseException, *, names: tuple[str, ...], asked_for: str, words: ListenerWords = _CLIENTS
 ) -> Failure:
-    """Explain why the handshake of a client, or whoever else connects to a listener, failed.
+    """Explain why the handshake of a client, or of another program that connects to a listener, failed.
 
     `names` are those of the listener's certificate; `asked_for` the server name of the client, or empty.
     """

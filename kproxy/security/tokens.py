@@ -1,8 +1,8 @@
-"""Verify the tokens of OAUTHBEARER: JSON Web Tokens, by keys from a file or from the issuer's URL.
+"""Verify the tokens of OAUTHBEARER, which are JSON Web Tokens, by keys from a file or from the issuer's URL.
 
 A token counts if a key of the set has signed it by an asymmetric algorithm, if its issuer and its audience are the
-configured ones, and if it has an end that has not come. Nothing of it is trusted before that. Its header only names the
-key that it wants: no key and no address of keys is taken from a token.
+configured ones, and if it has an end in the future. Nothing in a token is trusted before these checks. Its header only
+names a key: no key and no address of keys is taken from a token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kproxy.errors import StartupError
 from kproxy.installed import install_command
 from kproxy.security.principals import MOST_NAME_CHARACTERS, Principal
 
-# Asymmetric ones alone: a symmetric one would use the public key as a password.
+# These are asymmetric, as a symmetric algorithm would use the public key as a password.
 ALGORITHMS: Final = (
     *("RS256", "RS384", "RS512", "PS256", "PS384", "PS512"),
     *("ES256", "ES384", "ES512", "EdDSA"),
@@ -53,9 +53,9 @@ class TokenOptions(NamedTuple):
 
 
 class TokenVerifier:
-    """Verifies tokens by `keys`, by id; None is the id of the only key, for tokens that name none.
+    """Verifies tokens by `keys`, which are by id. None is the id of the only key, for tokens that name no key.
 
-    `on_unknown_key` is called, on any thread, where a token names another.
+    `on_unknown_key` is called, on any thread, if a token names another key.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class TokenVerifier:
         self._options = options
 
     def verify(self, token: str) -> Verified:
-        """Raises InvalidToken. PyJWT compares times with the machine's clock."""
+        """Verify a token, by the machine's clock. Raises InvalidToken."""
         import jwt
 
         options = self._options
@@ -93,7 +93,7 @@ class TokenVerifier:
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise InvalidToken("the token cannot be read") from error
         name = _checked(claims[options.principal_claim], options.principal_claim)
-        # PyJWT has read it as a number.
+        # PyJWT has read `exp` as a number.
         return Verified(Principal(name, self._groups(claims)), float(min(int(claims["exp"]), LATEST_S)))
 
     def _groups(self, claims: Mapping[str, Any]) -> frozenset[str]:
@@ -107,7 +107,7 @@ class TokenVerifier:
 
 
 def name_in(token: str, claim: str) -> Principal:
-    """Return the principal of a token that is not verified here: it counts once a broker has accepted the token.
+    """Return the principal of a token that is not verified here, which counts once a broker has accepted the token.
 
     Raises InvalidToken.
     """
@@ -116,7 +116,7 @@ def name_in(token: str, claim: str) -> Principal:
         claims = json.loads(urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
         name = claims[claim]
     except (ValueError, TypeError, LookupError, RecursionError):
-        # Not chained: the cause has a part of the token in it.
+        # The error is not chained, because its cause has a part of the token.
         raise InvalidToken(f"the token cannot be read, so that nobody knows its {claim}") from None
     return Principal(_checked(name, claim))
 
@@ -128,7 +128,7 @@ def _checked(name: object, claim: str) -> str:
 
 
 def require_jwt() -> None:
-    """Raises StartupError where PyJWT is not installed."""
+    """Raises StartupError if PyJWT is not installed."""
     if find_spec("jwt") is None or find_spec("cryptography") is None:
         raise StartupError(
             f"OAUTHBEARER needs PyJWT with cryptography, which is not installed: run `{install_command('oauth')}`."

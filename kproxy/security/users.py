@@ -1,9 +1,9 @@
-"""Users and their salted credentials, in a file; kproxy.security.in_etcd has them in etcd.
+"""Read and write users with salted credentials in a file; kproxy.security.in_etcd has users in etcd.
 
 The file is TOML with one table, `[users]`: a name and its credentials for SCRAM, at most one for each hash, in the form
-of RFC 5803 (`SCRAM-SHA-256$ITERATIONS:SALT$STORED_KEY:SERVER_KEY`). No password can be read from it, but anybody who
-reads it can try passwords, and anybody with a stored key and an observed exchange can impersonate its user. So the file
-must not be readable by everybody, nor writable by anybody but its owner. PLAIN is checked against the same credentials.
+of RFC 5803 (`SCRAM-SHA-256$ITERATIONS:SALT$STORED_KEY:SERVER_KEY`). It has no passwords, but anybody who reads it can
+try passwords, and anybody with a stored key and an observed exchange can impersonate the user. So the file must not be
+readable by everybody, and only its owner may write to it. PLAIN is checked against the same credentials.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _HASHES: Final = {SCRAM_256: "sha256", SCRAM_512: "sha512"}
 _FORM: Final = re.compile(
     r"(SCRAM-SHA-(?:256|512))\$([1-9]\d{3,6}):([A-Za-z0-9+/=]+)\$([A-Za-z0-9+/=]+):([A-Za-z0-9+/=]+)"
 )
-# Nobody but the owner may write, others may not read. A group may read: that is how Kubernetes mounts secrets.
+# Only the owner may write, and others may not read. A group may read, because Kubernetes mounts secrets so.
 _FORBIDDEN_MODE: Final = stat.S_IWGRP | stat.S_IRWXO
 
 
 class Credential(NamedTuple):
-    """The server's record of a password (RFC 5802); `str` shows it only for writing it to the file."""
+    """The server's record of a password (RFC 5802). `str` shows the record, only to write it to the file."""
 
     mechanism: str
     salt: bytes
@@ -73,7 +73,7 @@ def make_credential(mechanism: str, password: str, iterations: int, salt: bytes)
 
 
 def parse_credential(text: str) -> Credential:
-    """Raises ValueError, with no part of the text in the message."""
+    """Parse a credential. Raises ValueError, with no part of the text in the message."""
     match = _FORM.fullmatch(text)
     if match is None:
         raise ValueError("a credential has the form SCRAM-SHA-256$ITERATIONS:SALT$STORED_KEY:SERVER_KEY")
@@ -88,7 +88,7 @@ def parse_credential(text: str) -> Credential:
 
 
 Credentials = Mapping[str, Credential]
-"""One user's, by mechanism."""
+"""One user's credentials, by mechanism."""
 
 
 def parse_credentials(texts: object) -> Credentials:
@@ -103,16 +103,16 @@ def parse_credentials(texts: object) -> Credentials:
 
 
 class Users:
-    """The users of one reading.
+    """The users from one reading of the file or of etcd.
 
-    An exchange does not show which users exist. An unknown one gets a salt, and a password is checked with as much work
-    whoever it is for.
+    An exchange does not show which users exist. An unknown user gets a salt, and the check of a password takes the same
+    work for every user.
 
-    `created` has a number for each user that was removed and added again, so that it is another user. etcd has such
+    `created` has a number for each user, which differs after the user is removed and added again. etcd has such
     numbers, the file has none.
 
     Compromise: the key of the salts is derived from one credential, so that it is the same on all proxies that have
-    read the same users, and nothing is stored for it. When that credential goes, the salts of all unknown users change.
+    read the same users, and nothing is stored for it. Without that credential the salts of all unknown users change.
     """
 
     def __init__(self, by_name: Mapping[str, Credentials], created: Mapping[str, int] = MappingProxyType({})) -> None:
@@ -121,14 +121,14 @@ class Users:
 
     @functools.cached_property
     def _source(self) -> Credential:
-        """The credential with the least key: a change of the users seldom makes another one the source."""
+        """The credential with the least key, which a change of the users seldom replaces."""
         credentials = (each for has in self.by_name.values() for each in has.values())
         nobody = Credential(SCRAM_256, b"", b"", b"", DEFAULT_ITERATIONS)
         return min(credentials, key=lambda each: each.server_key, default=nobody)
 
     @functools.cached_property
     def _work(self) -> Mapping[str, int]:
-        """The most iterations, by mechanism, that the password of any user is checked with."""
+        """The most iterations, by mechanism, with which the password of any user is checked."""
         work: dict[str, int] = {}
         for credential in map(_checked, self.by_name.values()):
             work[credential.mechanism] = max(credential.iterations, work.get(credential.mechanism, 0))
@@ -138,11 +138,11 @@ class Users:
         return self.by_name.get(name, {}).get(mechanism)
 
     def creation(self, name: str) -> int | None:
-        """The number of a user, which stays while it is not removed; None for one that is not there."""
+        """Return the number of a user, which stays until the user is removed; None for an unknown user."""
         return self._created.get(name, 0) if name in self.by_name else None
 
     def stand_in(self, name: str, mechanism: str) -> Credential:
-        """A credential that no password matches."""
+        """Return a credential that no password matches."""
         key = hmac.digest(self._source.server_key, b"kproxy stand-in", "sha512")
         digest = hmac.digest(key, f"{mechanism}:{name}".encode(errors="surrogatepass"), "sha512")
         size = hashlib.new(_HASHES[mechanism]).digest_size
@@ -150,7 +150,7 @@ class Users:
         return Credential(mechanism, digest[:SALT_BYTES], unknown, unknown, self._source.iterations)
 
     def check(self, name: str, password: str) -> bool:
-        """Whether this is the user's password; it takes milliseconds of hashing, outside of Python's lock."""
+        """Whether this is the user's password. The hashing takes milliseconds, outside of Python's lock."""
         known = self.by_name.get(name)
         if known:
             credential = _checked(known)
@@ -170,7 +170,7 @@ class Users:
 
 
 def _checked(credentials: Credentials) -> Credential:
-    """The credential that a password in the clear is checked with."""
+    """Return the credential with which a password in plain text is checked."""
     return next(iter(credentials.values()))
 
 
@@ -203,7 +203,7 @@ def _parse(given: Mapping[str, object], file: Path) -> dict[str, Credentials]:
         try:
             users[check_name(name)] = parse_credentials(texts)
         except ValueError as error:
-            # Not chained: a cause may show the text that was read.
+            # The error is not chained, because its cause may show the text that was read.
             raise StartupError(
                 f"sasl.users {file}: the entry of {name[:100]!r} cannot be used: {error}. Write it "
                 "with `kproxy user add`."
@@ -212,7 +212,7 @@ def _parse(given: Mapping[str, object], file: Path) -> dict[str, Credentials]:
 
 
 def check_mode(file: Path, key: str) -> None:
-    """Raise StartupError for a file with secrets that everybody can read, or others write; see config.exposure."""
+    """Raise StartupError for a file with secrets that all users can read, or another can write (config.exposure)."""
     try:
         mode = file.stat().st_mode
         is_fixed = is_in_read_only_mount(file)
@@ -225,7 +225,7 @@ def check_mode(file: Path, key: str) -> None:
 
 
 def write_users(file: Path, users: Mapping[str, Credentials]) -> None:
-    """Replace the file in one step, with mode 0600 or, where it exists, its own. Raises StartupError."""
+    """Replace the file in one step, with mode 0600 or, if it exists, its own. Raises StartupError."""
     lines = ["# Users of kproxy, written by `kproxy user`: salted credentials, no passwords.", "[users]"]
     for name, credentials in sorted(users.items()):
         lines.append(
@@ -249,7 +249,7 @@ def write_users(file: Path, users: Mapping[str, Credentials]) -> None:
 
 
 def read_password(file: Path) -> str:
-    """The password in a file's first line. Raises StartupError, which never shows it."""
+    """Return the password in a file's first line. Raises StartupError, which never shows it."""
     content = read_file(file, "--password-file", MOST_PASSWORD_BYTES + 2, "that is no password")
     try:
         return content.decode().rstrip("\r\n")

@@ -1,10 +1,10 @@
 """Messages between a supervisor and one worker, over a socket pair that nobody else holds.
 
 The supervisor's first frame is an Assignment. The worker sends Waits at intervals and when the reason for its wait
-changes, and then Ready. Instead of any of them it may send Failed. Its admin page is on a socket of its own.
-Where use is limited over all workers (kproxy.workers.shares), the worker also sends Usage, once a second at most and
-only if it has changed. After Ready the supervisor sends Shares, one at a time: the worker answers with Applied.
-A frame is its length in four bytes and a body. A frame longer than its reader's limit ends the channel.
+changes, and then Ready. Instead of any of these it may send Failed. Its admin page is on a socket of its own. If use is
+limited over all workers (kproxy.workers.shares), the worker also sends Usage, once a second at most and only if it has
+changed. After Ready the supervisor sends Shares, one at a time: the worker answers with Applied. A frame is its length
+in four bytes and a body. A frame longer than its reader's limit ends the channel.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ChannelMisused(Exception):
 class Assignment:
     """The task of a worker: `config` has its share of the limits.
 
-    `parts` are its shares of rates at first, by their keys, where they are not its equal part.
+    `parts` has its first shares, by the keys of rates, if they differ from the equal part.
     """
 
     number: int
@@ -78,7 +78,7 @@ _Counts = Annotated[dict[_CountKey, _Amount], Meta(max_length=MOST_CHANGES)]
 
 
 class Usage(msgspec.Struct, frozen=True, tag=True):
-    """The use of rates in the last second, as Accounts.uses returns it, and connections by what limits them."""
+    """The use of rates in the last second, as Accounts.uses returns it, and the limited connections."""
 
     uses: Annotated[list[tuple[_RateKey, _Amount, bool]], Meta(max_length=MOST_CHANGES)]
     connections: _Counts
@@ -113,7 +113,7 @@ class Channel:
 
     @classmethod
     async def over(cls, end: socket.socket) -> Self:
-        """Make a channel of a socket, which it owns from then on."""
+        """Make a channel of a socket, which the channel owns from then on."""
         return cls(*await asyncio.open_unix_connection(sock=end))
 
     async def receive(self, limit: int) -> bytes:
@@ -132,11 +132,11 @@ class Channel:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the other side has not taken all that was sent."""
+        """Whether some sent bytes still wait for the other side."""
         return self._writer.transport.get_write_buffer_size() > 0
 
     async def close(self) -> None:
-        """Send what is buffered, for at most CLOSE_TIMEOUT_S, and close."""
+        """Send buffered bytes, for at most CLOSE_TIMEOUT_S, and close."""
         self._writer.close()
         with contextlib.suppress(OSError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
@@ -173,7 +173,7 @@ def assign(channel: Channel, assignment: Assignment) -> None:
 async def next_assignment(channel: Channel) -> Assignment:
     """Receive the assignment. Raises ChannelClosed.
 
-    It unpickles only bytes that its parent sent, over a socket that nobody else ever held.
+    This unpickles only bytes that the parent process sent, over a socket that no other process ever held.
     """
     assignment = pickle.loads(await channel.receive(MAX_ASSIGNMENT_BYTES))  # noqa: S301 -- see above
     if not isinstance(assignment, Assignment):

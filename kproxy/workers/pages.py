@@ -1,13 +1,10 @@
-"""The admin page of all workers, as if of one process: a client of the pages that each of them has.
+"""The admin page of all workers, which combines the pages of each as if there were one process.
 
-| page | of several workers |
-| --- | --- |
-| `/metrics` | merged by kproxy.observe.exposition; process metrics by worker |
-| `/table` | of the first worker that serves and answers, or of the one that `?worker=` names |
-| `/own` | of the first worker that serves and answers: every worker knows all claims |
-| `/replication` | of etcd, which this process reads itself: no worker knows more |
-| `/readyz` | ready while one worker is; degraded, with the reason, where another is not |
-| `/livez` | 503 if no worker that serves answers: all hang |
+| page | of several workers | | --- | --- | | `/metrics` | merged by kproxy.observe.exposition; process metrics by
+worker | | `/table` | of the first worker that serves and answers, or of the one that `?worker=` names | | `/own` | of
+the first worker that serves and answers: every worker knows all claims | | `/replication` | of etcd, which this process
+reads itself: no worker knows more | | `/readyz` | ready while one worker is; degraded, with the reason, if another is
+not | | `/livez` | 503 if no worker that serves answers: all hang |
 
 A worker that does not answer is named, and delays the page once (kproxy.workers.process).
 """
@@ -41,7 +38,7 @@ READY = "ready"
 
 
 class WorkerPages:
-    """Serves pages of the workers in `slots`; `registration` returns their common state among other proxies.
+    """Serves pages of the workers in `slots`; `registration` returns the state of their common entry.
 
     `certificates` and `counters` are those of this process's own TLS.
     """
@@ -61,7 +58,7 @@ class WorkerPages:
         self._drains = False
 
     def page(self, replication: TableLike, guard: PageGuard | None = None) -> HttpPage:
-        """Make the page; `replication` makes JSON of a ReplicationPage. `guard` None: for everybody."""
+        """Make the page; `replication` makes JSON of a ReplicationPage. With `guard` None everybody is served."""
         own = [web.get("/own", self._pass_on), web.post("/own/free", self._pass_on)]
         return HttpPage(self, [web.get("/table", self._get_table), replication_route(replication), *own], guard)
 
@@ -98,7 +95,7 @@ class WorkerPages:
         return answer
 
     async def _pass_on(self, request: web.Request, worker: int | None = None) -> web.Response:
-        """The answer of `worker`, or of the first that has one."""
+        """Return the answer of `worker`, or of the first worker that gives one."""
         page = str(request.rel_url.without_query_params("worker"))
         order = Order(await request.read(), request.content_type) if request.method == "POST" else None
         unanswered = _refused(503, "no worker answers" if worker is None else f"worker {worker} does not answer")

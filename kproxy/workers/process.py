@@ -1,20 +1,20 @@
-"""A worker as its supervisor sees it: one process (WorkerProcess), and its place across restarts (Slot).
+"""Run a worker for its supervisor: one process (WorkerProcess), and its place across restarts (Slot).
 
 States of a WorkerProcess
   made      nothing runs
-  starting  the process runs and may report what it waits for
+  starting  the process runs and may report the reason for its wait
   serving   it has sent Ready
   ended     it has been reaped, and its channel closed
 
 Transitions
   made     -> starting  `start`
   starting -> serving   Ready
-  starting -> ended     it ends, having sent Failed or nothing: `ready` raises
+  starting -> ended     it ends, having sent Failed or nothing, and `ready` raises
   serving  -> ended     it ends, for any reason
 
 States of a Slot
-  empty     no process was in it yet, or the last one could not start and is not replaced
-  held      a process runs: it starts, or serves
+  empty     no process has run, or the last one could not start and is not replaced
+  held      a process runs, which starts or serves
   vacant    the last process has ended, and another starts after a pause
 
 Transitions
@@ -26,16 +26,15 @@ Transitions
   any    -> empty   `stop`
 
 Invariants
-1. `WorkerProcess.wait` returns once, with the exit status, and nothing of the worker is left then: no process, task or
-   socket.
+1. `WorkerProcess.wait` returns once, with the exit status. No process, task or socket of the worker is left then.
 2. A worker is in a session of its own: Ctrl-C in a terminal reaches the supervisor alone, which forwards it once.
-3. At most MAX_OPEN_PAGES are open. A worker that leaves one unanswered for ANSWER_TIMEOUT_S is asked for nothing more
-   until it has answered: a worker that hangs delays the admin page once, not every time.
-4. The counts of a process are kept after its end, as of the last time that it was asked: a sum over workers never
-   shrinks. Otherwise a rate over it would show the whole count at once.
-5. A process that starts gets SIGHUP only once it serves; earlier the signal would end it.
-6. The ledger of shares is told of an end after the process was reaped and its last message read, and before the next
-   one starts.
+3. At most MAX_OPEN_PAGES requests for pages are open. A worker that leaves one unanswered for ANSWER_TIMEOUT_S gets no
+   more until it has answered, so that a worker that hangs delays the admin page only once.
+4. The counts in a process's last answer are kept after its end, so that a sum over workers never shrinks. Otherwise a
+   rate over the sum would show the whole count at once.
+5. A process gets SIGHUP only once it serves; earlier the signal would end it.
+6. The ledger of shares learns of a process's end after it was reaped and its last message read, and before the next
+   process starts.
 """
 
 from __future__ import annotations
@@ -78,8 +77,8 @@ from kproxy.workers.shares import Ledger
 
 ANSWER_TIMEOUT_S = 2.0
 MAX_OPEN_PAGES = 16
-# A page of the table is below 2 MiB, one of claims below 16 MiB whatever they are called; metrics grow with the topics
-# whose batches were lost, of which 100 are named.
+# A page of the table is below 2 MiB, one of claims below 16 MiB with any names; metrics grow with the topics whose
+# batches were lost, of which 100 are named.
 MAX_ANSWER_BYTES = 16 << 20
 PAUSE_S = 0.1
 MAX_PAUSE_S = 30.0
@@ -92,7 +91,7 @@ log = structlog.get_logger(__name__)
 class WorkerCommand:
     """The command of a worker: `arguments`, then `--number N --channel FD`; `pass_fds` stay open in it.
 
-    `pages`: the directory for the sockets of their admin pages, None if there are to be none.
+    `pages` is the directory for the sockets of workers' admin pages, None for no admin pages.
     """
 
     arguments: Sequence[str]
@@ -123,9 +122,9 @@ class NoAnswer(Exception):
 
 
 class WorkerProcess:
-    """`on_wait` is called with the reason why it does not serve; `failure`: why it cannot start, once it says so.
+    """`on_wait` is called with the reason why the worker waits; `failure` is its reason for not starting.
 
-    `on_use` is called with its reports of use.
+    `on_use` is called with the worker's reports of use.
     """
 
     def __init__(
@@ -150,7 +149,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id; 0 before it was started."""
+        """The process id; 0 before the start."""
         return self._process.pid if self._process is not None else 0
 
     @property
@@ -158,7 +157,7 @@ class WorkerProcess:
         return self.ready.done() and not self.ready.cancelled() and self.ready.exception() is None
 
     async def start(self) -> None:
-        """Start the process; it is not ready yet. Raises OSError."""
+        """Start the process, without waiting until it is ready. Raises OSError."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -183,11 +182,11 @@ class WorkerProcess:
         self._listening = asyncio.create_task(self._listen(self._channel), name=f"worker {number}")
 
     async def wait(self) -> int:
-        """Wait until it has ended. Return its exit status, negative for a signal."""
+        """Wait until the process has ended. Return its exit status, negative for a signal."""
         if self._process is None or self._listening is None or self._channel is None:
             raise RuntimeError("the worker has not been started")
         status = await self._process.wait()
-        # Its last messages may not have been read yet; its end of the channel is closed, so this ends.
+        # Some messages may not have been read yet. The process's end of the channel is closed, so this ends.
         await asyncio.wait((self._listening,))
         await self._channel.close()
         for asked in self._open:
@@ -196,7 +195,7 @@ class WorkerProcess:
         if not self.ready.done():
             failure = self.failure or f"worker {self._assignment.number} {exit_text(status)}"
             self.ready.set_exception(StartupError(failure))
-            # Marks it as retrieved: nobody has to await it.
+            # This marks the error as retrieved, as nobody has to await it.
             self.ready.exception()
         self._listening.result()
         return status
@@ -208,7 +207,7 @@ class WorkerProcess:
                 self._process.send_signal(number)
 
     def tell(self, shares: Shares) -> None:
-        """Send it its shares; it serves."""
+        """Send the worker, which must serve, its shares."""
         if self._channel is not None:
             self._channel.send(encode(shares))
 
@@ -233,7 +232,7 @@ class WorkerProcess:
         self._open.discard(asked)
         self._late.discard(asked)
         if not asked.cancelled():
-            # Marks it as retrieved: after ANSWER_TIMEOUT_S nobody awaits it.
+            # This marks the error as retrieved, as nobody awaits it after ANSWER_TIMEOUT_S.
             asked.exception()
 
     async def _fetch(self, socket_path: Path, page: str, order: Order | None) -> Answer:
@@ -268,7 +267,7 @@ class WorkerProcess:
                     case Usage() | Applied() as use:
                         self._on_use(use)
         except ChannelClosed:
-            # The process ends; `wait` returns how.
+            # The process is ending; `wait` returns its status.
             return
         except ChannelMisused as error:
             log.error("worker killed", worker=number, reason=f"its message is invalid: {error}")
@@ -281,9 +280,9 @@ def exit_text(status: int) -> str:
 
 
 class Slot:
-    """Restarts a worker. `clock` is in seconds; `on_wait` is called with the reason why it does not serve yet.
+    """Restarts a worker. `clock` is in seconds; `on_wait` is called with the reason why the worker waits.
 
-    `ledger` shares what is limited over all workers; None: nothing is.
+    `ledger` shares the limits that hold over all workers; None if there are none.
     """
 
     def __init__(
@@ -348,7 +347,7 @@ class Slot:
             assignment = dataclasses.replace(assignment, parts=self._ledger.begin(self.number - 1))
         process = self._process = WorkerProcess(assignment, self._launch, self._on_wait, self._on_use)
         process.ready.add_done_callback(self._on_ready)
-        # Shielded: a process that is started half-way could not be ended.
+        # The start is shielded, as a half-started process could not be ended.
         self._starting = asyncio.create_task(process.start())
         try:
             await asyncio.shield(self._starting)
@@ -405,11 +404,11 @@ class Slot:
 
     async def ask_counts(self) -> bool:
         """Ask the process for its metrics. Return whether it answered."""
-        # One at a time: an earlier page must not replace a later one.
+        # One request at a time, as an earlier page must not replace a later one.
         async with self._counting:
             process = self._process
             try:
-                # In a thread: a large page takes a tenth of a second.
+                # This runs in a thread, as parsing a large page takes a tenth of a second.
                 counts = await asyncio.to_thread(parse, (await self.ask("/metrics")).body)
             except NoAnswer:
                 return False

@@ -1,15 +1,15 @@
 """Share the rates of quotas among workers by their use, and count connections over all of them. Pure.
 
-The supervisor has one Ledger. A rate is a limit of one client's account (kproxy.security.quotas), known by its key;
-it is divided into PARTS for each worker. Every rate begins with the equal part PARTS at each worker. Workers report
-their use each second. A rate of which some worker needs more than its share enters the ledger, and `round` shares it
-anew: each worker that needs more gets the same, each other one what it uses and a little more, none less than LEAST.
+The supervisor has one Ledger. A rate is a limit of one client's account (kproxy.security.quotas), known by its key; it
+is divided into PARTS for each worker. Every rate begins with the equal part PARTS at each worker. Workers report their
+use each second. A rate enters the ledger when a worker needs more than its share. `round` then shares it anew: workers
+that need more get equal shares, each other worker gets what it uses and a little more, and none gets less than LEAST.
 
 States of a worker
-  ended      no process runs; what it held is free, except for LEAST of each rate, which its next process begins with
-  starting   a process runs, and begins with what `begin` returned; it is told nothing
-  serving    it reports, and is told changes
-  telling    as serving; changes have been sent, and it has not said that it has applied them
+  ended      no process runs; its shares are free, except for LEAST of each rate, with which its next process begins
+  starting   a process runs, and begins with the shares that `begin` returned; it gets no changes
+  serving    it reports its use, and gets changes
+  telling    as serving, but it has not confirmed that it has applied the last changes
 
 Transitions
   ended    -> starting   `begin`
@@ -24,10 +24,10 @@ States of a rate
   returning  no worker has used it for QUIET_ROUNDS: every worker gets PARTS again, and then it is equal
 
 Invariants
-1. `held` of a worker is at least what it may use, at every moment: more counts from when it is sent, less only once it
-   has been applied, or the process has ended. The sum of a rate's `held` is at most PARTS for each worker.
-2. So no loss, delay or repetition of a message lets the workers' shares exceed the rate in total. A worker that is
-   silent keeps what it holds; nothing is sent to it after one message that it has not applied.
+1. `held` of a worker is at least what it may use, at every moment: an increase counts once it is sent, a decrease only
+   once it is applied or the process has ended. The sum of a rate's `held` is at most PARTS for each worker.
+2. So no loss, delay or repetition of a message lets the workers' shares exceed the rate in total. A silent worker keeps
+   its shares, and gets nothing more after one message that it has not applied.
 3. At most MOST_RATES are in the ledger, at most MOST_CHANGES in one message, and as many counts of connections. All
    other rates are equal.
 """
@@ -42,11 +42,11 @@ from typing import Final
 
 from kproxy.security.quotas import PARTS
 
-# Between two reports of a worker, and two rounds, in seconds.
+# The time between two reports of a worker, and between two rounds, in seconds.
 ROUND_S: Final = 1.0
 MOST_RATES: Final = 4_000
 MOST_CHANGES: Final = 1_000
-# A worker without use keeps so much of its equal part, so that a new client can begin.
+# A worker without use keeps this much of its equal part, so that a new client can begin.
 LEAST: Final = PARTS // 20
 # Smaller changes are not worth a message.
 SMALLEST_CHANGE: Final = PARTS // 50
@@ -71,12 +71,12 @@ class _Worker:
     sent: dict[bytes, int] | None = None
     uses: dict[bytes, tuple[int, bool]] = field(default_factory=dict)
     connections: dict[bytes, int] = field(default_factory=dict)
-    # The counts of others that it was told last.
+    # The counts of other workers that were last sent to this one.
     elsewhere: dict[bytes, int] = field(default_factory=dict)
 
     @property
     def takes(self) -> bool:
-        """Whether changes may be sent to it."""
+        """Whether changes may be sent to the worker."""
         return self.serves and self.sent is None
 
 
@@ -94,7 +94,7 @@ class Ledger:
         self._rates: dict[bytes, _Rate] = {}
 
     def begin(self, worker: int) -> dict[bytes, int]:
-        """Note the start of a process; return the shares that it begins with, where they are not PARTS."""
+        """Note the start of a process; return the shares that it begins with, unless they are PARTS."""
         self._workers[worker] = _Worker(runs=True)
         return {key: rate.held[worker] for key, rate in self._rates.items() if rate.held[worker] != PARTS}
 
@@ -168,7 +168,7 @@ class Ledger:
                 free += surplus
             elif state.takes and len(parts[worker]) < MOST_CHANGES:
                 parts[worker][key] = aim
-        # Whoever has least is first.
+        # The worker that holds least comes first.
         for worker in sorted(range(len(uses)), key=lambda worker: rate.held[worker]):
             state, lack = self._workers[worker], aims[worker] - rate.held[worker]
             given = min(lack, free)
@@ -189,9 +189,9 @@ class Ledger:
 
 
 def aims_of(uses: Sequence[tuple[int, bool]], held: Sequence[int]) -> list[int]:
-    """Return each worker's share by its use, and whether it needs more, where at least one does."""
+    """Return the shares of workers by their use and need for more, if at least one needs more."""
     whole = PARTS * len(uses)
-    # What is unused goes in two or three rounds, so that a short pause of a client does not cost it its share.
+    # Unused shares shrink over two or three rounds, so that a client keeps its share in a short pause.
     wants = [
         whole if is_short else max(LEAST, used * 5 // 4, of_worker // 4)
         for (used, is_short), of_worker in zip(uses, held, strict=True)

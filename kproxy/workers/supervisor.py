@@ -1,4 +1,4 @@
-"""The process that starts and replaces the workers; it serves no client and holds no table.
+"""Start the workers and replace those that end, in a process that serves no client and holds no table.
 
 States
   starting   the port is held, so that no other process takes it; the workers start
@@ -8,18 +8,18 @@ States
 
 Transitions
   starting -> serving   the last worker is ready
-  starting -> stopped   one of them could not start: the others are stopped, and its sentence is this command's
+  starting -> stopped   one worker could not start: the others are stopped, and this command reports its error
   serving  -> stopping  SIGTERM, SIGINT
-  stopping -> stopped   all have ended; by SIGKILL where one takes longer than `drain_delay`, `drain_s` and
-                        STOP_MARGIN_S, and at once on a second signal
+  stopping -> stopped   all have ended, by SIGKILL if one takes longer than `drain_delay`, `drain_s` and STOP_MARGIN_S
+                        together, or at once on a second signal
 
 Invariants
-1. Each port is held by a socket that never listens: it takes no connections, and port 0 is one port for all workers.
+1. A socket that never listens, and so takes no connections, holds each port; port 0 is one port for all workers.
 2. Workers do not outlive this process, however it ends (kproxy.runtime.process).
-3. Limits of all client connections hold for all workers together (kproxy.config.share_limits). Quotas do by shares
-   that follow the use (kproxy.workers.shares); without quotas and limits by address nothing is done for that.
-4. The address that they share has one entry among the proxies of its etcd: this process registers it when all of them
-   serve and removes it before they drain; replacing a worker does not change it.
+3. Limits of all client connections hold for all workers together (kproxy.config.share_limits). So do quotas, by shares
+   that follow the use (kproxy.workers.shares), which are kept only with quotas or limits by address.
+4. The workers' common address has one entry among the proxies in etcd. This process registers it when all workers serve
+   and removes it before they drain; replacing a worker does not change it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _Supervisor:
         self._slots: list[Slot] = []
         self._ledger = Ledger(config.workers) if config.counts_use else None
         self._reminders = Reminders(time.monotonic)
-        # Those of the admin page; each worker follows the others.
+        # The counters, events and files of the admin page; each worker has its own.
         self._counters = Counter[str]()
         self._events = SecurityEvents(config.events, self._counters)
         self._reloads = Reloads(config.given, self._events)
@@ -157,7 +157,7 @@ class _Supervisor:
                 self._slots[worker].tell(Shares(changes.number, changes.parts, changes.elsewhere))
 
     def _wait(self, sentence: str) -> None:
-        """Report a wait once: all workers wait for the same."""
+        """Report a wait once, as all workers wait for the same."""
         if self._reminders.is_due(sentence):
             say_waiting(sentence)
 

@@ -1,9 +1,9 @@
 """A worker process: a proxy that shares its port and reports to its supervisor.
 
 Invariants
-1. It prints nothing on stdout: that is the supervisor's.
-2. Its admin page is on a unix socket in its supervisor's private directory. It is there until the worker has drained.
-3. Shares are in force before the supervisor is told so. A report that the supervisor has not taken is followed by none.
+1. It prints nothing on stdout, which belongs to the supervisor.
+2. Its admin page is on a unix socket in the supervisor's private directory, and stays until the worker has drained.
+3. Shares are in force before the supervisor learns of it. No report follows one that is still unread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kproxy.workers.channel import (
 )
 from kproxy.workers.shares import MOST_CHANGES, ROUND_S
 
-# Less than a supervisor waits for a page.
+# Shorter than a supervisor's wait for a page.
 READINESS_S = 1.5
 # The status of a command that cannot start as asked.
 NOT_STARTED = 2
@@ -63,7 +63,7 @@ async def run_worker(channel_fd: int, page: Path | None) -> int:
 
 
 class WorkerHost(OwnHost):
-    """Reports to the supervisor."""
+    """The host of a worker, which reports to the supervisor."""
 
     def __init__(self, assignment: Assignment, channel: Channel, page: Path | None) -> None:
         super().__init__(assignment.config)
@@ -94,7 +94,7 @@ class WorkerHost(OwnHost):
         self._channel.send(encode(Ready(source)))
 
     def stops(self) -> None:
-        """Do nothing: the supervisor asked for the stop, and reports it for all."""
+        """Do nothing, as the supervisor asked for the stop, and reports it for all workers."""
 
 
 async def keep_shares(
@@ -128,5 +128,5 @@ async def _apply_shares(
             connections.elsewhere = shares.elsewhere
             channel.send(encode(Applied(shares.number)))
     except ChannelClosed:
-        # The supervisor has gone; this process is about to be ended.
+        # The supervisor has gone, and this process will soon be ended.
         return

@@ -11,18 +11,18 @@ kafka-python (3.0), a producer or a consumer:
         producer.send("orders", b"...", partition=0).get()
         ownership.check()
 
-Both claim on the connections that the client itself produces or fetches on, when the block is entered. They raise
-OwnRefused where another client owns a resource with a higher generation, OwnNotOffered where no kproxy with etcd
-answers, OwnError for any other failure; nothing is claimed then. At the end of the block the producer's pending records
-are sent and these connections are closed, which frees the resources; the client opens new connections as it needs them.
+When the block is entered, both claim on the connections on which the client itself produces or fetches. They raise
+OwnRefused if another client owns a resource with a higher generation, OwnNotOffered if no kproxy with etcd answers, and
+OwnError for any other failure; nothing is claimed then. At the end of the block the producer's pending records are sent
+and these connections are closed, which frees the resources; the client opens new connections as it needs them.
 
 Resources and generations
-    `resources` are "topic/partition", (topic, partition) or any other names; None for the whole group. A topic's writes
-    are gated by the group that the proxies are given for it (--writer-group TOPIC=GROUP), its reads by any group.
-    They are owned with `generation`: a client that claims with the same or a higher one takes over. 0 takes over from
-    any claimant and counts as 1 from then on. A whole group is granted the highest generation in it.
-    `stand_by=True` waits until nobody owns them with this generation or a higher one. It asks with one less, so that of
-    two clients with the same generation the second one waits for the first.
+    `resources` are "topic/partition", (topic, partition) or any other names; None for the whole group. The group in
+    --writer-group TOPIC=GROUP of the proxies gates a topic's writes, and any group gates its reads. A resource is owned
+    with `generation`: a client that claims it with the same or a higher one takes over. 0 takes over from any claimant
+    and counts as 1 from then on. A whole group is granted with its highest generation. `stand_by=True` waits until
+    nobody owns the resources with this generation or a higher one. It asks with the next lower generation, so that of
+    two clients with the same generation the second waits for the first.
 
 Losing ownership, because another client took over, or because the connection or the proxy broke
     `own` cancels the block and raises Severed out of it, as asyncio.timeout does; with cancels_body=False it raises at
@@ -36,9 +36,9 @@ Losing ownership, because another client took over, or because the connection or
 
 Claiming again: only with `reclaim=True`
     A lost connection is opened again, and the client's requests wait until the resources are claimed once more, with
-    the generation they were owned with. This takes nothing from a client that owns them with that generation by then:
-    it is tried for `timeout_s`, and the ownership is severed if that fails. In between others may have owned and
-    written; requests that were in flight before are written after theirs.
+    the generation of their last grant. This takes nothing from a client that owns them with that generation by then.
+    The attempts last `timeout_s`; if they fail the ownership is severed. Meanwhile other clients may have owned and
+    written; requests that were in flight at the loss are written after theirs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from kproxy.claims.client.errors import OwnError, OwnNotOffered, OwnRefused, Sev
 from kproxy.claims.client.plan import plan_of
 
 if TYPE_CHECKING:
-    # Each library is installed only where an application uses it.
+    # Each library is installed only if an application uses it.
     from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
     from kafka import KafkaConsumer, KafkaProducer
 

@@ -1,8 +1,8 @@
 """`own` for aiokafka: claim on the connections that its producers and consumers use.
 
-Their requests go out through `AIOKafkaClient.send`, on one connection for each node. The first request opens it, and
-the next one after it has closed opens it again. All of this belongs to aiokafka 0.14, most of it under private names;
-the tests run it.
+They send requests through `AIOKafkaClient.send`, on one connection for each node. The first request opens the
+connection, and the next request after its end opens it again. This module uses internals of aiokafka 0.14, most of them
+private; the tests exercise them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class AioOwnership(Ownership):
         self._loss: asyncio.Future[Severed] = asyncio.get_running_loop().create_future()
 
     async def wait_severed(self) -> Severed:
-        """Wait until it is no longer owned."""
+        """Wait until the ownership is lost."""
         return await asyncio.shield(self._loss)
 
     def tell(self, severed: Severed) -> None:
@@ -83,7 +83,7 @@ class AioOwn:
     async def __aenter__(self) -> AioOwnership:
         """Raises OwnRefused, OwnNotOffered and OwnError; nothing is claimed then."""
         if self._kafka._sync_task is None:
-            # Nothing would ever answer its request for metadata.
+            # A client that is not started never gets an answer to its request for metadata.
             raise RuntimeError("this client is not running: start it before own(), and stop it after that")
         enter(self._kafka)
         try:
@@ -144,13 +144,13 @@ class AioOwn:
     async def _uncancelled(self, error: BaseException | None) -> bool:
         """Undo our cancellation of the block. Return whether it alone ends the block."""
         body = self._body
-        # From here on `_severed` does not cancel it.
+        # From here on `_severed` does not cancel the block.
         self._body = None
         if not self._is_cancelled or body is None:
             return False
         is_under_way = isinstance(error, asyncio.CancelledError)
         if not is_under_way:
-            # The block had ended before the cancellation arrived; it arrives with the next await.
+            # The block had ended before the cancellation, which arrives with the next await.
             with suppress(asyncio.CancelledError):
                 await asyncio.sleep(0)
         is_ours = body.uncancel() <= self._cancelling
@@ -162,14 +162,14 @@ class AioOwn:
         closed = self._claimant.release()
         self._gate.open()
         leave(self._kafka)
-        # It ends by itself in LEFT, unless it waits for an answer.
+        # The keeper ends by itself in LEFT, unless it waits for an answer.
         self._keeper.cancel()
         await asyncio.wait([self._keeper])
         ends = [asyncio.ensure_future(end) for each in closed if (end := each._closed_fut) is not None]
         if ends:
             await asyncio.wait(ends, timeout=_CLOSE_TIMEOUT_S)
         if self._producer is None:
-            # Its fetches have failed, and the consumer's stop() would raise CancelledError in the pause after that.
+            # The consumer's fetches have failed; its stop() would raise CancelledError in the pause after that.
             await asyncio.sleep(2 * self._kafka._retry_backoff)
 
 
@@ -184,7 +184,7 @@ class _Gate:
         self._kafka.send = self._send
 
     def open(self) -> None:
-        # Uncovers the method of the class.
+        # Restores the method of the class.
         del self._kafka.send
 
     async def _send(self, node_id: int, request: Any, *, group: ConnectionGroup = ConnectionGroup.DEFAULT) -> Any:
@@ -264,7 +264,7 @@ class _Driver:
             if before is not None:
                 before(closing, reason)
 
-        # aiokafka calls it before tasks that wait for an answer run.
+        # aiokafka calls this before the tasks that wait for an answer run.
         connection._on_close_cb = closed
 
     async def ask(self, connection: AIOKafkaConnection, request: OwnRequest, timeout_s: float) -> OwnResponse:

@@ -1,11 +1,11 @@
 """Claim resources and detect their loss, with any client library (`plan.Driver`).
 
-A claim belongs to a connection, so it is made on the connection on which the library produces (or fetches): for
-`topic/partition` the one to the leader in Metadata, which after the claim is the proxy that holds it; for any other
-resource, and for a whole group, the one to any proxy.
+A claim belongs to a connection, so it is made on the connection on which the library produces or fetches. For
+`topic/partition` this is the connection to the leader in Metadata, which after the claim is the proxy that holds it.
+For any other resource, and for a whole group, it is a connection to any proxy.
 
 States and transitions:
-    CLAIMING    -> OWNED        all is granted, with the generation asked for, and no leader has moved meanwhile
+    CLAIMING    -> OWNED        all are granted with the requested generation, and no leader has moved meanwhile
     OWNED       -> RECLAIMING   a connection with claims has closed, and `reclaim` says to claim them again
     RECLAIMING  -> OWNED        they are granted again
     OWNED, RECLAIMING -> SEVERED    a connection with claims has closed; or claiming again has failed
@@ -16,11 +16,11 @@ Invariants:
     2. `is_valid` is true only while OWNED and every connection with claims is open, as far as this process can know.
     3. The state is SEVERED or RECLAIMING before a request on the lost connection is reported as failed, and before the
        library can send again: produce and fetch requests wait while RECLAIMING and fail once SEVERED.
-    4. A refusal of one of several resources releases all of them before they are asked for again.
-    5. In LEFT every connection on which something was asked for is closed.
+    4. A refusal of one of several resources releases all of them before they are requested again.
+    5. In LEFT every connection on which a resource was requested is closed.
 
-A first claim is granted with generation 1 whatever was asked for (the Kafka wiki's "Single Reader/Writer"): a second
-request on the same connection raises it to the generation asked for, before it counts as owned.
+A first claim is granted with generation 1, whichever was requested (the Kafka wiki's "Single Reader/Writer"). A second
+request on the same connection raises it to the requested generation, before the resource counts as owned.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _distinct(connections: Iterable[ConnectionT]) -> list[ConnectionT]:
 
 
 class _Again(Exception):
-    """Try again; if no time is left raise `problem`."""
+    """Try again or, if no time is left, raise `problem`."""
 
     def __init__(self, problem: OwnError) -> None:
         super().__init__(str(problem))
@@ -70,7 +70,7 @@ class _Again(Exception):
 
 
 class Claimant(Generic[ConnectionT]):
-    """One `own(...)`. `on_severed` is called once, where the library reports the connection's end."""
+    """The claims of one `own(...)`. `on_severed` is called once, when the library reports the connection's end."""
 
     def __init__(self, plan: ClaimPlan, driver: Driver[ConnectionT], on_severed: Callable[[Severed], None]) -> None:
         self.plan = plan
@@ -120,7 +120,7 @@ class Claimant(Generic[ConnectionT]):
                 self._forget()
             if deadline is not None and self._driver.now() >= deadline:
                 raise problem
-            # Two clients that ask for the same at the same moments would refuse each other for ever.
+            # Two clients that always ask for the same resources at the same time would never succeed.
             await self._driver.wait(_TRY_AGAIN_S * random.uniform(0.5, 1.5))  # noqa: S311 - no secret
 
     async def _claim_once(self, resources: Sequence[str], generation: int, deadline: float | None) -> None:
@@ -147,7 +147,7 @@ class Claimant(Generic[ConnectionT]):
             somewhere = next((each.node for each in self.held.values()), driver.any_node())
         if somewhere is None:
             raise ConnectionLost("no proxy is known")
-        # Once a partition that does not exist yet is created, the proxy that claimed it leads it.
+        # If a partition does not exist yet, the proxy that claims it leads it after its creation.
         return {each: somewhere if (node := nodes.get(each)) is None else node for each in resources}
 
     async def _ask(self, connection: ConnectionT, node: int, asked: dict[str, int], deadline: float | None) -> None:
@@ -189,14 +189,14 @@ class Claimant(Generic[ConnectionT]):
             return None if is_raised else self.plan.generation
         refused = OwnRefused(code, self.plan.group, owned.resource, asked)
         if code in _RETRIABLE and (deadline is None or self._driver.now() < deadline):
-            # The claim stands, unconfirmed; asking with 0 once more would make another claim.
+            # The claim exists but is unconfirmed; another request with 0 would make another claim.
             return FIRST_GENERATION if asked == RESET and code == REQUEST_TIMED_OUT else asked
         if code == FENCED_INSTANCE_ID and (self.plan.stand_by or self.state is State.RECLAIMING):
             raise _Again(refused)
         raise refused
 
     async def _check_leaders(self, resources: Sequence[str]) -> None:
-        """Check that Metadata names the claiming nodes as leaders: produced records take these connections."""
+        """Check that Metadata names the claiming nodes as leaders, since records are sent to the leaders."""
         topics = self._topics(resources)
         if WHOLE_GROUP in resources:
             # The claim changes the leaders. The next answer may be to a request from before the grant.
@@ -232,7 +232,7 @@ class Claimant(Generic[ConnectionT]):
     # Keeping
 
     async def keep(self) -> None:
-        """Detect lost claims, and claim them again if the plan says so; until SEVERED or LEFT."""
+        """Detect lost claims, and claim them again if the plan says so, until SEVERED or LEFT."""
         try:
             while self.state in (State.OWNED, State.RECLAIMING):
                 if self._lost:
@@ -258,7 +258,7 @@ class Claimant(Generic[ConnectionT]):
             self._become(State.OWNED)
 
     async def _check(self) -> None:
-        """Close connections that are broken silently, or whose proxy hangs: they do not close by themselves."""
+        """Close connections that broke silently, or whose proxy hangs, since they do not close by themselves."""
         for connection in _distinct(each.connection for each in self.held.values()):
             if self._driver.is_open(connection) and not self._driver.is_busy(connection):
                 try:
@@ -321,7 +321,7 @@ class Claimant(Generic[ConnectionT]):
             self._driver.shut(held.connection)
 
     def when_settled(self, go_on: Callable[[], None]) -> None:
-        """Call `go_on` at once or, while RECLAIMING, when that has ended."""
+        """Call `go_on` at once or, while RECLAIMING, at the end of that state."""
         if self.state is State.RECLAIMING:
             self._held_back.append(go_on)
         else:
@@ -330,7 +330,7 @@ class Claimant(Generic[ConnectionT]):
     # Leaving
 
     def release(self) -> list[ConnectionT]:
-        """Close and return the connections with claims; the proxies free the claims at their ends."""
+        """Close and return the connections with claims, whereupon the proxies free these claims."""
         shut = self._forget()
         self._become(State.LEFT)
         self._driver.wake()
@@ -350,9 +350,9 @@ class Claimant(Generic[ConnectionT]):
 
 
 class Ownership:
-    """The resources of an application, and whether it still owns them. Any thread may read it.
+    """The resources of an application, and whether it still owns them. Any thread may read this object.
 
-    `resources` are the names that were claimed; none stand for the whole group, whose name in `fences` is "".
+    `resources` has the claimed names. It is empty for the whole group, whose name in `fences` is "".
     """
 
     def __init__(self, claimant: Claimant[Any]) -> None:
@@ -362,19 +362,19 @@ class Ownership:
 
     @property
     def is_valid(self) -> bool:
-        """Whether it is owned, as far as this process knows. Only an acknowledgement proves a write."""
+        """Whether the resources are owned, as far as this process knows. Only an acknowledgement proves a write."""
         return self._claimant.is_valid
 
     @property
     def severed(self) -> Severed | None:
-        """The reason why it is no longer owned, once that is final."""
+        """The reason for the loss of the ownership, once the loss is final."""
         return self._claimant.severed
 
     @property
     def fences(self) -> Mapping[str, int]:
-        """The fence that each resource was granted with. It rises with every grant, those to others included.
+        """The fence of each resource's latest grant. Fences rise with every grant, those to other clients included.
 
-        -1 if the proxy sends none. After a loss it is still the latest one.
+        A fence is -1 if the proxy sends none. A loss does not change the fences.
         """
         return {resource: each.fence for resource, each in self._claimant.granted.copy().items()}
 
@@ -384,7 +384,7 @@ class Ownership:
         return {resource: each.generation for resource, each in self._claimant.granted.copy().items()}
 
     def check(self) -> None:
-        """Raise Severed if it is no longer owned."""
+        """Raise Severed if the ownership is lost."""
         if self._claimant.severed is not None:
             raise self._claimant.severed
 

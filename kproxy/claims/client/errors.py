@@ -38,7 +38,7 @@ NOT_OFFERED = (
 
 
 class OwnError(Exception):
-    """Nothing is claimed, or no longer."""
+    """A claim failed, or its ownership is lost."""
 
 
 class OwnNotOffered(OwnError):

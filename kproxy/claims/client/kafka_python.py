@@ -1,9 +1,9 @@
 """`own_sync` for kafka-python: claim on the connections that its producers and consumers use.
 
-Their network runs on a thread of the client's own, and so does everything here except the context manager. Requests go
-out through `KafkaConnectionManager.send`, on one connection for each node. The first request opens it, and the next one
-after it has closed opens it again. All of this belongs to kafka-python 3.0, most of it under private names; the tests
-run it.
+The client's I/O runs on a thread of its own, and so does everything here except the context manager. Requests are sent
+through `KafkaConnectionManager.send`, on one connection for each node. The first request opens the connection, and the
+next request after its end opens it again. This module uses internals of kafka-python 3.0, most of them private; the
+tests exercise them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SyncOwnership(Ownership):
         self._is_severed = threading.Event()
 
     def wait_severed(self, timeout_s: float | None = None) -> Severed | None:
-        """Wait until it is no longer owned; None if `timeout_s` passes first."""
+        """Wait until the ownership is lost; return None if `timeout_s` passes first."""
         self._is_severed.wait(timeout_s)
         return self.severed
 
@@ -165,7 +165,7 @@ class _Gate:
         self._manager.send = self._send
 
     def open(self) -> None:
-        # Uncovers the method of the class.
+        # Restores the method of the class.
         vars(self._manager).pop("send", None)
 
     def _send(self, request: Any, node_id: int | None = None, request_timeout_ms: float | None = None) -> Future:
@@ -238,7 +238,7 @@ class _Driver:
         ended = connection.close_future
         with ended._lock:
             if not ended.is_done:
-                # Before the callbacks, added earlier, that fail requests under way.
+                # These run before the callbacks, added earlier, that fail the requests under way.
                 ended._callbacks.insert(0, lambda _: on_closed())
                 ended._errbacks.insert(0, lambda _: on_closed())
                 return
@@ -259,7 +259,7 @@ class _Driver:
 
     async def _sent(self, connection: KafkaConnection, request: Any, timeout_s: float) -> Any:
         while connection.connected and connection.paused:
-            # It has as many requests in flight as it may have.
+            # The connection has the greatest permitted number of requests in flight.
             await self._manager._net.sleep(_PAUSE_S)
         try:
             return await connection.send_request(request, request_timeout_ms=timeout_s * 1000)

@@ -14,7 +14,7 @@ ConnectionT = TypeVar("ConnectionT")
 
 
 class ClaimPlan(NamedTuple):
-    """The arguments of `own`. `resources` has WHOLE_GROUP alone for the whole group."""
+    """The arguments of `own`. For the whole group `resources` has only WHOLE_GROUP."""
 
     group: str
     resources: tuple[str, ...]
@@ -26,7 +26,7 @@ class ClaimPlan(NamedTuple):
 
     @property
     def yielding(self) -> int:
-        """The generation that takes nothing from a claimant with `generation`."""
+        """A generation with which a claim takes nothing from a claimant with `generation`."""
         return self.generation - 1
 
 
@@ -71,14 +71,14 @@ class Driver(Protocol[ConnectionT]):
 
     def now(self) -> float: ...
     async def wait(self, seconds: float) -> None:
-        """Wait for this time, or until `wake`."""
+        """Wait for this time, or until `wake` is called."""
 
     def wake(self) -> None: ...
     async def refresh(self, topics: Collection[str]) -> None:
         """Learn the leaders of these topics."""
 
     def leader(self, topic: str, partition: int) -> int | None:
-        """Return the known leader; NO_LEADER: it has none, None: the topic is unknown."""
+        """Return the known leader, NO_LEADER if there is none, or None if the topic is unknown."""
 
     def any_node(self) -> int | None: ...
     async def open(self, node: int) -> ConnectionT:
@@ -92,7 +92,7 @@ class Driver(Protocol[ConnectionT]):
         """Call `on_closed` at the connection's end, before requests on it are reported as failed."""
 
     async def ask(self, connection: ConnectionT, request: OwnRequest, timeout_s: float) -> OwnResponse:
-        """Raises OwnNotOffered too."""
+        """Send an Own request and return the answer. Raises OwnNotOffered too."""
 
     async def ping(self, connection: ConnectionT, timeout_s: float) -> None: ...
     def shut(self, connection: ConnectionT) -> None: ...

@@ -1,4 +1,4 @@
 """The files for spark-submit.
 
-In a directory of its own, as Python puts a script's directory first on its path.
+They are in a directory of their own, as Python puts a script's directory first on its path.
 """
