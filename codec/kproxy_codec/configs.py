@@ -31,7 +31,7 @@ _LEAST_SYNONYM_BYTES = 3
 
 
 def rename_in_request(api_version: int, body: Buffer, rename: Rename) -> Work[bytearray]:
-    """The body of a request with other names of brokers. Raises CodecError."""
+    """The body of a request with the names of brokers replaced. Raises CodecError."""
     walk, out = _begin(api_version, body)
     for _ in _counted(walk, _LEAST_RESOURCE_BYTES, out):
         _resource(walk, out, rename)
@@ -49,7 +49,7 @@ def rename_in_request(api_version: int, body: Buffer, rename: Rename) -> Work[by
 
 
 def rename_in_answer(api_version: int, body: Buffer, rename: Rename) -> Work[bytearray]:
-    """The body of an answer with other names of brokers. Raises CodecError."""
+    """The body of an answer with the names of brokers replaced. Raises CodecError."""
     walk, out = _begin(api_version, body)
     out += walk.skip(INT32.size)
     for _ in _counted(walk, _LEAST_RESULT_BYTES, out):
@@ -90,7 +90,7 @@ def _resource(walk: Walk, out: bytearray, rename: Rename) -> None:
 
 
 def _skip_config(walk: Walk, *, has_documentation: bool) -> int:
-    """Skip one configuration; return how many synonyms it has."""
+    """Skip one configuration; return the number of its synonyms."""
     walk.string()
     walk.string(nullable=True)
     walk.skip(3 * INT8.size)
