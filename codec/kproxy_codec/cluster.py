@@ -71,8 +71,8 @@ _TOPIC_COST = 5
 
 
 Verdict: TypeAlias = Callable[[bytes, bytes, int], tuple[int, bool] | None]
-"""From a topic's name, id and error code to the code that it is to have, and whether its name is told; None: it is left
-out. A topic with an error has no partitions. Without an id in the version the id is empty."""
+"""Maps a topic's name, id and error code to its code in the copy, and whether its name is shown; None omits it. A topic
+with an error has no partitions. The id is empty if the version has none."""
 
 
 class Named(NamedTuple):
@@ -88,7 +88,7 @@ class Named(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """The layout of topics and partitions in one version; `arrays`: whether each array of a partition may be null."""
+    """The layout of topics and partitions in one version; `arrays`: for each array of a partition, may it be null."""
 
     compact: bool
     nullable_name: bool
@@ -277,7 +277,7 @@ def _refused_topic(form: _Form, name: bytes, topic_id: bytes, error_code: int, i
 
 
 def _read_partitions(walk: Walk, form: _Form, count: int) -> list[tuple[int, int]]:
-    """The error code and index of the next partitions. Inlined: most answers consist of partitions."""
+    """The error code and index of the next partitions. Inlined, because most of an answer is partitions."""
     body, at, limit, compact, arrays = walk.body, walk.at, walk.limit, form.compact, form.arrays
     size = _HEAD.size + INT32.size + INT32.size * form.has_epoch
     heads: list[tuple[int, int]] = []

@@ -5,7 +5,7 @@ copied. Answer: throttle_time_ms, results of {error_code, error_message, resourc
 {name, value, read_only, config_source, is_sensitive, synonyms of {name, value, source}, config_type (v3),
 documentation (v3)}}; flexible from 4. Everything but the names is copied unchanged.
 
-A broker describes hundreds of configurations, with their documentation: see `kproxy_codec.walk`.
+A broker describes hundreds of configurations, with documentation, so copying is in portions (`kproxy_codec.walk`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BROKER_TYPES: Final = frozenset({4, 8})
 """The resource types whose names are node ids: brokers, and brokers' loggers."""
 
 Rename = Callable[[int, bytes], bytes]
-"""From the type and the name of a broker's resource to the name to write."""
+"""Maps the type and the name of a broker's resource to the name to write."""
 
 _TYPE_AND_DOCUMENTATION_FROM = 3
 _LEAST_RESOURCE_BYTES = 3

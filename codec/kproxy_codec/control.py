@@ -41,8 +41,8 @@ Message: TypeAlias = Any
 """A kafka-python message: attributes are the fields, nested structures are objects of the same kind."""
 
 MOST_SCRAM_BYTES = 1_024
-"""The longest message of SCRAM, of either side: its library prepares names in a time that grows with the square of
-their length, and on the event loop."""
+"""The longest SCRAM message, of either side: the SCRAM library prepares names on the event loop, in a time that grows
+with the square of their length."""
 
 _ENDS_EARLY = (IndexError, struct.error, OverflowError)
 _FAILURES = (*_ENDS_EARLY, ValueError, TypeError, AttributeError, AssertionError, MemoryError)

@@ -1,10 +1,10 @@
 """Encode Fetch requests of followers and read their answers.
 
-This is version 13, with topics named by their ids. The leader's side is in `fetch`, which reads a follower's request
-like a client's. A question stays open, over any number of requests and answers of its connection, until an answer
-names its partition, or the follower asks anew or withdraws it. So requests and answers name what is new. An answer
-comes from an address that was named as a broker's: its lengths are checked like a client's. Its records are slices of
-it.
+They are of version 13, which names topics by their ids. The leader's side is in `fetch`, which reads a follower's
+request like a client's. The request for a partition stays open, over any number of requests and answers of its
+connection, until an answer names the partition, or the follower requests it anew or withdraws it. So requests and
+answers name only changes. The sender of an answer is not trusted: its lengths are checked like a client's. Records are
+slices of the answer.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _ABORTED_TRANSACTION_BYTES = 16
 
 
 class ReplicaAnswer(NamedTuple):
-    """A leader's answer: results by topic id, as the id's bytes. `error_code` is the whole answer's."""
+    """A leader's answer: results by the bytes of the topic's id. `error_code` is that of the whole answer."""
 
     error_code: int
     topics: list[tuple[bytes, list[PartitionFetched]]]
@@ -71,8 +71,8 @@ def encode_replica_fetch(
 ) -> bytes:
     """A follower's whole request, length and header included.
 
-    Topics are named by the bytes of their ids. Of partitions that are `withdrawn` the leader forgets what was asked. It
-    may wait `max_wait_ms` for `min_bytes`; it sends at most `max_bytes` of records, or one larger batch.
+    Topics are named by the bytes of their ids. The leader forgets the requests for `withdrawn` partitions. It may wait
+    `max_wait_ms` for `min_bytes`; it sends at most `max_bytes` of records, or one larger batch.
     """
     parts = [
         request_header(FETCH, VERSION, correlation_id, sender),
@@ -137,7 +137,7 @@ def _read_result(frame: memoryview, offset: int, limit: int) -> tuple[PartitionF
 
 
 def _skip_aborted_transactions(frame: memoryview, offset: int, limit: int) -> int:
-    if frame[offset] <= 1:  # null or none, as always for a follower
+    if frame[offset] <= 1:  # always so for a follower: null or empty
         return offset + 1
     count, offset = read_count(frame, offset, limit, compact=True, least_bytes=_ABORTED_TRANSACTION_BYTES)
     for _ in range(count):
