@@ -64,7 +64,7 @@ class TopicLeaders(NamedTuple):
     name: bytes | None
     topic_id: bytes | None
     numbers: array[int]
-    """Four for each partition: error code, partition index, leader id, leader epoch (-1 if the version has none)."""
+    """Four per partition: error code, partition index, leader id, and leader epoch (-1 if the version has none)."""
 
     @property
     def partition_count(self) -> int:

@@ -179,7 +179,7 @@ class PartitionedApi(Protocol):
         ...
 
     def admit(self, request: PartitionedRequest) -> None:
-        """Change in place the fields that must not reach a broker as sent; called before anything of it is sent."""
+        """Change in place the fields that must not reach a broker as the client sent them; called before it is sent."""
         ...
 
     def holds_enough(self, request: PartitionedRequest, payload_bytes: int, pieces: int) -> bool:

@@ -110,7 +110,7 @@ def _flexible_partitions(frame: memoryview, offset: int, limit: int, topic: Topi
     unpack = _INDEX_AND_VARINT.unpack_from
     for _ in range(count):
         start = offset
-        # Behind a partition there are two sections of tagged fields, so even an empty one has this many bytes left.
+        # Two sections of tagged fields follow each partition, so even after an empty one this many bytes are left.
         if offset + _INDEX_AND_VARINT.size > limit:
             raise Truncated(f"a partition wanted at {offset}, the message ends at {limit}")
         partition_index, first, second, third = unpack(frame, offset)

@@ -36,17 +36,17 @@ VERSION = 13
 READ_UNCOMMITTED = 0
 
 _NO_TAGS = encode_tagged_fields([])
-# Behind an entry of a request: one tagged field, its tag and its length.
+# The end of an entry of a request: one tagged field, with its tag and its length.
 _ASKED = Struct(f"{PARTITION_FETCH.format}bbb{TOPIC_ID_BYTES}s")
 _ONE_FIELD = (1, REPLICA_DIRECTORY_ID_TAG, TOPIC_ID_BYTES)
-# Behind the forgotten topics: no rack, no tagged fields.
+# The end of a request, after the forgotten topics: no rack, no tagged fields.
 _TRAILER = encode_count(0, compact=True) + _NO_TAGS
 # throttle_time_ms, error_code, session_id
 _ANSWER = Struct(">ihi")
 # partition_index, error_code, high_watermark, last_stable_offset, log_start_offset
 _RESULT = Struct(">ihqqq")
 _PREFERRED_READ_REPLICA_BYTES = 4
-# Behind the fixed part at least: aborted transactions, preferred_read_replica, records, tagged fields.
+# At least these follow the fixed part: aborted transactions, preferred_read_replica, records, tagged fields.
 _LEAST_RESULT_BYTES = _RESULT.size + 1 + _PREFERRED_READ_REPLICA_BYTES + 1 + 1
 _ABORTED_TRANSACTION_BYTES = 16
 
