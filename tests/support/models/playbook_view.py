@@ -23,7 +23,7 @@ class View:
         self.fenced = False
         self.hung: set[int] = set()
         self.rereads: set[tuple[bytes, int]] = set()
-        # The client's claims, as tests.support.models.playbook_words names partitions.
+        # The fences of the client's claims, by partition.
         self.fences: dict[tuple[bytes, int], int] = {}
 
     @property
