@@ -1,8 +1,8 @@
 """Producers that record every batch they send, and the promises of a proxy to each kind of them.
 
-`Idempotent` does what Java's producer does: at most five requests in flight, and after a failure nothing new until all
-in flight is answered; then the failed batches, in order. It sends until everything is acknowledged. `Plain` never sends
-a batch twice, so a batch that is in the log twice was duplicated on the way. `Silent` sends with acks=0.
+`Idempotent` does what Java's producer does: at most five requests in flight; after a failure nothing until all of them
+are answered, and then the failed batches, in order. It sends until all batches are acknowledged. `Plain` never sends a
+batch twice, so a batch that is in the log twice was duplicated on the way. `Silent` sends with acks=0.
 
 All of them cut their requests into random pieces, sometimes leave with a request half sent or answers unread, and come
 back on another connection. Every answer is checked as it arrives: it must be the next one due, name exactly the

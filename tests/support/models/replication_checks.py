@@ -1,19 +1,19 @@
-"""The promises of a replicated partition under any faults of its brokers; the judge of `replication_model`.
+"""Judge whether a replicated partition keeps its promises under any faults of its brokers (for `replication_model`).
 
 The judge sees the answers to producers, the records that consumers read, and every replica's log. It checks these
 rules, each with the name that a Violation carries:
 
   LOST         a batch acknowledged with acks=all, or read by a consumer, is in every later leader's log, at its offset,
-               until retention removes it; and so it is on every replica that etcd counts as in sync
+               until retention removes it; the same holds on every replica that etcd counts as in sync
   MOVED        no offset is assigned to two records of which one was acknowledged or read
-  DIVERGED     below its own high watermark every replica has the same batches as all the others
+  DIVERGED below its high watermark a replica has the same batches as all the others
   BACKWARDS    a replica's high watermark never moves back while it is open, and is never above its log's end
   TWO_LEADERS  at most one broker leads with a fence that lives
-  ZOMBIE       nobody acknowledges, or serves, once its fence is dead
+  ZOMBIE no broker acknowledges or serves once its fence is dead
   DOUBLED      no batch of an idempotent producer is twice in a leader's log
   WENT_BACK    no consumer is sent back: neither by an offset out of range, nor by a smaller "latest"
   GAVE_WAY     a batch acknowledged with acks=1 is in every later leader's log, at its offset, as long as no broker dies
-               or loses its lease: through a stop in good order, or a hand-over
+               or loses its lease: an orderly stop or a hand-over loses nothing
   USURPED      no broker that holds its lease finds its key in etcd on another one
   LINGERS      a broker that has gone, or does not fetch, leaves the ISR in time, if its leader is well
   FENCED       no batch of a lower fence is behind one of a higher, in any log; none is acknowledged that was sent after
