@@ -58,7 +58,7 @@ class OwnSite:
         return self._runner.run(work)
 
     def topic(self, use: str) -> str:
-        """A topic that no other test uses."""
+        """The topic of this use, which has no other use."""
         if use not in self._topics:
             self._topics[use] = next(self._unused)
         return self._topics[use]

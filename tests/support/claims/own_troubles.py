@@ -24,7 +24,7 @@ OF_WAYS: Final = (*("held up",) * 2, *(HELD_TO_THE_LAST,) * 2, "cut")
 
 
 class Trouble(NamedTuple):
-    """One fault. It begins `after_s` seconds after the histories, and lasts `for_s` seconds; inf: until they end.
+    """One fault. It begins `after_s` seconds after the histories, and lasts `hold_s` seconds; inf: until they end.
 
     `number` is a proxy's place, a broker's id, or the number of a link's connections.
     """

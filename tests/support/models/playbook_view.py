@@ -11,7 +11,7 @@ BROKERS = (1, 2, 3, 4)
 
 
 class View:
-    """A script may change any of it. `hung` are the brokers known not to answer, `rereads` the partitions under way."""
+    """A script may change all fields. `hung`: brokers known not to answer; `rereads`: partitions being re-read."""
 
     max_nameless = 100
 
