@@ -2,7 +2,7 @@
 
 `python -m tests.support.brokers.broker_main NODE_ID DATA_DIR ETCD[,…] PREFIX [option=value]`: options are
 BrokerConfig's; a `listen` is a port, `advertise` and `admin` too, and `replication_tls` is CERT,KEY,CA. Those of
-`tests.support.brokers.broker_hooks` make it do what no other does.
+`tests.support.brokers.broker_hooks` cause faults.
 """
 
 from __future__ import annotations

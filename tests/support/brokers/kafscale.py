@@ -1,4 +1,4 @@
-"""KafScale as the proxy sees it: values as its operator and brokers write them to etcd, and brokers with its answers.
+"""Imitate KafScale: the values that its operator and brokers write to etcd, and brokers with its answers.
 
 Everything here was observed on KafScale's own broker (July 2026), the values byte for byte.
 """
@@ -70,7 +70,7 @@ API_RANGES: dict[int, tuple[int, int]] = {
 
 
 class KafScaleBroker(ScriptedUpstream):
-    """A broker that lists what KafScale's do, and leaves the rest to the test.
+    """A broker that lists the APIs of KafScale's brokers, and leaves the rest to the test.
 
     `claims_producer_ids`: it lists InitProducerId as served. Unserved requests get the defaults of every field.
     """
