@@ -34,7 +34,7 @@ def _topic(name: str, topic_id: bytes, partitions: int) -> str:
 
 
 def snapshot_value(ports: dict[int, int], partitions: int = 2, topics: Mapping[str, bytes] = ORDERS) -> bytes:
-    """`{prefix}/metadata/snapshot`: brokers on 127.0.0.1, and topics with their ids. Go's own order and spelling."""
+    """`{prefix}/metadata/snapshot`: brokers on 127.0.0.1, and topics with their ids. Order and spelling are Go's."""
     brokers = ",".join(_broker(node_id, port) for node_id, port in ports.items())
     listed = ",".join(_topic(name, topic_id, partitions) for name, topic_id in topics.items())
     return (

@@ -31,7 +31,7 @@ class _Connection:
 
 
 class Flight:
-    """A fetch on its way to the leader or, once it has an answer, back; `named` is None if it asks nothing new."""
+    """A fetch on its way to the leader or, once it has an answer, back; `named` is None if it names nothing."""
 
     def __init__(self, connection: _Connection, topic_id: bytes, named: PartitionFetch | None, *, withdraws: bool):
         self.connection = connection
