@@ -1,7 +1,7 @@
-"""A log whose process dies at any call to the disk, and whose power may be cut then: it opens as its segments say.
+"""A log opens correctly after the death of its process at any call to the disk, or after a power cut.
 
-Histories are random; each is run once for every call that it makes, and dies there. What is then opened is compared
-with the same files without snapshot and indexes, which is read through, and with what was written.
+Histories are random; each is run once for every call that it makes, and dies there. The opened log is compared with the
+same files without snapshot and indexes, which are read completely, and with the written batches.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The log against a model of it in memory: after any operations in any order, both hold the same.
+"""Compare the log with a model in memory: after any operations in any order, both have the same content.
 
-The model is a list of batches. What a killed broker leaves is what was written; a write that was torn is cut off. What
-a power cut leaves is tested by test_broker_log_deaths.
+The model is a list of batches. A killed broker leaves the written batches; a torn write is cut off. Power cuts are
+tested by test_broker_log_deaths.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Several connections that read into one arena, in any order and any portions: every held frame stays unmodified.
+"""Connections read into one arena, in any order and any portions, and every held frame stays unmodified.
 
-The chunks are made small here, so that a few kilobytes reach every renewal, move and reuse.
+The chunks are small here, so that a few kilobytes cause every renewal, move and reuse.
 """
 
 from __future__ import annotations

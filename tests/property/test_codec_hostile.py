@@ -1,4 +1,4 @@
-"""Bytes damaged on purpose: the result is a CodecError or a message, never another exception, and never much memory."""
+"""Damaged bytes give a CodecError or a message, never another exception, and never use much memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Partitioned messages against kafka-python and hand-made bytes: read, split, merged; nothing lost, doubled or changed.
+"""Partitioned messages are read, split and merged without loss, duplicates or changes, by comparison with kafka-python.
 
-The oracle for what leaves the codec is a writer of the tests' own, which knows tagged fields; the first two tests hold
-that writer to kafka-python.
+The oracle for the codec's output is a writer in the tests, which knows tagged fields; the first two tests compare that
+writer with kafka-python.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The compiled plain path behaves as the core in every simulated world.
+"""The compiled plain path behaves like the core in every simulated world.
 
 The bytes that brokers and clients get, the trail's rows and the counters are the same, and so is every rule. Seeds are
 new in each run; KPROXY_WORLDS_SEED repeats one.

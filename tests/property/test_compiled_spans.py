@@ -1,4 +1,4 @@
-"""What is compiled does the same with acknowledged offsets as in Python."""
+"""The compiled code handles acknowledged offsets in the same way as Python's."""
 
 from __future__ import annotations
 

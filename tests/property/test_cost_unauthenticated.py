@@ -1,9 +1,9 @@
-"""What a stranger may send costs CPU in proportion to its length, whatever is in it.
+"""Bytes from an unauthenticated client cost CPU in proportion to their length, whatever they are.
 
-Everything that is read before a client is authenticated gets inputs of up to 64 KiB: repeated pieces that are known to
-be dear (combining marks, near matches of a pattern, nested and repeated fields), and random ones from a seed that is
-printed. An input that is eight times as long may not cost much more than eight times as much. TLS gets each two
-extensions of a ClientHello, filled up; the admin page gets first lines, headers and bodies.
+Every parser that runs before a client is authenticated gets inputs of up to 64 KiB: repeated pieces that are known to
+be expensive (combining marks, near matches of a pattern, nested and repeated fields), and random ones from a seed that
+is printed. An input that is eight times as long must not cost much more than eight times as much. TLS gets every pair
+of extensions of a ClientHello, filled up; the admin page gets first lines, headers and bodies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The keys of claims and members in etcd: every group and resource has a key of its own, and no other key is read."""
+"""Every group and resource has its own key for claims and members in etcd, and no other key is read."""
 
 from __future__ import annotations
 

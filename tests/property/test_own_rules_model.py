@@ -1,7 +1,7 @@
-"""Random claims by several connections, against a model without keys and fences: who has which claims of a group.
+"""Random claims by several connections give each the same claims as a model without keys and fences.
 
-What the rules decide is carried out as proxies do it: a grant puts one key, at a revision of its own; who loses
-something by it is severed, and its keys are deleted: at once, or some time later and one by one.
+The decisions of the rules are carried out as proxies do it: a grant puts one key, at its own revision. A connection
+that loses a claim by it is severed, and its keys are deleted at once, or some time later and one by one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Shares of a rate among workers: whatever happens to messages and workers, clients in total keep to the rate.
+"""Workers share a rate so that all clients together keep to it, whatever happens to messages and workers.
 
-The model has the real accounts and the real ledger, and clients that wait as the meter has them wait. Every amount that
-is used goes through one bucket with the whole rate as well, whose level shows the worst excess over any time.
+The model has the real accounts and the real ledger, and clients that wait as the meter demands. Every used amount is
+also counted in one bucket with the whole rate, whose level shows the worst excess over any time.
 """
 
 from __future__ import annotations

@@ -230,7 +230,7 @@ class Client:
                 return
             paced = dice.at(What.PACE, number, self.requests)
             if paced > 0.6:
-                # Half of the requests are sent at once.
+                # The mean pause is `pace_s`, but most requests are sent at once.
                 self._wait(self.setting.pace_s * (paced - 0.6) * 12.5)
 
     def _frame(self, batches: list[Batch], version: int, correlation_id: int) -> bytes:

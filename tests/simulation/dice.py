@@ -16,7 +16,7 @@ _FRACTION: Final = 2.0**-53
 
 
 class What:
-    """The kinds of draws: the first part of every key. Plain numbers, looked up thousands of times a world."""
+    """The kinds of draws: the first part of every key. Plain numbers, looked up thousands of times per world."""
 
     JITTER = 1
     LATENCY = 2

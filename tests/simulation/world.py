@@ -453,7 +453,7 @@ def _run(setting: Setting, *, keeps_transcript: bool) -> Outcome:
     except AssertionError as error:
         world.found.append(str(error))
     finally:
-        # Objects that outlive a world would keep it in memory, and the collector seldom examines old objects.
+        # Objects that outlive a world would keep it alive, and the collector would no longer find later garbage.
         _Logger.on_severed = _nobody
     lines = list(world.transcript())
     return Outcome(

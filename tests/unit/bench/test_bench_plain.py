@@ -1,4 +1,4 @@
-"""What makes the figures of `bench.plain`, and the offsets that its brokers assign: a fault here shows in no table."""
+"""The computation of `bench.plain`'s figures, and the offsets of its brokers: no table would show a fault in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The broker's view of the cluster: whichever watch reports first, nothing goes back, nothing unreadable ends it."""
+"""The broker's view of the cluster never moves back, whichever watch reports first, and survives unreadable values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The data directory: one broker at a time, its own broker only, and logs of exactly the topic requested."""
+"""A data directory serves one broker at a time, only its own broker, and only logs of the requested topic."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Opening a log with damaged files: the possible effects of a power cut are cut off, any other damage is reported.
+"""Opening a log with damaged files repairs the possible effects of a power cut, and reports any other damage.
 
-The line between the two is the recovery point: the high watermark that was written down last. Files beside the segments
-that do not match them change nothing but what is read.
+The recovery point, the last stored high watermark, separates the two. Files beside the segments that do not match them
+change only the amount to read.
 """
 
 from __future__ import annotations

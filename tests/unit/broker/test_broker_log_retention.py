@@ -1,4 +1,4 @@
-"""Which segments retention removes: Kafka's retention.bytes and retention.ms."""
+"""Retention removes segments by Kafka's retention.bytes and retention.ms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Idempotent producers: which batches are resends, gaps, or fenced."""
+"""A broker recognizes resent, out-of-order and fenced batches of idempotent producers."""
 
 from __future__ import annotations
 

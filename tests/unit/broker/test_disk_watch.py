@@ -1,4 +1,4 @@
-"""The disk watch: what counts as a fault of one replica, of all of them, and when it is over."""
+"""The disk watch decides whether a fault affects one replica or all, and when the fault is over."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The scenarios of the StreamBus text ("Week 7: Leader/Follower Coordination"), each on the real classes.
 
-Where the text truncates a log to its replica's own high watermark, our rule keeps what may have been acknowledged; both
-rules are run, and what differs is said in the tables. Logs are written as the values of their records.
+Where the text truncates a log to its replica's own high watermark, kproxy's rule keeps batches that may have been
+acknowledged. Both rules are run, and the tables have the differences. Logs are written as the values of their records.
 """
 
 from __future__ import annotations

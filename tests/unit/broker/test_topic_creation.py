@@ -1,4 +1,4 @@
-"""A topic and the states of its partitions come into being together, in however many transactions."""
+"""A topic and the states of its partitions are created together, in any number of transactions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose writes a partition accepts: every case of a fence and a binding, and the rules for all of them."""
+"""A partition accepts writes by its fence: every case of a fence and a binding, and the rules for all cases."""
 
 from __future__ import annotations
 

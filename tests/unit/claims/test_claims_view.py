@@ -1,4 +1,4 @@
-"""The table of claims as pages: every claim in force, once each, whatever the size of a page."""
+"""The pages of the table of claims have every claim in force once, whatever the page size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The course of claiming after any answer: a client library that answers as each test says, on asyncio's clock."""
+"""A claimant's reaction to any answer. The client library is scripted by each test, on asyncio's clock."""
 
 from __future__ import annotations
 

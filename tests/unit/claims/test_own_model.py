@@ -1,4 +1,4 @@
-"""The judge of ownership refuses what must not be. What may be it sees in tests/integration/claims."""
+"""The judge of ownership refuses impossible histories. Tests in tests/integration/claims give it possible ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Invalid partitioned requests of clients, and the fields read of valid ones: tables for the rules one by one."""
+"""Invalid partitioned requests of clients, and the fields of valid ones, in a table for each rule."""
 
 from __future__ import annotations
 

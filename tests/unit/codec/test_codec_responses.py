@@ -1,4 +1,4 @@
-"""Answers: which fields are read and blanked, and whether kafka-python and kio can read the encoded ones."""
+"""The fields of answers that are read and blanked; kafka-python and kio can read the encoded answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The adapter over kafka-python's codecs: right bytes both ways, and a CodecError for everything else."""
+"""The adapter over kafka-python's codecs reads and writes correct bytes, and raises a CodecError for others."""
 
 from __future__ import annotations
 

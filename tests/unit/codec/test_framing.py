@@ -1,4 +1,4 @@
-"""The frame reader at its limits: every split, illegal lengths, what it may allocate and what it may overwrite."""
+"""The frame reader at its limits: every split, illegal lengths, and the limits of allocation and reuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Secrets that others can read: each kind is found, by its file's mode, and read-only mounts are let be."""
+"""Secrets that other users can read are found by their file's mode; read-only mounts are accepted."""
 
 from __future__ import annotations
 

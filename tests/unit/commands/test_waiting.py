@@ -1,4 +1,4 @@
-"""A waiting command reports at once what it waits for, and repeats it at intervals."""
+"""A waiting command reports the reason at once, and repeats the report at intervals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions to brokers about owners while etcd is silent: whose answers count, for how long, and how many there are."""
+"""Questions to brokers about owners while etcd is silent: which answers count, for how long, and how many are asked."""
 
 from __future__ import annotations
 

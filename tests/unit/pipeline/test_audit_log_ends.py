@@ -1,4 +1,4 @@
-"""An audit asks again for the ends of logs while readers do not see records that one replica has acknowledged."""
+"""An audit requests the ends of logs again while readers do not see records acknowledged by one replica."""
 
 from __future__ import annotations
 

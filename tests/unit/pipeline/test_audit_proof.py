@@ -1,4 +1,4 @@
-"""The audit reports what a trail does not prove: missing rows, and trails without an end."""
+"""The audit reports the times that a trail does not prove, by missing rows and trails without an end."""
 
 from __future__ import annotations
 

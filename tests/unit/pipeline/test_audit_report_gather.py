@@ -1,4 +1,4 @@
-"""A report takes a fixed number of rows from an audit's tables, however large: the worst; it counts the rest."""
+"""A report takes a fixed number of rows, the worst, from an audit's tables of any size, and counts the rest."""
 
 from __future__ import annotations
 

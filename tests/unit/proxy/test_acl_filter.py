@@ -1,4 +1,4 @@
-"""Rules on control requests: what a request costs that names as much as fits into it."""
+"""The cost of applying rules to control requests that name as many resources as they can."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gate of one client by itself: whom it lets in, when it closes and whom it lets go; its session is a recorder."""
+"""One client's gate: which clients it admits, when it closes, and which clients it drops. Its session is a recorder."""
 
 from __future__ import annotations
 

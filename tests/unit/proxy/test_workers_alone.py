@@ -1,4 +1,4 @@
-"""What several workers share, and what they report as one."""
+"""The state that several workers share, and the figures that they report together."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""For each rule of the fan-out a switch that breaks it, and a script that then fails.
+"""Each rule of the fan-out has a switch that breaks it, and a script that then fails.
 
-The rules are the numbered invariants of kproxy.routing's modules. A script that stayed green with its rule broken would
-show nothing.
+The rules are the numbered invariants of kproxy.routing's modules. A script that passes with its rule broken would prove
+nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Users and rules in etcd: their keys and values, and what stays when a value is invalid."""
+"""Users and rules in etcd: their keys and values, and what stays in force when a value is invalid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One listener's acceptor on this event loop: who is let in, who is not, and how often that is counted."""
+"""One listener's acceptor on this event loop: which clients it admits or refuses, and the counts of both."""
 
 from __future__ import annotations
 

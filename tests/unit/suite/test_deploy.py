@@ -1,6 +1,6 @@
 """Files of deploy/ name only flags, options, variables, metrics and ports that exist, and all have one version.
 
-The files are read as text: what checks them with tools of their own is `make check-deploy`.
+The files are read as text; `make check-deploy` checks them with their own tools.
 """
 
 from __future__ import annotations
