@@ -238,7 +238,7 @@ _PLANS: dict[tuple[int, int], list[tuple[int, int, Message | None]]] = {}
 
 def _plan(schema: Message, api_version: int) -> list[tuple[int, int, Message | None]]:
     """The fields of `schema` as `_Census` passes them: kind, bytes, schema of the nested structure."""
-    key = (id(schema), api_version)  # schemas live as long as their message classes: for ever
+    key = (id(schema), api_version)  # schemas live for ever, like their message classes
     found = _PLANS.get(key)
     if found is None:
         found = _PLANS[key] = [_step(field, api_version) for field in schema.untagged_fields(api_version)]
@@ -293,7 +293,7 @@ _CHECKED_FIELDS: dict[tuple[int, int], list[tuple[str, bool, Message | None]]] =
 
 def _checked_fields(schema: Message, api_version: int) -> list[tuple[str, bool, Message | None]]:
     """The fields of `schema` that can be null on the wire: (name, may be null, schema of the nested structure)."""
-    key = (id(schema), api_version)  # schemas live as long as their message classes: for ever
+    key = (id(schema), api_version)  # schemas live for ever, like their message classes
     found = _CHECKED_FIELDS.get(key)
     if found is None:
         found = _CHECKED_FIELDS[key] = []

@@ -138,7 +138,7 @@ class Partition:
         self.latest = owner
         self.log: list[Batch] = []
         self.end = 0
-        # By producer id: (base_sequence, sequence behind it, offset) of its last batches.
+        # By producer id: (base_sequence, next sequence, offset) of its last batches.
         self.known: dict[int, deque[tuple[int, int, int]]] = {}
         self.refreshes = 0
         self.fence = Fence()

@@ -37,7 +37,7 @@ class Cut(NamedTuple):
 
 
 class CuttingBroker:
-    """`appended` is its log; `arrived` are the batches of all whole requests that it saw, cut ones included."""
+    """The broker. `appended` is its log; `arrived` has the batches of all whole requests, also on cut connections."""
 
     def __init__(self, cut: Cut) -> None:
         self.cut = cut

@@ -110,7 +110,7 @@ class Stage:
         return list(parse_bind_fences_response(INT32.pack(len(reply)) + reply))
 
     async def produce(self, bound: int, index: int = 0) -> int:
-        """On a connection that was bound before the topic was created anew."""
+        """Write on a connection that was bound before the topic was created anew."""
         frame = memoryview(bytearray(produce_frame({"t": [index]}, records=bytes(build_batch()), acks=1)))
         request = Request(frame, parse_request_header(frame), {(b"t", index): bound})
         answer = produce.handle(self.broker, request)

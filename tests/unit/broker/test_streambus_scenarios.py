@@ -126,7 +126,7 @@ def test_replicas_agree_after_failover_to_a(
 def test_acknowledged_message_survives_leader_with_lagging_watermark(
     tmp_path: Path, rule: Reconciliation, survives: bool
 ) -> None:
-    """The flaw (KIP-101): the high watermark that a follower knows is one fetch old."""
+    """The flaw of the text (KIP-101): a follower's high watermark is one fetch old."""
     group = Group(tmp_path, reconciliation=rule)
     leader = group.elect(OLD_LEADER)
     assert append(leader, b"acknowledged").error_code == error_codes.NONE

@@ -39,7 +39,7 @@ class Site:
             await self.client.txn([], [put_op(KEYS.broker(node_id), value)])
 
     def admin(self, *, watched: bool = False) -> TopicAdmin:
-        """A broker's; the transactions of one that is watched are counted, and `before_txn` comes before them."""
+        """A broker's TopicAdmin. If `watched`, its transactions are counted, and `before_txn` is called before each."""
         client = _Watched(self) if watched else self.client
         return TopicAdmin(client, ClusterView(KEYS), BrokerConfig(1, Path("unused"), ("unused",)))  # type: ignore[arg-type]
 

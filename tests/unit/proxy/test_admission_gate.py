@@ -203,7 +203,7 @@ async def test_client_has_time_to_authenticate() -> None:
     gate.look(site.clock() + 4.1)
     assert session.refusals == ["it has not authenticated within 4 s"]
     assert site.counters == {"sasl.timed_out.": 1}
-    # It is counted once, and its credential comes too late.
+    # The client is counted once, and its credential comes too late.
     gate.look(site.clock() + 5)
     assert site.counters == {"sasl.timed_out.": 1}
     await log_in(gate)

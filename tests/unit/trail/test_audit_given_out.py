@@ -1,4 +1,4 @@
-"""An offset that is assigned twice is reported, with both owners; a resend, or what only looks like it, is not."""
+"""An offset that is assigned twice is reported, with both owners; a resent batch, real or apparent, is not."""
 
 from __future__ import annotations
 
