@@ -34,7 +34,7 @@ class Replica:
 
 
 class Stage:
-    """Two replicas, and a disk whose probe does as the test says."""
+    """Two replicas, and a disk whose probe has the result that the test sets."""
 
     def __init__(self) -> None:
         self.one, self.other = Replica(), Replica()

@@ -48,7 +48,7 @@ INVALID = error_codes.INVALID_REQUEST
 
 
 class Stage:
-    """A broker that leads a topic's partitions before a simulated etcd; nobody else ever does."""
+    """A broker that alone leads a topic's partitions, with a simulated etcd."""
 
     def __init__(self, directory: Path) -> None:
         self.store = EtcdStore(time.monotonic)
@@ -299,7 +299,7 @@ async def test_abandoned_request_leaves_partition_to_the_next(stage: Stage) -> N
     for _ in range(2):
         stage.client.apply_pending(0)
         stage.client.answer_pending(0)
-    # The first was done, so that what the second put stood on nothing: it is put again.
+    # The first was applied, so the second one's compare failed: it is put again.
     await eventually(lambda: len(stage.client.pending) == 1)
     stage.client.apply_pending(0)
     stage.client.answer_pending(0)

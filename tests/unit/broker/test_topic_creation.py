@@ -44,7 +44,7 @@ class Site:
         return TopicAdmin(client, ClusterView(KEYS), BrokerConfig(1, Path("unused"), ("unused",)))  # type: ignore[arg-type]
 
     async def create(self, partitions: int, *, watched: bool = False) -> tuple[uuid.UUID, int]:
-        """The id that the topic was to have, and the error code. Raises EtcdError."""
+        """Create the topic; return its planned id, and the error code. Raises EtcdError."""
         admin = self.admin(watched=watched)
         planned = await admin.plan(NewTopic("t", partitions, 3))
         assert not isinstance(planned, TopicOutcome)
@@ -55,7 +55,7 @@ class Site:
         return None if found is None else decode_value(found.value, TopicValue)
 
     def check_is_whole(self, topic_id: uuid.UUID, partitions: int) -> None:
-        """The topic has that id, and so has every one of its states."""
+        """Check that the topic and all its states have that id."""
         topic = self.topic()
         assert topic is not None
         assert (topic.topic_id, len(topic.replicas)) == (topic_id, partitions)

@@ -26,7 +26,7 @@ from kproxy.observe.table import (
 )
 
 KEYS = OwnKeys("/kafscale")
-# What JSON and percent-encoding have to get around.
+# Names that JSON and percent-encoding must escape.
 NAMES = ["orders/0", "orders/1", "ü /%", "*", "\x00\n", "\x00" * 1023]
 
 

@@ -30,7 +30,7 @@ def recorded(*told: Claimed | Written, ends: dict[str, float] | None = None) -> 
 
 
 def log_of(history: Recorded) -> list[Stored]:
-    """As it is where nothing went wrong: what has an offset."""
+    """The log if nothing went wrong: all writes that have an offset."""
     return sorted(Stored(each.offset, each.value) for each in history.writes if each.offset >= 0)
 
 

@@ -45,7 +45,7 @@ _DESCRIBED = {"brokers": [{"broker_id": 1, "host": "h", "port": 9}], "cluster_id
 _SOFTWARE = {"client_software_name": "spark", "client_software_version": "4.0.0"}
 _CURSOR = {"topic_name": "t", "partition_index": 9}
 
-# What brokers, proxies and clients of this project say to each other: kind, API key, versions, fields.
+# The messages of this project's brokers, proxies and clients: kind, API key, versions, fields.
 _TABLE: list[tuple[str, int, range, dict[str, Any]]] = [
     ("request", api_keys.METADATA, range(14), {"topics": [{"name": "flights"}]}),
     ("request", api_keys.API_VERSIONS, range(3, 5), _SOFTWARE),

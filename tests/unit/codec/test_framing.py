@@ -19,7 +19,7 @@ def _frame(length: int, fill: int = 0x41) -> bytes:
 
 
 def _feed(reader: FrameReader, data: bytes | memoryview) -> list[memoryview]:
-    """Hand `data` to the reader as an event loop does: as much at a time as it has room for."""
+    """Pass `data` to the reader as an event loop does: as much at a time as the reader has room for."""
     frames: list[memoryview] = []
     while data:
         buffer = reader.get_buffer(-1)

@@ -218,7 +218,7 @@ def test_each_listener_chooses_identity_for_brokers(tmp_path: Path) -> None:
     assert config.sasl is not None
     first, second = config.listeners
     assert (config.sasl.carries(first), config.sasl.carries(second)) == (True, False)
-    # What cannot be carried is not offered there.
+    # Mechanisms that cannot be passed on are not offered there.
     assert (config.sasl.offered(first), config.sasl.offered(second)) == (("PLAIN",), ("PLAIN", "SCRAM-SHA-512"))
 
 

@@ -121,7 +121,7 @@ def test_success_under_earlier_ownership_proves_no_route() -> None:
     play.moves("t-0", 2, 1)
     assert play.submits(2, "t-0") == []
     assert play.submits(3, "t-0") == []
-    # What goes next goes first on the new route, alone.
+    # The next batch is the first on the new route, and is sent alone.
     assert play.answers(1, "t-0") == ["answer 1: t-0@10", "send #2 b1/c1: 2 t-0"]
     assert not play.proven("t-0")
     assert play.answers(2, "t-0") == ["answer 2: t-0@20", "send #3 b1/c1: 3 t-0"]
@@ -450,7 +450,7 @@ def test_unowned_partition_stays_with_accepting_broker() -> None:
 
 
 def test_broker_denying_ownership_gets_one_batch_first() -> None:
-    """Whether or not the refused batch is its client's to send again."""
+    """This holds whether or not the client must resend the refused batch."""
     play = piped(2)
     assert play.proven("t-0")
     for piece in (2, 3, 4):
