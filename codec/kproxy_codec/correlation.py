@@ -4,7 +4,7 @@ A broker answers the requests of a connection in their order, each with the requ
 an answer (Produce with acks=0) are not recorded here.
 
 States
-  in step every answer so far was the answer to the oldest request
+  in step       every answer so far was the answer to the oldest request
   out of step   a CodecError was raised: later bytes cannot be attributed, and the owner closes the connection
 
 Transitions

@@ -1,7 +1,7 @@
 """Cut received bytes into frames without copying them; read their headers.
 
 Frames are memoryviews over the receive buffer. A frame is a 4-byte big-endian length and that many bytes. A
-`FrameReader` belongs to one connection. The `ReceiveArena` after it is shared by all connections of one event loop, so
+`FrameReader` belongs to one connection. The `ReceiveArena` behind it is shared by all connections of one event loop, so
 an idle connection holds no buffer at all. This works because an event loop asks for a buffer and fills it in one step,
 with no other connection in between.
 
@@ -12,7 +12,7 @@ States of a reader
 
 Transitions
   empty   -> partial   `buffer_updated` leaves an unfinished frame after the whole ones
-  partial -> partial more bytes arrive, perhaps after `get_buffer` moved the frame to where the rest fits
+  partial -> partial   more bytes arrive, perhaps after `get_buffer` moved the frame to where the rest fits
   partial -> empty     its last byte arrives with nothing after it
   any     -> broken    FrameTooLarge, InvalidField
 

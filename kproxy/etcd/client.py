@@ -2,8 +2,8 @@
 
 States: NEW --connect()--> OPEN --close()--> CLOSED. `connect` may be called again after a failure, not after `close`.
 
-Guarantees, with three members of which any one is killed, hangs, or is cut off - Another member answers a call that
-begins afterwards. Detection costs 2 s once (`members.py`, invariant 2).
+Guarantees, with three members of which any one is killed, hangs, or is cut off
+- Another member answers a call that begins afterwards. Detection costs 2 s once (`members.py`, invariant 2).
 - A call in flight: a read goes to another member; a write fails as `maybe_applied` as soon as the failure of the member
   is detected, and at its deadline at the latest.
 - While another leader is elected, which takes etcd a second or two, the same holds for every call.

@@ -1,8 +1,8 @@
 """Supply the credentials of connections to etcd: TLS from files, and a token for a user's password.
 
-Token: NONE --a call needs it--> ASKING --etcd answers--> HELD --etcd refuses it--> NONE --etcd has no users--> OFF
-                                        --etcd asks for a user after all--> NONE --etcd refuses--> NONE, and no request
-                                        before a pause is over
+Token: NONE --a call needs it--> ASKING --etcd answers--> HELD --etcd refuses it--> NONE
+                                        --etcd has no users--> OFF --etcd asks for a user after all--> NONE
+                                        --etcd refuses--> NONE, and no request before a pause is over
 
 Invariants
 1. One Authenticate is in flight at a time; all callers wait for it.

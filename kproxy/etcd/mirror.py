@@ -5,7 +5,7 @@ watcher each. So only one stream can break, fall silent and be replaced, and the
 once. But etcd guarantees order only within a watcher, so each prefix has its own revision.
 
 States and transitions
-    LOADING no copy, or an invalid one --_load--> RESUMING
+    LOADING    no copy, or an invalid one         --_load--> RESUMING
     RESUMING   everything up to `seen` is known    --a stream opens--> WATCHING
                                                    --another cluster, or an older revision--> LOADING
     WATCHING   later changes arrive                --a break--> RESUMING

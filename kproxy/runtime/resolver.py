@@ -6,8 +6,8 @@ waits for the resolver in a way that cannot be cancelled: the lookup of an aband
 nobody awaits, and asyncio complains on stderr. So names are resolved here before anything is dialled.
 
 States of a name
-  (none) no lookup has been made; IP addresses need none
-  under way one thread asks the system; all callers wait for its result
+  (none)      no lookup has been made; IP addresses need none
+  under way   one thread asks the system; all callers wait for its result
   known       its addresses are used for FRESH_S, or until a dial to them fails
 
 Invariants

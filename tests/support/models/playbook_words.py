@@ -3,7 +3,7 @@
 t-0        partition 0 of topic t; as an answer, a success
 t-0@17     a success with this base offset
 t-0=6      an error without a base offset; `t-0=6@17` with one
-t-0:100 the result of a fetch: this number of bytes of records
+t-0:100    the result of a fetch: this number of bytes of records
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ rules, each with the name that a Violation carries:
   LOST         a batch acknowledged with acks=all, or read by a consumer, is in every later leader's log, at its offset,
                until retention removes it; the same holds on every replica that etcd counts as in sync
   MOVED        no offset is assigned to two records of which one was acknowledged or read
-  DIVERGED below its high watermark a replica has the same batches as all the others
+  DIVERGED     below its high watermark a replica has the same batches as all the others
   BACKWARDS    a replica's high watermark never moves back while it is open, and is never above its log's end
   TWO_LEADERS  at most one broker leads with a fence that lives
-  ZOMBIE no broker acknowledges or serves once its fence is dead
+  ZOMBIE       no broker acknowledges or serves once its fence is dead
   DOUBLED      no batch of an idempotent producer is twice in a leader's log
   WENT_BACK    no consumer is sent back: neither by an offset out of range, nor by a smaller "latest"
   GAVE_WAY     a batch acknowledged with acks=1 is in every later leader's log, at its offset, as long as no broker dies
