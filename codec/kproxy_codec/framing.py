@@ -1,8 +1,8 @@
 """Cut received bytes into frames without copying them; read their headers.
 
 Frames are memoryviews over the receive buffer. A frame is a 4-byte big-endian length and that many bytes. A
-`FrameReader` belongs to one connection. The `ReceiveArena` behind it is shared by all connections of one event loop, so
-an idle connection holds no buffer at all. This works because an event loop asks for a buffer and fills it in one step,
+`FrameReader` belongs to one connection. All connections of one event loop share the `ReceiveArena` that it fills, so an
+idle connection holds no buffer at all. This works because an event loop asks for a buffer and fills it in one step,
 with no other connection in between.
 
 States of a reader

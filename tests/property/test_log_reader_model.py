@@ -36,7 +36,7 @@ SHAPES = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), max_size=12)
 
 
 class ModelLog(LogClient):
-    """A log of one partition, in the place of the cluster that has it; time passes where somebody waits."""
+    """A log of one partition, in place of a cluster; time passes only in waits."""
 
     def __init__(self, shapes: Sequence[tuple[int, int]], *, gap_at_end: int = 0, cuts_the_first: bool = False) -> None:
         self._now = 0.0

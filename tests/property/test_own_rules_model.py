@@ -111,7 +111,7 @@ class Claims(RuleBasedStateMachine):
                 self.delete(0)
 
     def lingering(self) -> list[str]:
-        """The keys of those who are severed."""
+        """The keys of severed connections."""
         return [resource for resource, claim in self.keys.items() if claim.owner not in self.connected]
 
     def model(self, resource: str) -> Had | None:

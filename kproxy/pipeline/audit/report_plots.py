@@ -122,7 +122,7 @@ def plots(facts: Facts) -> str:
 
 
 def _plot(name: str, title: str, caption: str, key: Iterable[tuple[str, str]], time: Time, rows: Iterable[Row]) -> str:
-    """Return a plot; `key` has the fills and their meanings."""
+    """Return a plot; `key` has the fills of the legend and their meanings."""
     days, ticks = time.ticks()
     lines = "".join(f'<line x1="{at:g}%" x2="{at:g}%" y2="100%"/>' for at, _ in ticks)
     labels = "".join(

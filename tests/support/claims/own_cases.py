@@ -227,7 +227,7 @@ def _check(
 
 
 def severed(*names: str) -> Step:
-    """The proxy has ended these connections, or is about to."""
+    """Wait until the proxy has ended these connections."""
 
     async def step(run: CaseRun) -> None:
         for name in names:
@@ -237,7 +237,7 @@ def severed(*names: str) -> Step:
 
 
 def served(*names: str) -> Step:
-    """These connections are unchanged: they get answers."""
+    """Check that these connections still get answers."""
 
     async def step(run: CaseRun) -> None:
         for name in names:
@@ -328,7 +328,7 @@ def holds(who: str, partition: int, *values: str) -> Step:
 
 
 def led_by(who: str, *partitions: int) -> Step:
-    """Metadata names the proxy of `who` as the leader, whichever proxy answers."""
+    """Check that Metadata from any proxy names the proxy of `who` as the leader."""
 
     async def step(run: CaseRun) -> None:
         for name, client in run.clients.items():

@@ -353,7 +353,7 @@ def test_check_config_reads_users_and_keys(tmp_path: Path, text: str, content: s
     assert says.format(named) in str(raised.value)
 
 
-# `kproxy user` and `kproxy acl`
+# The options of `kproxy user` and `kproxy acl` for etcd
 
 IN_ETCD = ("--etcd", "http://127.0.0.1:1")
 OF_A = (*IN_ETCD, "--principal", "User:a")

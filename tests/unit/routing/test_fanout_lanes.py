@@ -166,7 +166,7 @@ def test_batches_behind_refused_batch_are_resent_behind_it(behind: int) -> None:
     assert play.answers(3, f"t-0={behind}") == []
     assert play.answers(4, f"t-0={behind}") == []
     assert play.wakes() == ["send #5 b2/c2: 2 t-0"]
-    # Alone, until it has succeeded; what comes meanwhile waits behind.
+    # The retry is alone in flight until it has succeeded; later batches wait.
     assert play.submits(5, "t-0") == []
     assert play.answers(5, "t-0") == [
         "answer 2: t-0@50",
@@ -395,7 +395,7 @@ def test_split_request_waits_only_for_blocked_partition() -> None:
 
 
 def test_unowned_partition_goes_to_live_broker_in_order() -> None:
-    """First touch: the broker may refuse one batch, become the owner, and then accept the next."""
+    """The broker may refuse one batch, become the owner at that request, and then accept the next batch."""
     play = Playbook({"t": [None]})
     (first,) = play.submits(1, "t-0")
     assert play.submits(2, "t-0") == []
