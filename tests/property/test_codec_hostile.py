@@ -189,7 +189,7 @@ def _tags_seen() -> Iterator[set[int]]:
 def test_accepted_message_is_read_as_by_kafka_python(
     case: tuple[int, int, dict[str, object], dict[str, object]], seed: int
 ) -> None:
-    """Whatever this codec lets pass reaches a broker or a client; it must not be the first to see that it is broken."""
+    """A message that this codec accepts reaches a broker or a client, which must not be the first to see a fault."""
     api_key, version, request, response = case
     chance = random.Random(seed)
     frames = {

@@ -18,7 +18,7 @@ from kproxy_codec.own import WHOLE_GROUP
 from tests.support.rules import examples
 
 RESOURCES = ("r/0", "r/1", "x")
-# A new one comes for each that is severed.
+# The number of connections; a new one replaces each severed one.
 CONNECTED = 3
 
 
@@ -28,7 +28,7 @@ class Had(NamedTuple):
 
 
 class Claims(RuleBasedStateMachine):
-    """`keys`: what etcd has. `has` and `has_rest`: the model, who claimed what, and by a whole claim all the rest."""
+    """`keys`: the keys in etcd. `has` and `has_rest`: the model's owners of resources, and of the rest of a group."""
 
     def __init__(self) -> None:
         super().__init__()

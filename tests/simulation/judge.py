@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def judge(world: World) -> list[str]:
-    """The findings, in words."""
+    """Return the findings as sentences."""
     found: list[str] = []
     for client in world.clients:
         found += _judge_batches(world, client)

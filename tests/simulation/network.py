@@ -200,7 +200,7 @@ class SimulatedTransport(asyncio.Transport):
         self._jitter_s = jitter_s
         self._cuts = cuts
         self._protocol: Any = None
-        # To the other end: the bytes written in this moment, and the latest arrival time.
+        # For bytes to the other end: those written in this moment, and the latest arrival time.
         self._parcel: list[bytes] = []
         self._parcel_at = -1.0
         self._out_at = 0.0
@@ -211,7 +211,7 @@ class SimulatedTransport(asyncio.Transport):
         self._is_closing = False
         self._has_ended = False
         self._is_dead = False
-        # From the other end.
+        # The same for bytes from the other end.
         self._in_at = 0.0
         self._is_paused = False
         self._inbound: deque[object] = deque()

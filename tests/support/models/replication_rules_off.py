@@ -98,7 +98,7 @@ _no_margin = _set(lease, "MARGIN_FRACTION", 0.0)
 
 
 class _FenceBelievedOnce:
-    """Asked as often as the real fence; always repeats the fence's first answer."""
+    """A fence that is asked as often as the real one, but always repeats its first answer."""
 
     def __init__(self, fence: partition.Fence) -> None:
         self._fence = fence

@@ -210,7 +210,7 @@ _SMALLEST = {
 
 @pytest.mark.parametrize("name", _SMALLEST)
 def test_names_in_a_request_are_bounded(name: str) -> None:
-    """Each element costs microseconds and some hundred bytes: 1 MiB of them cost a second, and 150 MB."""
+    """Each element costs microseconds and some hundred bytes, so 1 MiB of elements cost a second and 150 MB."""
     api_key, version, before, element, behind = _SMALLEST[name]
 
     def body(count: int, tagged: bytes = b"\x00") -> bytes:

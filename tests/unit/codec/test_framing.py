@@ -188,7 +188,7 @@ def test_same_position_in_another_chunk_is_distinct() -> None:
     _feed(one, _frame(300, 1)[:100])
     held = [_feed(two, _frame((CHUNK_BYTES - LEAST_FREE_BYTES) // 4, 2))[0] for _ in range(4)]
     held += _feed(two, _frame(96, 3))
-    # The reader's frame ends at 100 in its chunk, and so does what was last received, in the next one.
+    # The reader's frame ends at position 100 of its chunk, as do the last received bytes in the next chunk.
     assert held[0].obj is not held[-1].obj
     assert arena.position == 100
     assert [bytes(frame) for frame in _feed(one, _frame(300, 1)[100:])] == [_frame(300, 1)]

@@ -152,7 +152,7 @@ def unproven_of(rows: list[Row], split: random.Random | None = None, **judged: A
 
 
 def all_cases(split: random.Random | None = None) -> dict[str, list[tuple[Any, ...]]]:
-    """Of all cases at once: a proxy's name begins with its case's."""
+    """The findings of all cases judged together; a proxy's name begins with that of its case."""
     rows = [{**row, "proxy": f"{name}/{row['proxy']}"} for name, (told, _) in CASES.items() for row in told]
     found: dict[str, list[tuple[Any, ...]]] = {name: [] for name in CASES}
     for each in missing_in(rows, split):
