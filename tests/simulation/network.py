@@ -211,7 +211,7 @@ class SimulatedTransport(asyncio.Transport):
         self._is_closing = False
         self._has_ended = False
         self._is_dead = False
-        # The same for bytes from the other end.
+        # For bytes from the other end: the latest arrival time, and the rest.
         self._in_at = 0.0
         self._is_paused = False
         self._inbound: deque[object] = deque()
