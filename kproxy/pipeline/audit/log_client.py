@@ -9,7 +9,7 @@ or when it answers that it is not the leader; the next request then asks for Met
 Invariants
 1. Every wait is bounded: a call fails when nothing has succeeded for `patience_s` (`Patience`).
 2. Errors that a retry cannot fix are raised at once.
-3. There is one connection per broker, and no broker outside the cluster; `close` ends all connections and the thread.
+3. There is one connection per broker, and none to more brokers than the cluster has. `close` ends all and the thread.
 """
 
 from __future__ import annotations
