@@ -65,7 +65,7 @@ GET_TELEMETRY_SUBSCRIPTIONS: Final = 71
 PUSH_TELEMETRY: Final = 72
 LIST_CONFIG_RESOURCES: Final = 74
 DESCRIBE_TOPIC_PARTITIONS: Final = 75
-# This project's own: single reader/writer (kproxy_codec.own), and the fences that a proxy binds at a broker for it.
+# Keys of this project: single reader/writer (kproxy_codec.own), and the fences that a proxy binds at a broker for it.
 OWN: Final = 20311
 BIND_FENCES: Final = 20312
 
@@ -73,7 +73,7 @@ _NAMES: dict[int, str] = {value: name for name, value in globals().items() if na
 
 NEVER_FLEXIBLE = 1 << 15
 
-# From Kafka's message schemas ("flexibleVersions"); keys that are not in this table are flexible from version 0.
+# From Kafka's message schemas ("flexibleVersions"); keys that this table lacks are flexible from version 0.
 FLEXIBLE_FROM: dict[int, int] = {
     PRODUCE: 9,
     FETCH: 12,

@@ -1,11 +1,11 @@
 """Copy answers about the cluster and replace the brokers in them.
 
-Metadata (versions 0 to 13), DescribeCluster (0, 1) and DescribeTopicPartitions (0) name brokers: in their list, as the
-controller, as leaders and replicas of partitions. This module writes other brokers in their place. Each partition has
-one replica, its leader; leader epochs are -1 (unknown), racks are null, offline and eligible replicas are omitted.
-Tagged fields are omitted too: none are known. Everything else is copied unchanged.
+Metadata (versions 0 to 13), DescribeCluster (0, 1) and DescribeTopicPartitions (0) name brokers in their list, as the
+controller, and as leaders and replicas of partitions. This module writes other brokers in their place. Each partition
+then has one replica, its leader; leader epochs are -1 (unknown), racks are null. Offline and eligible replicas are
+omitted, and tagged fields, as none are known. Everything else is copied unchanged.
 
-An answer about all topics of a large cluster has megabytes: see `kproxy_codec.walk`.
+An answer about all topics of a large cluster has megabytes, so it is copied in portions (`kproxy_codec.walk`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ ASK_ANOTHER: Final = b"\x01\xd7\x9e\x01\x00"
 project, empty and numbered as the API key of Own. Clients skip it; a proxy asks another broker."""
 
 _NO_EPOCH: Final = -1
-# Errors about a broker's own view of leaders; they do not apply to the brokers that are named here.
+# Errors about a broker's own view of leaders; they do not apply to the brokers that replace it.
 _ABOUT_LEADERS: Final = frozenset({LEADER_NOT_AVAILABLE, REPLICA_NOT_AVAILABLE, NOT_LEADER_OR_FOLLOWER})
 # Operations that were not requested (KIP-430).
 _NO_OPERATIONS: Final = INT32.pack(-(2**31))
@@ -66,19 +66,19 @@ _AUTO_CREATION_FROM = 4
 _ENDPOINT_TYPE_FROM = 1
 
 _HEAD: Final = Struct(">hi")
-# The cost of a topic, in partitions.
+# The cost of a topic in a portion, in partitions.
 _TOPIC_COST = 5
 
 
 Verdict: TypeAlias = Callable[[bytes, bytes, int], tuple[int, bool] | None]
-"""From a topic's name, id and error code to the code that it is to have, and whether its name is told; None: it is left
-out. A topic with an error has no partitions. Without an id in the version the id is empty."""
+"""Maps a topic's name, id and error code to its code in the copy, and whether its name is shown; None omits it. A topic
+with an error has no partitions. The id is empty if the version has none."""
 
 
 class Named(NamedTuple):
-    """The brokers to name: `brokers` as node id, host and port, and which of them lead partitions of a topic.
+    """The brokers to name: `brokers` as node id, host and port, and the leaders of a topic's partitions.
 
-    `verdict` decides about each topic; None: all are named. With it the operations that a client may do are left out.
+    `verdict` decides about each topic; None: all are named. With a verdict the authorized operations are omitted.
     """
 
     brokers: Sequence[tuple[int, str, int]]
@@ -88,7 +88,7 @@ class Named(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """The layout of topics and partitions in one version; `arrays`: whether each array of a partition may be null."""
+    """The layout of topics and partitions in one version; `arrays`: for each array of a partition, may it be null."""
 
     compact: bool
     nullable_name: bool
@@ -99,7 +99,7 @@ class _Form(NamedTuple):
     arrays: tuple[bool, ...]
 
     def behind_index(self, leader: int) -> bytes:
-        """A partition's bytes behind its error code and index."""
+        """A partition's bytes after its error code and index."""
         epoch = INT32.pack(_NO_EPOCH) if self.has_epoch else b""
         replicas = encode_count(1, compact=self.compact) + INT32.pack(leader)
         nobody = encode_count(0, compact=self.compact) * (len(self.arrays) - 2)
@@ -119,7 +119,7 @@ def _metadata_form(version: int) -> _Form:
 
 
 # Replicas, in-sync replicas, eligible and last known eligible leaders, offline replicas. The eligible arrays are empty,
-# not null: kafka-clients 3.9 reads them without a null check.
+# not null, because kafka-clients 3.9 reads them without a null check.
 _TOPIC_PARTITIONS_FORM: Final = _Form(
     compact=True,
     nullable_name=True,
@@ -204,7 +204,7 @@ def _topics(walk: Walk, form: _Form, named: Named, out: bytearray) -> Work[None]
         out += encode_count(count, compact=form.compact)
         yield from _each_topic(walk, form, named, count, out)
         return
-    # The number of topics in the answer is known only behind them.
+    # The number of topics to write is known only after they are copied.
     told = bytearray()
     left_out = yield from _each_topic(walk, form, named, count, told)
     out += encode_count(count - left_out, compact=form.compact)
@@ -212,7 +212,7 @@ def _topics(walk: Walk, form: _Form, named: Named, out: bytearray) -> Work[None]
 
 
 def _each_topic(walk: Walk, form: _Form, named: Named, count: int, out: bytearray) -> Work[int]:
-    """Copy this many topics; return how many are left out."""
+    """Copy `count` topics; return the number that is left out."""
     behind_index: dict[int, bytes] = {}
     leaders, verdict = named.leaders, named.verdict
     left_out = 0
@@ -277,7 +277,7 @@ def _refused_topic(form: _Form, name: bytes, topic_id: bytes, error_code: int, i
 
 
 def _read_partitions(walk: Walk, form: _Form, count: int) -> list[tuple[int, int]]:
-    """The error code and index of the next partitions. Inlined: most answers consist of partitions."""
+    """The error code and index of the next partitions. Inlined, because most of an answer is partitions."""
     body, at, limit, compact, arrays = walk.body, walk.at, walk.limit, form.compact, form.arrays
     size = _HEAD.size + INT32.size + INT32.size * form.has_epoch
     heads: list[tuple[int, int]] = []
@@ -302,7 +302,7 @@ def _read_partitions(walk: Walk, form: _Form, count: int) -> list[tuple[int, int
 
 
 def _cursor(walk: Walk, out: bytearray) -> None:
-    """Copy the place where the next request is to begin, if there is one."""
+    """Copy the cursor, where the next request begins, if there is one."""
     start = walk.at
     if walk.fixed(INT8) < 0:
         out += walk.body[start : walk.at]
@@ -318,14 +318,14 @@ def _cursor(walk: Walk, out: bytearray) -> None:
 
 
 def asks_for_all_topics(api_version: int, body: Buffer) -> bool:
-    """Whether a Metadata request names no topics and so means all. Raises CodecError."""
+    """Whether a Metadata request asks for all topics by naming none. Raises CodecError."""
     walk = Walk(body, compact=is_flexible(METADATA, api_version))
     count = walk.count(0, nullable=True)
     return count < 0 if api_version >= _ALL_TOPICS_NULL_FROM else count == 0
 
 
 def disallow_auto_creation(api_version: int, body: memoryview) -> bool:
-    """Change a Metadata request in place so that it creates no topic; False for a version that always may.
+    """Change a Metadata request in place so that it creates no topic; return False if its version has no such field.
 
     Raises CodecError.
     """
@@ -376,6 +376,6 @@ def leaderless_metadata(api_version: int, request_body: Buffer, named: Named) ->
         out += INT16.pack(NONE)
     if form.compact:
         out += _NO_TAGS
-    # The fields behind the topics are not needed, and bytes behind the request are ignored: librdkafka (2.16 at least)
-    # sends three bytes too many.
+    # The fields after the topics are not needed. Bytes after the request are ignored, because librdkafka (2.16 at
+    # least) sends three bytes too many.
     return out

@@ -5,7 +5,7 @@ copied. Answer: throttle_time_ms, results of {error_code, error_message, resourc
 {name, value, read_only, config_source, is_sensitive, synonyms of {name, value, source}, config_type (v3),
 documentation (v3)}}; flexible from 4. Everything but the names is copied unchanged.
 
-A broker describes hundreds of configurations, with their documentation: see `kproxy_codec.walk`.
+A broker describes hundreds of configurations, with documentation, so copying is in portions (`kproxy_codec.walk`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BROKER_TYPES: Final = frozenset({4, 8})
 """The resource types whose names are node ids: brokers, and brokers' loggers."""
 
 Rename = Callable[[int, bytes], bytes]
-"""From the type and the name of a broker's resource to the name to write."""
+"""Maps the type and the name of a broker's resource to the name to write."""
 
 _TYPE_AND_DOCUMENTATION_FROM = 3
 _LEAST_RESOURCE_BYTES = 3
@@ -31,7 +31,7 @@ _LEAST_SYNONYM_BYTES = 3
 
 
 def rename_in_request(api_version: int, body: Buffer, rename: Rename) -> Work[bytearray]:
-    """The body of a request with other names of brokers. Raises CodecError."""
+    """The body of a request with the names of brokers replaced. Raises CodecError."""
     walk, out = _begin(api_version, body)
     for _ in _counted(walk, _LEAST_RESOURCE_BYTES, out):
         _resource(walk, out, rename)
@@ -49,7 +49,7 @@ def rename_in_request(api_version: int, body: Buffer, rename: Rename) -> Work[by
 
 
 def rename_in_answer(api_version: int, body: Buffer, rename: Rename) -> Work[bytearray]:
-    """The body of an answer with other names of brokers. Raises CodecError."""
+    """The body of an answer with the names of brokers replaced. Raises CodecError."""
     walk, out = _begin(api_version, body)
     out += walk.skip(INT32.size)
     for _ in _counted(walk, _LEAST_RESULT_BYTES, out):
@@ -90,7 +90,7 @@ def _resource(walk: Walk, out: bytearray, rename: Rename) -> None:
 
 
 def _skip_config(walk: Walk, *, has_documentation: bool) -> int:
-    """Skip one configuration; return how many synonyms it has."""
+    """Skip one configuration; return the number of its synonyms."""
     walk.string()
     walk.string(nullable=True)
     walk.skip(3 * INT8.size)

@@ -1,26 +1,25 @@
 """Encode and decode small control-plane messages, with kafka-python.
 
-kafka-python carries Apache Kafka's own message schemas, so Metadata, CreateTopics and the like are not described a
-second time here. No other module uses it. Its decoder trusts its input, so this module checks:
+kafka-python contains Apache Kafka's own message schemas, so this module need not describe Metadata, CreateTopics and
+the like again. No other module uses kafka-python. Its decoder trusts its input, so this module checks it:
 
-- errors that it raises on bad bytes (IndexError, struct.error, ValueError, OverflowError, ...) become CodecError;
+- errors of the decoder on bad bytes (IndexError, struct.error, ValueError, OverflowError, ...) become CodecError;
 - bytes left over (but see `decode_request`), a length that reaches past the end, and null in a field that may not be
   null are errors;
 - an over-long varint is refused before the decoder spends quadratic time on it;
-- a request with more than MAX_ELEMENTS elements in its arrays, or MAX_TAGGED_FIELDS tagged fields, is refused before an
-  object is made of any: 1 MiB may name 500,000 topics, and the decoder copies the rest of the message for each element
+- a request with more than MAX_ELEMENTS elements in its arrays, or MAX_TAGGED_FIELDS tagged fields, is refused before
+  any object is made: 1 MiB may name 500,000 topics, and the decoder copies the rest of the message for each element
   that has tagged fields.
 
-What it does not check: the decoder copies the fields it reads, unknown tagged fields are dropped when a message is
-encoded again (and the last one may be cut short unnoticed), and a negative array length other than -1 reads as an empty
-array. Therefore record bytes never pass through here, and callers limit the size of bodies: 1 MiB for control-plane
-requests.
+Some behaviour remains: the decoder copies the fields it reads, drops unknown tagged fields when a message is encoded
+again (and may cut short the last one unnoticed), and reads a negative array length other than -1 as an empty array.
+Therefore no record bytes pass through this module, and callers limit the size of bodies, to 1 MiB for requests.
 
-Importing `kafka` imports its whole client, some 0.15 s: Python runs the package's `__init__` before any submodule, and
-only tampering with `sys.modules` would avoid it.
+Importing `kafka` takes some 0.15 s, because Python runs the package's `__init__`, which imports its whole client,
+before any submodule. Only tampering with `sys.modules` would avoid this.
 
 Messages are kafka-python's own objects with fields in snake case; `build_request` and `build_response` make them from
-plain mappings. Bodies only: headers are in `kproxy_codec.framing`.
+plain mappings. This module handles only bodies; `kproxy_codec.framing` has the headers.
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ Message: TypeAlias = Any
 """A kafka-python message: attributes are the fields, nested structures are objects of the same kind."""
 
 MOST_SCRAM_BYTES = 1_024
-"""The longest message of SCRAM, of either side: its library prepares names in a time that grows with the square of
-their length, and on the event loop."""
+"""The longest SCRAM message, of either side: the SCRAM library prepares names on the event loop, in a time that grows
+with the square of their length."""
 
 _ENDS_EARLY = (IndexError, struct.error, OverflowError)
 _FAILURES = (*_ENDS_EARLY, ValueError, TypeError, AttributeError, AssertionError, MemoryError)
 # librdkafka (2.16 at least) puts three bytes too many into a Metadata request for all topics. Kafka's broker accepts
-# it, as it ignores bytes behind a request.
+# the request, because it ignores bytes after a request.
 _MAY_TRAIL = frozenset({METADATA})
-# The most elements in the arrays of a request, together. 16 numbers count as one: they cost as much.
+# The most elements in all arrays of a request together. 16 numbers count as one element, which costs as much.
 MAX_ELEMENTS = 32_768
 _NUMBERS_AS_ONE = 16
 # The longest run of bytes with the high bit set that reaches the decoder: its varint loop has no limit.
@@ -93,7 +92,7 @@ def build_response(api_key: int, api_version: int, **fields: Any) -> Message:
 
 
 def decode_request(api_key: int, api_version: int, body: Buffer) -> Message:
-    """Decode a whole request; raises CodecError. Bytes behind a Metadata request are ignored, as by Kafka."""
+    """Decode a whole request; raises CodecError. Bytes after a Metadata request are ignored, as by Kafka."""
     message_class = _class_of(_REQUESTS, api_key, api_version)
     _Census(body, api_version, compact=message_class.flexible_version_q(api_version)).count_in(message_class._struct)
     return _decode(message_class, api_version, body, may_trail=api_key in _MAY_TRAIL)
@@ -102,7 +101,7 @@ def decode_request(api_key: int, api_version: int, body: Buffer) -> Message:
 def decode_response(api_key: int, api_version: int, body: Buffer) -> Message:
     """Decode a whole response; raises CodecError.
 
-    An ApiVersions response with error 35 is in version 0, whatever version was requested (KIP-511), and is read so.
+    An ApiVersions response with error 35 is read in version 0, whatever version was requested (KIP-511).
     """
     if api_key == API_VERSIONS and int.from_bytes(memoryview(body)[:2], "big") == UNSUPPORTED_VERSION:
         api_version = 0
@@ -158,7 +157,7 @@ def _decode(message_class: Message, api_version: int, body: Buffer, *, may_trail
     _refuse_long_varint(view)
     flexible = message_class.flexible_version_q(api_version)
     try:
-        # The method that `decode` itself ends in. `decode` drops the position, and so hides bytes behind the message.
+        # The method that `decode` itself calls. `decode` drops the position, and so hides bytes after the message.
         decode = message_class._struct.compiled_decode_from(
             api_version, compact=flexible, tagged=flexible, data_class=message_class[None]
         )
@@ -185,7 +184,7 @@ class _Census:
         self._tagged_fields = 0
 
     def count_in(self, schema: Message) -> None:
-        """Count in the structure that begins here."""
+        """Count the objects of the structure that begins here."""
         walk = self._walk
         for kind, size, inner in _plan(schema, self._version):
             if kind == _FIXED:
@@ -221,7 +220,7 @@ class _Census:
             raise InvalidField(f"{self._elements} elements in arrays; at most {MAX_ELEMENTS} are read")
 
     def _count_tagged_fields(self) -> None:
-        # None of the fields that are known as tagged ones has an array.
+        # No known tagged field has an array.
         walk = self._walk
         if walk.at < walk.limit and walk.body[walk.at] == 0:
             walk.at += 1
@@ -239,7 +238,7 @@ _PLANS: dict[tuple[int, int], list[tuple[int, int, Message | None]]] = {}
 
 def _plan(schema: Message, api_version: int) -> list[tuple[int, int, Message | None]]:
     """The fields of `schema` as `_Census` passes them: kind, bytes, schema of the nested structure."""
-    key = (id(schema), api_version)  # schemas live as long as their message classes: for ever
+    key = (id(schema), api_version)  # schemas live for ever, like their message classes
     found = _PLANS.get(key)
     if found is None:
         found = _PLANS[key] = [_step(field, api_version) for field in schema.untagged_fields(api_version)]
@@ -250,7 +249,7 @@ def _step(field: Message, api_version: int) -> tuple[int, int, Message | None]:
     if field.is_struct_array():
         return _STRUCTURES, 0, field
     if field.is_struct():
-        # A byte before it says whether it is null.
+        # A byte before the structure says whether it is null.
         return _STRUCTURE, int(field.nullable_for_version_q(api_version)), field
     if field.is_array():
         kind = field.array_of.type_str
@@ -294,7 +293,7 @@ _CHECKED_FIELDS: dict[tuple[int, int], list[tuple[str, bool, Message | None]]] =
 
 def _checked_fields(schema: Message, api_version: int) -> list[tuple[str, bool, Message | None]]:
     """The fields of `schema` that can be null on the wire: (name, may be null, schema of the nested structure)."""
-    key = (id(schema), api_version)  # schemas live as long as their message classes: for ever
+    key = (id(schema), api_version)  # schemas live for ever, like their message classes
     found = _CHECKED_FIELDS.get(key)
     if found is None:
         found = _CHECKED_FIELDS[key] = []
@@ -303,7 +302,7 @@ def _checked_fields(schema: Message, api_version: int) -> list[tuple[str, bool, 
                 continue
             inner = field if field.is_struct() or field.is_struct_array() else None
             if inner is not None or field.is_array() or field.type_str in ("string", "bytes", "records"):
-                # A tagged field that was not sent has the schema's default, which may be null.
+                # An absent tagged field has the schema's default, which may be null.
                 is_nullable = field.nullable_for_version_q(api_version) or field.tagged_field_q(api_version)
                 found.append((field.name, is_nullable, inner))
     return found

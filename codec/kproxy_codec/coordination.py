@@ -1,8 +1,8 @@
 """Read and rewrite messages about groups and transactions for a proxy.
 
-It covers: the key of a request; the coordinator of each key (FindCoordinator, versions 0 to 6); the error codes in
-answers, and the leader epochs in OffsetFetch answers (up to version 7); refusals, which have an error for each
-partition. A message may name as many keys or partitions as fit into it: see `kproxy_codec.walk`.
+It covers the key of a request, the coordinator of each key (FindCoordinator, versions 0 to 6), the error codes in
+answers, the leader epochs in OffsetFetch answers (up to version 7), and refusals, which have an error for each
+partition. The number of keys or partitions in a message has no other limit than its length (see `kproxy_codec.walk`).
 
 Tagged fields are skipped; none are known.
 """
@@ -38,7 +38,7 @@ BATCHED_FROM: Final = 4
 
 _NO_TAGS: Final = b"\x00"
 _NO_EPOCH: Final = INT32.pack(-1)
-# See `kproxy_codec.walk.PORTION`.
+# The cost of a partition in a portion (`kproxy_codec.walk.PORTION`).
 _PARTITION_COST: Final = 4
 _KEY_COST: Final = 12
 
@@ -66,7 +66,7 @@ def coordination_key(api_key: int, api_version: int, body: Buffer) -> str:
     """The group or transactional id of a request, empty if it has none. Raises CodecError."""
     walk = Walk(body, compact=is_flexible(api_key, api_version))
     if api_key == TXN_OFFSET_COMMIT:
-        # Its transactional id comes first, but the request goes to the group's coordinator.
+        # Skip the transactional id, because the request goes to the group's coordinator.
         walk.string()
     return walk.text(nullable=True) or ""
 
@@ -75,7 +75,7 @@ def coordination_key(api_key: int, api_version: int, body: Buffer) -> str:
 
 
 class Asked(NamedTuple):
-    """A FindCoordinator request: one `key` or, from version 4 on, this many `keys`, which begin `at` a position."""
+    """A FindCoordinator request: one `key` or, from version 4 on, a number of `keys`, which begin at position `at`."""
 
     key_type: int
     key: str
@@ -84,7 +84,7 @@ class Asked(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The coordinator of a key, or an error. Up to version 3 the key is that of the request, and not sent."""
+    """The coordinator of a key, or an error. Up to version 3 the answer omits the key, which is that of the request."""
 
     key: str
     node_id: int
@@ -95,7 +95,7 @@ class Found(NamedTuple):
 
 
 def parse_find_coordinator(api_version: int, body: Buffer) -> Asked:
-    """The key type and the keys of a request. Raises CodecError."""
+    """Return the key type and the keys of a request. Raises CodecError."""
     walk = Walk(body, compact=is_flexible(FIND_COORDINATOR, api_version))
     if api_version >= BATCHED_FROM:
         key_type = walk.fixed(INT8)
@@ -132,7 +132,7 @@ def replace_coordinators(
 ) -> Work[bytearray]:
     """The body of an answer with replaced coordinators. Raises CodecError.
 
-    It answers `asked`. `replace` gets the type of a key and the coordinator that was found for it.
+    The answer is to `asked`. `replace` gets the type of a key and the coordinator that the answer names for it.
     """
     compact = is_flexible(FIND_COORDINATOR, api_version)
     walk, out = Walk(body, compact=compact), bytearray()
@@ -223,7 +223,7 @@ def error_codes(api_key: int, api_version: int, body: memoryview, *, without_epo
 
 
 class _Field(NamedTuple):
-    """A field that is skipped, in the versions that have it; without a `form` it is a nullable string."""
+    """A field to skip in the versions that have it; without a `form` it is a nullable string."""
 
     form: Struct | None
     first: int = 0
@@ -231,7 +231,7 @@ class _Field(NamedTuple):
 
 
 _STRING = _Field(None)
-# The fields of a request before its topics, and those of each partition behind its index.
+# The fields of a request before its topics, and the fields of each partition after its index.
 _BEFORE_TOPICS: Final[dict[int, tuple[_Field, ...]]] = {
     ADD_PARTITIONS_TO_TXN: (_STRING, _Field(INT64), _Field(INT16)),
     TXN_OFFSET_COMMIT: (
@@ -255,7 +255,7 @@ REFUSED_BY_PARTITION: Final = frozenset(_BEFORE_TOPICS)
 
 
 def is_refused_by_partition(api_key: int, api_version: int) -> bool:
-    """Whether the answer has no place for an error but in each partition (`refuse_partitions`)."""
+    """Whether the answer can report an error only in each partition (`refuse_partitions`)."""
     return api_key in REFUSED_BY_PARTITION and not (api_key == OFFSET_FETCH and api_version >= _FETCH_ERROR_FROM)
 
 

@@ -1,10 +1,10 @@
 """Match the answers on one connection to the requests that await them.
 
 A broker answers the requests of a connection in their order, each with the request's correlation_id. Requests without
-an answer (Produce with acks=0) are not noted here.
+an answer (Produce with acks=0) are not recorded here.
 
 States
-  in step       every answer so far was that to the oldest request
+  in step       every answer so far was the answer to the oldest request
   out of step   a CodecError was raised: later bytes cannot be attributed, and the owner closes the connection
 
 Transitions
@@ -13,7 +13,7 @@ Transitions
 Invariants
 1. A waiter is returned at most once: with its answer (`match`, `receive`) or without one (`end`).
 2. Answers are matched in the order of `sent`, and the correlation_id of each is verified.
-3. At most `most` requests await answers. Frames are bounded by their reader (kproxy_codec.framing).
+3. At most `most` requests await answers. Their reader bounds the frames (kproxy_codec.framing).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class AwaitedAnswers(Generic[Waiter]):
     __slots__ = ("_last_id", "_most", "_waiting", "frames")
 
     def __init__(self, frames: FrameReader, most: int = MAX_CORRELATION_ID) -> None:
-        """Without `most` only the ids bound the queue: its owner bounds the requests."""
+        """Without `most` only the number of ids bounds the queue; its owner then bounds the requests."""
         self.frames = frames
         self._most = most
         self._last_id = 0
@@ -51,7 +51,7 @@ class AwaitedAnswers(Generic[Waiter]):
 
     @property
     def oldest(self) -> tuple[int, Waiter] | None:
-        """The correlation_id and the waiter of the answer that comes next."""
+        """The correlation_id and the waiter of the next answer."""
         return self._waiting[0] if self._waiting else None
 
     def next_id(self) -> int:
@@ -60,7 +60,7 @@ class AwaitedAnswers(Generic[Waiter]):
         return correlation_id
 
     def sent(self, correlation_id: int, waiter: Waiter) -> None:
-        """Note a request behind those sent before. Raises CodecError if `most` await answers already."""
+        """Add a request after those sent before. Raises CodecError if `most` requests await answers already."""
         if len(self._waiting) >= self._most:
             raise CodecError(f"{self._most} earlier requests have no answer yet")
         self._waiting.append((correlation_id, waiter))
@@ -79,13 +79,13 @@ class AwaitedAnswers(Generic[Waiter]):
             yield self.match(frame), frame
 
     def replace(self, waiters: Mapping[Waiter, Waiter]) -> None:
-        """Replace waiters that are keys of `waiters`; in place, as answers may be being received."""
+        """Replace the waiters that are keys of `waiters`, in place, because `receive` may be running."""
         replaced = [(correlation_id, waiters.get(waiter, waiter)) for correlation_id, waiter in self._waiting]
         self._waiting.clear()
         self._waiting.extend(replaced)
 
     def end(self) -> Iterator[Waiter]:
-        """Take out the waiters one by one: until then each counts as waiting."""
+        """Remove and yield the waiters one by one; each counts as waiting until it is yielded."""
         while self._waiting:
             yield self._waiting.popleft()[1]
 

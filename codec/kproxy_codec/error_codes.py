@@ -69,7 +69,7 @@ INCONSISTENT_TOPIC_ID: Final = 103
 MISMATCHED_ENDPOINT_TYPE: Final = 114
 UNSUPPORTED_ENDPOINT_TYPE: Final = 115
 
-# After these the same request may succeed later, or at the partition's new leader.
+# After these errors the same request may succeed later, or at the partition's new leader.
 PASSING: Final = frozenset(
     {
         UNKNOWN_SERVER_ERROR,

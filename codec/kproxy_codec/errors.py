@@ -1,7 +1,7 @@
 """The exceptions of the codec: `CodecError` and its six kinds.
 
-Bytes from the network are hostile until parsed. Every function of this package either returns the result in its
-docstring or raises one of these; no IndexError, struct.error, UnicodeDecodeError or MemoryError leaves it.
+Bytes from the network are hostile until parsed. Every function of this package either returns the result that its
+docstring names or raises one of these, never an IndexError, struct.error, UnicodeDecodeError or MemoryError.
 """
 
 
@@ -36,8 +36,8 @@ class UnexpectedAnswer(CodecError):
 class ForeignProtocol(CodecError):
     """The other side does not speak Kafka, or has other security settings.
 
-    The message says how to fix it. `protocol` is the protocol it speaks. `reply` makes it report the problem to its
-    user; empty if no reply does.
+    The message says how to fix this. `protocol` is the other side's protocol. `reply` makes the other side report the
+    problem to its user; it is empty if no reply can.
     """
 
     def __init__(self, protocol: str, reason: str, reply: bytes = b"") -> None:

@@ -1,4 +1,4 @@
-"""Fetch requests and answers.
+"""Parse and encode Fetch requests and answers.
 
 Versions 4–13; flexible from 12. Request: replica_id INT32, max_wait_ms INT32, min_bytes INT32, max_bytes INT32,
 isolation_level INT8, session_id INT32 (v7), session_epoch INT32 (v7), topics of {name, partitions of {index INT32,
@@ -10,7 +10,7 @@ records, tag 0 diverging_epoch {epoch INT32, end_offset INT64} (v12, KIP-595)}}.
 replaces its name (KIP-516). A follower names its log in tag 0 of a partition: replica_directory_id UUID (KIP-853).
 
 Clients have no fetch sessions (KIP-227): every answer has session 0, so that they send whole requests. Followers leave
-their questions open (OPEN_EPOCH). `kproxy_codec.replica_fetch` has their side.
+their requests open (OPEN_EPOCH). `kproxy_codec.replica_fetch` is the follower's side.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ from kproxy_codec.primitives import (
 
 MIN_VERSION = 4
 MAX_VERSION = 13
-# From here on topics are named by their ids: followers use it, clients are offered only lower versions.
+# From this version on topics are named by their ids: followers use it, clients are offered only lower versions.
 TOPIC_IDS_FROM = 13
 NO_SESSION = 0
-# The epochs of a request that belongs to no session (KIP-227): one that wants a session, and one that wants none.
+# The epochs of a request that belongs to no session (KIP-227): to ask for a session, and to ask for none.
 INITIAL_EPOCH, FINAL_EPOCH = 0, -1
-# Of a follower's request: what it asks stays open on its connection, without a session, until it is answered.
+# The epoch of a follower's request, which stays open on its connection, without a session, until it is answered.
 OPEN_EPOCH = 0
 
 # replica_id, max_wait_ms, min_bytes, max_bytes, isolation_level; and with session_id, session_epoch from version 7
 _PREAMBLE = Struct(">iiiib")
 SESSION_PREAMBLE = Struct(">iiiibii")
 DIVERGING_EPOCH_TAG = 0
-# In a partition of a request, from version 17 on in Apache Kafka.
+# A tag in a partition of a request; Apache Kafka has it from version 17 on.
 REPLICA_DIRECTORY_ID_TAG = 0
 _CURRENT_LEADER_TAG = 1
 _NODE_ENDPOINTS_TAG = 0
@@ -77,14 +77,14 @@ EPOCH_END = Struct(">iq")
 
 
 class EpochEnd(NamedTuple):
-    """A leader epoch and the offset behind its last record; -1 and -1 if there is none (KIP-279)."""
+    """A leader epoch and the offset after its last record; -1 and -1 if there is none (KIP-279)."""
 
     leader_epoch: int
     end_offset: int
 
 
 class PartitionFetch(NamedTuple):
-    """The request for one partition.
+    """The part of a request for one partition.
 
     Epochs are -1 if the fetcher claims none (KIP-320, KIP-595). `replica_directory_id` is the follower's log id, 16
     bytes (KIP-853).
@@ -100,7 +100,7 @@ class PartitionFetch(NamedTuple):
 
 
 class PartitionFetched(NamedTuple):
-    """One partition's part of an answer. `diverging_epoch` is where a follower's log diverges from the leader's."""
+    """An answer's part for one partition. `diverging_epoch` is where a follower's log diverges from the leader's."""
 
     partition_index: int
     error_code: int
@@ -111,9 +111,9 @@ class PartitionFetched(NamedTuple):
 
 
 class FetchRequest(PartitionedRequest):
-    """A fetch request with the numbers of its preamble: milliseconds and bytes. `rack` bounds its encoded rack_id.
+    """A fetch request with the limits in its preamble, in milliseconds and bytes. `rack` is the span of its rack_id.
 
-    `forgotten` are the partitions that a follower asks for no longer, by topic id.
+    `forgotten` are the partitions that a follower no longer requests, by topic id.
     """
 
     __slots__ = (
@@ -142,7 +142,7 @@ class FetchRequest(PartitionedRequest):
 
     @property
     def continues_session(self) -> bool:
-        """Whether it belongs to a session, and so does not name all of its partitions. Its epoch alone tells."""
+        """Whether it belongs to a session, and so does not name all of its partitions; only its epoch shows this."""
         return self.session_epoch not in (INITIAL_EPOCH, FINAL_EPOCH)
 
 
@@ -291,8 +291,8 @@ class FetchApi:
     def piece_preamble(self, request: PartitionedRequest, pieces: int) -> Buffer:
         """The preamble of one piece: its share of max_bytes, and no wait.
 
-        A broker that waits for its own data would delay the data of the others. So the caller asks again until there is
-        enough.
+        A broker that waits for its own data would delay the data of other brokers. So the caller asks again until there
+        is enough.
         """
         fetch = _as_fetch(request)
         if pieces == 1:
@@ -317,12 +317,12 @@ class FetchApi:
             INT32.pack_into(fetch.frame, 0, len(fetch.frame) - LENGTH_BYTES)
 
     def holds_enough(self, request: PartitionedRequest, payload_bytes: int, pieces: int) -> bool:
-        """A broker that has filled its share has no more to give: the rest is not waited for."""
+        """Whether there is enough: when one broker has filled its share, the caller does not wait for the others."""
         fetch = _as_fetch(request)
         return payload_bytes >= min(fetch.min_bytes, max(1, fetch.max_bytes // pieces))
 
     def fit(self, request: PartitionedRequest, results: Sequence[list[Buffer]], order: Sequence[Place]) -> Place | None:
-        """Empty results beyond the request's limits: only the first with records may exceed them (KIP-74)."""
+        """Empty the results beyond the request's limits: only the first with records may exceed them (KIP-74)."""
         fetch = _as_fetch(request)
         version = fetch.header.api_version
         room = fetch.max_bytes
@@ -369,7 +369,7 @@ def _skip_result(frame: memoryview, offset: int, limit: int, api_version: int) -
         INT32.pack_into(frame, records_at - INT32.size, -1)
     start, end, offset = skip_bytes(frame, records_at, limit, compact=flexible)
     if start == end:
-        # Kafka's brokers never send null, and only the Java client accepts it.
+        # Kafka's brokers never send null records, and only the Java client accepts them.
         none = _NO_RECORDS_COMPACT if flexible else _NO_RECORDS
         if offset - records_at == len(none):
             frame[records_at:offset] = none
@@ -398,7 +398,7 @@ _NO_TAGS = encode_tagged_fields([])
 def result_entry(api_version: int, fetched: PartitionFetched) -> list[Buffer]:
     """One partition's entry of a fetch answer.
 
-    Records have a buffer of their own, so that they need no copy. `diverging_epoch` is omitted before version 12.
+    Records have a buffer of their own, so that they are not copied. `diverging_epoch` is omitted before version 12.
     """
     flexible = is_flexible(FETCH, api_version)
     index, error_code, high_watermark, log_start_offset, diverging_epoch, records = fetched
@@ -417,7 +417,7 @@ def result_entry(api_version: int, fetched: PartitionFetched) -> list[Buffer]:
 
 
 def response_ends(api_version: int, throttle_time_ms: int, tags: list[Tag], error_code: int = 0) -> tuple[bytes, bytes]:
-    """The bytes before and behind the topics of a fetch answer; the session is always 0."""
+    """The bytes before and after the topics of a fetch answer; the session is always 0."""
     head = INT32.pack(throttle_time_ms)
     if api_version >= 7:
         head += INT16.pack(error_code) + INT32.pack(NO_SESSION)

@@ -25,7 +25,7 @@ _ABORTED_TRANSACTION_BYTES = 16
 def read_fetch_answer(frame: memoryview, api_version: int, topic: str) -> PartitionFetched:
     """Return the result for the one requested partition of `topic`.
 
-    Raises CodecError. An error of the whole answer is returned as the partition's. Diverging epochs are ignored.
+    Raises CodecError. An error of the whole answer is returned as the partition's error. Diverging epochs are ignored.
     """
     if not MIN_VERSION <= api_version <= MAX_VERSION:
         raise UnsupportedVersion(f"Fetch v{api_version}: versions {MIN_VERSION} to {MAX_VERSION} are read")
@@ -70,7 +70,7 @@ def _read_result(frame: memoryview, offset: int, limit: int, api_version: int) -
         offset += _ABORTED_TRANSACTION_BYTES
         if flexible:
             offset = skip_tags(frame, offset, limit)
-    if api_version >= 11:  # preferred_read_replica: only a reader that names its rack gets one
+    if api_version >= 11:  # preferred_read_replica: only for readers that name their rack
         _, offset = read_fixed(INT32, frame, offset, limit)
     start, end, offset = skip_bytes(frame, offset, limit, compact=flexible)
     if flexible:

@@ -1,7 +1,7 @@
-"""Recognise clients that do not speak Kafka's protocol in plain text.
+"""Recognise clients that do not speak Kafka's protocol in plain text, and answer in their protocol.
 
-The first bytes of a connection show them. All of these send, in the place of a frame's length, a number that no
-listener admits. SASL is part of Kafka's protocol and is recognised by its requests.
+The first bytes of a connection show the protocol: read as a frame's length, they are a number that no listener admits.
+SASL is part of Kafka's protocol and is recognised by its requests.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from kproxy_codec.errors import ForeignProtocol, FrameTooLarge
 from kproxy_codec.framing import RequestHeader, frame_message, response_header
 from kproxy_codec.primitives import INT16, INT32
 
-# A TLS record begins with its type in one byte and its version in two: 3 and 0 to 4.
+# A TLS record begins with its type in one byte and its version in two bytes: 3, and 0 to 4.
 _TLS_HANDSHAKE = 0x1603
 _TLS_ALERT = 0x1503
 # The first four bytes of HTTP requests, and of an answer; "PRI " opens HTTP/2.
@@ -27,12 +27,12 @@ _ANSWERS = {
 }
 
 # Plain text makes TLS libraries report the problem ("wrong version number", "plaintext connection?"). A TLS alert would
-# be about versions, and if the connection only ends, Java's client retries without a message.
+# name versions, and if the connection just ends, Java's client retries without a message.
 _TO_TLS = b"this listener is plain text: set security.protocol=PLAINTEXT\r\n"
 
 
 def http_answer(sentence: bytes) -> bytes:
-    """The answer of a listener to HTTP that it does not serve: status 400, and the sentence."""
+    """A listener's answer to HTTP that it does not serve: status 400 and the sentence."""
     return (
         b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain\r\nConnection: close\r\n"
         b"Content-Length: %d\r\n\r\n%s" % (len(sentence), sentence)
@@ -75,7 +75,7 @@ def foreign_protocol(error: Exception) -> ForeignProtocol | None:
 
 
 def answered_in(first_bytes: bytes) -> str | None:
-    """The protocol in which a server answers instead, in words; None if its first bytes show none."""
+    """The name of the protocol in which a server answers instead; None if its first bytes show none."""
     return next((words for begins, words in _ANSWERS.items() if first_bytes.startswith(begins)), None)
 
 

@@ -1,8 +1,8 @@
 """Cut received bytes into frames without copying them; read their headers.
 
 Frames are memoryviews over the receive buffer. A frame is a 4-byte big-endian length and that many bytes. A
-`FrameReader` belongs to one connection. The `ReceiveArena` behind it is shared by all connections of one event loop, so
-an idle connection holds no buffer at all. That works because an event loop asks for a buffer and fills it in one step,
+`FrameReader` belongs to one connection. All connections of one event loop share the `ReceiveArena` that it fills, so an
+idle connection holds no buffer at all. This works because an event loop asks for a buffer and fills it in one step,
 with no other connection in between.
 
 States of a reader
@@ -11,20 +11,20 @@ States of a reader
   broken     an illegal length was seen; further bytes are refused
 
 Transitions
-  empty   -> partial   `buffer_updated` leaves an unfinished frame behind the whole ones
-  partial -> partial   more of it arrives, perhaps after `get_buffer` moved it to where the rest fits
-  partial -> empty     its last byte arrives with nothing behind it
+  empty   -> partial   `buffer_updated` leaves an unfinished frame after the whole ones
+  partial -> partial   more bytes arrive, perhaps after `get_buffer` moved the frame to where the rest fits
+  partial -> empty     its last byte arrives with nothing after it
   any     -> broken    FrameTooLarge, InvalidField
 
 Invariants
 1. A chunk is reused for new bytes only past its `position`, or when nothing refers to it any more: a frame is never
    overwritten while it is referenced. Python's own export count of the bytearray decides.
 2. A length is checked before anything is allocated for it. The allocation for an announced frame is at most GROWTH
-   times its bytes that have arrived, and never less than one chunk. So 2 GiB announced costs nothing.
-3. Bytes are moved only when a frame is unfinished and the rest does not fit behind it, or another connection has used
-   the chunk in between, or the chunk is full and the others continue in the next one. Where long reads are allowed, a
-   reader expects frames as large as its last one: its reads end where they do, and it begins in a chunk where one fits.
-   A large frame that has begun in such a chunk has it for itself, and the others continue in the next one.
+   times its bytes that have arrived, and never less than one chunk. So a frame that only announces 2 GiB costs nothing.
+3. Bytes are moved only when a frame is unfinished and the rest does not fit after it, or another connection has used
+   the chunk in between, or the chunk is full and other readers continue in the next one. Where long reads are allowed,
+   a reader expects frames as large as its last one: its reads end with the frame, and it begins in a chunk with room
+   for one. A large frame that has begun in such a chunk gets it for itself, and other readers continue in the next one.
 4. Once the chunk in which it began is left, an unfinished frame holds only its own bytes and buffers made for it alone.
    A buffer given by the reader's owner (`move_to`) is the owner's responsibility.
 
@@ -44,16 +44,16 @@ from kproxy_codec.errors import FrameTooLarge, InvalidField, Truncated
 from kproxy_codec.primitives import INT16, INT32, Buffer, encode_tagged_fields, skip_tagged_fields
 
 LENGTH_BYTES = 4
-# Fits one of Kafka's largest requests by its clients' defaults (1 MiB), with its header.
+# Fits the largest request of Kafka's clients by default (1 MiB), with its header.
 CHUNK_BYTES = (1 << 20) + (64 << 10)
-# A chunk with less space than this is not worth another read from the kernel.
+# A chunk with less free space than this gets no further read from the kernel.
 LEAST_FREE_BYTES = 64 << 10
 GROWTH = 4
 # Chunks kept for reuse; further ones are left to the allocator.
 KEPT_CHUNKS = 64
 
 _LENGTH = Struct(">i")
-# Used as the longest admitted frame: then not even an empty one is admitted.
+# The limit of a broken reader, which admits not even an empty frame.
 _BROKEN = -1
 
 
@@ -73,8 +73,8 @@ class ReceiveArena:
     def renew(self, keeps: FrameReader | None = None) -> None:
         """Begin another chunk; the old one lives as long as a frame refers to it.
 
-        Unfinished frames are copied out: a client may leave a few bytes for hours, which must not keep a whole chunk.
-        The one of `keeps` stays where it is.
+        Unfinished frames are copied out, so that a few bytes that a client leaves for hours do not keep a whole chunk.
+        The frame of `keeps` stays where it is.
         """
         left, self._unfinished = self._unfinished, set()
         if keeps is not None:
@@ -92,13 +92,13 @@ class ReceiveArena:
         self._unfinished.add(reader)
 
     def lend(self) -> bytearray:
-        """A chunk for one reader alone; it may be reused when nothing refers to it any more."""
+        """Return a chunk for one reader alone; it may be reused when nothing refers to it any more."""
         chunk = self._take()
         self._used.append(chunk)
         return chunk
 
     def _take(self) -> bytearray:
-        # The newest are the most likely to be in a cache of the processor.
+        # The newest chunks are the most likely to be in a cache of the processor.
         for at in reversed(range(len(self._used))):
             if is_unreferenced(self._used[at]):
                 return self._used.pop(at)
@@ -120,10 +120,10 @@ def is_unreferenced(chunk: bytearray) -> bool:
 class FrameReader:
     """Cut one connection's bytes into frames.
 
-    It is shaped for asyncio.BufferedProtocol. Every returned frame is a writable memoryview of the whole frame, its
+    Its methods fit asyncio.BufferedProtocol. Every returned frame is a writable memoryview of the whole frame, its
     4-byte length prefix included. At most `most_shared` bytes are read into the chunk at a time, so that a longer frame
-    is announced before it is whole; the reader's owner may change it. `announced` is the length of the arriving frame,
-    its prefix included, if it is known; else 0.
+    is announced before it is whole; the reader's owner may change `most_shared`. `announced` is the length of the
+    arriving frame, its prefix included, if it is known; else 0.
     """
 
     __slots__ = (
@@ -149,7 +149,7 @@ class FrameReader:
         self._own = False  # whether that chunk is this reader's alone
         self._start = 0
         self._end = 0
-        # The length of the last whole frame, if long reads are allowed and it is worth it; else 0.
+        # The length of the last whole frame, if long reads are allowed and the frame is large enough; else 0.
         self._expected = 0
 
     @property
@@ -159,7 +159,7 @@ class FrameReader:
 
     @property
     def held_bytes(self) -> int:
-        """Memory held by an unfinished frame: its bytes, or all of a buffer that is this reader's alone."""
+        """Memory held by an unfinished frame: its bytes, or the whole buffer if it is this reader's alone."""
         if self._own and self._view is not None:
             return len(self._view)
         return self._end - self._start
@@ -197,11 +197,11 @@ class FrameReader:
         return self._move(view[self._start : self._end], announced, lean)
 
     def _move(self, held: memoryview, announced: int, lean: bool) -> memoryview:
-        """Move the unfinished frame to where more of it fits, and return the space behind it."""
+        """Move the unfinished frame to where more of it fits, and return the space after it."""
         arena = self._arena
         if announced > CHUNK_BYTES // 4:
-            # A large frame gets a buffer of its own that grows as its bytes arrive. Fresh memory costs more than the
-            # work on it: each of its pages is a fault.
+            # A large frame gets a buffer of its own that grows as its bytes arrive. New memory costs more than the work
+            # on it, because each page causes a page fault.
             size = min(announced, len(held) + LEAST_FREE_BYTES if lean else max(CHUNK_BYTES, GROWTH * len(held)))
             view = memoryview(bytearray(size) if lean or size > CHUNK_BYTES else arena.lend())
             start, self._own = 0, True
@@ -229,7 +229,7 @@ class FrameReader:
         self._view, self._start, self._end, self._own = memoryview(buffer), 0, len(held), True
 
     def drop(self) -> None:
-        """Forget the arriving frame: nothing more will be read."""
+        """Forget the arriving frame, because nothing more will be read."""
         self._max_frame_bytes = _BROKEN
         self._let_go()
 
@@ -269,7 +269,7 @@ class FrameReader:
         self._view, self._start, self._end = view, start, end
         self.announced = announced = frame_end - start
         if not self._own:
-            # A lean read is shorter, and takes no more memory than its bytes.
+            # A lean read is shorter, and its frame uses no more memory than its bytes.
             if reads_long and nbytes >= LEAST_FREE_BYTES and CHUNK_BYTES // 4 < announced <= CHUNK_BYTES - start:
                 self._own = True
                 arena.renew(self)
@@ -278,7 +278,7 @@ class FrameReader:
         return frames
 
     def take_out(self, view: memoryview) -> None:
-        """Copy the unfinished frame out of the chunk with this view, if it is there."""
+        """Copy the unfinished frame out of the chunk of this view, if it is in that chunk."""
         if self._view is view:
             held = bytearray(view[self._start : self._end])
             self._view, self._start, self._end = memoryview(held), 0, len(held)
@@ -287,7 +287,7 @@ class FrameReader:
         self._view, self._start, self._end, self._own, self.announced = None, 0, 0, False, 0
 
     def _break(self, length: int) -> InvalidField | FrameTooLarge:
-        """The error for `length`. From here on every length is illegal: further bytes do not begin at a frame."""
+        """The error for `length`. From now on every length is illegal: further bytes do not begin at a frame."""
         admitted, self._max_frame_bytes = self._max_frame_bytes, _BROKEN
         self._let_go()
         return illegal_length(length, admitted)

@@ -72,7 +72,7 @@ class ListOffsetsApi:
         return request
 
     def parse_response(self, frame: memoryview, api_version: int) -> PartitionedResponse:
-        """Parse an answer; set leader epochs to -1 in place: no answer of the proxy has one. Raises CodecError."""
+        """Parse an answer; set leader epochs to -1 in place, since clients get none. Raises CodecError."""
         flexible = is_flexible(LIST_OFFSETS, api_version)
         entry_bytes = _RESULT.size + (4 if api_version >= 4 else 0)
         response = PartitionedResponse(frame)
@@ -110,9 +110,9 @@ class ListOffsetsApi:
         return None
 
     def admit(self, request: PartitionedRequest) -> None:
-        """Remove leader epochs from the request, and a replica id: only consumers ask through the proxy.
+        """Remove leader epochs and a replica id from the request: only consumers send requests through the proxy.
 
-        A broker answers a replica as it answers a consumer, but beyond the high watermark.
+        A broker answers a replica like a consumer, but with offsets beyond the high watermark.
         """
         INT32.pack_into(request.frame, request.header.body_offset, _CONSUMER)
         if request.header.api_version >= 4:

@@ -1,8 +1,8 @@
 """Read the leaders in Metadata answers in portions.
 
-A few integers are kept for each partition. An answer about all topics of a large cluster has megabytes, and decoding it
-with `control` would block the event loop for too long. Here the caller chooses how much is read in one step. Replicas
-and other fields that routing does not need are skipped.
+An answer about all topics of a large cluster has megabytes, and decoding it with `control` would block the event loop
+for too long. With this reader the caller chooses how much it reads in one step. It keeps a few integers for each
+partition, and skips replicas and other fields that routing does not need.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kproxy_codec.primitives import (
 HIGHEST_VERSION = 12
 TOPICS_BY_ID_FROM = 12
 
-# Versions from which fields exist; kproxy_codec.cluster uses the same.
+# The versions from which fields exist; kproxy_codec.cluster uses them too.
 BROKER_TAIL_FROM = 1
 CLUSTER_ID_FROM = 2
 THROTTLE_FROM = 3
@@ -45,7 +45,7 @@ LEAST_BROKER_BYTES = 10
 LEAST_TOPIC_BYTES = 5
 LEAST_PARTITION_BYTES = 12
 NO_EPOCH = -1
-# Partitions to read, or apply, at once: two or three milliseconds.
+# Partitions to read or apply at once, which takes two or three milliseconds.
 PORTION = 1_000
 
 
@@ -64,7 +64,7 @@ class TopicLeaders(NamedTuple):
     name: bytes | None
     topic_id: bytes | None
     numbers: array[int]
-    """Four for each partition: error code, partition index, leader id, leader epoch (-1 if the version has none)."""
+    """Four per partition: error code, partition index, leader id, and leader epoch (-1 if the version has none)."""
 
     @property
     def partition_count(self) -> int:
@@ -81,7 +81,7 @@ class MetadataReader:
 
     `topics` is complete and valid only after `read_some` returned True.
 
-    Raises CodecError for bytes that are no answer, here and in `read_some`.
+    The constructor and `read_some` raise CodecError for bytes that are not an answer.
     """
 
     def __init__(self, body: Buffer, version: int) -> None:
@@ -105,7 +105,7 @@ class MetadataReader:
         self._partitions_left = -1
 
     def read_some(self, partitions: int) -> bool:
-        """Read up to this many partitions or topics; return whether that was all."""
+        """Read up to this number of partitions or topics; return whether the answer is complete."""
         room = partitions
         while room > 0:
             if self._partitions_left > 0:
@@ -151,7 +151,7 @@ class MetadataReader:
         self.topics.append(TopicLeaders(error_code, name, topic_id, array("i")))
 
     def _read_partitions(self, count: int) -> None:
-        """Read the next partitions of the current topic. Inlined: most answers consist of partitions."""
+        """Read the next partitions of the current topic. Inlined, because most of an answer is partitions."""
         body, at, limit, compact = self._body, self._at, self._limit, self._compact
         unpack, size, arrays = self._form.unpack_from, self._form.size, range(self._arrays)
         extend = self.topics[-1].numbers.extend

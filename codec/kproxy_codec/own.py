@@ -1,4 +1,4 @@
-"""Own and BindFences, two APIs of this project in Kafka's form.
+"""Encode and parse Own and BindFences, two APIs of this project in the form of Kafka's.
 
 They implement the Kafka wiki's "Single Reader/Writer".
 
@@ -9,14 +9,14 @@ Own (key 20311, versions 0 and 1): a client claims resources for its connection,
 Null resources claim the whole group. The answer then has one resource with an empty name; requests cannot name such a
 resource.
 
-BindFences (key 20312, version 0): a proxy reports to a partition's leader that produce requests on this connection
-stand behind these fences from now on, or that a fence is released.
+BindFences (key 20312, version 0): a proxy reports to a partition's leader that from now on these fences apply to
+produce requests on this connection, or that a fence is released.
     BindFencesRequest   partitions COMPACT_ARRAY of {topic COMPACT_STRING, partition_index INT32, fence INT64,
                         is_released BOOLEAN}
-    BindFencesResponse  throttle_time_ms INT32, partitions COMPACT_ARRAY of {topic COMPACT_STRING,
-                        partition_index INT32, error_code INT16, fence INT64: the highest that is known}
+    BindFencesResponse  throttle_time_ms INT32, partitions COMPACT_ARRAY of {topic COMPACT_STRING, partition_index
+                        INT32, error_code INT16, fence INT64: the highest known}
 
-Every structure ends with tagged fields; none are known here, and those in messages are skipped.
+Every structure ends with tagged fields; this codec knows none and skips those in messages.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ OWN_MIN_VERSION: Final = 0
 OWN_MAX_VERSION: Final = 1
 BIND_FENCES_VERSION: Final = 0
 MAX_RESOURCES: Final = MAX_PARTITIONS
-# For names of groups and resources: they become parts of keys in etcd.
+# The limit of names of groups and resources, which become parts of keys in etcd.
 MAX_NAME_BYTES: Final = 1_024
 WHOLE_GROUP: Final = ""
 NO_FENCE: Final = -1
@@ -73,7 +73,7 @@ class OwnRequest(NamedTuple):
 
 
 class OwnedResource(NamedTuple):
-    """The result of one claim. `generation` and `fence` are -1 if it was not granted; v0 has no fence."""
+    """The result of one claim. `generation` and `fence` are -1 if the claim was not granted; version 0 has no fence."""
 
     resource: str
     error_code: int
@@ -82,7 +82,7 @@ class OwnedResource(NamedTuple):
 
 
 class OwnResponse(NamedTuple):
-    """`error_code` is for the request as a whole; if it is set there are no resources."""
+    """`error_code` applies to the whole request; if it is set there are no resources."""
 
     error_code: int
     group: str
@@ -91,7 +91,7 @@ class OwnResponse(NamedTuple):
 
 
 class FenceBinding(NamedTuple):
-    """The fence that this connection's writes to a partition stand behind; `is_released`: no connection's do."""
+    """The fence for this connection's writes to a partition; `is_released`: it applies to no connection any more."""
 
     topic: str
     partition_index: int
@@ -109,7 +109,7 @@ class BoundFence(NamedTuple):
 
 
 def resource_partition(resource: str) -> tuple[str, int] | None:
-    """The topic and partition index of a resource `topic/partition`; None if it names something else."""
+    """The topic and partition index of a resource `topic/partition`; None if the resource has another form."""
     topic, slash, index = resource.rpartition("/")
     if not topic or not slash or "/" in topic or not index.isascii() or not index.isdigit() or len(index) > 9:
         return None

@@ -1,8 +1,8 @@
 """The wire format that Produce, Fetch and ListOffsets have in common.
 
-A request of these APIs is a header, a preamble, an array of topics with an array of partitions each, and a trailer; an
-answer likewise. Parsing finds where each partition's bytes are and copies none of them. A part of a request is encoded
-from slices of it: bytes that this codec does not know, such as tagged fields, are kept unchanged.
+A request of these APIs, and an answer, is a header, a preamble, an array of topics with an array of partitions each,
+and a trailer. Parsing finds the position of each partition's bytes and copies none of them. A part of a request is
+encoded from slices of the request, so that bytes unknown to this codec, such as tagged fields, stay unchanged.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from kproxy_codec.primitives import (
 )
 
 MAX_PARTITIONS = 4096
-"""A request for more partitions, or more topics, is not served: each gets an error."""
+"""The limit of partitions, and of topics, in a request that is served; in a larger one each gets an error."""
 MAX_READ_PARTITIONS = 8 * MAX_PARTITIONS
-"""A message with more of them is not even parsed."""
+"""The limit of partitions, and of topics, in a message that is parsed."""
 TOPIC_ID_BYTES = 16
 
 Place = tuple[int, int]
@@ -39,16 +39,16 @@ Places = Sequence[tuple[int, Sequence[int]]]
 Tag = tuple[int, bytes]
 # (frame, offset, limit) -> (partition_index, next offset)
 SkipPartition = Callable[[memoryview, int, int], tuple[int, int]]
-# (frame, offset, limit, topic to fill, number of entries) -> offset behind them
+# (frame, offset, limit, topic to fill, number of entries) -> offset after them
 ReadEntries = Callable[[memoryview, int, int, "TopicSpan", int], int]
 
 
 class TopicSpan:
     """The positions of one topic's parts in a request or an answer.
 
-    `wire` is the topic as the message names it: its name, or the bytes of its id. `name` is the same until a caller
-    replaces an id by the topic's name. `head` is the encoded `wire`, `starts` and `ends` bound each partition's entry,
-    `tail` is the part behind the partitions (tagged fields). `error_codes` is filled only in answers.
+    `wire` is the topic as the message names it: by its name, or by the bytes of its id. `name` equals `wire` until a
+    caller replaces an id by the topic's name. `head` is the encoded `wire`, `starts` and `ends` bound each partition's
+    entry, `tail` is the part after the partitions (tagged fields). `error_codes` is filled only in answers.
     """
 
     __slots__ = (
@@ -79,7 +79,7 @@ class TopicSpan:
 class PartitionedRequest:
     """A parsed request.
 
-    `topics_start` and `topics_end` bound the topics array, its count included. `by_id`: it names topics by their ids.
+    `topics_start` and `topics_end` bound the topics array, its count included. `by_id`: ids name the topics.
     """
 
     __slots__ = ("acks", "by_id", "flexible", "frame", "header", "timeout_ms", "topics", "topics_end", "topics_start")
@@ -92,13 +92,13 @@ class PartitionedRequest:
         self.topics_start = header.body_offset
         self.topics_end = len(frame)
         self.by_id = False
-        # Only Produce sets these; the other APIs always have an answer, so theirs are -1 (all) and 0.
+        # Only Produce changes these; the other APIs always have an answer and keep -1 (all) and 0.
         self.acks = -1
         self.timeout_ms = 0
 
     @property
     def is_too_large(self) -> bool:
-        """Whether it has more partitions or topics than are served; topics without partitions have a cost as well."""
+        """Whether it has too many partitions or topics to serve; topics without partitions have a cost as well."""
         return self.partition_count > MAX_PARTITIONS or len(self.topics) > MAX_PARTITIONS
 
     @property
@@ -120,17 +120,17 @@ class PartitionedRequest:
         return self.by_id and topic.name is topic.wire
 
     def take_out(self) -> None:
-        """Copy the request out of a much larger receive buffer, which it would keep while it waits."""
+        """Copy the request out of a much larger receive buffer, which it would keep in memory while it waits."""
         buffer = self.frame.obj
         if isinstance(buffer, bytearray) and len(self.frame) < len(buffer) // 2:
             self.frame = memoryview(bytearray(self.frame))
 
     def let_go(self) -> None:
-        """Release the request's bytes: it is not encoded again, whole or in parts."""
+        """Release the request's bytes. The request can then not be encoded again, whole or in parts."""
         self.frame = memoryview(b"")
 
     def topic_head(self, topic: TopicSpan) -> memoryview:
-        """A topic and the number of its partitions as encoded: the answer's topic begins with the same bytes."""
+        """A topic and the number of its partitions as encoded; the topic in the answer begins with the same bytes."""
         return self.frame[topic.head_start : topic.starts[0] if topic.starts else topic.tail_start]
 
 
@@ -171,7 +171,7 @@ class PartitionedApi(Protocol):
     def response_ends(
         self, api_version: int, throttle_time_ms: int, tags: list[tuple[int, bytes]]
     ) -> tuple[bytes, bytes]:
-        """The bytes before and behind the topics array of a merged answer."""
+        """The bytes before and after the topics array of a merged answer."""
         ...
 
     def piece_preamble(self, request: PartitionedRequest, pieces: int) -> Buffer | None:
@@ -179,17 +179,17 @@ class PartitionedApi(Protocol):
         ...
 
     def admit(self, request: PartitionedRequest) -> None:
-        """Change in place the fields that must not reach a broker as sent; called before anything of it is sent."""
+        """Change in place the fields that must not reach a broker as the client sent them; called before it is sent."""
         ...
 
     def holds_enough(self, request: PartitionedRequest, payload_bytes: int, pieces: int) -> bool:
-        """Whether this many bytes of records from `pieces` brokers are enough; if not, the read is repeated."""
+        """Whether `payload_bytes` of records from `pieces` brokers are enough; if not, the read is repeated."""
         ...
 
     def fit(self, request: PartitionedRequest, results: Sequence[list[Buffer]], order: Sequence[Place]) -> Place | None:
-        """Empty those of the results, taken in this order, that are beyond the request's limits.
+        """Empty the results, taken in this order, that are beyond the request's limits.
 
-        Returns the first one that is left out.
+        Returns the place of the first emptied result.
         """
         ...
 
@@ -197,13 +197,13 @@ class PartitionedApi(Protocol):
 def parse_topics(
     frame: memoryview, offset: int, *, flexible: bool, least_bytes: int, read_entries: ReadEntries, by_id: bool = False
 ) -> tuple[list[TopicSpan], int]:
-    """Parse the topics array at `offset`; return also the offset behind it.
+    """Parse the topics array at `offset`; return also the offset after it.
 
-    `least_bytes` is a partition entry's smallest size; `by_id` says that topics are named by their ids (KIP-516).
+    `least_bytes` is a partition entry's smallest size; `by_id`: ids name the topics (KIP-516).
     """
     limit = len(frame)
     if flexible and offset < limit and 0 < frame[offset] < 0x80 and 2 * frame[offset] <= limit - offset:
-        # A count of one byte, as nearly all are.
+        # Nearly all counts have one byte.
         topic_count = frame[offset] - 1
         offset += 1
     else:
@@ -228,7 +228,7 @@ def parse_topics(
 
 
 def one_by_one(skip_partition: SkipPartition) -> ReadEntries:
-    """Read a topic's entries by finding the end of each."""
+    """Return a function that reads a topic's entries by finding the end of each."""
 
     def read(frame: memoryview, offset: int, limit: int, topic: TopicSpan, count: int) -> int:
         for _ in range(count):
@@ -242,9 +242,9 @@ def one_by_one(skip_partition: SkipPartition) -> ReadEntries:
 
 
 def read_topic_count(frame: memoryview, offset: int, limit: int, *, flexible: bool) -> tuple[int, int]:
-    """Read the number of topics, which is bounded like that of partitions.
+    """Read the number of topics, which has the same limit as that of partitions.
 
-    A topic without partitions asks for nothing, but costs the sender three bytes and this process hundreds.
+    A topic without partitions requests nothing, but costs the sender three bytes and this process hundreds.
     """
     count, offset = read_count(frame, offset, limit, compact=flexible, least_bytes=2)
     if count > MAX_READ_PARTITIONS:
@@ -265,7 +265,7 @@ def begin_topic(
         count = frame[end] - 1
         first = end + 1
         if 0 <= count < 0x7F and count * least_bytes <= limit - first:
-            # A name and a count with a length of one byte each, which is nearly all of them.
+            # Nearly all names and counts have a length of one byte each.
             name = bytes(frame[start:end])
             if not name.isascii():
                 _expect_utf8(name)
@@ -288,7 +288,7 @@ def _begin_topic_by_id(frame: memoryview, offset: int, limit: int, least_bytes: 
 
 
 def _expect_utf8(name: bytes) -> None:
-    # A broker reads other bytes as U+FFFD and answers for a topic that was not requested.
+    # A broker would read other bytes as U+FFFD and answer for a topic that was not requested.
     try:
         name.decode()
     except UnicodeDecodeError as error:
@@ -305,13 +305,13 @@ _INDEX_AND_ERROR_CODE = Struct(">ih")
 
 
 def fill_error_codes(response: PartitionedResponse) -> None:
-    """Read each entry's error_code, which is behind the partition index in each of these APIs."""
+    """Read each entry's error_code, which is after the partition index in each of these APIs."""
     for topic in response.topics:
         topic.error_codes = [_INDEX_AND_ERROR_CODE.unpack_from(response.frame, start)[1] for start in topic.starts]
 
 
 def response_tags(response: PartitionedResponse, offset: int, broker_tag: int) -> int:
-    """Read an answer's own tagged fields and return the offset behind them.
+    """Read an answer's own tagged fields and return the offset after them.
 
     `broker_tag`, KIP-951's node endpoints, is dropped.
     """
@@ -330,7 +330,7 @@ _NO_LEADER = INT32.pack(-1) * 2
 def blank_current_leader(frame: memoryview, offset: int, limit: int, leader_tag: int) -> int:
     """Set the current leader in an entry's tagged fields to unknown (KIP-951).
 
-    Returns the offset behind them. A client that gets the real leader would bypass the proxy.
+    Returns the offset after them. A client that gets the real leader would bypass the proxy.
     """
     if offset < limit and frame[offset] == 0:
         return offset + 1
@@ -344,8 +344,8 @@ def blank_current_leader(frame: memoryview, offset: int, limit: int, leader_tag:
 def blank_epochs(request: PartitionedRequest, epoch_offset: int) -> None:
     """Set each entry's current_leader_epoch to -1 in place.
 
-    It is `epoch_offset` bytes into the entry. Clients of the proxy get no leader epochs, so theirs is not the broker's:
-    librdkafka 2.16 sends 0 after it got -1, and a broker would fence it.
+    It is `epoch_offset` bytes into the entry. Clients of the proxy get no leader epochs, so they cannot send the
+    broker's: librdkafka 2.16 sends 0 after it got -1, and a broker would fence it.
     """
     for topic in request.topics:
         for start in topic.starts:
@@ -369,9 +369,9 @@ _START = Struct(">ihhi")
 class Splitter:
     """Encode parts of a request, each with some of its entries.
 
-    Header, trailer, tagged fields and entries are the request's own bytes. Records are not copied: they are slices of
-    the request, neighbours in one slice. Small parts are copied, which costs less than one more buffer to write.
-    `preamble` None keeps the request's own.
+    Header, trailer, tagged fields and entries are the request's own bytes. Records are slices of the request, adjacent
+    records one slice. Small parts are copied, which costs less than writing another buffer. `preamble` None keeps the
+    request's own preamble.
     """
 
     __slots__ = ("_lead", "_request", "_trailer")

@@ -38,7 +38,7 @@ def read_fixed(form: Struct, buffer: Buffer, offset: int, limit: int) -> tuple[i
 
 def read_uvarint(buffer: Buffer, offset: int, limit: int) -> tuple[int, int]:
     """Read an unsigned varint of at most 32 bits."""
-    # Up to three bytes, which is nearly all of them, without a loop.
+    # Read up to three bytes, the length of nearly all, without a loop.
     if offset + 3 <= limit:
         first, second, third = buffer[offset : offset + 3]
         if first < 0x80:
@@ -62,7 +62,7 @@ def read_uvarint(buffer: Buffer, offset: int, limit: int) -> tuple[int, int]:
 
 
 def encode_uvarint(value: int) -> bytes:
-    """Encode `value` in 0 … 2^32-1 as an unsigned varint."""
+    """Encode `value`, from 0 to 2^32-1, as an unsigned varint."""
     if value < 0x80:
         return bytes((value,))
     out = bytearray()
@@ -145,7 +145,7 @@ def skip_bytes(buffer: Buffer, offset: int, limit: int, *, compact: bool) -> tup
 def read_tagged_fields(buffer: Buffer, offset: int, limit: int) -> tuple[list[tuple[int, int, int]], int]:
     """Read a section of tagged fields (KIP-482).
 
-    Returns (tag, start of the value, end of the value) for each, and the offset behind the section. Raises InvalidField
+    Returns (tag, start of the value, end of the value) for each, and the offset after the section. Raises InvalidField
     for more than MAX_TAGGED_FIELDS fields or tags that do not ascend.
     """
     count, offset = read_uvarint(buffer, offset, limit)
@@ -170,7 +170,7 @@ def read_tagged_fields(buffer: Buffer, offset: int, limit: int) -> tuple[list[tu
 
 
 def skip_tagged_fields(buffer: Buffer, offset: int, limit: int) -> int:
-    """The offset behind a tagged-field section."""
+    """The offset after a tagged-field section."""
     if offset < limit and buffer[offset] == 0:
         return offset + 1
     return read_tagged_fields(buffer, offset, limit)[1]

@@ -1,9 +1,8 @@
-"""Index produce requests; parse their answers, and encode entries for merging.
+"""Index produce requests, parse their answers, and encode entries of merged answers.
 
 Versions 3–13. Request: transactional_id, acks INT16, timeout_ms INT32, topics of {name, partitions of {index INT32,
 records BYTES}}; flexible from 9; from 13 the topic's id, a UUID, replaces its name (KIP-516). Version 12 has the form
-of 11; a transactional client uses it to show that its transactions are of the second kind (KIP-890). Records stay
-opaque.
+of 11; a client uses it to show that its transactions are of version 2 (KIP-890). Records are not parsed.
 
 Answer: topics of {name (its id from 13), partitions of {index INT32, error_code INT16, base_offset INT64,
 log_append_time_ms INT64, log_start_offset INT64 (v5), record_errors (v8), error_message (v8), tags (v9: current leader
@@ -45,13 +44,13 @@ from kproxy_codec.primitives import (
 
 MIN_VERSION = 3
 MAX_VERSION = 13
-# From here on topics are named by their ids.
+# From this version on topics are named by their ids.
 TOPIC_IDS_FROM = 13
 
 _ACKS_TIMEOUT = Struct(">hi")
 _ACKS = Struct(">h")
 _INDEX_LENGTH = Struct(">ii")
-# partition_index, and as much of a varint as nearly all lengths need
+# partition_index, and the three bytes of a varint that suffice for nearly all lengths
 _INDEX_AND_VARINT = Struct(">iBBB")
 _INDEX_BYTES = 4
 _FLEXIBLE_FROM = FLEXIBLE_FROM[PRODUCE]
@@ -66,7 +65,7 @@ def parse_produce(frame: memoryview, header: RequestHeader) -> PartitionedReques
     limit = len(frame)
     offset = header.body_offset
     if flexible and offset < limit and frame[offset] == 0:
-        # A null transactional_id, as nearly all are.
+        # Nearly all requests have a null transactional_id.
         offset += 1
     else:
         _, _, offset = skip_string(frame, offset, limit, compact=flexible, nullable=True)
@@ -111,12 +110,12 @@ def _flexible_partitions(frame: memoryview, offset: int, limit: int, topic: Topi
     unpack = _INDEX_AND_VARINT.unpack_from
     for _ in range(count):
         start = offset
-        # Behind a partition there are two sections of tagged fields, so even an empty one has this many bytes left.
+        # Two sections of tagged fields follow each partition, so even after an empty one this many bytes are left.
         if offset + _INDEX_AND_VARINT.size > limit:
             raise Truncated(f"a partition wanted at {offset}, the message ends at {limit}")
         partition_index, first, second, third = unpack(frame, offset)
         offset += _INDEX_BYTES
-        # Lengths of one to three bytes, up to 2 MiB, without another call.
+        # Read lengths of one to three bytes, up to 2 MiB, without another call.
         if first < 0x80:
             offset += first or 1
         elif second < 0x80:
@@ -128,7 +127,7 @@ def _flexible_partitions(frame: memoryview, offset: int, limit: int, topic: Topi
             offset += (length or 1) - 1
         if offset >= limit:
             raise Truncated(f"records up to {offset} at {start}, the message ends at {limit}")
-        # Almost always there is no tagged field, which is one zero byte.
+        # Almost always there are no tagged fields: one zero byte.
         offset = offset + 1 if frame[offset] == 0 else skip_tagged_fields(frame, offset, limit)
         topic.partitions.append(partition_index)
         topic.starts.append(start)
@@ -179,7 +178,7 @@ _MAX_MESSAGE_CHARACTERS = MAX_STRING_BYTES // 4
 
 
 def _read_entries(frame: memoryview, offset: int, limit: int, api_version: int, topic: TopicSpan, count: int) -> int:
-    """Read the results of one topic into `topic`; return the offset behind them."""
+    """Read the results of one topic into `topic`; return the offset after them."""
     fixed_bytes = _ENTRY.size + (_INT64_BYTES if api_version >= 5 else 0)
     plain_end = _PLAIN_END if api_version >= 9 else _PLAIN_END_V8 if api_version == 8 else b""
     plain_bytes = len(plain_end)
@@ -191,7 +190,7 @@ def _read_entries(frame: memoryview, offset: int, limit: int, api_version: int, 
         topic.partitions.append(partition_index)
         topic.error_codes.append(error_code)
         topic.starts.append(offset)
-        # Almost always there is nothing behind the fixed part.
+        # Almost always nothing follows the fixed part.
         if frame[end : end + plain_bytes] == plain_end:
             offset = end + plain_bytes
         else:
@@ -201,7 +200,7 @@ def _read_entries(frame: memoryview, offset: int, limit: int, api_version: int, 
 
 
 def _skip_rest(frame: memoryview, offset: int, limit: int, api_version: int) -> int:
-    """The offset behind record errors, error message and tagged fields."""
+    """The offset after record errors, error message and tagged fields."""
     flexible = api_version >= 9
     if api_version >= 8:
         count, offset = read_count(frame, offset, limit, compact=flexible, least_bytes=5)

@@ -1,9 +1,9 @@
 """Parse the header of a record batch, version 2 (magic 2, KIP-98).
 
-The records behind it stay opaque. A batch is 61 bytes of header and then its records, compressed or not. `base_offset`
-and `partition_leader_epoch` are outside the CRC so that a broker can set them on a received batch; everything from
-`attributes` on is covered. Positions are counted in the given buffer, sizes are bytes, timestamps are milliseconds
-since the epoch.
+The records after it are not parsed. A batch is 61 bytes of header and then its records, compressed or not.
+`base_offset` and `partition_leader_epoch` are outside the CRC so that a broker can set them on a received batch;
+everything from `attributes` on is covered. Positions are counted in the given buffer, sizes are bytes, timestamps are
+milliseconds since the epoch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kproxy_codec.errors import InvalidField, Truncated
 from kproxy_codec.primitives import INT32, INT64, Buffer
 
 HEADER_BYTES = 61
-# Bytes that `batch_length` does not count: base_offset and itself.
+# Bytes that `batch_length` does not count: base_offset, and its own.
 LOG_OVERHEAD_BYTES = 12
 MAGIC = 2
 MAGIC_OFFSET = 16
@@ -59,7 +59,7 @@ class RecordBatch(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The position behind the batch."""
+        """The position after the batch."""
         return self.position + LOG_OVERHEAD_BYTES + self.batch_length
 
     @property
@@ -90,7 +90,7 @@ class RecordBatch(NamedTuple):
 
 
 def add_sequence(sequence: int, increment: int) -> int:
-    """`sequence` plus `increment` ≥ 0, wrapping behind 2^31-1 as Kafka's DefaultRecordBatch does."""
+    """`sequence` plus `increment` ≥ 0, wrapping after 2^31-1 as Kafka's DefaultRecordBatch does."""
     return (sequence + increment) & _MAX_SEQUENCE
 
 
@@ -126,7 +126,7 @@ def parse_batch(buffer: Buffer, position: int = 0) -> RecordBatch:
 
 
 def iterate_batches(buffer: Buffer, position: int = 0) -> Iterator[RecordBatch]:
-    """The batches from `position` to the buffer's end, one behind the other; raises as `parse_batch` does."""
+    """The batches from `position` to the buffer's end, in order; raises as `parse_batch` does."""
     end = len(buffer)
     while position < end:
         batch = parse_batch(buffer, position)
@@ -135,7 +135,7 @@ def iterate_batches(buffer: Buffer, position: int = 0) -> Iterator[RecordBatch]:
 
 
 def leader_epoch_of(buffer: Buffer) -> int:
-    """The leader epoch of the batch that a buffer begins with; it is known to hold the header."""
+    """The leader epoch of the batch at the start of a buffer, which must hold the batch's header."""
     leader_epoch: int = INT32.unpack_from(buffer, _LEADER_EPOCH_OFFSET)[0]
     return leader_epoch
 

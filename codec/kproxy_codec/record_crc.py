@@ -1,6 +1,6 @@
 """Check the CRC-32C of a record batch.
 
-It is apart from `record_batch`, which needs no compiled library.
+It is not in `record_batch` because that module needs no compiled library.
 """
 
 from __future__ import annotations

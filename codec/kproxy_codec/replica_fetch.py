@@ -1,10 +1,10 @@
 """Encode Fetch requests of followers and read their answers.
 
-This is version 13, with topics named by their ids. The leader's side is in `fetch`, which reads a follower's request
-like a client's. A question stays open, over any number of requests and answers of its connection, until an answer
-names its partition, or the follower asks anew or withdraws it. So requests and answers name what is new. An answer
-comes from an address that was named as a broker's: its lengths are checked like a client's. Its records are slices of
-it.
+They are of version 13, which names topics by their ids. The leader's side is in `fetch`, which reads a follower's
+request like a client's. The request for a partition stays open, over any number of requests and answers of its
+connection, until an answer names the partition, or the follower requests it anew or withdraws it. So requests and
+answers name only changes. The sender of an answer is not trusted: its lengths are checked like a client's. Records are
+slices of the answer.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ VERSION = 13
 READ_UNCOMMITTED = 0
 
 _NO_TAGS = encode_tagged_fields([])
-# Behind an entry of a request: one tagged field, its tag and its length.
+# The end of an entry of a request: one tagged field, with its tag and its length.
 _ASKED = Struct(f"{PARTITION_FETCH.format}bbb{TOPIC_ID_BYTES}s")
 _ONE_FIELD = (1, REPLICA_DIRECTORY_ID_TAG, TOPIC_ID_BYTES)
-# Behind the forgotten topics: no rack, no tagged fields.
+# The end of a request, after the forgotten topics: no rack, no tagged fields.
 _TRAILER = encode_count(0, compact=True) + _NO_TAGS
 # throttle_time_ms, error_code, session_id
 _ANSWER = Struct(">ihi")
 # partition_index, error_code, high_watermark, last_stable_offset, log_start_offset
 _RESULT = Struct(">ihqqq")
 _PREFERRED_READ_REPLICA_BYTES = 4
-# Behind the fixed part at least: aborted transactions, preferred_read_replica, records, tagged fields.
+# At least these follow the fixed part: aborted transactions, preferred_read_replica, records, tagged fields.
 _LEAST_RESULT_BYTES = _RESULT.size + 1 + _PREFERRED_READ_REPLICA_BYTES + 1 + 1
 _ABORTED_TRANSACTION_BYTES = 16
 
 
 class ReplicaAnswer(NamedTuple):
-    """A leader's answer: results by topic id, as the id's bytes. `error_code` is the whole answer's."""
+    """A leader's answer: results by the bytes of the topic's id. `error_code` is that of the whole answer."""
 
     error_code: int
     topics: list[tuple[bytes, list[PartitionFetched]]]
@@ -71,8 +71,8 @@ def encode_replica_fetch(
 ) -> bytes:
     """A follower's whole request, length and header included.
 
-    Topics are named by the bytes of their ids. Of partitions that are `withdrawn` the leader forgets what was asked. It
-    may wait `max_wait_ms` for `min_bytes`; it sends at most `max_bytes` of records, or one larger batch.
+    Topics are named by the bytes of their ids. The leader forgets the requests for `withdrawn` partitions. It may wait
+    `max_wait_ms` for `min_bytes`; it sends at most `max_bytes` of records, or one larger batch.
     """
     parts = [
         request_header(FETCH, VERSION, correlation_id, sender),
@@ -137,7 +137,7 @@ def _read_result(frame: memoryview, offset: int, limit: int) -> tuple[PartitionF
 
 
 def _skip_aborted_transactions(frame: memoryview, offset: int, limit: int) -> int:
-    if frame[offset] <= 1:  # null or none, as always for a follower
+    if frame[offset] <= 1:  # always so for a follower: null or empty
         return offset + 1
     count, offset = read_count(frame, offset, limit, compact=True, least_bytes=_ABORTED_TRANSACTION_BYTES)
     for _ in range(count):

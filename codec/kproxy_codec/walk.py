@@ -15,7 +15,7 @@ from kproxy_codec.primitives import Buffer, read_count, read_fixed, skip_string,
 
 Result = TypeVar("Result")
 Work: TypeAlias = Generator[None, None, Result]
-# Elements of an array in a portion; an element costs about a microsecond.
+# The number of array elements in a portion; an element costs about a microsecond.
 PORTION = 1_000
 
 
@@ -30,7 +30,7 @@ def at_once(work: Work[Result]) -> Result:
 
 
 class Walk:
-    """A cursor in the body of a message. Raises CodecError for bytes that are no message."""
+    """A cursor in the body of a message. Raises CodecError for invalid bytes."""
 
     __slots__ = ("_room", "at", "body", "compact", "limit")
 
@@ -55,7 +55,7 @@ class Walk:
         return True
 
     def skip(self, size: int) -> memoryview:
-        """Skip this many bytes and return them."""
+        """Skip `size` bytes and return them."""
         start, end = self.at, self.at + size
         if end > self.limit:
             raise Truncated(f"{size} bytes wanted at {start}, the message ends at {self.limit}")

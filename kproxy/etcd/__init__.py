@@ -1,7 +1,7 @@
 """A small etcd client over grpc.aio: KV, transactions, leases, watches.
 
-No published client fits (several members, require-leader, progress, fragments, errors that report an unknown outcome).
-Start at `client.py`; `mirror.py` keeps a local copy of a few prefixes current.
+No published client has all that kproxy needs: several members, require-leader, progress notifications, fragments, and
+errors that report an unknown outcome. Start at `client.py`; `mirror.py` keeps a local copy of a few prefixes current.
 """
 
 from kproxy.etcd.client import EtcdClient, connect

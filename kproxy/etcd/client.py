@@ -1,19 +1,19 @@
 """The etcd client: calls and streams while a majority of members works.
 
-States: NEW --connect()--> OPEN --close()--> CLOSED. `connect` may be called again after it failed, not after close.
+States: NEW --connect()--> OPEN --close()--> CLOSED. `connect` may be called again after a failure, not after `close`.
 
 Guarantees, with three members of which any one is killed, hangs, or is cut off
-- Another member answers a call begun afterwards. Detection costs 2 s once (`members.py`, invariant 2).
+- Another member answers a call that begins afterwards. Detection costs 2 s once (`members.py`, invariant 2).
 - A call in flight: a read goes to another member; a write fails as `maybe_applied` as soon as the failure of the member
   is detected, and at its deadline at the latest.
 - While another leader is elected, which takes etcd a second or two, the same holds for every call.
 - A keepalive moves to another member after a quarter of the TTL, a watch 4 s after it fell silent.
 
 Invariants
-1. Every call has a deadline, `timeout_s` after its start, also over several members and a new token.
-2. A write is handed to gRPC once. It is tried again only if nothing of it was done: no connection, a refusal before it
-   was proposed, a token refused. If its outcome is unknown the error says so (`EtcdError.maybe_applied`) and the
-   caller decides; only reads are tried again here.
+1. Every call has one deadline, `timeout_s` after its start, even if it needs several members or a new token.
+2. A write is handed to gRPC once. It is retried only if it had no effect: no connection, a refusal before it was
+   proposed, a refused token. If its outcome is unknown the error says so (`EtcdError.maybe_applied`) and the caller
+   decides; here only reads are retried.
 3. Received data is bounded: a message has at most `max_message_bytes`, a snapshot at most MAX_SNAPSHOT_KEYS keys.
 4. Reads are linearizable, whichever member answers.
 5. Nothing here blocks the event loop: files are read on a thread, names resolved by gRPC.
@@ -60,7 +60,7 @@ MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 MAX_SNAPSHOT_KEYS = 2_000_000
 # etcd counts the whole prefix again for each page, so pages are large.
 PAGE_KEYS = 20_000
-# Attempts to read a page after the first, each with the deadline of a call.
+# Retries of a page after the first, each with the deadline of a call.
 PAGE_ATTEMPTS = 4
 # The pause before all members are tried once more.
 RETRY_PAUSE_S = 0.1
@@ -102,9 +102,9 @@ class EtcdClient:
         self._closed = False
 
     async def connect(self) -> EtcdStatus:
-        """Wait, at most `timeout_s`, until a member answers and accepts our user.
+        """Wait, at most `timeout_s`, until a member answers and accepts the configured user.
 
-        EtcdUnavailable says why none did; EtcdMisused, a kind of it, is not worth a retry.
+        Raises EtcdUnavailable with the reason if none does; its subclass EtcdMisused is not worth a retry.
         """
         if self._closed:
             raise EtcdUnavailable(f"The etcd client for {self.endpoints} is closed.")
@@ -133,7 +133,7 @@ class EtcdClient:
         )
 
     async def _find_one(self, members: Members) -> None:
-        """Wait until any member answers anything."""
+        """Wait until any member gives any answer."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeout_s
         while True:
@@ -166,7 +166,7 @@ class EtcdClient:
         try:
             await self._call("Range", request, write=False)
         except EtcdDenied:
-            # etcd knows the user; its role decides about permissions.
+            # etcd accepted the user; the user's role does not matter here.
             return
 
     async def close(self) -> None:
@@ -193,9 +193,9 @@ class EtcdClient:
         return kvs[0] if kvs else None
 
     async def get_snapshot(self, key: str, *, revision: int = 0, into: Pages | None = None) -> Snapshot:
-        """One key, or its absence, with the revision of the read.
+        """Read one key, or its absence, with the revision of the read.
 
-        The rest as in `get_prefix`.
+        Parameters and errors are those of `get_prefix`.
         """
         request = rpc.RangeRequest(key=encode_key(key), revision=revision)
         response = await self._call("Range", request, write=False)
@@ -205,10 +205,10 @@ class EtcdClient:
         return Snapshot(as_of, response.header.cluster_id, kvs)
 
     async def get_prefix(self, prefix: str, *, revision: int = 0, into: Pages | None = None) -> Snapshot:
-        """Every key under `prefix`, as of `revision` (0: now), in key order.
+        """Read every key under `prefix`, as of `revision` (0: now), in key order.
 
-        They are kept encoded, since there may be a million, after those already in `into`. Raises Compacted if
-        `revision` is gone, or goes while later pages are read; EtcdError beyond MAX_SNAPSHOT_KEYS.
+        The keys are kept encoded, since there may be a million, and appended to `into`. Raises Compacted if `revision`
+        is compacted before or during the read, and EtcdError for more than MAX_SNAPSHOT_KEYS keys.
         """
         start, end = encode_key(prefix) or b"\0", prefix_end(prefix)
         kvs = into if into is not None else Pages()
@@ -225,7 +225,7 @@ class EtcdClient:
                 continue
             except EtcdUnavailable:
                 failures += 1
-                # The pages read stay valid: a late page must not cause a million keys to be read again.
+                # The pages read so far stay valid: one late page must not cause a million keys to be read again.
                 if is_first or failures == PAGE_ATTEMPTS:
                     raise
                 continue
@@ -259,7 +259,7 @@ class EtcdClient:
     ) -> TxnResult:
         """Run `success` if all of `compares` hold, else `failure`, atomically.
 
-        Raises LeaseLost as `put`.
+        Raises LeaseLost like `put`.
         """
         request = rpc.TxnRequest(
             compare=[compare.message for compare in compares],
@@ -274,7 +274,7 @@ class EtcdClient:
     # Leases
 
     async def lease_grant(self, ttl_s: int) -> Lease:
-        """Create a lease of about `ttl_s` seconds; the TTL in the answer counts."""
+        """Create a lease of about `ttl_s` seconds; the TTL in the answer is the one that applies."""
         response = await self._call("LeaseGrant", rpc.LeaseGrantRequest(TTL=ttl_s), write=True)
         if response.error:
             raise EtcdError(f"etcd at {self.endpoints} granted no lease: {response.error}")
@@ -283,7 +283,7 @@ class EtcdClient:
     async def lease_revoke(self, lease_id: int) -> None:
         """End a lease and delete its keys.
 
-        A lease that is gone already is no error.
+        It is no error if the lease no longer exists.
         """
         try:
             await self._call("LeaseRevoke", rpc.LeaseRevokeRequest(ID=lease_id), write=True)
@@ -312,7 +312,7 @@ class EtcdClient:
         return str((await self._call("Authenticate", request, write=False)).token)
 
     async def _call(self, name: str, request: Any, *, write: bool) -> Any:
-        """Make one call, by invariants 1 and 2."""
+        """Make one call as invariants 1 and 2 demand."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeout_s
         failures = tokens = 0
@@ -346,7 +346,7 @@ async def connect(client: EtcdClient, waits: Callable[[EtcdError], None]) -> Non
 
     Call `waits` with the reason of each failed attempt.
 
-    Raises StartupError for an error that retrying does not fix.
+    Raises StartupError for an error that a retry cannot fix.
     """
     while True:
         try:
@@ -360,7 +360,7 @@ async def connect(client: EtcdClient, waits: Callable[[EtcdError], None]) -> Non
 
 
 def _pause_s(failures: int, members: int) -> float:
-    """The pause before the next attempt: 0 for another member, growing each time that all have failed."""
+    """The pause before the next attempt: 0 before another member, and longer each time that all have failed."""
     rounds, position = divmod(failures, members)
     if position:
         return 0.0

@@ -1,15 +1,15 @@
-"""Credentials of connections: TLS from files, tokens for a password.
+"""Supply the credentials of connections to etcd: TLS from files, and a token for a user's password.
 
 Token: NONE --a call needs it--> ASKING --etcd answers--> HELD --etcd refuses it--> NONE
                                         --etcd has no users--> OFF --etcd asks for a user after all--> NONE
-                                        --etcd refuses--> NONE, and no asking before a pause is over
+                                        --etcd refuses--> NONE, and no request before a pause is over
 
 Invariants
 1. One Authenticate is in flight at a time; all callers wait for it.
-2. A wrong password is retried ever more rarely (REFUSAL_PAUSE_S up to LONGEST_PAUSE_S), each time as read anew:
-   checking one costs etcd a tenth of a second of CPU. In between, callers get the last refusal at once.
+2. A wrong password is retried at growing intervals (REFUSAL_PAUSE_S up to LONGEST_PAUSE_S), and read anew each time:
+   etcd spends a tenth of a second of CPU on each check. Meanwhile callers get the last refusal at once.
 3. A token newer than the refused one is kept: `refused` names the token that etcd did not accept.
-4. Neither password nor token is in a log line, an error or a repr.
+4. No log line, error or repr contains the password or the token.
 5. If certificates cannot be read any more, for example during an exchange, the last good ones stay in force.
 """
 
@@ -33,7 +33,7 @@ REFUSAL_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 10.0
 # The metadata field of etcd's tokens.
 TOKEN_FIELD = "token"  # noqa: S105 - a name
-# etcd's words if a password is given and authentication is off.
+# The text of etcd's error if a password is given and authentication is off.
 _NO_USERS = "authentication is not enabled"
 
 log = structlog.get_logger(__name__)
@@ -66,7 +66,7 @@ class TlsCredentials:
         return self._credentials
 
     def _read(self) -> tuple[TlsFiles | None, tuple[object, ...]]:
-        """The files, None if unchanged, and their stamps from before the read."""
+        """The files (None if unchanged), and their time stamps from before the read."""
         options = self._options
         stamps = tuple(_stamp(file) for file in (options.ca, options.cert, options.key))
         if self._credentials is not None and stamps == self._stamps:
@@ -114,7 +114,7 @@ class Token:
             return self._token
 
     def refused(self, token: str) -> bool:
-        """Drop `token`, which etcd refused; return whether another may help."""
+        """Drop `token`, which etcd refused; return whether another token may be accepted."""
         if not self._options.username:
             return False
         if token == self._token:
@@ -134,7 +134,7 @@ class Token:
         except EtcdError as error:
             if _NO_USERS not in str(error):
                 raise
-            # Like etcd's own clients: authentication may be enabled later.
+            # Continue without a token, like etcd's own clients: authentication may be enabled later.
             log.warning("etcd authentication disabled", username=self._options.username)
             self._off = True
         self._refusals, self._refusal = 0, ""

@@ -1,13 +1,11 @@
-"""Parse the addresses of etcd members.
-
-Diagnose one that fails for a reason that retrying does not fix.
+"""Parse the addresses of etcd members, and diagnose a member that fails for a reason that a retry cannot fix.
 
 Each member gets a gRPC target, and so a channel, of its own. A target of several addresses (`ipv4:a,b`) has one
 authority: the certificates of the members would not verify, names could not be in it, and gRPC would choose the member
-of a call. gRPC resolves a name, and again whenever a connection is lost.
+of a call. gRPC resolves a name when it first connects, and again whenever a connection is lost.
 
-For most failures gRPC reports only that a socket was closed. So, after gRPC has failed, `diagnose` finds out with
-Python's own TLS, on a connection of its own.
+For most failures gRPC reports only that a socket was closed. So, after gRPC has failed, `diagnose` looks for the reason
+with Python's own TLS, on a connection of its own.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import grpc
 class EtcdError(Exception):
     """etcd refused a call, or gave an unusable answer.
 
-    `maybe_applied`: the call was a write, and it is unknown whether it took effect: re-read before deciding.
+    `maybe_applied`: the call was a write whose outcome is unknown, so re-read before you decide.
     """
 
     def __init__(self, message: str, *, maybe_applied: bool = False) -> None:
@@ -28,40 +28,40 @@ class EtcdMisused(EtcdUnavailable):
 
 
 class EtcdDenied(EtcdError):
-    """etcd knows the user, who may not do this."""
+    """etcd knows the user, but the user lacks the permission."""
 
 
 class LeaseLost(EtcdError):
-    """The lease does not exist any more, nor its keys."""
+    """The lease and its keys do not exist any more."""
 
 
 class Compacted(EtcdError):
-    """The requested revision has been compacted: read the present state."""
+    """The requested revision has been compacted: read the present state instead."""
 
 
 class TooLarge(EtcdError):
-    """An answer exceeds this client's largest message: ask for less."""
+    """An answer exceeds this client's message limit: ask for less."""
 
 
-# With these words etcd refuses a call before it proposes anything to the cluster.
+# The texts with which etcd refuses a call before it proposes anything to the cluster.
 _NOT_BEGUN = ("etcdserver: no leader", "etcdserver: rpc not supported for learner")
-# With these it refuses a call before it applies anything; another token may work.
+# The texts with which etcd refuses a call before it applies anything; another token may work.
 _TOKEN_REFUSED = (
     "etcdserver: invalid auth token",
     "etcdserver: revision of auth store is old",
-    # The same, as etcd up to 3.5.1 at least says it, with the code UNKNOWN.
+    # The same refusal in etcd up to 3.5.1 at least, with the code UNKNOWN.
     "auth: revision in header is old",
     "etcdserver: user name is empty",
 )
 
 
 def is_not_begun(error: Any) -> bool:
-    """Whether an error says that nothing was done: another member may do it."""
+    """Whether the error shows that the call had no effect, so that another member may be asked."""
     return (error.details() or "").startswith(_NOT_BEGUN)
 
 
 def is_token_refused(details: str) -> bool:
-    """Whether etcd's words say that it refused the token, or wants one."""
+    """Whether etcd's error text says that it refused the token, or requires one."""
     return any(words in details for words in _TOKEN_REFUSED)
 
 
@@ -94,7 +94,7 @@ def from_rpc_error(error: Any, call: str, endpoints: str, *, write: bool) -> Etc
         return TooLarge(f"etcd at {endpoints} and {call}: {details}")
     if code == grpc.StatusCode.NOT_FOUND and "lease not found" in details:
         return LeaseLost(f"etcd at {endpoints} does not know the lease of {call}")
-    # After UNKNOWN or INTERNAL the server may have done it; every other code is a refusal by etcd.
+    # After UNKNOWN or INTERNAL the server may have applied the write; every other code is a refusal by etcd.
     unclear = code in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
     return EtcdError(f"etcd at {endpoints} refused {call}: {code.name} {details}", maybe_applied=write and unclear)
 
@@ -112,6 +112,6 @@ def cancelled_by_grpc() -> bool:
 
 
 def shorten(details: str) -> str:
-    """gRPC's own words without its prefix, in at most 200 characters."""
+    """gRPC's error text without its prefix, at most 200 characters."""
     words = details.rsplit("last error: ", 1)[-1].removeprefix("UNKNOWN: ")
     return words if len(words) <= 200 else words[:197] + "..."

@@ -1,14 +1,14 @@
 """Allocate unique numbers from one key, in blocks by compare-and-swap.
 
-The key has, in decimal, the first number that is not taken. A process that advances it by BLOCK owns the numbers in
-between. If it ends before it has used them the rest is lost, which costs nothing. Reference brokers and proxies take
-producer ids from the key `{prefix}/producer-ids`.
+The key's value is, in decimal, the first number that is not taken. A process that advances the value by BLOCK owns the
+numbers in between. Numbers that the process has not used when it ends are lost, which costs nothing. Reference brokers
+and proxies take producer ids from the key `{prefix}/producer-ids`.
 
 Invariants
-1. A block is used only after etcd has confirmed the swap. A block with an unknown outcome is left unused, and the next
-   one is taken.
-2. At most one attempt to take a block is in flight; its callers fail with it. So an etcd that does not answer delays
-   each caller by one attempt, not by those of all callers before it.
+1. A block is used only after etcd has confirmed the swap. If the outcome is unknown the block is left unused, and the
+   next block is taken.
+2. At most one attempt to take a block is in flight; if it fails, all waiting callers fail. So if etcd does not answer,
+   each caller waits for one attempt, not for one per caller before it.
 3. Numbers only grow, even if a restored etcd has the key at an earlier value.
 """
 

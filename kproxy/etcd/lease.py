@@ -1,4 +1,4 @@
-"""Leases: keepalive, clock, and a fence that knows how long one lives.
+"""Keep a lease alive, and know how long it is certain to live.
 
 States of `lease_keep_alive`: OPENING (no stream) -> ASKING (one keepalive unanswered) -> RESTING -> ASKING …; any
 failure leads back to OPENING. It ends in LeaseLost, or when the caller cancels it.
@@ -6,14 +6,14 @@ failure leads back to OPENING. It ends in LeaseLost, or when the caller cancels 
 Invariants
 1. `on_renewed(sent_at, ttl_s)` names the time before the keepalive was handed to gRPC. etcd counts the TTL from a later
    moment, so the lease lives at least until sent_at + ttl_s (unless it is revoked).
-2. One keepalive is in flight at a time: answers carry no number, so an answer must belong to the only question. A
-   stream whose answer is late is dropped together with that answer.
-3. LeaseLost is raised only on etcd's own word (TTL 0). An unreachable etcd is asked again without end: the caller
-   decides by its own deadline when to stop.
+2. One keepalive is in flight at a time: answers carry no number, so only one request may await an answer. If the answer
+   is late, the stream is dropped together with it.
+3. LeaseLost is raised only on etcd's own word (TTL 0). An unreachable etcd is asked again for ever: the caller stops at
+   its own deadline.
 4. The deadline of a `LeaseFence` is the send time of the last answered keepalive, plus the TTL in its answer, minus a
-   margin. As etcd counts from a later moment, no other process can have our keys before that deadline. Our rights end
-   when etcd falls silent; no message is needed.
-5. A broken fence never lives again: everything held under it must be acquired anew.
+   margin. As etcd counts from a later moment, no other process can have the lease's keys before that deadline. So the
+   holder's rights end when etcd falls silent; no message is needed.
+5. A broken fence is never valid again: everything held under it must be acquired anew.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MARGIN_FRACTION = 0.1
 class LeaseFence:
     """The time for which one lease is certain to live.
 
-    `claim_revision` is when the broker's key was put on it.
+    `claim_revision` is the revision at which the broker's key was put on it.
     """
 
     __slots__ = ("_broken", "_clock", "_deadline", "claim_revision", "lapses", "lease_id")
@@ -59,7 +59,7 @@ class LeaseFence:
     def __init__(self, lease_id: int, clock: Clock) -> None:
         self.lease_id = lease_id
         self.claim_revision = 0
-        # The number of renewals after its deadline.
+        # The number of renewals that came after the deadline.
         self.lapses = 0
         self._clock = clock
         self._deadline = float("-inf")
@@ -70,7 +70,7 @@ class LeaseFence:
 
     @property
     def remaining_s(self) -> float:
-        """Seconds for which it is still certain to live; 0 if it is not."""
+        """Seconds for which the lease is still certain to live; 0 if it is not."""
         return max(self._deadline - self._clock(), 0.0)
 
     def renew(self, sent_at: float, ttl_s: int) -> None:
@@ -86,7 +86,7 @@ class LeaseFence:
 
 FIRST_ANSWER_TIMEOUT_S = 2.0
 REOPEN_PAUSE_S = 0.2
-# Four keepalives within one TTL: three may fail without losing the lease.
+# With four keepalives within one TTL, three may fail without the loss of the lease.
 RENEWALS_PER_TTL = 4
 
 log = structlog.get_logger(__name__)
@@ -139,7 +139,7 @@ class _Renewer:
             await stream.close()
 
     async def _ask(self, stream: EtcdStream) -> int:
-        """The TTL in etcd's answer. Raises EtcdUnavailable if it takes longer than the time to the next question."""
+        """The TTL in etcd's answer. Raises EtcdUnavailable if no answer comes before the next keepalive is due."""
         started = asyncio.get_running_loop().time()
         await stream.write(rpc.LeaseKeepAliveRequest(ID=self._lease_id), self._interval_s)
         left = self._interval_s - (asyncio.get_running_loop().time() - started)

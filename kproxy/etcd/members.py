@@ -1,22 +1,22 @@
-"""The members of an etcd cluster: choose one, and detect failed ones.
+"""Choose a member of an etcd cluster for each call, and detect failed members.
 
-A member has a channel for calls; every stream has one of its own (see `stream.py`). All go to the member whose last
-failure is oldest, so to the same one while all is well. The initial order is random, so that many proxies spread.
-Nothing is tried in the background: a failed member is tried again when the others have failed since.
+A member has one channel for all calls; every stream has a channel of its own (see `stream.py`). All go to the member
+whose last failure is oldest, and so to the same member until it fails. The initial order is random, so that many
+proxies spread over the members. A failed member is tried again only when the others have failed since.
 
 States of a member's channel: NONE --a call--> OPEN --the member fails--> RETIRED --the last call has left--> closed.
 
 Invariants
 1. A call is handed to gRPC only after the channel is connected and the member has answered over it. A call that fails
-   earlier is `untouched`, and so is one that etcd refused before proposing it.
-2. A member that does not answer is asked for its status, over the same channel. If it does not answer that either, or
-   has no leader, it has failed: a hung member delays a call by these two times at most, and later calls not at all. A
-   busy member answers the status, and is waited for.
-3. A failed member's channel is never used for a new call: the next one is opened anew, with the present certificates
-   and addresses.
-4. A request that a member forwarded to a leader that died is lost silently. A call that began under another leader,
-   and has no answer PATIENCE_S after the change was detected, has failed.
-5. No call is handed over twice here; `client.py` decides about retries.
+   before that is `untouched`, and so is a call that etcd refused before proposing it.
+2. A member that does not answer a call is asked for its status, over the same channel. If it does not answer this
+   either, or has no leader, it has failed: a hung member delays a call by these two times at most, and no later call. A
+   busy member answers with its status, and the call continues to wait.
+3. A failed member's channel is never used for a new call: the next call opens a new channel, with the present
+   certificates and addresses.
+4. A request that a member forwarded to a leader that died is lost silently. So a call has failed if it began under
+   another leader and has no answer PATIENCE_S after the change was detected.
+5. This module hands no call to gRPC twice; `client.py` decides about retries.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from kproxy.etcd.errors import (
 )
 from kproxy.etcd.messages import PACKAGE, rpc
 
-# The time without an answer after which a member is asked for its status, and the time to answer that; if a call has
-# little time, a quarter of it each.
+# The time without an answer after which a member is asked for its status, and the time it has to answer. Each is at
+# most a quarter of the call's timeout.
 PATIENCE_S = 1.0
 LOOK_TIMEOUT_S = 1.0
 # The time to open a connection, TLS included.
@@ -53,7 +53,7 @@ CONNECT_TIMEOUT_S = 2.0
 
 _CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
-    # This client decides about retries, not a TXT record.
+    # This client decides about retries; a TXT record must not.
     ("grpc.service_config_disable_resolution", 1),
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -64,7 +64,7 @@ _CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 6_000),
     ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.keepalive_permit_without_calls", 0),
-    # Otherwise channels of one process with the same target share a connection, and its failure.
+    # Otherwise channels of one process with the same target would share a connection, and its failure.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
@@ -85,7 +85,7 @@ _MEMBER_FAILED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED
 class CallFailed(Exception):
     """A call that failed at one member, with gRPC's error.
 
-    `untouched`: nothing of it was done. `elsewhere`: try another member. `token_refused`: try another token.
+    `untouched`: the call had no effect. `elsewhere`: try another member. `token_refused`: try another token.
     """
 
     def __init__(self, error: Any, *, untouched: bool) -> None:
@@ -97,7 +97,7 @@ class CallFailed(Exception):
         self.untouched = untouched or self.token_refused
 
     def as_etcd_error(self, name: str, endpoints: str, *, write: bool) -> EtcdError:
-        """Convert it for the caller of call `name`, a `write` or not."""
+        """Convert it to the error for the caller of `name`; `write`: the call is a write."""
         return from_rpc_error(self.error, name, endpoints, write=write and not self.untouched)
 
 
@@ -160,7 +160,7 @@ class Member:
             await self._leave(channel)
 
     async def look(self, timeout_s: float) -> None:
-        """Connect, and check that it is etcd, with a leader or not.
+        """Connect, and check that the member is etcd, even if it has no leader.
 
         Raises CallFailed.
         """
@@ -169,14 +169,14 @@ class Member:
             await _call(channel, "Status", rpc.StatusRequest(), timeout_s, ())
         except grpc.aio.AioRpcError as error:
             failure = self._failed(channel, error, untouched=True)
-            # etcd 3.6 refuses the status without a token. But it answers.
+            # etcd 3.6 refuses to give its status without a token, but this is an answer too.
             if not failure.token_refused:
                 raise failure from error
         finally:
             await self._leave(channel)
 
     async def _connect(self, channel: _Channel, timeout_s: float, token: str) -> None:
-        """Connect by invariant 1. The error tells why a connection was refused, or that there is no leader."""
+        """Connect as invariant 1 demands. The error says why a connection was refused, or that there is no leader."""
         trouble = await self._trouble(channel, timeout_s, token)
         if trouble is not None:
             raise self._failed(channel, trouble, untouched=True) from trouble
@@ -226,7 +226,7 @@ class Member:
         channel = self._channel
         if channel is None:
             opened = _Channel(await self._members.open_channel(self.endpoint))
-            # If another call has opened one meanwhile, this channel serves only its own call.
+            # If another call has opened a channel meanwhile, this one serves only its own call.
             opened.retired = self._channel is not None
             self._channel = self._channel or opened
             channel = opened
@@ -246,9 +246,9 @@ class Member:
 
 
 class Members:
-    """All members of one cluster. `named` is their name in errors.
+    """All members of one cluster. `named` is the text by which errors name them.
 
-    `max_message_bytes` as in the client.
+    `max_message_bytes` is that of the client.
     """
 
     def __init__(
@@ -288,7 +288,7 @@ class Members:
     async def open_channel(self, endpoint: Endpoint, *, window_bytes: int = 0) -> Any:
         """Open a channel that shares no connection with others. Raises EtcdError.
 
-        `window_bytes`: what etcd may send before it is read; 0 leaves that to gRPC.
+        `window_bytes`: the bytes that etcd may send before they are read; 0: gRPC decides.
         """
         credentials = None if self._credentials is None else await self._credentials.current()
         if self._closed:

@@ -1,4 +1,4 @@
-"""etcd's messages: protobuf classes, plain results, parts of transactions.
+"""etcd's messages: protobuf classes, results as named tuples, and parts of transactions.
 
 The descriptors are in a pool of their own: another library in the same process may have registered etcd's own .proto
 files under the same names.
@@ -19,7 +19,7 @@ PACKAGE = "etcdserverpb"
 
 
 class _Messages:
-    """The message classes as attributes, such as `rpc.PutRequest`; made on first use, so importing reads no file."""
+    """The message classes as attributes, such as `rpc.PutRequest`, made on first use: an import reads no file."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -56,7 +56,7 @@ class KeyValue(NamedTuple):
 class WatchEvent(NamedTuple):
     """A change.
 
-    A deletion's `kv` holds the key and, as mod_revision, the revision of the deletion; nothing else.
+    A deletion's `kv` holds only the key and, as mod_revision, the revision of the deletion.
     """
 
     deleted: bool
@@ -64,7 +64,7 @@ class WatchEvent(NamedTuple):
 
 
 class Pages(Sequence[KeyValue]):
-    """Keys and values as etcd sent them, decoded at each iteration.
+    """Keys and values as etcd sent them, decoded anew by each iteration.
 
     Decoded, a million keys take 300 MiB; encoded, a quarter of that.
     """
@@ -107,7 +107,7 @@ class Snapshot(NamedTuple):
 class EtcdStatus(NamedTuple):
     """One member's view: `revision` may lag behind the cluster's.
 
-    `leader_id` is 0 if it knows no leader; `errors` are its alarms, such as that its space is used up.
+    `leader_id` is 0 if the member knows no leader; `errors` are its alarms, such as a full database.
     """
 
     cluster_id: int
@@ -121,7 +121,7 @@ class EtcdStatus(NamedTuple):
 class Lease(NamedTuple):
     """A lease with the TTL that etcd granted, in seconds.
 
-    It may be more than requested.
+    The TTL may be longer than requested.
     """
 
     lease_id: int
@@ -136,9 +136,9 @@ class OpResult(NamedTuple):
 
 
 class TxnResult(NamedTuple):
-    """`responses` are those of the branch that ran.
+    """`responses` are the results of the branch that ran.
 
-    `revision` is the store's after it.
+    `revision` is the store's revision after the transaction.
     """
 
     succeeded: bool
@@ -162,7 +162,7 @@ def decode_key(key: bytes) -> str:
 def prefix_end(prefix: str) -> bytes:
     """The first key after every key that begins with `prefix`.
 
-    If none, b"\0", which means no end to etcd.
+    If there is none, b"\0", which etcd reads as no end.
     """
     stripped = encode_key(prefix).rstrip(b"\xff")
     return stripped[:-1] + bytes([stripped[-1] + 1]) if stripped else b"\0"
@@ -193,7 +193,7 @@ class TxnCompare(NamedTuple):
 class TxnOp(NamedTuple):
     """One operation.
 
-    `write`: it changes something, so repeating it may matter.
+    `write`: the operation changes the store, so it must not be repeated blindly.
     """
 
     message: Any

@@ -1,43 +1,43 @@
-"""Keep a copy of a few prefixes current: load, watch, lose no change.
+"""Keep a local copy of a few prefixes current: load them, then watch them without losing a change.
 
-Single keys can be mirrored too; whatever holds for a prefix holds for them. All prefixes share one watch stream, with a
-watcher each. So there is one stream to break, fall silent and be replaced, and one connection whose loss is noticed at
-once. But etcd guarantees order only within a watcher, so each prefix has a revision of its own.
+Single keys can be mirrored too; every rule for a prefix applies to them. All prefixes share one watch stream, with a
+watcher each. So only one stream can break, fall silent and be replaced, and the loss of its connection is noticed at
+once. But etcd guarantees order only within a watcher, so each prefix has its own revision.
 
 States and transitions
-    LOADING    nothing is known, or it is void     --_load--> RESUMING
+    LOADING    no copy, or an invalid one         --_load--> RESUMING
     RESUMING   everything up to `seen` is known    --a stream opens--> WATCHING
                                                    --another cluster, or an older revision--> LOADING
     WATCHING   later changes arrive                --a break--> RESUMING
                                                    --Compacted, TooLarge, another cluster, distrust()--> LOADING
-A failure in LOADING or RESUMING leads back to the same state after a longer pause. RESUMING that does not come straight
-from a load begins with `_prove_same_history`.
+A failure in LOADING or RESUMING leads back to the same state after a longer pause. RESUMING begins with
+`_prove_same_history`, except directly after a load.
 
 Invariants
 1. `seen` of a prefix: every change to it up to that revision has been handed to the listener. A new watcher starts at
-   seen + 1. It moves only by complete messages: to the last event of an unfragmented message or of the last fragment,
-   or to the revision in a progress notification of that very watcher. It never moves to the header of a message with
-   events: a watcher that catches up is sent old events under a new header.
-2. Listeners get the changes to one prefix in order of revision. Only the one revision that a break cut in two may be
-   handed over twice; a listener that compares mod_revisions is not affected.
-3. Messages and fragments are handed over as they come and not collected. A message has a size limit. A change beyond
-   it, such as the end of a lease with millions of keys, causes a load, which comes in pages.
+   seen + 1. It advances only by complete messages: to the last event of an unfragmented message or of the last
+   fragment, or to the revision in a progress notification of that very watcher. It never advances to the revision in
+   the header of a message with events: etcd sends old events under a new header to a watcher that catches up.
+2. Listeners get the changes to one prefix in order of revision. Only the changes of one revision, if a break splits
+   them, may be handed over twice; this does not affect a listener that compares mod_revisions.
+3. Messages and fragments are handed over as they arrive and not collected. A message has a size limit. A larger change,
+   such as the end of a lease with millions of keys, causes a load, which is read in pages.
 4. A snapshot replaces everything, as of its revision. It is handed over once all of it has been read, and kept encoded
    until then: decoded, a million keys would take 300 MiB.
 5. Revisions compare only within one history. Another cluster id, or a linearizable read below a revision already seen,
-   means a restored etcd: LOADING, and `on_restored` before the snapshot. Until then the listener keeps its state.
-6. On a silent stream a sign of life is asked for every `progress_interval_s`; one silent for `quiet_limit_s` is
-   replaced. A member that has lost the others still answers for seconds, so a linearizable read, which needs a
-   majority, is made at the same interval. `last_heard` is the earlier of the last message on the stream and the last
-   such read: at that time the copy was linked to a live cluster.
+   means a restored etcd: back to LOADING, and `on_restored` before the snapshot. Until then listeners keep their state.
+6. A silent stream is asked for a sign of life every `progress_interval_s`, and replaced after `quiet_limit_s`. A member
+   that has lost the others still answers for seconds, so a linearizable read, which needs a majority, is made at the
+   same interval. `last_heard` is the earlier of the last message on the stream and the last such read: at that time the
+   copy was connected to a live cluster.
 
 Fragments are accepted but not requested. etcd (3.4 up to 3.6.16 at least) measures a fragment anew for each event it
-adds, which is quadratic, and it is silent meanwhile: 100,000 small deletions at one revision took 3.6.16 14 s of CPU in
-fragments, so the stream would be replaced, and the work begun again, before the first fragment came; in one message
-0.8 s. 300,000 in one message took 2.3 s, nearly all of it the deletion itself.
+adds, which is quadratic, and sends nothing meanwhile. etcd 3.6.16 took 14 s of CPU for 100,000 small deletions at one
+revision in fragments: the stream would be replaced before the first fragment came, and the work would begin again. In
+one message they took 0.8 s. 300,000 in one message took 2.3 s, nearly all for the deletion itself.
 
-A watch stream has several watchers. It reports etcd's messages as values and decides nothing. Any failure ends it; the
-first call that meets the failure raises an EtcdError.
+A watch stream has several watchers. It returns etcd's messages as values and decides nothing. Any failure ends it; the
+next call raises an EtcdError.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ from kproxy.etcd.client import EtcdClient
 from kproxy.etcd.errors import Compacted, EtcdError, EtcdUnavailable, TooLarge
 from kproxy.etcd.messages import Pages, Snapshot, WatchEvent, encode_key, key_value, prefix_end, rpc
 
-# The watcher that `ask_for_sign_of_life` creates and cancels: its messages say nothing about the others.
+# The watcher that `ask_for_sign_of_life` creates and cancels: its messages carry no information about the others.
 SIGN_OF_LIFE_WATCH_ID = 1 << 62
 
 _DELETE = 1
 
 
 class WatchMessage(NamedTuple):
-    """One WatchResponse. `revision` is the store's when it was sent.
+    """One WatchResponse. `revision` is the store's revision when etcd sent it.
 
     Events of earlier revisions may still follow.
 
-    `fragment`: more of the same follows. `canceled`: the watcher is gone, for `cancel_reason` or, if
+    `fragment`: more parts of the same message follow. `canceled`: the watcher has ended, for `cancel_reason` or, if
     `compact_revision` is not 0, because its start revision has been compacted.
     """
 
@@ -84,16 +84,16 @@ class WatchMessage(NamedTuple):
         return len(self.raw_events)
 
     def events(self, start: int, stop: int) -> list[WatchEvent]:
-        """Decode a slice of the events: one message can have tens of thousands."""
+        """Decode a slice of the events, because one message can have tens of thousands."""
         return [WatchEvent(event.type == _DELETE, key_value(event.kv)) for event in self.raw_events[start:stop]]
 
 
 class WatchStream:
-    """An open Watch call. One task at a time reads.
+    """An open Watch call, read by one task at a time.
 
     Its creator must await `close`.
 
-    `write_timeout_s`: how long a request may wait for a connection or for etcd to take it.
+    `write_timeout_s`: the time that a request may wait for a connection or for etcd to accept it.
     """
 
     def __init__(self, client: EtcdClient, *, write_timeout_s: float) -> None:
@@ -113,10 +113,10 @@ class WatchStream:
         await self._stream.write(rpc.WatchRequest(create_request=create), self._write_timeout_s)
 
     async def ask_for_sign_of_life(self, key: str) -> None:
-        """Cause two messages for SIGN_OF_LIFE_WATCH_ID, the second of them `canceled`. `key`: one that may be read.
+        """Cause two messages for SIGN_OF_LIFE_WATCH_ID, the second `canceled`. `key`: one that the user may read.
 
-        This creates and cancels a watcher. A progress request is not enough: from 3.5.8 on etcd leaves it unanswered
-        until the start revision of every watcher has been reached, which is never if there are no writes.
+        This creates and cancels a watcher. A progress request is not enough: from 3.5.8 on etcd answers it only once
+        the start revision of every watcher has been reached, and so never if there are no writes.
         """
         await self.watch(SIGN_OF_LIFE_WATCH_ID, key, 0, exact=True, fragments=False)
         cancel = rpc.WatchCancelRequest(watch_id=SIGN_OF_LIFE_WATCH_ID)
@@ -125,7 +125,7 @@ class WatchStream:
     async def read(self, timeout_s: float) -> WatchMessage | None:
         """The next message, or None if none came within `timeout_s`.
 
-        No message is lost by that.
+        A timeout loses no message.
         """
         response = await self._stream.read(timeout_s)
         if response is None:
@@ -148,7 +148,7 @@ class WatchStream:
         await self._stream.close()
 
 
-# Events handed over at once, in one message or several: the loop serves its other tasks in between.
+# The most events handed over before the event loop serves its other tasks, in one message or several.
 CHUNK_EVENTS = 1_000
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
@@ -177,26 +177,26 @@ class MirrorListener(Protocol):
         """
 
     def on_snapshot(self, snapshot: Snapshot) -> Awaitable[None] | None:
-        """Take the whole content of all prefixes at the snapshot's revision.
+        """Replace the state by all keys of all prefixes at the snapshot's revision.
 
-        Return an awaitable if that takes long.
+        Return an awaitable if this takes long.
         """
 
     def on_events(self, events: list[WatchEvent], revision: int) -> None:
         """Take changes to one prefix, in order.
 
-        With them the prefix is complete up to `revision`.
+        After them the prefix is complete up to `revision`.
         """
 
 
 class _Restored(EtcdError):
-    """etcd has a history other than the mirrored one."""
+    """The history in etcd is not the mirrored one."""
 
 
 class _Watched:
     """One prefix, or with `exact` one key.
 
-    `seen` is that of invariant 1; `delivered` is the highest revision of any event handed over.
+    `seen` is defined by invariant 1; `delivered` is the highest revision of any event handed over.
     """
 
     __slots__ = ("delivered", "exact", "prefix", "seen")
@@ -213,8 +213,8 @@ class PrefixMirror:
 
     `run` is one coroutine that the caller owns.
 
-    `clock` gives seconds; `last_heard` is on it. An etcd that cannot be reached, or refuses, is tried again for ever:
-    `last_error` says why nothing new comes.
+    `clock` gives seconds; `last_heard` is on it. If etcd cannot be reached, or refuses, the mirror retries for ever:
+    `last_error` says why no change arrives.
     """
 
     def __init__(
@@ -237,14 +237,14 @@ class PrefixMirror:
         self._progress_interval_s = progress_interval_s
         self._quiet_limit_s = quiet_limit_s
         self._fragments = fragments
-        # The position is the watch id, which etcd wants above 0.
+        # The position is the watch id, which must be above 0 for etcd.
         watched = [*map(_Watched, prefixes), *(_Watched(key, exact=True) for key in keys)]
         self._watched = dict(enumerate(watched, start=1))
         self._cluster_id = 0
         self._synced = asyncio.Event()
         self._restored = False
         self._failures = 0
-        # Events handed over since the loop had its last turn, at least.
+        # An upper bound of the events handed over since the event loop last served other tasks.
         self._in_turn = 0
         self.state = MirrorState.LOADING
         self._stream_heard_at = float("-inf")
@@ -256,7 +256,7 @@ class PrefixMirror:
         await self._synced.wait()
 
     def distrust(self) -> None:
-        """Load anew soon: the caller's own read shows that etcd was restored."""
+        """Load anew soon, because the caller's own read has shown that etcd was restored."""
         self._restored = True
 
     @property
@@ -344,12 +344,12 @@ class PrefixMirror:
                 log.debug("etcd mirror not confirmed", reason=str(error))
 
     async def _prove_same_history(self) -> None:
-        """Check by a linearizable read, which unlike a lagging member is never behind, that etcd was not restored."""
+        """Check that etcd was not restored, by a linearizable read, which unlike a lagging member is never behind."""
         asked_at, cluster_id = self._clock(), self._cluster_id
         seen = max(watched.seen for watched in self._watched.values())
         now = await self._client.get_snapshot(self._watched[1].prefix)
         if cluster_id != self._cluster_id:
-            # A load came in between: this read does not compare.
+            # A load came in between, so this read cannot be compared.
             return
         if now.cluster_id != self._cluster_id or now.revision < seen:
             raise _Restored(
@@ -388,7 +388,7 @@ class PrefixMirror:
             raise EtcdError(f"etcd at {self._client.endpoints} cancelled a watch: {message.cancel_reason}")
         if message.created:
             return
-        # Not before: etcd first confirms a watch that it refuses, and that must not be retried at once.
+        # Not earlier: etcd confirms a watch before it refuses it, and a refused watch must not be retried at once.
         self._failures = 0
         self.last_error = None
         watched = self._watched.get(message.watch_id)
@@ -402,7 +402,7 @@ class PrefixMirror:
     async def _deliver(self, watched: _Watched, message: WatchMessage) -> None:
         count = message.event_count()
         for start in range(0, count, CHUNK_EVENTS):
-            # Events handed over before a break come again after it; all but the revision cut in two are old.
+            # After a break etcd sends some events again. Skip those below the last revision that was handed over.
             events = [
                 event
                 for event in message.events(start, start + CHUNK_EVENTS)

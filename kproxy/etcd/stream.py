@@ -1,21 +1,21 @@
-"""One bidirectional call, on a connection of its own.
+"""One bidirectional gRPC call (a watch or a keepalive), on a connection of its own.
 
-A silent stream may be on a connection that died silently. gRPC detects that after 9 s, about the TTL of a lease, and
-would put the next stream on the same connection. With a channel of its own, a stream is replaced together with its
-connection; and a flood of events on one stream does not delay a keepalive on another.
+The connection of a silent stream may be dead. gRPC detects this after 9 s, about the TTL of a lease, and would put the
+next stream on the same connection. With a channel of its own, a stream is replaced together with its connection; and a
+flood of events on one stream does not delay a keepalive on another.
 
 States: NEW --the first write--> OPEN --any failure, or close()--> ENDED. The first call that meets a failure raises an
 EtcdError; the creator of the stream awaits `close`.
 
 Invariants
-1. A stream goes to the first member in order when it opens, and stays there. A stream that fails, that takes no
-   request, or that is closed while an answer is overdue, is a failure of its member: the next stream goes to another.
-2. Before a further request on a silent stream its member is asked for its status, over another connection. So a hung
-   member is detected sooner than by waiting, and a member without news keeps its stream.
+1. A stream goes to the first member in order when it opens, and stays there. If it fails, accepts no request, or is
+   closed while an answer is overdue, its member counts as failed: the next stream goes to another.
+2. Before another request on a silent stream, its member is asked for its status over another connection. So a hung
+   member is detected sooner than by waiting, and a live member without events keeps its stream.
 3. It is opened with the present token. A token that etcd refuses is not used again.
-4. A task of its own reads ahead, AHEAD responses at most: on a busy event loop a response costs two turns, not the five
-   of starting a read, waiting for it and waking up. Cancelling a read of gRPC would end the call.
-5. What neither the reader nor WINDOW_BYTES holds stays in etcd, which combines the changes that wait into few messages.
+4. A task of its own reads ahead, AHEAD responses at most: on a busy event loop a response then costs two turns; to
+   start a read, wait and wake up costs five. Cancelling a read of gRPC would end the call.
+5. Responses beyond the reader's and WINDOW_BYTES stay in etcd, which combines waiting changes into few messages.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _Result = TypeVar("_Result")
 
 # Responses that wait for their reader.
 AHEAD = 8
-# Small, because etcd cannot combine what it has sent; a longer message is let through whatever its length.
+# Small, because etcd cannot combine changes that it has sent. A longer message is still received.
 WINDOW_BYTES = 16_384
 
 
 class EtcdStream:
     """A call of `service`/`method`.
 
-    One task at a time writes, one reads, and not before the first write.
+    One task at a time may write and one may read. The first read follows the first write.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class EtcdStream:
             request_serializer=getattr(rpc, f"{self._method}Request").SerializeToString,
             response_deserializer=getattr(rpc, f"{self._method}Response").FromString,
         )
-        # If nothing listens it fails at once, and the next stream goes elsewhere.
+        # If nothing listens the call fails at once, and the next stream goes to another member.
         self._call = open_call(metadata=metadata(self._token), wait_for_ready=False)
 
     async def _look_at_member(self) -> None:
@@ -106,9 +106,9 @@ class EtcdStream:
     async def read(self, timeout_s: float) -> Any | None:
         """The next response, or None if none came within `timeout_s`.
 
-        No response is lost by that.
+        A timeout loses no response.
         """
-        # `close` may come while this waits.
+        # Keep both: `close` may be called while this method waits.
         call, reader = self._call, self._reader
         if call is None:
             raise EtcdUnavailable(f"The {self._method} stream of {self._members.endpoints} is not open.")
@@ -125,7 +125,7 @@ class EtcdStream:
         self._in_vain = False
         if not self._arrived:
             await self._met(reader)
-            # If etcd ended it with a status, that is the reason.
+            # If etcd ended the call with a status, raise it.
             await self._met(call)
             self._blame_member()
             raise EtcdUnavailable(f"etcd at {self._members.endpoints} ended {self._method}.")
@@ -145,7 +145,7 @@ class EtcdStream:
             self._news.set()
 
     def refused(self, words: str) -> None:
-        """etcd refused a request on this stream, in `words`: if the token may be the reason, do not use it again."""
+        """Note that etcd refused a request, with this text. If the token may be the reason, do not use it again."""
         # Before 3.6 etcd answers "permission denied" to a watch with an expired token.
         if is_token_refused(words) or "permission denied" in words:
             self._tokens.refused(self._token)
@@ -163,7 +163,7 @@ class EtcdStream:
             reader.cancel()
             await asyncio.wait((reader,))
             if not reader.cancelled():
-                # Retrieving the error keeps asyncio from warning; it does not matter any more.
+                # Retrieve the error, which no longer matters, so that asyncio does not warn.
                 reader.exception()
         channel, self._channel = self._channel, None
         if channel is not None:
@@ -175,7 +175,7 @@ class EtcdStream:
         self._in_vain = False
 
     async def _met(self, step: Awaitable[_Result]) -> _Result:
-        """The result of `step`. Convert a failure to an EtcdError, and blame the member or the token for it."""
+        """Await `step`. Convert a failure to an EtcdError, and record it against the member or the token."""
         try:
             return await step
         except grpc.aio.AioRpcError as error:

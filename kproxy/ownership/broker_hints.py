@@ -1,14 +1,14 @@
-"""Ask brokers who leads partitions, while etcd is silent.
+"""Ask brokers for the leaders of partitions while etcd is silent.
 
-Reference brokers answer Metadata by the leases in etcd. One that has lost its own lease names no leader, and another
-one is asked. KafScale's brokers answer by their snapshot, whatever the leases say: their answers are not used.
+Reference brokers answer Metadata by the leases in etcd. A broker that has lost its own lease names no leader, and the
+next one is asked. KafScale's brokers answer from their snapshot and ignore the leases: their answers are not used.
 
-An answer is a hint (kproxy.routing.topology). It is no proof: the broker that it names checks its own lease before it
-appends, so a wrong hint costs one attempt.
+An answer is only a hint (kproxy.routing.topology): the broker that it names checks its own lease before it appends, so
+a wrong hint costs one attempt.
 
 Invariants
-1. At most BURST questions at once and RATE_PER_S a second on average, each about all partitions that wait. A question
-   is put to at most MAX_ASKED brokers, and takes at most ASK_S.
+1. At most BURST questions are asked at once and RATE_PER_S a second on average, each about all waiting partitions. A
+   question goes to at most MAX_ASKED brokers and takes at most ASK_S.
 2. A partition that the source has changed since the question began gets no hint.
 3. Only partitions in doubt get hints, and only the brokers that these hints name get addresses.
 """
@@ -35,14 +35,14 @@ BURST = 3
 RATE_PER_S = 3.0
 MAX_ASKED = 3
 ASK_S = 3.0
-# For the dial, and for each answer: a broker that hangs must leave time for others.
+# The limit of the dial and of each answer: a broker that hangs must leave time for others.
 TIMEOUT_S = 1.0
 
 log = structlog.get_logger(__name__)
 
 
 class BrokerHints:
-    """Gives hints to `topology`; brokers are accessed by `access`."""
+    """Gives hints to `topology`; `access` opens connections to brokers."""
 
     def __init__(self, topology: Topology, access: BrokerAuth, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._topology = topology
@@ -51,9 +51,9 @@ class BrokerHints:
         self._order = Random()  # noqa: S311 -- spreads questions, guards nothing
 
     async def ask(self, partitions: Sequence[Partition], is_wanted: Callable[[], bool]) -> bool:
-        """Ask who leads `partitions`; return whether a route has changed.
+        """Ask for the leaders of `partitions`; return whether a route has changed.
 
-        The answer is used while `is_wanted()`.
+        An answer is used only if `is_wanted()` is still true.
         """
         await asyncio.sleep(self._pace.due_in_s())
         self._pace.spend()
@@ -69,7 +69,7 @@ class BrokerHints:
         """The first useful answer; None if there is none."""
         topics = [{"name": topic.decode("ascii")} for topic in dict.fromkeys(topic for topic, _ in asked)]
         in_doubt = {self._topology.owner(*partition) for partition in asked}
-        # Owners in doubt last, the others in any order: one that is cut off from etcd is not always the first.
+        # Owners in doubt last, others in random order, so that a broker cut off from etcd is not always first.
         broker_ids = sorted(self._topology.brokers, key=lambda each: (each in in_doubt, self._order.random()))
         untried = list(dict.fromkeys(self._topology.brokers[broker_id] for broker_id in broker_ids))
         for _ in range(MAX_ASKED):

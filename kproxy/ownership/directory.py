@@ -1,6 +1,6 @@
-"""Brokers' addresses, topic ids and group coordinators from etcd.
+"""Read brokers' addresses, topic ids and group coordinators from etcd.
 
-The lease table keeps them current.
+The lease table (kproxy.ownership.leases) feeds it with changes.
 
 | key under the prefix | value | written by |
 | --- | --- | --- |
@@ -10,18 +10,18 @@ The lease table keeps them current.
 | `group-leases/{group}` | a decimal broker id | the broker of KafScale that coordinates it, on its lease |
 
 A broker or topic may have both a key of its own and an entry in the snapshot (`Overlay`). Its own key wins: a broker's
-key is on the broker's lease, so it goes when the broker does. The snapshot was written once by an operator or a broker
-and still lists brokers that are gone. So it counts only for what has no key of its own, and again once that key has
-gone; dialling finds out that an address is dead.
+key is on the broker's lease, so etcd removes it with the broker. The snapshot was written once by an operator or a
+broker and may list brokers that are gone. So an entry of the snapshot counts only while there is no such key; dialling
+shows whether its address is dead.
 
 Invariants
-1. An invalid value is no address, no id and no coordinator. A snapshot has many brokers' addresses: if it is invalid as
-   a whole, the last valid one stays in force; a single invalid entry is skipped.
+1. An invalid value counts as none. But a snapshot has many brokers' addresses: if the whole is invalid, the last valid
+   snapshot stays in force; a single invalid entry is skipped.
 2. The result of a load and of events is the same, except for an invalid snapshot.
-3. `Overlay` reports the present value of a key: that of its own entry, else of the listed one, else None. It reports
-   removals before additions, so that an id may pass from one topic to another.
+3. `Overlay` reports the present value of a key: the own value, else the listed value, else None. It reports removals
+   before additions, so that an id may move from one topic to another.
 4. A group's lease changes only upward: a revision at or below the entry's own is ignored. There are at most MAX_GROUPS
-   groups; a group beyond is treated like one without a lease.
+   groups; further groups are treated as without a lease.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Overlay(Generic[Key, Value]):
         self._told: dict[Key, Value] = {}
 
     def set_own(self, key: Key, value: Value | None) -> bool:
-        """Set the value of the key's own entry, None if that is gone.
+        """Set the key's own value; None if its entry is gone.
 
         Return whether the present value changes.
         """
@@ -93,9 +93,9 @@ class Overlay(Generic[Key, Value]):
         return True
 
     def load(self, own: dict[Key, Value], listed: Mapping[Key, Value] | None) -> None:
-        """Replace both; `listed` None keeps that.
+        """Replace both sources; `listed` None keeps the listed values.
 
-        Tell all present values, also unchanged ones.
+        Report all present values, also the unchanged ones.
         """
         self._own = own
         if listed is not None:
@@ -123,7 +123,7 @@ class GroupLease(NamedTuple):
 
 
 class GroupLeases:
-    """The coordinator of each consumer group, by KafScale's leases."""
+    """The coordinator of each consumer group, from KafScale's leases."""
 
     def __init__(self) -> None:
         self._leases: dict[str, GroupLease] = {}
@@ -166,7 +166,7 @@ class _Kind(Enum):
 
 
 class Directory:
-    """Feeds brokers and topic ids to `topology`, and `groups`.
+    """Feeds brokers and topic ids to `topology`, and coordinators to `groups`.
 
     `skip` is called with each invalid key or value.
     """
@@ -184,7 +184,7 @@ class Directory:
 
     @property
     def prefixes(self) -> tuple[str, ...]:
-        """The prefixes that a mirror must watch for it, beside `keys`."""
+        """The prefixes that a mirror must watch for this directory, beside `keys`."""
         return (self._brokers_prefix, self._topics_prefix, self._groups_prefix)
 
     @property
@@ -213,7 +213,7 @@ class Directory:
         return False
 
     async def load(self, kvs: Sequence[KeyValue]) -> None:
-        """Replace everything with these keys."""
+        """Replace all entries by those of these keys."""
         found: dict[_Kind, dict[Any, Any]] = {kind: {} for kind in _Kind}
         for position, kv in enumerate(kvs):
             said = self._read(kv)
@@ -222,14 +222,14 @@ class Directory:
             if position % PORTION_ENTRIES == PORTION_ENTRIES - 1:
                 await asyncio.sleep(0)
         said_by_keys = {kind: {key: value for key, value in found[kind].items() if value is not None} for kind in _Kind}
-        # Without the key nothing is listed; with an invalid value the last list stays.
+        # Without the key nothing is listed; with an invalid value the last valid list stays.
         listed = found[_Kind.SNAPSHOT].get(self._snapshot_key, NO_SNAPSHOT)
         self._addresses.load(said_by_keys[_Kind.BROKER], None if listed is None else listed.addresses)
         self._topic_ids.load(said_by_keys[_Kind.TOPIC], None if listed is None else listed.topic_ids)
         self.groups.load(said_by_keys[_Kind.GROUP])
 
     def _read(self, kv: KeyValue, *, deleted: bool = False) -> tuple[_Kind, Any, Any] | None:
-        """The subject of a key and its value (None if deleted or invalid); None for an invalid key."""
+        """The kind of a key, the name in it, and its value (None if deleted or invalid); None for an invalid key."""
         try:
             kind, key = self._subject(kv.key)
         except InvalidEntry as reason:

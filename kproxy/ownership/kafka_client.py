@@ -1,7 +1,7 @@
 """One connection to a Kafka broker for small requests, one after another.
 
-All of kproxy that is a client of brokers itself uses it: the proxy for owners and the trail's topic, the commands, and
-the audit, also on Spark's executors. These have only the standard library, kproxy_codec, kafka-python and scramp.
+Every part of kproxy with requests of its own uses it: the proxy for owners and the trail's topic, the commands, and the
+audit, also on Spark's executors. So it needs only the standard library, kproxy_codec, kafka-python and scramp.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kproxy_codec.metadata import HIGHEST_VERSION, PORTION, MetadataReader
 MAX_ANSWER_BYTES = 64 << 20
 CLIENT_ID = b"kproxy"
 PLAIN_ACCESS = BrokerAuth()
-# The time before the next broker is asked as well, in seconds.
+# The time after which the next broker is tried as well, in seconds.
 HEAD_START_S = 0.25
 ANY_VERSION = 0x7FFF
 # Up to this version Metadata, Produce and Fetch have topic names.
@@ -34,7 +34,7 @@ WITHOUT_TOPIC_IDS = 12
 
 
 class BrokerUnreachable(Exception):
-    """No answer from a broker; the text says which and why."""
+    """No answer from a broker; the text names the broker and the reason."""
 
 
 class BrokerRefused(BrokerUnreachable):
@@ -60,7 +60,7 @@ class KafkaConnection:
         access: BrokerAuth,
     ):
         self._access = access
-        # When the session is to be renewed, in the event loop's time.
+        # When the SASL session must be renewed, in the event loop's time.
         self._renew_at: float | None = None
         self._authenticate_version = 0
         self.address = address
@@ -80,7 +80,7 @@ class KafkaConnection:
     ) -> KafkaConnection:
         """Dial, authenticate, and ask for the broker's API versions. Raises BrokerUnreachable.
 
-        `inside`: a Unix socket that leads there already.
+        `inside`: a connected Unix socket that leads to the broker, used in place of a dial.
         """
         context, name = access.context(), access.server_name(address.host)
         loop = asyncio.get_running_loop()
@@ -108,7 +108,7 @@ class KafkaConnection:
         try:
             await connection._introduce()
             answer = await connection.ask(keys.API_VERSIONS, 0)
-        except BaseException:  # the task may be cancelled: another broker has answered first
+        except BaseException:  # The task may be cancelled because another broker has answered first.
             connection.abort()
             raise
         connection._versions = {api.api_key: (api.min_version, api.max_version) for api in answer.api_keys}
@@ -139,7 +139,7 @@ class KafkaConnection:
             raise self.unreachable(api_key, error) from error
 
     async def metadata(self, topics: Sequence[Mapping[str, object]] | None) -> MetadataReader:
-        """Ask about topics that exist, None for all. Raises BrokerUnreachable."""
+        """Ask about existing topics; None means all. Raises BrokerUnreachable."""
         version, body = await self.exchange(
             keys.METADATA, HIGHEST_VERSION, topics=topics, allow_auto_topic_creation=False
         )
@@ -174,7 +174,7 @@ class KafkaConnection:
         timeout_s: float | None = None,
         max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> memoryview:
-        """Send an encoded body; return the whole answer. Raises BrokerUnreachable."""
+        """Send an encoded body; return the answer's whole frame. Raises BrokerUnreachable."""
         if self._renew_at is not None and asyncio.get_running_loop().time() >= self._renew_at:
             await self._authenticate(self._access.authenticate(self._exchange_frame, self._authenticate_version))
         return await self._exchange_frame(api_key, version, body, timeout_s, max_answer_bytes)
@@ -212,9 +212,9 @@ class KafkaConnection:
         return kind(f"{self.address} did not answer {keys.name_of(api_key)} ({_why(error)})")
 
     def version(self, api_key: int, at_most: int) -> int:
-        """The version that `ask` uses.
+        """The version in which `ask` sends a request.
 
-        Raises UnsupportedVersion if there is none in common.
+        Raises UnsupportedVersion if there is no common version.
         """
         theirs = self._versions.get(api_key)
         ours = version_range(api_key)
@@ -227,7 +227,7 @@ class KafkaConnection:
         return self._versions.get(api_key)
 
     def abort(self) -> None:
-        """Close at once, without TLS's farewell, which a broker that hangs would not answer."""
+        """Close at once, without TLS's closing handshake, which a hung broker would not answer."""
         self._protocol.abort()
 
     async def close(self) -> None:
@@ -245,8 +245,8 @@ async def open_any(
 
     Raises BrokerUnreachable that names them all.
 
-    They are tried in order. After HEAD_START_S without an answer the next one is tried as well (as in RFC 8305), so
-    hung brokers and dead hosts cost little.
+    Addresses are tried in order. After HEAD_START_S without an answer the next one is tried as well (as in RFC 8305),
+    so hung brokers and dead hosts cost little time.
     """
     untried = list(dict.fromkeys(addresses))
     trying: set[asyncio.Task[KafkaConnection]] = set()
@@ -286,5 +286,5 @@ async def _abandon(trying: set[asyncio.Task[KafkaConnection]]) -> None:
 def _why(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return "no answer in time"
-    # Without the errno before the words of an OSError.
+    # Omit the errno at the start of an OSError's text.
     return re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__

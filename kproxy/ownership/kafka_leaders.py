@@ -3,14 +3,14 @@
 State: the cluster's id, and for each topic its id and the highest leader epoch of each partition.
 
 Invariants
-1. Revisions are this table's own: the number of the answer that changed an entry. They only grow, over clusters too.
+1. A revision is the number of the answer that changed an entry. Revisions only grow, even if the cluster changes.
 2. Within one topic id a leader counts only if its epoch is not lower than the known one: a lagging broker cannot bring
-   an earlier leader back. A new topic id starts anew.
-3. A partition that an answer does not name, or names without a leader, has no owner any more. A topic for which an
-   answer has only an error, other than an unknown topic, stays as it is. An answer about some topics does not change
-   the others.
+   an earlier leader back. With a new topic id the epochs start anew.
+3. A partition that an answer omits, or names without a leader, loses its owner. If an answer has only an error for a
+   topic, the topic is left unchanged unless the error is that it is unknown. An answer about some topics does not
+   change the others.
 4. A broker that the cluster does not name any more has no address.
-5. Another cluster id is another cluster: everything known is dropped.
+5. Another cluster id means another cluster: everything known is dropped.
 6. The topology knows how many partitions each topic has (`Topology.lacks`), from the first answer about all topics on.
 """
 
@@ -46,7 +46,7 @@ class _Known:
 
 
 class KafkaLeaders:
-    """Feeds `topology` with one answer after another."""
+    """Applies one answer after another to `topology`."""
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
@@ -72,12 +72,12 @@ class KafkaLeaders:
                 done = 0
                 yield
         self._topology.is_complete |= whole
-        # Last: until here they may be owners.
+        # Remove brokers last: until now they may still be owners.
         for broker_id in set(self._topology.brokers) - set(named):
             self._topology.remove_broker(broker_id)
 
     def _work(self, answer: MetadataReader, whole: bool) -> Iterator[tuple[int, Iterator[None]]]:
-        """The changes of each topic, with their size in partitions."""
+        """The steps of each topic, with its number of partitions."""
         if whole:
             there = {topic.name for topic in answer.topics}
             for name in [name for name in self._known if name not in there]:
@@ -136,14 +136,14 @@ class KafkaLeaders:
             self._disown(name, unnamed)
             unnamed = named.find(0, unnamed + 1)
         for index in topology.partition_indexes(name)[len(named) :]:
-            # Partitions of an earlier topic of that name, which had more.
+            # These partitions are of an earlier topic of that name, which had more.
             self._disown(name, index)
 
     def _name_id(self, name: bytes, topic_id: bytes | None) -> None:
         try:
             self._topology.set_topic_id(name, topic_id)
         except ValueError as error:
-            # The cluster contradicts itself: the topic is known by its name alone.
+            # The cluster contradicts itself, so the topic is known only by its name.
             log.warning("topic id ignored", reason=str(error))
 
     def _remove(self, name: bytes) -> Iterator[None]:

@@ -1,19 +1,19 @@
-"""Learn owners from a Kafka cluster's Metadata: when and whom to ask.
+"""Learn owners from a Kafka cluster's Metadata: decide when to ask, and which broker.
 
 States: EMPTY --first answer--> CURRENT <--> STALE (no answer for `stale_after_s`). A stale table still serves.
 
 Transitions happen in rounds. A round asks one broker, about all topics or about those in doubt, and applies the answer
 (kproxy.ownership.kafka_leaders). Rounds about all topics come at an interval, after a lost connection (`broker_lost`)
-and after a failed round. `refresh` requests a round about some; requests that come during a round get the next one,
-since the present read may be older than the refusal that caused them.
+and after a failed round. `refresh` requests a round about some; requests that come during a round wait for the next
+one, since the present read may be older than the refusal that caused them.
 
 Invariants
-1. At most BURST rounds at once and RATE_PER_S a second on average, for any number of requests: they share rounds. Lost
-   connections cause a round about all topics at most every WHOLE_APART_S.
+1. There are at most BURST rounds at once and RATE_PER_S a second on average: requests share rounds. Lost connections
+   cause a round about all topics at most every WHOLE_APART_S.
 2. A broker whose answer did not help is not asked next: it may lag or be cut off from the controllers. The same
    broker is not asked about all topics twice in a row, if there are others.
 3. A round blocks the event loop for milliseconds only, however large the cluster is.
-4. At most MAX_DOUBTED topics are asked for by name; if more are in doubt, all are asked for.
+4. A round asks for at most MAX_DOUBTED topics by name; if more are in doubt, it asks for all topics.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BURST = 5
 RATE_PER_S = 5.0
 WHOLE_APART_S = 1.0
 MAX_DOUBTED = 500
-# The longest name of a topic (Kafka's own rule).
+# The length of the longest topic name that Kafka allows.
 _MAX_NAME_BYTES = 249
 
 
@@ -64,7 +64,7 @@ class KafkaMetadata:
         stale_after_s: float | None = None,
         access: BrokerAuth = PLAIN_ACCESS,
     ) -> None:
-        """`stale_after_s` None: three intervals. Brokers are accessed by `access`."""
+        """`stale_after_s` None means three intervals. `access` opens connections to brokers."""
         self._access = access
         self._bootstrap = tuple(bootstrap)
         self._topology = topology
@@ -75,13 +75,13 @@ class KafkaMetadata:
         self._stale_after_s = 3 * interval_s if stale_after_s is None else stale_after_s
         self._jitter = Random()  # noqa: S311 -- spreads retries, guards nothing
         self._connection: KafkaConnection | None = None
-        # The broker not to ask next, if there is another one.
+        # The broker that is not asked next, if there is another one.
         self._passed_over: Address | None = None
         self._heard_at = float("-inf")
         self._pace = Pace(clock, BURST, RATE_PER_S)
         self._whole_at = float("-inf")
         self._whole_due = float("-inf")
-        # Topics in doubt, by name or id, each with one of its partitions and the known revision of its owner.
+        # Topics in doubt, by name or id, each with one of its partitions and the revision of that one's owner.
         self._doubted: dict[bytes, tuple[int, int]] = {}
         self._wanted = asyncio.Event()
         self._next_round: asyncio.Future[None] | None = None
@@ -91,7 +91,7 @@ class KafkaMetadata:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the cluster last answered; infinite before it ever did."""
+        """Seconds since the cluster last answered; infinite before the first answer."""
         return self._clock() - self._heard_at
 
     @property
@@ -107,8 +107,8 @@ class KafkaMetadata:
 
         Requests are coalesced.
 
-        `topic` is a name or an id. Returns when a read that began after the call has ended, failed or not; at once if
-        `run` does not run, or `topic` is neither a name nor an id.
+        `topic` is a name or an id. Returns when a read that began after the call has succeeded or failed. Returns at
+        once if `run` is not running, or if `topic` is neither a name nor an id.
         """
         if self._topology.owner_revision(topic, partition_index) > seen_revision:
             return
@@ -163,7 +163,7 @@ class KafkaMetadata:
                 if self.last_error is None:
                     await self._pause()
                 else:
-                    # A request does not end the back-off of a failing source.
+                    # Requests do not shorten the back-off of a failing source.
                     await asyncio.sleep(backoff_s * (1 + self._jitter.random() / 2))
                     backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
         finally:
@@ -215,7 +215,7 @@ class KafkaMetadata:
         return all(owner_revision(topic, index) > seen for topic, (index, seen) in doubted.items())
 
     async def _ask_any(self, topics: list[bytes] | None) -> tuple[MetadataReader, bool]:
-        """Like `_ask`. If the broker asked last has gone since, ask the next one at once: callers have few attempts."""
+        """Like `_ask`. If the last broker has gone, ask the next one at once: callers have few attempts."""
         before = self._connection
         await self._connect()
         try:
@@ -228,7 +228,7 @@ class KafkaMetadata:
         return await self._ask(topics)
 
     async def _ask(self, topics: list[bytes] | None) -> tuple[MetadataReader, bool]:
-        """Ask about `topics`, None for all: the answer, and whether it is about all. Raises BrokerUnreachable."""
+        """Ask about `topics` (None: all). Return the answer, and whether it is about all. Raises BrokerUnreachable."""
         assert self._connection is not None  # noqa: S101 - connected by the caller
         by_id = topics is not None and any(map(_is_id, topics))
         if by_id and self._connection.version(keys.METADATA, HIGHEST_VERSION) < TOPICS_BY_ID_FROM:
@@ -237,7 +237,7 @@ class KafkaMetadata:
         return await self._connection.metadata(wanted), topics is None
 
     async def _connect(self) -> None:
-        """Connect to the broker asked last, or to the next one if that one is to be passed over."""
+        """Connect to the broker asked last, or to the next one if that broker is passed over."""
         known = list(dict.fromkeys([*self._bootstrap, *self._topology.brokers.values()]))
         passed_over, self._passed_over = self._passed_over, None
         if self._connection is not None:
@@ -245,7 +245,7 @@ class KafkaMetadata:
                 return
             await self._drop_connection()
         if passed_over in known:
-            # Begin with the broker after it, so that all are asked in turn, this one last.
+            # Begin with the next broker, so that all are asked in turn and the passed-over one last.
             at = known.index(passed_over) + 1
             known = known[at:] + known[:at]
         self._connection = await open_any(known, self._timeout_s, access=self._access)

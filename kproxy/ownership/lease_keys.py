@@ -53,7 +53,7 @@ def is_topic_name(name: str) -> bool:
     return _TOPIC.fullmatch(name) is not None and name not in (".", "..")
 
 
-# The same few topics, partition indexes and broker ids recur: cached, they cost a tenth.
+# The same few topics, partition indexes and broker ids recur: from the cache they cost a tenth.
 @lru_cache(maxsize=1 << 10)
 def _topic(name: str) -> bytes:
     if not is_topic_name(name):
@@ -147,7 +147,7 @@ NO_SNAPSHOT = ClusterSnapshot({}, {}, [])
 
 
 def parse_snapshot(value: bytes) -> ClusterSnapshot:
-    """Parse the JSON of KafScale's `metadata/snapshot`, a Go struct without JSON names. Skip invalid entries."""
+    """Parse the JSON of KafScale's `metadata/snapshot`, a Go struct without JSON names; invalid entries are skipped."""
     if len(value) > MAX_SNAPSHOT_VALUE_BYTES:
         raise InvalidEntry("a cluster snapshot that is too long")
     try:
@@ -182,7 +182,7 @@ def _topic_name(name: str | None) -> bytes:
 
 
 def _topic_id_of(numbers: Sequence[int]) -> bytes:
-    """The id in an array of 16 numbers, as Go writes 16 bytes."""
+    """The topic id in an array of 16 numbers, which is how Go writes 16 bytes."""
     try:
         topic_id = bytes(numbers)
     except ValueError:
@@ -215,7 +215,7 @@ log = structlog.get_logger(__name__)
 class SkippedKeys:
     """Logs `event` for at most `most_logged` keys.
 
-    Counts all in `counts`, as `counted_as` and the reason.
+    Counts every key in `counts`, by `counted_as` and the reason.
     """
 
     def __init__(self, event: str, counts: Counter[str], *, counted_as: str = "", most_logged: int) -> None:

@@ -1,4 +1,4 @@
-"""The lease table: keep the owners in a `Topology` current from etcd.
+"""Keep the owners in a `Topology` current from the leases in etcd.
 
 It mirrors `{prefix}/partition-leases/{topic}/{partition}` (value: a decimal broker id), and the keys of its
 `directory`: brokers' addresses, topic ids, group coordinators. The mirror (`kproxy.etcd.mirror`) stays current, and
@@ -6,20 +6,20 @@ the topology changes an entry only upward. This module interprets keys and value
 answered NOT_LEADER_OR_FOLLOWER.
 
 States: EMPTY --first snapshot--> CURRENT <--> STALE (etcd has been silent for `stale_after_s`). A stale table still
-serves: the last known owner is the best guess. After a refusal brokers are asked for a better one
-(kproxy.ownership.broker_hints), if their `access` is given. A restored etcd empties the table and logs an error.
+serves: the last known owner is the best guess. After a refusal it asks brokers for the present owner
+(kproxy.ownership.broker_hints), if `access` is given. A restored etcd empties the table and logs an error.
 
 Invariants
-1. An entry is (owner, mod_revision) and changes only upward; a removal also counts as of its revision.
-2. A broker's refusal deletes nothing. It names the revision the owner was taken from; if the table is not newer, the
-   key is read again, linearizably, and the result is applied by invariant 1.
+1. An entry is (owner, mod_revision), and its revision only grows; a removal has a revision too.
+2. A broker's refusal deletes nothing. The caller names the revision of the owner it used; if the table is not newer,
+   the key is read again, linearizably, and the result is applied by invariant 1.
 3. Re-reads are coalesced: at most one transaction is in flight, and it reads each waiting partition once. A caller that
-   comes while it is in flight gets the next one, since that read may be older than the refusal.
-4. An ownership stays until its own key goes, even if its broker's key went before.
-5. A key in etcd is never older than its entry here. If it is, etcd was restored, though its cluster id and its revision
-   do not show it (`etcdutl snapshot restore --bump-revision`).
-6. An invalid key is skipped, and an invalid value is no owner: the table is the same whether it came from a snapshot or
-   from events. Both are counted in `skipped`, by reason, and logged once per key.
+   comes meanwhile waits for the next one, since the present read may be older than the refusal.
+4. An ownership lasts until its own key is deleted, even if its broker's key is deleted first.
+5. A key in etcd is never older than its entry here. If it is, etcd was restored in a way that its cluster id and its
+   revision do not show (`etcdutl snapshot restore --bump-revision`).
+6. An invalid key is skipped, and an invalid value means no owner: a snapshot and the same changes as events give the
+   same table. Both are counted in `skipped`, by reason, and logged once per key.
 7. Brokers' hints are taken only while the table is STALE, and dropped when it is CURRENT again.
 """
 
@@ -73,9 +73,9 @@ class Rereads:
         self._served = True
 
     async def wait_for(self, partition: Partition) -> None:
-        """Wait for the end of a read that begins after this call, failed or not.
+        """Wait until a read that begins after this call has succeeded or failed.
 
-        Return at once if none runs.
+        Return at once if no reads are made.
         """
         if not self._served:
             return
@@ -92,7 +92,7 @@ class Rereads:
     async def batch(self) -> AsyncIterator[list[Partition]]:
         """Take waiting partitions, as many as one transaction holds.
 
-        Release their callers at the end.
+        Release their callers when the block ends.
         """
         await self._any.wait()
         batch = dict(islice(self._waiting.items(), REREAD_KEYS))
@@ -107,7 +107,7 @@ class Rereads:
                 future.set_result(None)
 
     def close(self) -> None:
-        """Release all callers: nothing will be read any more."""
+        """Release all callers, because no further read will be made."""
         self._served = False
         waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
@@ -115,11 +115,11 @@ class Rereads:
 
 
 MAX_LOGGED_KEYS = 1_000
-# Twice the interval at which etcd is asked for a sign of life: a table is stale within 5 s of the last one.
+# Twice the interval at which etcd is asked for a sign of life: a table is stale within 5 s of the last sign.
 STALE_AFTER_S = 4.0
-# Longer than a majority of etcd takes; questions to brokers wait for it.
+# Longer than a live majority of etcd takes; the next question to brokers waits for this read.
 STALE_REREAD_S = 1.0
-# How often a stale table looks whether etcd is heard again.
+# The interval at which a stale table checks whether etcd answers again.
 LOOK_S = 0.2
 
 log = structlog.get_logger(__name__)
@@ -128,8 +128,8 @@ log = structlog.get_logger(__name__)
 class LeaseTable:
     """Feeds `topology` from etcd. `run` is one coroutine that the caller owns.
 
-    `prefix` is that of all keys, such as `/kafscale`. `on_change` is called, on the loop, after owners or addresses
-    changed. `clock` and `stale_after_s` are in seconds. `access`: brokers are asked by it, while etcd is silent.
+    `prefix` begins all keys, such as `/kafscale`. `on_change` is called, on the loop, after owners or addresses
+    changed. `clock` and `stale_after_s` are in seconds. `access` opens connections to brokers while etcd is silent.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class LeaseTable:
         self._loaded_revision = 0
         self._rereads = Rereads()
         self._hints = BrokerHints(topology, access, clock=clock) if access is not None else None
-        # Set from the first question to brokers until etcd is heard again.
+        # Set from the first question to brokers until etcd answers again.
         self._asks_brokers = asyncio.Event()
         self.restores = 0
 
@@ -188,16 +188,16 @@ class LeaseTable:
 
     @property
     def last_error(self) -> EtcdError | None:
-        """The reason while nothing new comes."""
+        """The error because of which no change arrives; None otherwise."""
         return self._mirror.last_error
 
     async def refresh(self, topic: bytes, partition_index: int, seen_revision: int) -> bool:
         """Re-read a partition after NOT_LEADER_OR_FOLLOWER (6) from its owner.
 
-        The owner was that as of `seen_revision`.
+        The caller used the owner as of `seen_revision`.
 
-        Returns whether the table has a later change now, which may be that the partition has no owner any more. False
-        if nothing changed, or etcd did not answer: the caller backs off.
+        Returns whether the table has a later change now; the change may be the removal of the owner. If nothing
+        changed, or etcd did not answer, the result is False, and the caller backs off.
         """
         partition = Partition(self._topology.name_of(topic) or topic, partition_index)
         known = self._topology.owner_revision(*partition) > seen_revision
@@ -246,7 +246,7 @@ class LeaseTable:
         self._tell()
 
     async def _is_contradicted_by(self, snapshot: Snapshot) -> bool:
-        """Whether invariant 5 is broken; the first load, the longest, is not checked."""
+        """Whether the snapshot breaks invariant 5; the first load, the longest, is not checked."""
         if not self._topology.revision:
             return False
         for position, kv in enumerate(snapshot.kvs):
@@ -260,11 +260,11 @@ class LeaseTable:
         """Whether `kv`, read at revision `as_of`, is older than the entry of its key."""
         try:
             partition = parse_lease_key(kv.key.removeprefix(self._leases_prefix))
-            # An invalid value counts as none as of the load that read it, which is later than its mod_revision.
+            # An invalid value counts as no owner as of the load that read it, which is later than its mod_revision.
             parse_owner(kv.value)
         except InvalidEntry:
             return False
-        # A re-read may have brought something newer than this load.
+        # A re-read may have found a change newer than this load.
         return kv.mod_revision < self._topology.owner_revision(*partition) <= as_of
 
     def on_events(self, events: list[WatchEvent], revision: int) -> None:
@@ -282,7 +282,7 @@ class LeaseTable:
             self._tell()
 
     def _set_owner(self, partition: tuple[bytes, int], kv: KeyValue | None, revision: int) -> bool:
-        """Set the owner in `kv`, the key of `partition` as of `revision`; None if it is gone."""
+        """Set the owner in `kv`, the key of `partition` as of `revision`; None if the key is gone."""
         owner = NO_OWNER
         if kv is not None:
             try:
@@ -290,7 +290,7 @@ class LeaseTable:
             except InvalidEntry as reason:
                 self._skip(kv, reason)
         if owner == NO_OWNER == self._topology.owner(*partition):
-            # There is nothing to remove, and arbitrary partitions must not create rows.
+            # There is nothing to remove, and requests for arbitrary partitions must not create rows.
             return False
         return self._topology.set_owner(*partition, owner, revision)
 
@@ -338,7 +338,7 @@ class LeaseTable:
         keys = [f"{self._leases_prefix}{topic.decode('ascii')}/{index}" for topic, index in partitions]
         result = await self._client.txn([], [get_op(key) for key in keys])
         if self._cluster_id == 0:
-            # Not loaded yet: the first snapshot will have it.
+            # Not loaded yet: the first snapshot will contain this change.
             return
         found = [kv for response in result.responses for kv in response.kvs]
         if (
@@ -349,7 +349,7 @@ class LeaseTable:
             self._mirror.distrust()
             return
         if result.revision < self._loaded_revision:
-            # A load overtook this read. A partition absent in the load has no entry that would outrank an older read.
+            # A load overtook this read. If the load lacks a partition, no entry would make an older read lose.
             return
         changed = False
         for partition, response in zip(partitions, result.responses, strict=True):

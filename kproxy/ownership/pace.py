@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class Pace:
-    """`burst` at once, and `rate` a second on average."""
+    """Allows `burst` questions at once, and `rate` a second on average."""
 
     def __init__(self, clock: Callable[[], float], burst: float, rate: float) -> None:
         self._clock = clock
@@ -21,6 +21,6 @@ class Pace:
         self._counted_at = now
 
     def due_in_s(self) -> float:
-        """Seconds until the next one is allowed."""
+        """Seconds until the next question is allowed."""
         left = self._left + (self._clock() - self._counted_at) * self._rate
         return max(0.0, (1 - left) / self._rate)

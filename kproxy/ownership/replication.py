@@ -1,14 +1,14 @@
 """Read the reference brokers' replicas and ISRs from etcd, on demand.
 
-Requests are not routed by them, so nothing is mirrored. A read is one state of etcd, at one revision:
+No request is routed by them, so no mirror is needed. A read sees one state of etcd, at one revision:
 
     {prefix}/refbroker/topics/{topic}                   "topic_id", "replicas" by partition, "configs"
     {prefix}/refbroker/partitions/{topic}/{partition}   "leader_epoch", "isr", "topic_id"
     {prefix}/partition-leases/{topic}/{partition}       the leader
     {prefix}/brokers/{id}                               the live brokers
 
-A partition without a state has no row. A partition whose state is of an earlier topic of its name has none either. If
-there are no such topics, as with KafScale's brokers, the rest is not read.
+A partition without a state has no row. Nor has a partition whose state is of an earlier topic of its name. If no topic
+has a key, as with KafScale's brokers, the rest is not read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kproxy.ownership.directory import PORTION_ENTRIES
 from kproxy.ownership.lease_keys import InvalidEntry, parse_broker_key, parse_lease_key, parse_owner
 
 FRESH_S = 1.0
-# Less than the clients of the admin page wait.
+# Shorter than the timeout of the admin page's clients.
 TIMEOUT_S = 2.0
 MIN_INSYNC_REPLICAS = "min.insync.replicas"
 
@@ -53,7 +53,7 @@ def _node_ids(isr: Sequence[_Member]) -> list[int]:
 
 
 def _min_insync_replicas(topic: _Topic, replicas: int) -> int:
-    """The topic's min.insync.replicas, with the default of brokers without --min-insync-replicas."""
+    """The topic's min.insync.replicas; its default is that of brokers without --min-insync-replicas."""
     told = topic.configs.get(MIN_INSYNC_REPLICAS, "")
     wanted = int(told) if told.isdecimal() else 2 if replicas >= 3 else 1
     return min(wanted, replicas)
@@ -106,7 +106,7 @@ async def read_replication(client: EtcdClient, prefix: str) -> Replication:
 
 
 async def _entries(kvs: Sequence[KeyValue], prefix: str) -> AsyncIterator[tuple[str, KeyValue]]:
-    """Each entry with its key after the prefix; yield to the event loop in between."""
+    """Yield each entry with its key after the prefix; let the event loop run in between."""
     for position, kv in enumerate(kvs):
         yield kv.key.removeprefix(prefix), kv
         if position % PORTION_ENTRIES == PORTION_ENTRIES - 1:
@@ -122,7 +122,7 @@ def _is_broker(name: str) -> bool:
 
 
 def _leader(lease: KeyValue | None, create_revision: int, live: set[int]) -> int:
-    """The live broker in the lease key; a key older than the topic belongs to a deleted topic of its name."""
+    """The live broker in the lease key; a key older than the topic belongs to a deleted topic of the same name."""
     if lease is None or lease.mod_revision < create_revision:
         return NO_LEADER
     try:
@@ -133,7 +133,7 @@ def _leader(lease: KeyValue | None, create_revision: int, live: set[int]) -> int
 
 
 class ReplicationReader:
-    """Reads on demand, at most every FRESH_S.
+    """Reads the replicas on demand, at most once every FRESH_S.
 
     Connects to etcd on the first read.
     """
@@ -150,7 +150,7 @@ class ReplicationReader:
         self._last: Replication | EtcdError | None = None
 
     async def read(self) -> Replication:
-        """The present state, or a read at most FRESH_S old. Raises EtcdError."""
+        """Return the replicas' state, from a read that is at most FRESH_S old. Raises EtcdError."""
         async with self._at_work:
             if self._last is None or self._clock() >= self._fresh_until:
                 try:

@@ -1,9 +1,9 @@
-"""Owners from a fixed table: brokers by id, owners by topic and partition.
+"""Take owners from a fixed table in the configuration: brokers by id, owners by topic and partition.
 
-It serves sidecars whose brokers seldom move, and measurements. A topic that the table does not name has no owner. The
-table is read again on SIGHUP; an invalid one leaves the last one in force.
+It serves sidecars whose brokers seldom move, and measurements. A topic that the table does not name has no owner.
+SIGHUP reads the table again; if it is invalid, the last valid table stays in force.
 
-Invariant: revisions are this source's own, the number of the reading that changed an entry. They only grow.
+Invariant: a revision is the number of the reading that changed an entry. Revisions only grow.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kproxy.routing.topology import Ownership, Topology
 
 
 class StaticTable:
-    """Fills a topology with `owners`. It follows nothing and is never stale."""
+    """Fills a topology with `owners`. It follows no other system and is never stale."""
 
     def __init__(self, topology: Topology, owners: Owners) -> None:
         self._topology = topology

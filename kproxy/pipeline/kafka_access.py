@@ -1,10 +1,10 @@
-"""Connect to a secured cluster: TLS and SASL by the options that Kafka's own clients have.
+"""Connect to a secured cluster by TLS and SASL, with the options of Kafka's own clients.
 
 Spark's Kafka source and sink take such options as they are. The audit also asks brokers itself, from the driver and
-from Spark's executors (kproxy.pipeline.audit.log_client), so it reads the same options here, for the same connections
-as the proxy's. Executors have only the standard library and what is sent to them: no kproxy.config.
+from Spark's executors (kproxy.pipeline.audit.log_client), so it reads the same options here, for the same kind of
+connections as the proxy's. Executors have only the standard library and packages sent to them, without kproxy.config.
 
-Java's key stores (JKS, PKCS12) are not read: Kafka's clients take PEM as well (KIP-651), and so does this.
+Java's key stores (JKS, PKCS12) are not read: like Kafka's clients, this module accepts PEM (KIP-651).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Credentials(NamedTuple):
 
 
 class KafkaAccess(BrokerAuth):
-    """How to connect to brokers; `tls` None: in plain text, `credentials` None: without SASL."""
+    """How to connect to brokers. `tls` None means plain text, `credentials` None means without SASL."""
 
     def __init__(self, tls: ssl.SSLContext | None, credentials: Credentials | None, *, has_ca: bool = False) -> None:
         super().__init__(sasl=credentials, needs_tls="set security.protocol to SSL or SASL_SSL")
@@ -110,7 +110,7 @@ class KafkaAccess(BrokerAuth):
 
 
 def read_access(options: Mapping[str, str]) -> KafkaAccess:
-    """Read the options about security; others are not looked at. Raise WrongKafkaOption."""
+    """Read the options for security; other options are ignored. Raise WrongKafkaOption."""
     protocol = options.get("security.protocol", _PROTOCOLS[0]).upper()
     if protocol not in _PROTOCOLS:
         raise WrongKafkaOption(f"security.protocol is {protocol!r}: give one of {', '.join(_PROTOCOLS)}.")
@@ -158,7 +158,7 @@ def _context(options: Mapping[str, str]) -> ssl.SSLContext:
 
 
 def _authorities(options: Mapping[str, str]) -> str | None:
-    """The certificates of the authorities in PEM; None for the system's."""
+    """The authorities' certificates in PEM; None for the system's authorities."""
     text = options.get("ssl.truststore.certificates")
     location = options.get("ssl.truststore.location")
     if text is None and location is None:
@@ -170,7 +170,7 @@ def _authorities(options: Mapping[str, str]) -> str | None:
 
 
 def _load_pair(context: ssl.SSLContext, options: Mapping[str, str]) -> None:
-    """Load the client's certificate and key, where there are any."""
+    """Load the client's certificate and key, if they are given."""
     location = options.get("ssl.keystore.location")
     chain, key = options.get("ssl.keystore.certificate.chain"), options.get("ssl.keystore.key")
     if location is None and chain is None and key is None:
@@ -182,7 +182,7 @@ def _load_pair(context: ssl.SSLContext, options: Mapping[str, str]) -> None:
         pair = f"{key}\n{chain}\n"
     else:
         raise WrongKafkaOption("ssl.keystore.key and ssl.keystore.certificate.chain go together: give both.")
-    # The library reads pairs from files alone. An empty password: it must not ask for one in a terminal.
+    # The library reads pairs only from files. The empty password keeps it from asking for one in a terminal.
     with tempfile.NamedTemporaryFile("w", suffix=".pem") as file:
         file.write(pair)
         file.flush()
@@ -217,9 +217,9 @@ def spark_options(options: Mapping[str, str]) -> dict[str, str]:
 
 
 def read_properties(text: str, named: str) -> dict[str, str]:
-    """Read a file of properties as Kafka's tools take it: NAME=VALUE lines, # comments, a backslash continues a line.
+    """Read a properties file as Kafka's tools do: NAME=VALUE lines, # comments, and a backslash to continue a line.
 
-    Raise WrongKafkaOption, which names the line. `named` is how the file was given.
+    Raise WrongKafkaOption that names the line. `named` is the file's name as the user gave it.
     """
     options: dict[str, str] = {}
     lines = iter(enumerate(text.splitlines(), 1))

@@ -1,4 +1,4 @@
-"""Check addresses and the place of a report before anything starts."""
+"""Check addresses and the path of a report before a job starts."""
 
 from __future__ import annotations
 

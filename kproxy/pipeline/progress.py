@@ -1,6 +1,6 @@
 """Show a job's progress on stderr, so that stdout keeps the result.
 
-A terminal gets bars, anything else plain lines.
+A terminal shows bars; other outputs get plain lines.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Stage:
             self._report.bars.update(self._task, note=doing)
 
     def tell(self, sentence: str) -> None:
-        """Print a line that stays."""
+        """Print a line that bars do not overwrite."""
         self._report.progress.print(f"{self._name:<{NAME_WIDTH}} {sentence}", soft_wrap=True)
 
     def finish(self, done: str) -> None:
@@ -125,7 +125,7 @@ class JobsProgress:
                 while not self._ended.wait(_POLL_S):
                     self._tell(tracker)
         except SparkFailed:
-            # The caller that waits for Spark gets the same error.
+            # The caller that waits for Spark gets the same error, so this thread just ends.
             return
 
     def _tell(self, tracker: Any) -> None:
@@ -134,12 +134,12 @@ class JobsProgress:
 
 
 def in_words(stages: Sequence[SparkStageInfo]) -> str:
-    """Describe how far Spark's active stages are; "" without stages."""
+    """Describe the progress of Spark's active stages; "" without stages."""
     total = sum(info.numTasks for info in stages)
     if not total:
         return ""
     done = sum(info.numCompletedTasks for info in stages)
     if not done and not any(info.numActiveTasks for info in stages):
-        # On a full cluster it stays like this until there is room.
+        # On a full cluster this lasts until there is room.
         return f"waiting for an executor to run the first of {total:,} tasks"
     return f"{stages[0].name.split(' at ')[0]}: {done:,} of {total:,} tasks"

@@ -1,19 +1,19 @@
-"""Open the Spark session of a pipeline job, wherever it runs.
+"""Open the Spark session of a pipeline job, locally, on a cluster or in a notebook.
 
-There are three ways, and a job cannot tell them apart:
+There are three ways, and a job need not distinguish them:
 1. The process has a session already (a notebook, another program): use it, and leave it open at the end.
-2. `spark-submit` started the process: use its JVM, with the settings that `spark-submit` was given.
-3. Else let pyspark launch a JVM with the given master, and end it with the job. Here are its Java, its settings, its
-   environment, and the file that takes its output.
+2. `spark-submit` started the process: use its JVM, with the settings of `spark-submit`.
+3. Else let pyspark launch a JVM with the given master, and end it with the job. This module chooses its Java, its
+   settings, its environment, and the file for its output.
 
-Executors in other processes get an archive of this package and of what it needs there (`package_archive`), for
-`spark.submit.pyFiles` or `--py-files`. `kproxy`, `kproxy_codec`, kafka-python and scramp are pure Python and run from
-a zip. Compiled libraries are not in it: pyarrow, which Spark itself needs for data sources in Python, and crc32c,
+Executors in other processes get an archive of this package and its dependencies (`package_archive`), for
+`spark.submit.pyFiles` or `--py-files`. `kproxy`, `kproxy_codec`, kafka-python and scramp are pure Python and run from a
+zip. The archive lacks compiled libraries: pyarrow, which Spark itself needs for data sources in Python, and crc32c,
 without which the CRCs of batches are not checked.
 
-Invariants of a JVM of ours
-1. Nothing of it is left after the job. If this process is killed, the JVM sees its standard input close and ends by
-   itself.
+Invariants of a JVM that this module launches
+1. It leaves no process behind after the job. If this process is killed, the JVM sees its standard input close and ends
+   by itself.
 2. Its output goes to its log file and never to the terminal.
 3. With a local master no setting of the user's own Spark reaches it, neither by environment nor by another Spark's
    files. On a cluster the cluster's configuration applies, and only what the job needs is added.
@@ -51,7 +51,7 @@ from kproxy.pipeline.spark import (
     reason_in,
 )
 
-# All cores: a job seldom shares the machine with the brokers.
+# All cores, because a job seldom shares the machine with the brokers.
 DEFAULT_MASTER: Final = "local[*]"
 STOP_TIMEOUT_S: Final = 10.0
 # The JVM's sockets close a little before it has ended.
@@ -62,10 +62,10 @@ _DEATH_S: Final = 0.5
 class SessionOptions:
     """The options of a session.
 
-    `settings` are Spark's and override everything else; one that is empty is left to Spark. `memory` is the driver's,
-    in Spark's form (`2g`). `kafka`: the job uses Spark's Kafka connector, which is downloaded once if we start Spark.
-    `short`: the job takes a minute. `log_path` is for the log of a Spark of ours; by default it is a new file, which is
-    removed unless Spark fails.
+    `settings` are Spark's and override everything else; an empty setting leaves the choice to Spark. `memory` is the
+    driver's, in Spark's form (`2g`). `kafka`: the job uses Spark's Kafka connector, which is downloaded once if we
+    start Spark. `short`: the job takes a minute. `log_path` is for the log of a Spark of ours; by default it is a new
+    file, which is removed unless Spark fails.
     """
 
     app_name: str
@@ -79,14 +79,14 @@ class SessionOptions:
 
 @dataclass(frozen=True, slots=True)
 class OpenSession:
-    """An open session; its Java and its JVM only if we started them."""
+    """An open session, with its Java and its JVM if `open_session` started them."""
 
     session: Any
     java: Java | None = None
     process: subprocess.Popen[bytes] | None = None
 
     def kill(self) -> None:
-        """Kill the JVM if it is ours, from any thread: calls into it that wait then fail."""
+        """Kill the JVM if `open_session` started it. Any thread may call this; waiting calls into the JVM then fail."""
         if self.process is not None:
             self.process.kill()
 
@@ -95,8 +95,8 @@ class OpenSession:
 def open_session(options: SessionOptions) -> Iterator[OpenSession]:
     """Open a session while the block runs.
 
-    Raise StartupError if Spark does not start as asked, else SparkFailed. If a Spark of ours fails, keep its log, and
-    name it in the error.
+    Raise StartupError if Spark does not start as requested, and SparkFailed for later failures. If a Spark that this
+    module launched fails, the log is kept and the error names it.
     """
     pyspark_home()
     quiet_pyspark()
@@ -129,7 +129,7 @@ def _active_context() -> Any:
 
 
 def _taken(options: SessionOptions) -> Any:
-    """Return the session of a Spark that somebody else started. Raise StartupError if something is missing."""
+    """Return the session of a Spark that was started elsewhere. Raise StartupError if it lacks something."""
     from pyspark.sql import SparkSession
 
     builder = SparkSession.builder
@@ -162,19 +162,19 @@ def _has_connector(session: Any) -> bool:
     try:
         session.read.format("kafka").load()
     except (AnalysisException, Py4JError):
-        # It is not there, or not all of it.
+        # The package is missing or incomplete.
         return False
     except IllegalArgumentException:
-        # It is there, and asks for its options.
+        # The package is complete: it only misses its options.
         return True
     return True
 
 
 def _ship_package(session: Any) -> None:
-    """Add the archive to the session. Executors fetch it with their first task, so it lives as long as Spark does."""
+    """Add the archive to the session. Executors fetch it with their first task, so it stays until Spark stops."""
     from pyspark import SparkFiles
 
-    # Spark removes its directory of files for executors when it stops. Beside Spark's copy, not over it.
+    # Spark removes its directory of files for executors when it stops. A subdirectory does not overwrite Spark's copy.
     directory = Path(SparkFiles.getRootDirectory()) / "kproxy"
     with as_spark_failure("Spark took no archive"):
         session.sparkContext.addPyFile(str(package_archive(directory)))
@@ -221,14 +221,14 @@ def _jvm(settings: Mapping[str, str], log_path: Path) -> Iterator[Any]:
     from pyspark.sql import SparkSession
 
     with as_spark_failure("Spark did not start"), log_path.open("wb") as log:
-        # In a session of its own, so that one signal reaches it and its Python workers.
+        # The JVM has a process group of its own, so that one signal reaches it and its Python workers.
         streams = {"stdout": log, "stderr": log, "start_new_session": True}
         gateway = launch_gateway(SparkConf().setAll(list(settings.items())), streams)
     process: subprocess.Popen[bytes] = gateway.proc
     try:
         yield gateway
     except SparkFailed as error:
-        # py4j only guesses why a Java is gone.
+        # Wait for the exit, because py4j only guesses why a Java has ended.
         with contextlib.suppress(subprocess.TimeoutExpired):
             raise SparkFailed(f"Spark's Java ended by itself ({process.wait(_DEATH_S)})") from error
         raise
@@ -239,7 +239,7 @@ def _jvm(settings: Mapping[str, str], log_path: Path) -> Iterator[Any]:
                 context.stop()
         for number in (signal.SIGTERM, signal.SIGKILL):
             if process.poll() is None:
-                # It is not reaped yet, so the group id is still ours.
+                # The JVM is not reaped yet, so its group id cannot be another process's.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, number)
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -252,12 +252,12 @@ def _jvm(settings: Mapping[str, str], log_path: Path) -> Iterator[Any]:
         gateway.shutdown()
 
 
-# Optimising compilers and parallel garbage collection cost a short job on few cores more than they save.
+# In a short job on few cores, optimising compilers and parallel garbage collection cost more than they save.
 _SHORT_JOB: Final = ("-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC")
 
 
 def spark_settings(options: SessionOptions, java: Java, work_dir: Path) -> dict[str, str]:
-    """Return the settings of a Spark of ours: our defaults, and in their place the user's."""
+    """Return the settings of a Spark that this module launches: the user's, and defaults for the rest."""
     java_options = [*(_SHORT_JOB if options.short else ()), *trust_options(java, work_dir / "truststore")]
     master = options.master or DEFAULT_MASTER
     settings = {
@@ -268,7 +268,7 @@ def spark_settings(options: SessionOptions, java: Java, work_dir: Path) -> dict[
         "spark.ui.showConsoleProgress": "false",
         # Reports do not depend on the machine's time zone.
         "spark.sql.session.timeZone": "UTC",
-        # `spark.driver.extraJavaOptions` is left to the user.
+        # `spark.driver.extraJavaOptions` stays free for the user.
         "spark.driver.defaultJavaOptions": shlex.join(java_options),
     }
     if on_this_machine(master):
@@ -286,7 +286,7 @@ def spark_settings(options: SessionOptions, java: Java, work_dir: Path) -> dict[
     return {name: value for name, value in {**settings, **options.settings}.items() if value}
 
 
-# Removed for every master: these make our driver join, or become, another Spark.
+# Removed for every master: with these the driver would join, or become, another Spark.
 _NEVER: Final = (
     "SPARK_HOME",
     "SPARK_REMOTE",
@@ -302,24 +302,24 @@ _FOREIGN: Final = (*_NEVER, "SPARK_", "PYSPARK_", "HADOOP_", "YARN_")
 
 
 def environment_changes(environ: Mapping[str, str], master: str, java: Path | None) -> dict[str, str | None]:
-    """Return the variables to set for a Spark of ours, None to remove one. `java` is its JAVA_HOME."""
+    """Return the environment variables to set for a launched Spark, None to remove one. `java` is its JAVA_HOME."""
     here = on_this_machine(master)
     changes: dict[str, str | None] = {name: None for name in environ if name.startswith(_FOREIGN if here else _NEVER)}
     changes |= {"SPARK_HOME": str(pyspark_home()), "JAVA_HOME": None if java is None else str(java)}
-    # Spark's scripts and Hadoop run a shell and its tools, whatever PATH is.
+    # Spark's scripts and Hadoop need a shell and its tools, even if PATH lacks them.
     changes["PATH"] = os.pathsep.join(filter(None, [environ.get("PATH"), os.defpath]))
     if here:
-        # The default worker is the first python3 in PATH.
+        # By default Spark would run its workers with the first python3 in PATH.
         changes |= {"SPARK_LOCAL_IP": "127.0.0.1", "PYSPARK_PYTHON": sys.executable}
     elif "SPARK_CONF_DIR" not in environ and (conf := Path(environ.get("SPARK_HOME", ""), "conf")).is_dir():
-        # The launcher is the installed pyspark's, as its version must fit; the configuration is the user's.
+        # The launcher is that of the installed pyspark, whose version must fit; the configuration is the user's.
         changes["SPARK_CONF_DIR"] = str(conf)
     return changes
 
 
 @contextlib.contextmanager
 def _environment(changes: Mapping[str, str | None]) -> Iterator[None]:
-    """Change our environment while the block runs: not only the JVM but also pyspark reads it, all the time."""
+    """Change the process's environment while the block runs, because pyspark too reads it, at any time."""
     before = {name: os.environ.get(name) for name in changes}
     try:
         _change(changes)
@@ -336,29 +336,29 @@ def _change(values: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-# What executors get.
+# The packages that executors get.
 PACKAGES: Final = ("asn1crypto", "kafka", "kproxy", "kproxy_codec", "scramp")
-# Extensions cannot be imported from a zip; the sources are what the compiled plain path is built from.
+# Extensions cannot be imported from a zip, and the compiled plain path's sources are of no use without them.
 _LEFT_OUT: Final = (".pyc", ".so", ".c", ".h", ".pyx", ".pxi")
 
 
 def package_archive(directory: Path) -> Path:
     """Pack the installed packages into an archive in `directory`.
 
-    Raise StartupError if one cannot be packed. It is replaced whole: another job may be sending the previous one to its
-    executors.
+    Raise StartupError if one cannot be packed. The archive is replaced whole, because another job may be sending the
+    previous one to its executors.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"kproxy-{installed.version()}.zip"
     unfinished = path.with_suffix(f".{os.getpid()}.tmp")
     try:
-        # A file may be older than any date in a zip.
+        # Not strict, because a file may be older than the earliest date in a zip.
         with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
             for root in map(_location, PACKAGES):
                 for file in root.rglob("*"):
                     if file.is_file() and file.suffix not in _LEFT_OUT:
                         archive.write(file, file.relative_to(root.parent))
-            # scramp looks for its own version.
+            # scramp reads its own version from its metadata.
             metadata = Distribution.from_name("scramp").read_text("METADATA")
             archive.writestr("scramp.dist-info/METADATA", metadata or "")
         return unfinished.replace(path)

@@ -1,6 +1,6 @@
-"""What the jobs know of Spark: its version, what a master means, and its errors as one sentence.
+"""Find Spark's version, interpret a master, and turn Spark's errors into one sentence.
 
-Nothing here starts Spark: `kproxy.pipeline.session` does.
+This module does not start Spark; `kproxy.pipeline.session` does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class SparkFailed(Exception):
 
 
 def pyspark_home(extra: str = "spark") -> Path:
-    """Locate pyspark without importing it. Raise StartupError, which names our `extra`, if it is not installed."""
+    """Locate pyspark without importing it. Raise StartupError that names kproxy's `extra` if it is not installed."""
     spec = util.find_spec("pyspark")
     for location in (spec.submodule_search_locations or ()) if spec is not None else ():
         return Path(location)
@@ -50,7 +50,7 @@ def in_one_process(master: str) -> bool:
 
 @contextlib.contextmanager
 def our_interrupts() -> Iterator[None]:
-    """Keep our handler of Ctrl-C: on the main thread pyspark sets its own, and an interrupted job would have failed."""
+    """Keep this process's handler of Ctrl-C: pyspark sets its own on the main thread, which makes a job fail."""
     handler = signal.getsignal(signal.SIGINT)
     try:
         yield
@@ -64,7 +64,7 @@ def quiet_pyspark() -> None:
     from pyspark.logger import PySparkLogger
 
     PySparkLogger.getLogger("DataFrameQueryContextLogger").setLevel(logging.CRITICAL)
-    # pyspark finds a killed JVM hard to stop, and says so.
+    # pyspark warns that it cannot stop a killed JVM.
     warnings.filterwarnings("ignore", "Unable to cleanly shutdown Spark JVM", RuntimeWarning)
     logging.getLogger("py4j").setLevel(logging.CRITICAL)
     logging.getLogger().addFilter(_not_from_py4j)

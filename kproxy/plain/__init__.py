@@ -1,13 +1,13 @@
 """The compiled plain path, where it is built.
 
-`compiled` is the extension, None without it: then every request goes through the core (kproxy.routing.fanout), which is
-the reference. KPROXY_PLAIN: `auto` (the default) uses the extension where it is built, `off` never, `require` fails
-without it. An extension that was built from other sources than those beside it is refused: with newer Python around it
-clients could wait for ever.
+`compiled` is the extension, or None where it is not built: then every request goes through the core
+(kproxy.routing.fanout), which is the reference. KPROXY_PLAIN: `auto` (the default) uses the extension where it is
+built, `off` never, `require` fails without it. An extension that was built from other sources than those beside it is
+refused: beside newer Python code it could let clients wait for ever.
 
-The classes that exist twice (kproxy/plain/_plain.pyx lists them) hold a request from socket to socket, so the extension
-has them as a whole. Without it a request of 1 KiB costs 8.6 to 8.9 times as much CPU, three of 16 KiB 5.5 to 6.1 times
-(`make bench-quick`, last column); what quotas and the trail alone cost, their docstrings say.
+The classes that exist twice (kproxy/plain/_plain.pyx lists them) handle a request from socket to socket, so the
+extension has all of them. Without it a request of 1 KiB costs 8.6 to 8.9 times as much CPU, three of 16 KiB 5.5 to 6.1
+times (`make bench-quick`, last column); the docstrings of quotas and the trail give their own cost.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What tells an extension that is built from the sources beside it from an older one: a digest of those sources.
+"""The digest by which an extension that was built from the present sources is told from an older one.
 
-The build (scripts/build_plain.py) compiles it into the extension, by this file's path: neither kproxy nor what it needs
-is there yet.
+The build (scripts/build_plain.py) compiles the digest into the extension. It loads this file by its path, because
+kproxy cannot be imported yet.
 """
 
 from __future__ import annotations

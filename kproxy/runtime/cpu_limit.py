@@ -1,11 +1,11 @@
 """Limit the CPU time of work that has no bound of its own, such as matching an operator's pattern.
 
-A timer of the process's CPU time interrupts the work by a signal: Python's `re` looks for signals while it matches, and
-neither a thread nor a time-out of the event loop could stop it. Windows has no such timer: nothing is limited there.
+A timer of the process's CPU time interrupts the work by a signal. Python's `re` checks for signals while it matches,
+but no thread or time-out of the event loop could stop it. Windows lacks such a timer, and so the limit.
 
 Invariants
-1. TookTooLong is raised in `within` alone: a signal that comes late does nothing.
-2. The signal has a handler from the first work on, for good: without one a late signal would end the process.
+1. TookTooLong is raised only inside `within`: a signal that arrives later does nothing.
+2. The handler of the signal stays installed after the first work: without it a late signal would end the process.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _is_working = False
 
 
 class TookTooLong(Exception):
-    """The work took more CPU time than it may."""
+    """The work exceeded its CPU time."""
 
 
 def within(cpu_s: float, work: Callable[[], T]) -> T:
-    """Do work on the main thread. Raises TookTooLong, wherever the work is by then: it must have changed nothing."""
+    """Run `work` on the main thread. Raises TookTooLong at any point of `work`, which must therefore change nothing."""
     global _is_working
     if sys.platform == "win32":
         return work()

@@ -1,11 +1,11 @@
 """Handle Ctrl-C before and after a command has something to stop.
 
-While modules are imported, KeyboardInterrupt may be raised anywhere: in the first import it shows as a traceback, in a
-library as another error, in a callback of the import system as a warning. Nothing has been started by then, so the
+While modules are imported, KeyboardInterrupt may be raised anywhere: in the first import it becomes a traceback, in a
+library another error, in a callback of the import system a warning. The command has started nothing by then, so the
 process just ends. `kproxy.__main__` imports this module first: it must import nothing that takes time.
 
-States: Python's own handler --`end_at_once`--> this one --`interruptible`--> Python's own. Any other handler stays, and
-so does an ignored SIGINT (a shell script's background job).
+States: Python's own handler --`end_at_once`--> this one --`interruptible`--> Python's own. Any other handler is kept,
+and so is an ignored SIGINT (a shell script's background job).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def end_at_once() -> None:
 
 
 def interruptible() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt, or an event loop handle it: there may be something to stop now."""
+    """Restore Python's own handler: Ctrl-C raises KeyboardInterrupt, or an event loop handles it."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

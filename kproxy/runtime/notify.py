@@ -1,7 +1,7 @@
 """Report readiness, waiting and stopping, also to the service manager.
 
-The manager, such as systemd (sd_notify(3)), names a datagram socket in NOTIFY_SOCKET: a path, or an abstract name
-behind `@`. Without one nothing is sent. A failure to send is logged and has no other effect.
+The manager, such as systemd (sd_notify(3)), names a datagram socket in NOTIFY_SOCKET: a path, or an abstract name after
+`@`. Without NOTIFY_SOCKET nothing is sent. A failure to send is logged and has no other effect.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 import structlog
 
 SOCKET_VARIABLE = "NOTIFY_SOCKET"
-# A manager reads at once. One that hangs must not delay serving or stopping.
+# A manager reads at once. A manager that hangs must not delay serving or stopping.
 TIMEOUT_S = 1.0
 
 _logger = structlog.get_logger(__name__)
@@ -23,7 +23,7 @@ _logger = structlog.get_logger(__name__)
 def say_ready(places: str) -> None:
     """Print the ready line.
 
-    `places` names what it serves and uses, as `kafka=H:P etcd=URL`.
+    `places` lists the addresses that the process serves and uses, such as `kafka=H:P etcd=URL`.
     """
     line = f"ready {places}"
     sys.stdout.write(f"{line}\n")
@@ -32,7 +32,7 @@ def say_ready(places: str) -> None:
 
 
 def say_stopping() -> None:
-    """Report to the service manager that the process stops."""
+    """Report to the service manager that the process is stopping."""
     notify("STOPPING=1")
 
 
@@ -44,7 +44,7 @@ def notify(*assignments: str) -> None:
     name = os.environ.get(SOCKET_VARIABLE, "")
     if not name:
         return
-    # Each line is an assignment.
+    # The manager reads each line as one assignment.
     message = "\n".join(" ".join(each.splitlines()) for each in assignments)
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
@@ -56,7 +56,7 @@ def notify(*assignments: str) -> None:
 
 
 def _address(name: str) -> bytes:
-    """Convert the socket's name. Raises OSError if it is no address of a Unix socket."""
+    """Convert the socket's name. Raises OSError if it is not the address of a Unix socket."""
     address = os.fsencode(name)
     if address[:1] == b"@":
         return b"\0" + address[1:]
@@ -65,7 +65,7 @@ def _address(name: str) -> bytes:
     return address
 
 
-# A sentence that still holds is repeated after this time, in seconds.
+# A sentence that is still true is printed again after this time, in seconds.
 REMIND_S = 60.0
 MAX_SENTENCES = 16
 
@@ -73,7 +73,7 @@ MAX_SENTENCES = 16
 class Reminders:
     """Decide which sentences are due. `clock` is in seconds.
 
-    Attempts may fail for changing reasons: each sentence has its own time.
+    Attempts may fail for different reasons, so each sentence has its own time.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -81,7 +81,7 @@ class Reminders:
         self._said: dict[str, float] = {}
 
     def is_due(self, sentence: str) -> bool:
-        """Whether to print it now; then it is not due again for REMIND_S."""
+        """Return whether to print it now. If so, it is not due again for REMIND_S."""
         now = self._clock()
         said_at = self._said.pop(sentence, None)
         due = said_at is None or now - said_at >= REMIND_S

@@ -1,8 +1,8 @@
-"""This process: its end with its parent's, and its limit of open files.
+"""End this process with its parent, start child processes, and raise the limit of open files.
 
-`kproxy dev`, the supervisor of workers and a test run hand their children the read end of a pipe that they alone hold
-open (`ParentPipe`), and its number in the environment. A thread of the child blocks on it (`end_with_parent`). Nothing
-is ever written, so the thread wakes only when the parent has ended, even by SIGKILL. This works on every platform.
+`kproxy dev`, the supervisor of workers and a test run keep a pipe open (`ParentPipe`). They pass its read end to their
+children, and its number in the environment. A thread of the child blocks on it (`end_with_parent`). Nothing is ever
+written, so the thread wakes only when the parent has ended, even by SIGKILL. This works on every platform.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if sys.platform != "win32":
     import resource
 
 PARENT_FD = "KPROXY_PARENT_FD"
-# After SIGTERM the process has this time to stop before SIGKILL.
+# The time that the process has to stop after SIGTERM, before SIGKILL.
 GRACE_S = 8.0
 INSISTS_AFTER_S = 0.2
 
-# The highest limit asked for: some programs close every possible descriptor when they start another program.
+# The highest limit to set: some programs close every possible descriptor when they start another program.
 MOST_OPEN_FILES = 1 << 20
 # macOS calls its hard limit infinite, and accepts no soft limit above about OPEN_MAX.
 OPEN_MAX = 10_240
@@ -48,10 +48,10 @@ class ParentPipe:
 
 
 def end_with_parent(*, insist: bool = False, remove: Path | None = None) -> None:
-    """If the parent asked for it, end this process when the parent has ended: by SIGTERM, and SIGKILL after GRACE_S.
+    """If the parent has requested it, end this process after the parent: by SIGTERM, and by SIGKILL after GRACE_S.
 
     `insist`: send SIGTERM twice, to a process that continues to serve for a while after the first. `remove`: a
-    directory of the parent, which the parent cannot remove any more.
+    directory of the parent to remove, as the parent no longer can.
     """
     number = os.environ.pop(PARENT_FD, "")
     if not number.isdigit():
@@ -64,15 +64,15 @@ def _watch(read_fd: int, insist: bool, remove: Path | None) -> None:
         while os.read(read_fd, 1):
             pass
     except OSError:
-        # There is no such pipe: another program set the variable, and there is no parent to wait for.
+        # The pipe does not exist: another program set the variable, so there is no parent to wait for.
         return
     if remove is not None:
-        import shutil  # takes 10 ms, which no other command must wait for
+        import shutil  # takes 10 ms, which other commands need not spend
 
         shutil.rmtree(remove, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGTERM)
     if insist:
-        # Two signals at the same instant are one.
+        # The system merges two signals that are sent at the same instant.
         time.sleep(INSISTS_AFTER_S)
         os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)
@@ -107,8 +107,8 @@ async def spawn(*command: str, **options: Any) -> asyncio.subprocess.Process:
     """Start a child process; the arguments are those of asyncio.create_subprocess_exec.
 
     uvloop forks this process, and the copy still runs Python before it becomes the command. A garbage collection in the
-    copy may end objects with threads, such as gRPC's, and wait for threads that do not exist there; this process waits
-    for the copy.
+    copy may end objects with threads, such as gRPC's, and wait for threads that do not exist there, while this process
+    waits for the copy.
     """
     with _collector.spared():
         return await asyncio.create_subprocess_exec(*command, **options)
@@ -119,7 +119,7 @@ def raise_open_file_limit() -> int | None:
 
     Return it as `open_file_limit`.
 
-    Each connection is a descriptor, and each segment of a broker's log. Child processes inherit the limit.
+    Each connection and each segment of a broker's log uses one descriptor. Child processes inherit the limit.
     """
     if sys.platform == "win32":
         return None

@@ -1,7 +1,7 @@
-"""A connection to a broker for one request at a time: what asyncio calls, and `exchange` for its owner.
+"""An asyncio protocol for a connection to a broker that carries one request at a time (`exchange`).
 
-Every connection to a broker begins with one, and small requests have no other. The proxy's own traffic continues on
-kproxy.proxy.broker_connection.
+Every connection to a broker begins with this protocol, and connections for small requests keep it. The proxy's own
+traffic continues on kproxy.proxy.broker_connection.
 
 States: connected --the other side ends it, or an answer is malformed--> ended. The first reason is kept, and raised by
 every later `exchange`.
@@ -18,7 +18,7 @@ from kproxy_codec.errors import CodecError, FrameTooLarge
 from kproxy_codec.foreign import answered_in
 from kproxy_codec.framing import FrameReader, frame_message, is_unreferenced, request_header
 
-# Longer answers are received into one buffer that is reused: fresh memory costs more than their reading.
+# Longer answers are received into one buffer that is reused: new memory would cost more than reading them.
 _SHARED_BYTES = 64 << 10
 
 
@@ -27,7 +27,7 @@ class ConnectionEnded(ConnectionError):
 
 
 class RequestProtocol(asyncio.BufferedProtocol):
-    """`explain` makes errors of the connection readable; `needs_tls` is the way out where the other side speaks TLS.
+    """`explain` makes errors of the connection readable; `needs_tls` is the advice for a server that speaks TLS.
 
     `ended` is set once the connection has ended.
     """
@@ -49,7 +49,7 @@ class RequestProtocol(asyncio.BufferedProtocol):
     async def exchange(
         self, api_key: int, api_version: int, body: bytes, max_answer_bytes: int | None = None
     ) -> memoryview:
-        """Send an encoded body; return the whole answer, at most so long. Raises OSError, CodecError."""
+        """Send an encoded body; return the whole answer, of at most this length. Raises OSError, CodecError."""
         self.check()
         if self._transport is None:
             raise RuntimeError("it is not connected")
@@ -71,7 +71,7 @@ class RequestProtocol(asyncio.BufferedProtocol):
             self._transport.abort()
 
     def check(self) -> None:
-        """Raise why the connection has ended, OSError or CodecError, if it has."""
+        """If the connection has ended, raise the reason: OSError or CodecError."""
         if self._lost is not None:
             raise self._lost
 
@@ -107,7 +107,7 @@ class RequestProtocol(asyncio.BufferedProtocol):
             self._lost = error
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_exception(self._lost)
-            # It may have been given up.
+            # Retrieve the error, in case nobody waits for the answer any more.
             self._waiting.exception()
         self.abort()
         self.ended.set()

@@ -1,20 +1,20 @@
 """Resolve host names: one lookup per name, and no name delays another.
 
-The system's resolver blocks a thread, for half a minute if a name server does not answer. All names share the event
-loop's own threads (uvloop has four), and a slow name takes one for every dial. uvloop's own `create_connection` also
+The system's resolver blocks a thread, for half a minute if a name server does not answer. The event loop's own threads
+(uvloop has four) serve all names, and each dial of a slow name would take one. uvloop's own `create_connection` also
 waits for the resolver in a way that cannot be cancelled: the lookup of an abandoned dial fails later, in a future that
 nobody awaits, and asyncio complains on stderr. So names are resolved here before anything is dialled.
 
 States of a name
-  (none)      nothing is known; IP addresses are never looked up
-  under way   one thread asks the system; all callers wait for it
+  (none)      no lookup has been made; IP addresses need none
+  under way   one thread asks the system; all callers wait for its result
   known       its addresses are used for FRESH_S, or until a dial to them fails
 
 Invariants
 1. Each name takes at most one thread, and all names together MAX_LOOKUPS. Beyond that, or if the system gives no
    thread, a lookup fails at once.
 2. A caller that stops waiting does not end the lookup for others. Threads are daemons: the process does not wait for
-   them at its end.
+   them when it ends.
 3. At most MAX_KNOWN names are remembered; those resolved first are forgotten first.
 """
 
@@ -44,13 +44,13 @@ class Resolver:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._under_way: dict[str, asyncio.Future[Sequence[str]]] = {}
-        # Each with its expiry time.
+        # Addresses by name, with the time at which they expire.
         self._known: dict[str, tuple[Sequence[str], float]] = {}
 
     async def addresses(self, host: str) -> Sequence[str]:
         """The addresses of a host, in the system's order of preference.
 
-        Raises OSError, and UnicodeError if `host` is no name at all.
+        Raises OSError, and UnicodeError if `host` is not a valid name.
         """
         if _is_address(host):
             return (host,)
@@ -92,7 +92,7 @@ class Resolver:
         try:
             loop.call_soon_threadsafe(self._looked_up, host, outcome)
         except RuntimeError:
-            # The event loop has been closed: nobody waits any more.
+            # The event loop has been closed, so no caller waits any more.
             return
 
     def _looked_up(self, host: str, outcome: Sequence[str] | OSError | UnicodeError) -> None:
@@ -113,7 +113,7 @@ _of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, Resolver] = WeakKeyDicti
 async def dial(connect: Callable[[str, int], Awaitable[T]], host: str, port: int) -> T:
     """Call `connect` with the addresses of `host` in turn.
 
-    Return the result for the first that can be reached.
+    Return the result for the first address that can be reached.
 
     Raises the first OSError. All dials on one event loop share a `Resolver`.
     """
@@ -127,7 +127,7 @@ async def dial(connect: Callable[[str, int], Awaitable[T]], host: str, port: int
         try:
             return await connect(address, port)
         except ssl.SSLError:
-            # A server listens there and refused: another address would not help.
+            # A server at this address refused the request: another address would not help.
             raise
         except OSError as error:
             failed = failed or error

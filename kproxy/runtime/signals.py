@@ -21,7 +21,7 @@ def stop_signals(stop: Callable[[], None], numbers: Sequence[signal.Signals] = _
     try:
         for number in numbers:
             loop.add_signal_handler(number, stop)
-    except NotImplementedError:  # Windows: the loop handles no signals, so a plain handler wakes it
+    except NotImplementedError:  # On Windows the loop handles no signals, so a plain handler wakes it.
         for number in numbers:
             signal.signal(number, lambda *_: loop.call_soon_threadsafe(stop))
         yield
@@ -36,8 +36,8 @@ def stop_signals(stop: Callable[[], None], numbers: Sequence[signal.Signals] = _
 class Signals:
     """Events for the signals of a process that serves.
 
-    SIGTERM and SIGINT set `stop`, one more of them `insists`, SIGHUP `hangup`. A closed terminal sends SIGHUP as well;
-    then `stop` is set.
+    The first SIGTERM or SIGINT sets `stop`, a second one `insists`. SIGHUP sets `hangup`, or `stop` if the terminal has
+    been closed.
     """
 
     def __init__(self) -> None:

@@ -28,13 +28,13 @@ async def bind(
     only_ipv6: bool = False,
     choose: str = _OTHER_ADDRESS,
 ) -> asyncio.Server:
-    """Bind a server that does not accept yet; port 0 takes any free one.
+    """Bind a server that does not accept yet; port 0 means any free port.
 
-    Raises StartupError. A host name with several addresses gets one port on all of them, and `::` one for IPv6 and
-    IPv4, as in Java's brokers, unless `only_ipv6`. `shared` lets other processes bind the same port (SO_REUSEPORT).
-    `choose` ends the error's sentence: what the user should choose instead.
+    Raises StartupError. All addresses of a host name get the same port. So do IPv6 and IPv4 for `::`, as in Java's
+    brokers, unless `only_ipv6`. `shared` lets other processes bind the same port (SO_REUSEPORT). `choose` ends the
+    error's sentence: what the user should choose instead.
     """
-    # A socket for each family: one for both would show clients of IPv4 by addresses of IPv6, which no rule names.
+    # Each family has its own socket: a shared one would give IPv4 clients IPv6 addresses, which no rule names.
     hosts = host if host != "::" or only_ipv6 else ("::", "0.0.0.0")  # noqa: S104 - the user says so
 
     async def create(port: int) -> asyncio.Server:
@@ -54,17 +54,17 @@ async def bind(
 
 
 def bound_port(server: asyncio.Server) -> int:
-    """Return the port asked for, or the one that port 0 became."""
+    """Return the requested port, or the port that the system chose for 0."""
     return int(server.sockets[0].getsockname()[1])
 
 
 async def accept_from(server: asyncio.Server) -> None:
-    """Begin to accept. Raises StartupError: another process may have bound the port too and listened first."""
+    """Begin to accept. Raises StartupError if another process has bound the same port and listened first."""
     host, port, *_ = server.sockets[0].getsockname()
     try:
         await server.start_serving()
         if not all(map(_listens, server.sockets)):
-            # uvloop reports such an error to nobody.
+            # uvloop does not report such an error.
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
     except OSError as error:
         raise _not_bound(Address(host, port), error, _OTHER_ADDRESS) from error
@@ -79,11 +79,11 @@ def _not_bound(address: Address, error: OSError, choose: str) -> StartupError:
     return StartupError(f"cannot listen on {address} ({error.strerror or error}): choose {choose}")
 
 
-# After this many seconds of silence the kernel sends a keepalive probe, then more at this interval.
+# After this many seconds of silence the kernel sends a keepalive probe, and then one per interval of this length.
 IDLE_S = 60
 INTERVAL_S = 10
 PROBES = 6
-# The same while an answer is awaited: a live host acknowledges, whatever its processes do.
+# The same while an answer is awaited. A live host acknowledges probes even if its processes hang.
 WATCHED_IDLE_S = 1
 WATCHED_INTERVAL_S = 1
 WATCHED_PROBES = 2
@@ -93,10 +93,10 @@ _DISCARD: Final = struct.pack("ii", 1, 0)
 
 
 def keep_alive(transport: asyncio.BaseTransport) -> None:
-    """Have the kernel detect that the other host has gone silently.
+    """Have the kernel detect that the other host has disappeared without closing the connection.
 
     After two minutes this frees a client's place under the limit of connections, and closes a connection that a
-    broker's host forgot. It also keeps an idle connection in the tables of firewalls and load balancers.
+    broker's host no longer knows. It also keeps an idle connection in the tables of firewalls and load balancers.
     """
     sock = _tcp_socket(transport)
     if sock is not None:
@@ -105,9 +105,9 @@ def keep_alive(transport: asyncio.BaseTransport) -> None:
 
 
 def watch_path(transport: asyncio.BaseTransport, *, closely: bool) -> None:
-    """Have the kernel detect it within seconds (`closely`) or minutes, on a connection that is kept alive.
+    """Have the kernel detect a lost host within seconds (`closely`) or minutes; call `keep_alive` first.
 
-    The kernel probes only while nothing is unacknowledged; otherwise `delivery` shows it.
+    The kernel probes only while nothing is unacknowledged; otherwise `delivery` shows the loss.
     """
     sock = _tcp_socket(transport)
     if sock is None:
@@ -123,7 +123,7 @@ class Delivery(NamedTuple):
 
     `unacknowledged`: segments sent and not acknowledged. `retransmits`: unanswered retransmissions of the first of
     them, at intervals that double. `probes`: unanswered probes of whether the other side is there, or has room again.
-    `silent_s`: seconds since it last acknowledged anything.
+    `silent_s`: seconds since the other host last acknowledged anything.
     """
 
     unacknowledged: int
@@ -140,7 +140,7 @@ def delivery(transport: asyncio.BaseTransport) -> Delivery | None:
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
     except OSError:
-        # As above.
+        # As in `watch_path`, the other side has ended the connection.
         return None
     retransmits, probes, unacknowledged, silent_ms = _TCP_INFO.unpack(info)
     return Delivery(unacknowledged, retransmits, probes, silent_ms / 1000)
@@ -163,7 +163,7 @@ def _tcp_socket(transport: asyncio.BaseTransport) -> socket.socket | None:
 
 
 def _set_times(sock: socket.socket, idle_s: int, interval_s: int, probes: int) -> None:
-    # Systems without an option use their default.
+    # A system that lacks one of the options uses its default for it.
     for name, value in (("TCP_KEEPIDLE", idle_s), ("TCP_KEEPINTVL", interval_s), ("TCP_KEEPCNT", probes)):
         option = getattr(socket, name, None)
         if option is not None:

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-# In one turn of the event loop, requests or answers of one client are taken for this long, in seconds, and one more.
+# In one turn of the event loop, one client's requests or answers are handled for this time, in seconds, plus one more.
 TURN_S = 0.0005
-# Steps that `Turns` takes in one turn of the event loop at most: what they schedule is not timed.
+# The most steps that `Turns` runs in one turn of the event loop, because TURN_S does not cover the work they schedule.
 MOST_STEPS = 8
 
 _Result = TypeVar("_Result")
@@ -53,14 +53,14 @@ async def in_time(work: Awaitable[None], running: asyncio.Task[None], seconds: f
 
 
 class Turns:
-    """Spread steps over turns of the event loop: those of a thousand connections that end at once hold nobody up.
+    """Spread steps over turns of the event loop, so that a thousand connections that end together delay no other.
 
-    `clock` is in seconds. There is at most a handful of steps for each connection, which bounds those that wait.
+    `clock` is in seconds. Each connection has only a few steps, which bounds the number that waits.
 
     Invariants
-    1. Steps are taken in the order in which they were handed in.
-    2. A step is taken at once if none was in this turn; otherwise in a later one, TURN_S and MOST_STEPS to a turn.
-    3. An error of a step does not keep the others from their turn.
+    1. Steps run in the order of the calls of `take`.
+    2. The first step of a turn runs at once. The others run in later turns, for at most TURN_S and MOST_STEPS per turn.
+    3. An error in a step does not prevent the other steps.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -69,7 +69,7 @@ class Turns:
         self._is_taken = False
 
     def take(self, step: Callable[[], object]) -> None:
-        """Take this step in its turn. Time may have passed by then: the step checks whether it is still due."""
+        """Run the step now or in a later turn: the step itself checks whether it is still due."""
         if self._is_taken:
             self._waiting.append(step)
             return
@@ -90,7 +90,7 @@ class Turns:
                 asyncio.get_running_loop().call_soon(self._go_on)
 
     async def all_taken(self) -> None:
-        """Wait until no step waits."""
+        """Wait until all steps have run."""
         while self._waiting:
             passed = asyncio.Event()
             self._waiting.append(passed.set)

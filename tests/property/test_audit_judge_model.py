@@ -1,6 +1,6 @@
-"""The audit's judge against a model that looks at every offset by itself, on random small histories.
+"""Compare the audit's judge with a model that judges every offset separately, on random small histories.
 
-Each run has new seeds. `KPROXY_SEEDS=1000 KPROXY_FIRST_SEED=5000` judges these histories; what fails names its seed.
+Each run has new seeds. `KPROXY_SEEDS=1000 KPROXY_FIRST_SEED=5000` judges these histories; a failure names its seed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A log whose process dies at any call to the disk, and whose power may be cut then: it opens as its segments say.
+"""A log opens correctly after the death of its process at any call to the disk, or after a power cut.
 
-Histories are random; each is run once for every call that it makes, and dies there. What is then opened is compared
-with the same files without snapshot and indexes, which is read through, and with what was written.
+Histories are random; each is run once for every call that it makes, and dies there. The opened log is compared with the
+same files without snapshot and indexes, which are read completely, and with the written batches.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ class History:
         return self.log
 
     def note_flushed(self) -> None:
-        """What was flushed once stays on the disk, whatever a log knows of it that is opened later."""
+        """Note the flushed records, which stay on the disk even if a log that is opened later does not know them."""
         if self.log is not None:
             self.flushed = min(max(self.flushed, self.log.flushed_offset), self.log.log_end_offset)
 
     @property
     def is_unsure(self) -> bool:
-        """Whether a power cut may bring back some of what was dropped all at once."""
+        """Whether a power cut may restore some of the records that were dropped together."""
         return self.is_resetting or self.flushed < self.reset_at
 
     def open(self) -> None:
@@ -145,7 +145,7 @@ class History:
         self.opened.checkpoint(self.high_watermark, Leadership(self.epoch, self.dice.randint(0, 9)), state)
 
     def checkpoint_meanwhile(self) -> None:
-        """Something else is done to the log while a thread waits for the disk."""
+        """Use the log otherwise while a thread waits for the disk."""
         left, also = self.dice.randint(0, 12), self.dice.choice((self.append, self.truncate, self.remove_old_segments))
 
         def count_down() -> None:
@@ -184,7 +184,7 @@ class History:
 
 
 def assert_opens(directory: Path, history: History, *, is_killed: bool) -> None:
-    """What a process or a power cut has left there."""
+    """Check that the log opens on the files that a dead process or a power cut has left."""
     options = history.options
     is_only_replica = not (history.is_resetting if is_killed else history.is_unsure)
     whole = Log.open(
@@ -204,7 +204,7 @@ def assert_opens(directory: Path, history: History, *, is_killed: bool) -> None:
         assert log.log_start_offset <= max(history.high_watermark, floor)
         assert not is_killed or log.log_end_offset <= history.ceiling
     whole.close()
-    # What was left there spoils nothing later.
+    # The files left there do not harm later writes.
     data = build_batch([b"later"], timestamp=6000)
     assign_offsets(data, parse_batch(data), log.log_end_offset, history.epoch)
     log.append(data, parse_batch(data))
@@ -219,7 +219,7 @@ def assert_opens(directory: Path, history: History, *, is_killed: bool) -> None:
 
 
 def lived(directory: Path, seed: int, flush: FlushPolicy, dies_at: int = NEVER) -> tuple[History, DyingDisk]:
-    """A history up to where it dies; the log is left open, as a dead process leaves it."""
+    """Run a history up to the call at which it dies; the log stays open, as after the death of a process."""
     directory.mkdir(parents=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(producer_state, "HISTORY_INTERVAL_BYTES", 400)

@@ -1,7 +1,7 @@
-"""The log against a model of it in memory: after any operations in any order, both hold the same.
+"""Compare the log with a model in memory: after any operations in any order, both have the same content.
 
-The model is a list of batches. What a killed broker leaves is what was written; a write that was torn is cut off. What
-a power cut leaves is tested by test_broker_log_deaths.
+The model is a list of batches. A killed broker leaves the written batches; a torn write is cut off. Power cuts are
+tested by test_broker_log_deaths.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PRODUCERS = (7, 8)
 
 
 class Written(NamedTuple):
-    """A batch that stands in the log."""
+    """A batch in the log."""
 
     data: bytes
     header: RecordBatch
@@ -66,7 +66,7 @@ BATCHES = st.builds(Sent, st.integers(1, 9), st.integers(0, 300), TIMESTAMPS, st
 
 @contextmanager
 def no_room() -> Iterator[None]:
-    """No file of this process may grow."""
+    """Let no file of this process grow."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     try:
@@ -126,7 +126,7 @@ class LogMachine(RuleBasedStateMachine):
         return self.batches[-1].end if self.batches else self.start
 
     def build(self, sent: Sent, base_offset: int) -> Written:
-        """The batch as it stands in a log; its producer uses no sequence number twice."""
+        """The batch as written to a log; its producer uses no sequence number twice."""
         sequence = -1
         if sent.producer_id >= 0:
             sequence = self.next_sequence
@@ -199,7 +199,7 @@ class LogMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def truncate(self, data: st.DataObject) -> None:
-        # Below what was written down as committed nothing is ever taken back, and batches are committed as a whole.
+        # Records below the stored high watermark are never removed, and batches are committed as a whole.
         committed = next((each.end for each in self.batches if each.end >= self.checkpoint[0]), self.checkpoint[0])
         offset = data.draw(st.integers(min(max(self.start - 1, committed), self.end + 1), self.end + 1))
         self.batches = [each for each in self.batches if each.end <= offset]
@@ -242,7 +242,7 @@ class LogMachine(RuleBasedStateMachine):
         assert self.start <= offset
 
     def moved_start(self) -> list[Written]:
-        """Follow the log, which alone knows where its segments end; what is gone is whole batches."""
+        """Follow the log, which alone knows where its segments end; only whole batches may be missing."""
         self.start = self.log.log_start_offset
         gone = [each for each in self.batches if each.end <= self.start]
         self.batches = self.batches[len(gone) :]
@@ -273,7 +273,7 @@ class LogMachine(RuleBasedStateMachine):
 
     @rule()
     def stop_in_good_order(self) -> None:
-        """What the next opening reads is nothing."""
+        """Stop in order: the next opening reads no batch."""
         self.log.flush()
         self.flushed_end = self.end
         self.log.checkpoint(self.end, self.checkpoint[1], self.log.state_below(self.end, is_last=True))
@@ -285,7 +285,7 @@ class LogMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 9), left=st.sampled_from((0, 0.5, None)))
     def lose_a_snapshot(self, which: int, left: float | None) -> None:
-        """Any file that opening could begin from is torn, or not there."""
+        """Tear or remove any file from which an opening could begin."""
         paths = sorted((*self.directory.glob("*.index"), *self.directory.glob("*.snapshot")))
         if paths:
             path = paths[which % len(paths)]
@@ -298,7 +298,7 @@ class LogMachine(RuleBasedStateMachine):
 
     @rule(torn=st.binary(max_size=100), whole_header=st.booleans(), sent=BATCHES, torn_at=st.integers(1, 400))
     def kill_in_mid_write(self, torn: bytes, whole_header: bool, sent: Sent, torn_at: int) -> None:
-        """The page cache keeps what was written; the last write may have stopped anywhere."""
+        """Kill the process: the page cache keeps its writes, but the last one may have stopped anywhere."""
         self.left_open.append(self.log)
         if whole_header:
             (unwritten,) = self.build_all([sent])

@@ -1,6 +1,6 @@
-"""Several connections that read into one arena, in any order and any portions: every held frame stays unmodified.
+"""Connections read into one arena, in any order and any portions, and every held frame stays unmodified.
 
-The chunks are made small here, so that a few kilobytes reach every renewal, move and reuse.
+The chunks are small here, so that a few kilobytes cause every renewal, move and reuse.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def small_chunks() -> Iterator[None]:
 
 
 class Connection:
-    """One peer: what it will send, what the reader made of it, and what is still held of that."""
+    """One peer: the bytes that it will send, the frames that the reader cut from them, and the frames still held."""
 
     def __init__(self, arena: ReceiveArena, chance: random.Random, frames: int) -> None:
         self.reader = FrameReader(LIMIT, arena)
@@ -48,7 +48,7 @@ class Connection:
         buffer = self.reader.get_buffer(-1)
         assert len(buffer) > 0
         count = min(len(buffer), len(self.stream) - self.position, _portion(chance))
-        # Whatever was offered may be scribbled on: a TLS library does so behind the bytes it reports.
+        # The whole offered buffer may be overwritten: a TLS library does so after the bytes that it reports.
         buffer[:] = bytes([SCRIBBLE]) * len(buffer)
         buffer[:count] = self.stream[self.position : self.position + count]
         self.position += count
@@ -59,7 +59,7 @@ class Connection:
             self.held.append((frame, expected))
 
     def drop(self, chance: random.Random, keep: float) -> None:
-        """Let go of some frames, whose bytes must have stayed what they were."""
+        """Release some frames, whose bytes must be unchanged."""
         kept: list[tuple[memoryview, bytes]] = []
         for frame, expected in self.held:
             assert bytes(frame) == expected

@@ -1,4 +1,4 @@
-"""Bytes damaged on purpose: the result is a CodecError or a message, never another exception, and never much memory."""
+"""Damaged bytes give a CodecError or a message, never another exception, and never use much memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from tests.support.wire.messages import (
 )
 
 TAGS = [(100, b"abc"), (2**31, b"")]
-# What a follower reads is written as any answer is.
+# A follower's answer is written like any other answer.
 WRITTEN_AS = {"replica answer": "response"}
 Parsed = PartitionedRequest | PartitionedResponse | ReplicaAnswer
 
@@ -75,12 +75,12 @@ def _parse(kind: str, api_key: int, version: int, frame: memoryview) -> Parsed:
     if kind == "response":
         return APIS[api_key].parse_response(frame, version)
     header = parse_request_header(frame)
-    # A broken header may name another API; the shell would turn to that one, and so does this.
+    # A broken header may name another API, which the proxy would use, and so does this function.
     return APIS.get(header.api_key, APIS[api_key]).parse_request(frame, header)
 
 
 def _use(message: Parsed) -> None:
-    """Touch what the proxy, or a follower, would touch of a message that was accepted."""
+    """Use the parts of an accepted message that the proxy or a follower would use."""
     if isinstance(message, ReplicaAnswer):
         assert all(len(topic_id) == 16 for topic_id, _ in message.topics)
         assert all(bytes(each.records) is not None for _, found in message.topics for each in found)
@@ -105,7 +105,7 @@ def _use(message: Parsed) -> None:
 
 
 def _take_apart(request: PartitionedRequest) -> None:
-    """What was accepted can be sent in parts, and the parts are accepted."""
+    """Check that an accepted request can be sent in parts, and that the parts are accepted."""
     api = APIS[request.header.api_key]
     for parity in (0, 1):
         selection = []
@@ -163,7 +163,7 @@ def _break(chance: random.Random, frame: bytes, spared: int) -> memoryview:
     return memoryview(broken)
 
 
-# Cluster id, leaders, endpoints, epochs: kafka-python looks into these, here they are blanked, dropped or handed on.
+# Cluster id, leaders, endpoints, epochs: kafka-python parses these; the codec blanks, drops or forwards them.
 KNOWN_TAGS = {0, 1, 2}
 
 
@@ -189,7 +189,7 @@ def _tags_seen() -> Iterator[set[int]]:
 def test_accepted_message_is_read_as_by_kafka_python(
     case: tuple[int, int, dict[str, object], dict[str, object]], seed: int
 ) -> None:
-    """Whatever this codec lets pass reaches a broker or a client; it must not be the first to see that it is broken."""
+    """A message that this codec accepts reaches a broker or a client, which must not be the first to see a fault."""
     api_key, version, request, response = case
     chance = random.Random(seed)
     frames = {
@@ -221,7 +221,7 @@ def _compare(kind: str, api_key: int, version: int, frame: bytes, message: Parse
     try:
         theirs = read_by_kafka_python(WRITTEN_AS.get(kind, kind), api_key, version, frame[begin:])
     except CodecError as error:
-        # Strings other than topics' names are nobody's concern here, and brokers read them leniently.
+        # Only the names of topics matter here, and brokers read other strings leniently.
         if "utf-8" in str(error):
             return
         raise
@@ -239,7 +239,7 @@ def _compare(kind: str, api_key: int, version: int, frame: bytes, message: Parse
 
 
 def test_noise_is_refused_or_read() -> None:
-    """Instead of a message, which nothing reads, and over a few bytes of one, where about half of it is read."""
+    """Noise in place of a message is refused; noise over a few bytes of one is read in about half of the cases."""
     outcomes = Counter[str]()
 
     @settings(max_examples=examples(80))

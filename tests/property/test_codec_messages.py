@@ -1,7 +1,7 @@
-"""Partitioned messages against kafka-python and hand-made bytes: read, split, merged; nothing lost, doubled or changed.
+"""Partitioned messages are read, split and merged without loss, duplicates or changes, by comparison with kafka-python.
 
-The oracle for what leaves the codec is a writer of the tests' own, which knows tagged fields; the first two tests hold
-that writer to kafka-python.
+The oracle for the codec's output is a writer in the tests, which knows tagged fields; the first two tests compare that
+writer with kafka-python.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def test_a_request_is_indexed_as_it_was_written(case: Case) -> None:
 
 
 def _chosen(api_key: int, fields: dict[str, Any], owners: Sequence[Sequence[int]], owner: int) -> dict[str, Any]:
-    """The message with one owner's entries alone; a topic that has none of them is left out."""
+    """The message with only one owner's entries; topics without such entries are omitted."""
     topics_field, entries_field, _, _ = REQUEST_FIELDS[api_key]
     topics = []
     for topic, by_ordinal in zip(fields[topics_field], owners, strict=True):
@@ -124,7 +124,7 @@ def _chosen(api_key: int, fields: dict[str, Any], owners: Sequence[Sequence[int]
 @settings(max_examples=examples(125))
 @given(REQUESTS, st.integers(1, 4), st.integers(0, 2**32), st.integers(-(2**31), 2**31 - 1))
 def test_the_parts_of_a_request_are_the_request(case: Case, owners: int, seed: int, correlation_id: int) -> None:
-    """Each part, byte for byte, is what a client would have sent that had only this owner's partitions to ask about."""
+    """Each part equals, byte for byte, the request of a client that asks only for this owner's partitions."""
     api_key, version, fields = case
     api = APIS[api_key]
     request = _parsed(api_key, version, fields)
@@ -154,7 +154,7 @@ def test_the_parts_of_a_request_are_the_request(case: Case, owners: int, seed: i
 
 
 def _no_entry_is_copied(request: PartitionedRequest, selection: Places, parts: list[Buffer]) -> None:
-    """What lies around the entries is copied, it is small; the entries, records and all, are slices of the request."""
+    """The bytes around the entries are few and copied; the entries, with their records, are slices of the request."""
     slices = [part for part in parts if isinstance(part, memoryview)]
     assert all(part.obj is request.frame.obj for part in slices)
     entries = [(request.topics[place], ordinal) for place, ordinals in selection for ordinal in ordinals]
@@ -162,7 +162,7 @@ def _no_entry_is_copied(request: PartitionedRequest, selection: Places, parts: l
 
 
 def _without_epochs(api_key: int, fields: dict[str, Any]) -> dict[str, Any]:
-    """A read as it must leave the proxy: clients know no leader epoch, so they say none."""
+    """A read as it must leave the proxy: without the leader epochs of clients, which know none."""
     if api_key == PRODUCE:
         return fields
     topics_field, entries_field, *_ = REQUEST_FIELDS[api_key]
@@ -220,7 +220,7 @@ def test_answer_is_indexed_and_blanked_only(case: Case) -> None:
 @settings(max_examples=examples(75))
 @given(RESPONSES, st.integers(1, 3), st.integers(0, 2**32), st.integers(-(2**31), 2**31 - 1))
 def test_answers_merge_into_one(case: Case, brokers: int, seed: int, throttle_time_ms: int) -> None:
-    """The answer's entries come from several brokers' answers, in which they stood in another order."""
+    """The answer's entries come from several brokers' answers, in which they had another order."""
     api_key, version, fields = case
     topics_field, entries_field, name_field, _ = RESPONSE_FIELDS[api_key]
     chance = random.Random(seed)

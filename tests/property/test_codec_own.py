@@ -43,7 +43,7 @@ NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 
 
 class Kind(NamedTuple):
-    """A message: how it is written, here and there, and read."""
+    """A message with its two writers, of the test and of the codec, and its reader."""
 
     name: str
     messages: st.SearchStrategy[Any]
@@ -180,7 +180,7 @@ def test_inflated_lengths_are_refused_before_allocation(kind: Kind) -> None:
 
 @EVERY_KIND
 def test_noise_is_refused_or_read(kind: Kind) -> None:
-    """Instead of a message, which nothing reads, and over a few bytes of one, much of which is read."""
+    """Noise in place of a message is refused; noise over a few bytes of one is often read."""
     outcomes = Counter[str]()
     body = kind.write(kind.sample, tag_section())
 
@@ -199,7 +199,7 @@ def test_noise_is_refused_or_read(kind: Kind) -> None:
                 outcomes["refused"] += 1
                 continue
             outcomes["read"] += 1
-            # Nothing was made up: what was read can be said in no more bytes.
+            # The codec invents nothing: the message that it read needs no more bytes than the frame.
             assert len(kind.encode(found)) <= len(frame)
 
     parse_noise()

@@ -35,7 +35,7 @@ from tests.support.wire.fattest import arrays, body_of, fattest, many_tags, sche
 
 BROKERS = [(1_000_000, "proxy-0.test", 9092), (1_000_001, "::1", 9093), (1_000_002, "proxy-2.test", 9094)]
 CONTROLLER = 1_000_000
-# Of each version; they are new in each run.
+# The number of messages of each version, which are new in each run.
 MANY, FEW = (20, 7) if os.environ.get(ALL) == "1" else (4, 2)
 ABOUT_LEADERS = (5, 6, 9)
 COORDINATED = [key for key, api in SERVED.items() if api.handling in KEY_TYPES]
@@ -111,7 +111,7 @@ def bodies(kind: str, api_key: int, version: int) -> st.SearchStrategy[bytes]:
 
 
 def renamed_by_kafka_python(api_key: int, version: int, body: bytes) -> bytes:
-    """What `rename_brokers` is to make of it, by way of decoding all of it."""
+    """The expected result of `rename_brokers`, by decoding the whole message."""
     message = control.decode_response(api_key, version, body)
     if api_key != keys.DESCRIBE_TOPIC_PARTITIONS:
         id_field = "broker_id" if api_key == keys.DESCRIBE_CLUSTER else "node_id"
@@ -291,7 +291,7 @@ def test_every_partition_is_refused(key: int, version: int, data: st.DataObject)
 
 
 def works(kind: str, key: int, version: int, body: bytes) -> list[Work[Any]]:
-    """All that is done with such a message."""
+    """All work on such a message."""
     if kind == "response":
         if key == keys.FIND_COORDINATOR:
             asked = parse_find_coordinator(version, body_of("request", key, version, (), 0))
@@ -336,7 +336,7 @@ def test_malformed_message_raises_codec_error(kind: str, key: int, version: int,
 def test_no_portion_is_larger_than_others(kind: str, key: int, version: int) -> None:
     for array in arrays(kind, key, version):
         if len(array) > 1 and array[-1].endswith(("_nodes", "_replicas", "_elr")):
-            # Passed over as they are, however long.
+            # Skipped unchanged, whatever their length.
             continue
         count = 20 * PORTION
         for work in works(kind, key, version, body_of(kind, key, version, array, count)):

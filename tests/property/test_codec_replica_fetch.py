@@ -115,7 +115,7 @@ def _as_fields(request: Any) -> dict[str, Any]:
 
 
 def _answering(topics: list[tuple[uuid.UUID, list[PartitionFetched]]], error_code: int = 0) -> memoryview:
-    """As the broker answers."""
+    """An answer as the broker writes it."""
     version = replica_fetch.VERSION
     head, tail = response_ends(version, 0, [], error_code)
     entries = [
@@ -158,7 +158,7 @@ def test_records_of_an_answer_are_slices_of_it() -> None:
 
 
 def test_unused_fields_are_skipped() -> None:
-    """Aborted transactions, tagged fields: another maker's broker may send them."""
+    """Other brokers may send aborted transactions and tagged fields."""
     fields = sample_response(FETCH, {"t": [4]})
     entry = fields["responses"][0]["partitions"][0]
     entry["aborted_transactions"] = [{"producer_id": 1, "first_offset": 2, "tags": [(9, b"x")]}] * 3

@@ -1,4 +1,4 @@
-"""The compiled plain path behaves as the core in every simulated world.
+"""The compiled plain path behaves like the core in every simulated world.
 
 The bytes that brokers and clients get, the trail's rows and the counters are the same, and so is every rule. Seeds are
 new in each run; KPROXY_WORLDS_SEED repeats one.
@@ -23,7 +23,7 @@ from tests.simulation.digests import run
 
 pytestmark = pytest.mark.skipif(compiled is None, reason="the plain path is not compiled here")
 
-# Each run has new ones: what takes many is found over many runs, and by `make test-all`.
+# Each run has new worlds, so rare faults are found over many runs, and by `make test-all`.
 WORLDS = int(os.environ.get("KPROXY_WORLDS", "24" if os.environ.get("KPROXY_TEST_ALL") == "1" else "6"))
 SEED = int(os.environ.get("KPROXY_WORLDS_SEED", "0")) or secrets.randbelow(1 << 40)
 
@@ -78,7 +78,7 @@ def test_worlds_with_claims_match_compiled_and_python() -> None:
 
 
 def test_requests_may_go_either_way_at_any_time(expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever way each request goes, order, answers, trail and counters are the same."""
+    """Order, answers, trail and counters are the same, whichever path each request takes."""
     Gate.taken = Gate.refused = 0
     for seed, digest in enumerate(expected, SEED):
         for path in (partial(gated_path, seed), lambda *_: None):

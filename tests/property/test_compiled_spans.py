@@ -1,4 +1,4 @@
-"""What is compiled does the same with acknowledged offsets as in Python."""
+"""The compiled code handles acknowledged offsets in the same way as Python's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ chunks = st.lists(st.lists(span, min_size=1, max_size=8).map(lambda pairs: spans
 
 @st.composite
 def disjoint(draw: st.DrawFn) -> list[Spans]:
-    """Batches of several connections as brokers place them: each after the last, most without a gap."""
+    """Batches of several connections in the order of a broker's log, most without a gap."""
     found: list[list[int]] = [[] for _ in range(draw(st.integers(1, 5)))]
     offset = draw(starts)
     for writer, count, gap in draw(
@@ -61,7 +61,7 @@ def test_offsets_join_alike_compiled_and_in_python(added: list[Spans]) -> None:
 
 
 def fields(chunk: Any) -> tuple[Any, ...]:
-    """Everything that a chunk has."""
+    """All fields of a chunk."""
     names = ("producer_id", "producer_epoch", "first_sequence", "next_sequence", "record_count", "batches", "bytes")
     return *(getattr(chunk, name) for name in names), chunk.spans, chunk.base_offset
 

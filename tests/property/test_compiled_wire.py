@@ -55,7 +55,7 @@ def parsed(frame: memoryview) -> PartitionedRequest:
 
 
 def indexed(request: PartitionedRequest) -> tuple[Any, ...]:
-    """What the codec read, in the form of the compiled index."""
+    """The codec's index of a request, in the form of the compiled one."""
     topics = []
     for topic in request.topics:
         name_start = topic.head_end - len(topic.wire)
@@ -101,7 +101,7 @@ def test_indexed_request_is_read_equally_by_codec(data: st.DataObject) -> None:
 
 
 def test_changed_requests_are_read_equally_or_not() -> None:
-    """Bytes changed, cut, doubled and inflated: what the codec refuses is never indexed."""
+    """A request that the codec refuses is never indexed, whatever bytes were changed, cut, repeated or inflated."""
     print(f"KPROXY_SEED={SEED}")
     draw = random.Random(SEED)
     frames = {version: bytes(usual(version)) for version in VERSIONS}
@@ -185,7 +185,7 @@ def in_order(version: int, selection: Selection, frame: memoryview) -> memoryvie
 
 
 def places_in(version: int, selection: Selection, answer: memoryview) -> list[int]:
-    """Where the entries of an answer begin."""
+    """The positions at which the entries of an answer begin."""
     return [start for topic in PRODUCE_API.parse_response(answer, version).topics for start in topic.starts]
 
 

@@ -1,9 +1,9 @@
-"""What a stranger may send costs CPU in proportion to its length, whatever is in it.
+"""Bytes from an unauthenticated client cost CPU in proportion to their length, whatever they are.
 
-Everything that is read before a client is authenticated gets inputs of up to 64 KiB: repeated pieces that are known to
-be dear (combining marks, near matches of a pattern, nested and repeated fields), and random ones from a seed that is
-printed. An input that is eight times as long may not cost much more than eight times as much. TLS gets each two
-extensions of a ClientHello, filled up; the admin page gets first lines, headers and bodies.
+Every parser that runs before a client is authenticated gets inputs of up to 64 KiB: repeated pieces that are known to
+be expensive (combining marks, near matches of a pattern, nested and repeated fields), and random ones from a seed that
+is printed. An input that is eight times as long must not cost much more than eight times as much. TLS gets every pair
+of extensions of a ClientHello, filled up; the admin page gets first lines, headers and bodies.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tests.support.security.tls_files import Signer
 TIMES: Final = 8
 # Linear work takes TIMES as long; the rest is noise. Quadratic work takes TIMES * TIMES.
 MOST_RATIO: Final = 3.0 * TIMES
-# Shorter ones are not compared: a turn of the event loop may take fifty times as long.
+# Shorter times are not compared, because a turn of the event loop may take fifty times as long.
 SHORT_S: Final = 0.001
 PIECES: Final = (
     "a",
@@ -120,7 +120,7 @@ TAKERS: Final[dict[str, Taker]] = {
 
 
 def cpu_s(take: Taker, message: bytes) -> float:
-    """The least of three."""
+    """The least CPU time of three runs."""
     least = float("inf")
     for _ in range(3):
         began = time.thread_time()
@@ -166,7 +166,7 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> ssl.SSLContext:
 
 
 def test_hello_costs_with_its_length_alone(tls: ssl.SSLContext) -> None:
-    """Each two extensions share the bytes, and each has them alone; with TLS 1.3 and without."""
+    """Each pair of extensions shares the bytes, and each has them alone, with TLS 1.3 and without."""
 
     def take(message: bytes) -> None:
         incoming = ssl.MemoryBIO()
@@ -179,7 +179,7 @@ def test_hello_costs_with_its_length_alone(tls: ssl.SSLContext) -> None:
     for names in [*combinations(every, 2), *((name,) for name in every)]:
         for kinds in (tuple(hello.EXTENSIONS), (hello.SIGNATURES, hello.GROUPS)):
             check(take, partial(filled, names, kinds), LONGEST_HELLO, f"{names} {kinds}")
-            # The longest that is looked at.
+            # The longest ClientHello that the proxy reads.
             assert cpu_s(take, filled(names, kinds, MOST_HELLO_BYTES)) < MOST_RATIO * honest_s, f"{names} {kinds}"
     for kinds in (range(0x5000, 0x10000), [0x5000] * 0x8000):
         check(take, partial(with_kinds, kinds), LONGEST_HELLO, f"extensions {kinds[:2]}")
@@ -204,7 +204,7 @@ def with_kinds(kinds: Sequence[int], size: int) -> bytes:
 
 
 class _Pages:
-    """What the page shows does not matter here."""
+    """A page whose content does not matter."""
 
     async def metrics(self, accept: str) -> tuple[bytes, str]:
         return render((), accept)

@@ -1,4 +1,4 @@
-"""The keys of claims and members in etcd: every group and resource has a key of its own, and no other key is read."""
+"""Every group and resource has its own key for claims and members in etcd, and no other key is read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kproxy_codec.own import MAX_NAME_BYTES, WHOLE_GROUP
 
 KEYS = OwnKeys("/pre fix")
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40)
-# What means something in keys, in paths and in percent-encoding, in any order.
+# Characters with a meaning in keys, in paths and in percent-encoding, in any order.
 AWKWARD = st.text(st.sampled_from("*/%2Aa.~ \x00\nü\U0001f600"), min_size=1, max_size=12)
 ANY_NAME = NAMES | AWKWARD
 REFUSED = r"names no|a name of|not written as|can't decode"

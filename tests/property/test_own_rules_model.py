@@ -1,7 +1,7 @@
-"""Random claims by several connections, against a model without keys and fences: who has which claims of a group.
+"""Random claims by several connections give each the same claims as a model without keys and fences.
 
-What the rules decide is carried out as proxies do it: a grant puts one key, at a revision of its own; who loses
-something by it is severed, and its keys are deleted: at once, or some time later and one by one.
+The decisions of the rules are carried out as proxies do it: a grant puts one key, at its own revision. A connection
+that loses a claim by it is severed, and its keys are deleted at once, or some time later and one by one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kproxy_codec.own import WHOLE_GROUP
 from tests.support.rules import examples
 
 RESOURCES = ("r/0", "r/1", "x")
-# A new one comes for each that is severed.
+# The number of connections; a new one replaces each severed one.
 CONNECTED = 3
 
 
@@ -28,7 +28,7 @@ class Had(NamedTuple):
 
 
 class Claims(RuleBasedStateMachine):
-    """`keys`: what etcd has. `has` and `has_rest`: the model, who claimed what, and by a whole claim all the rest."""
+    """`keys`: the keys in etcd. `has` and `has_rest`: the model's owners of resources, and of the rest of a group."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Claims(RuleBasedStateMachine):
                 self.delete(0)
 
     def lingering(self) -> list[str]:
-        """The keys of those who are severed."""
+        """The keys of severed connections."""
         return [resource for resource, claim in self.keys.items() if claim.owner not in self.connected]
 
     def model(self, resource: str) -> Had | None:

@@ -1,4 +1,4 @@
-"""The PROXY protocol, version 2: the content of a correct header, and that nothing else is taken for one."""
+"""The PROXY protocol, version 2: a correct header is read, and no other bytes are accepted as one."""
 
 from __future__ import annotations
 

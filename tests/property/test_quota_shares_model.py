@@ -1,7 +1,7 @@
-"""Shares of a rate among workers: whatever happens to messages and workers, clients in total keep to the rate.
+"""Workers share a rate so that all clients together keep to it, whatever happens to messages and workers.
 
-The model has the real accounts and the real ledger, and clients that wait as the meter has them wait. Every amount that
-is used goes through one bucket with the whole rate as well, whose level shows the worst excess over any time.
+The model has the real accounts and the real ledger, and clients that wait as the meter demands. Every used amount is
+also counted in one bucket with the whole rate, whose level shows the worst excess over any time.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Client:
     ends_at: float = 0.0
 
     def is_held(self, account: Account, now: float) -> bool:
-        """Whether it must wait on when its wait is over, as kproxy.proxy.metering has it."""
+        """Whether a client must wait again at the end of its wait, as in kproxy.proxy.metering."""
         return account.is_shared and self.ends_at > now and account.wait(now) > SHORTEST_WAIT_S
 
 
 @dataclass
 class Worker:
-    """One process and its clients; None instead of accounts: it has ended."""
+    """One process and its clients. If accounts are None it has ended."""
 
     accounts: Accounts | None
     clients: list[Client] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Worker:
 
 
 class Site:
-    """Workers, their clients and their supervisor, on a clock of their own."""
+    """Workers, their clients and their supervisor, with a simulated clock."""
 
     def __init__(self, workers: int, clients: int) -> None:
         self.now = 100.0
@@ -85,7 +85,7 @@ class Site:
         return Worker(accounts, [Client() for _ in range(clients)], Quotas(QUOTAS, accounts).account(ALICE, ""))
 
     def step(self, busy: set[int]) -> None:
-        """Have the clients at these workers send what they may."""
+        """Have the clients at these workers send as much as they may."""
         self.now += STEP_S
         for number, worker in enumerate(self.workers):
             if worker.account is None or number not in busy:
@@ -125,7 +125,7 @@ class Site:
             worker.outbox.append(changes.number)
 
     def second(self, busy: set[int], fates: Sequence[str] = (PROMPT,) * 99, seconds: float = 1.0) -> None:
-        """One second, or less, of all clients at the busy workers; then messages, by the fate of each worker."""
+        """Run all clients at the busy workers for a second or less, then deliver messages by each worker's fate."""
         for _ in range(round(seconds / STEP_S)):
             self.step(busy)
         for number, worker in enumerate(self.workers):
@@ -135,7 +135,7 @@ class Site:
                 worker.outbox.clear()
                 worker.inbox.clear()
             elif fate == LATE and worker.outbox:
-                # Out of order, and it will be heard once more.
+                # Deliver it out of order, and once more later.
                 worker.outbox.append(worker.outbox[-1])
                 self.hear(number, -1)
             elif fate != SILENT:
@@ -178,7 +178,7 @@ class Shares(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 3))
     def crash(self, number: int) -> None:
-        """A process ends; the supervisor does not know it yet."""
+        """End a process without the knowledge of the supervisor."""
         self.site.end(number % len(self.site.workers))
 
     @precondition(lambda self: any(worker.account is None for worker in self.site.workers))

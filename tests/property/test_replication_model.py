@@ -1,8 +1,8 @@
-"""Replication under faults of brokers, of their links to etcd and to each other: random runs, and runs written down.
+"""Replication under faults of brokers and of their links to etcd and to each other, in random and in fixed runs.
 
 `tests.support.models.replication_search` draws the steps, `tests.support.models.replication_model` takes them on real
 partitions, logs and lease managers, and `tests.support.models.replication_checks` judges. `make sim SEEDS=100000` runs
-it as long as one likes.
+any number.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def test_truncating_to_high_watermark_loses_acknowledged_records(monkeypatch: py
 
 
 def test_a_world_leaves_nothing_open() -> None:
-    """Thousands of runs go through one process, which may have only so many files open."""
+    """Thousands of runs share one process, whose number of open files is limited."""
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(2):
         broken_by(THREE, [*KIP_101, ("restart", 0), ("stop", 1), ("advance", SOME_SECONDS), ("restart", 1)])
@@ -66,7 +66,7 @@ def test_a_world_leaves_nothing_open() -> None:
 
 
 FOUND_ONCE: dict[str, tuple[Setting, list[Taken]]] = {
-    # It asked again and again where the logs part, and cut nothing off, since there was nothing.
+    # It once asked repeatedly where the logs diverge, and truncated nothing, since there was nothing.
     "a broker that led and wrote nothing follows again after a restart": (
         Setting(3, min_insync_replicas=1),
         [
@@ -82,7 +82,7 @@ FOUND_ONCE: dict[str, tuple[Setting, list[Taken]]] = {
             ("crash", 1),
         ],
     ),
-    # What deleted its key came late, when it led again under the same one; and then another led as well.
+    # The call that deleted its key was late: it led again under the same key, and then another broker led as well.
     "who gives up a partition does not take it again before it is known to have gone": (
         Setting(3, min_insync_replicas=2, hand_over_after_s=5.0),
         [
@@ -144,7 +144,7 @@ FOUND_ONCE: dict[str, tuple[Setting, list[Taken]]] = {
         ],
     ),
 }
-"""What the model has found in the product, shortened."""
+"""The violations that the model has found in the product, shortened."""
 
 
 @pytest.mark.parametrize("name", FOUND_ONCE)

@@ -1,4 +1,4 @@
-"""Any messages of a client in any order: nobody is authenticated without proof, and no exception escapes."""
+"""No messages in any order authenticate a client without proof, and none lets an exception escape."""
 
 from __future__ import annotations
 

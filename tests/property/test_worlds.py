@@ -2,8 +2,8 @@
 doubled or reordered, and every request is answered once and in time. In some of the worlds clients claim partitions
 (the Own API), and a claimant writes nothing more to a partition that it has lost.
 
-`KPROXY_WORLDS` is how many worlds are run and `KPROXY_WORLDS_SEED` the first one's seed; without it each run has new
-ones. `make worlds WORLDS=10000` runs as many as one likes, on all cores.
+`KPROXY_WORLDS` is the number of worlds, and `KPROXY_WORLDS_SEED` the first one's seed; without it each run has new
+seeds. `make worlds WORLDS=10000` runs any number, on all cores.
 """
 
 from __future__ import annotations

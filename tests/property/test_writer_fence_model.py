@@ -1,8 +1,8 @@
-"""Writers that claim a replicated partition from one another and never stop by themselves: random runs of the model.
+"""Random runs of the replication model with writers that claim the partition from one another and never stop.
 
-The world is that of `test_replication_model`; the runs are drawn here, by weights, for what matters is dense in them:
-claims, leaders that change, and an etcd that is slow or loses what it was asked. The first claim alone ends what others
-write, so that little of a run that says nothing of fences would say anything.
+The world is that of `test_replication_model`, but the runs are drawn here, with weights for the relevant steps: claims,
+changes of leaders, and an etcd that is slow or loses calls. As the first claim ends all writes without a fence, a run
+of other steps would test little.
 """
 
 from __future__ import annotations

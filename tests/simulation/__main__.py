@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 from tests.simulation.world import Outcome, run_world
 
-# The number of worlds reported in full, and of lines for each.
+# The most worlds that are reported in full, and the most lines for each.
 MOST_TOLD = 10
 MOST_FOUND = 5
 

@@ -1,9 +1,9 @@
-"""Clients that claim partitions of a topic with a writer group (the Own API), write while they own them, and lose them.
+"""Simulate clients that claim partitions with the Own API, write while they own them, and lose them to others.
 
-A claimant claims on each of its connections anew, at one of the proxies: single partitions, sometimes the whole
-group, half of the time with a generation that takes them from their claimant. It writes what it owns, each batch
-once; sometimes also partitions that it does not own, or does not know yet to own. It also writes ungated partitions.
-It continues claiming until it has sent everything.
+On each new connection a claimant claims anew, at one of the proxies: single partitions, sometimes the whole group, and
+half of the time with a generation that takes them from their claimant. It writes what it owns, each batch once;
+sometimes also partitions that it does not own, or does not know yet to own. It also writes ungated partitions. It
+continues claiming until it has sent everything.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CLAIMS_ALL: Final = 0.05
 
 
 class Claimant(Plain):
-    """It claims those of its `partitions` that have a writer group; anybody may write the others."""
+    """A client that claims those of its `partitions` that have a writer group; any client may write the others."""
 
     def __init__(self, world: World, number: int, setting: ClientSetting, partitions: list[Partition]) -> None:
         super().__init__(world, number, setting, partitions)
@@ -126,7 +126,7 @@ class Claimant(Plain):
             if code and code not in REFUSALS:
                 self.world.found.append(f"{self} claimed {asked} and got {entries}")
         if not self._fences:
-            # Not again at once.
+            # Do not claim again at once.
             self._wait(0.02 + 0.2 * self._dice.at(What.PAUSE, -self.number, self._claims))
 
     def _settled(self, batch: Batch, code: int | None) -> None:

@@ -1,10 +1,10 @@
-"""Clients of a simulated world, which record every batch they send and judge every answer as it comes.
+"""Simulate clients that record every batch they send and judge every answer as it arrives.
 
-`Idempotent` does what Java's producer does: at most five requests in flight, and after a failure nothing new until all
-in flight is answered; then the failed batches, in order. It sends until everything is acknowledged. A transactional
-one differs in its batches' flag. `Plain` never sends a batch twice, and `Silent` sends with acks=0. All of them
-sometimes leave with a request half sent or answers unread, and come back on another connection; all of them read
-sometimes.
+`Idempotent` behaves like Java's producer: it has at most five requests in flight, and after a failure sends nothing
+until all of them are answered, and then the failed batches, in order. It sends until all are acknowledged. A
+transactional one differs in its batches' flag. `Plain` never sends a batch twice, and `Silent` sends with acks=0. All
+of them sometimes leave with a request half sent or answers unread, and come back on another connection; all of them
+read sometimes.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ SAY_NOT_APPENDED: Final = NOT_APPENDED - {56}
 # Interval for checking deadlines.
 TICK_S: Final = 0.1
 CLOCK_S: Final = 1e-6
-# The time limit for a read, including the longest wait that it asks for.
+# The time limit for a read, including the longest wait that it requests.
 MOST_READ_S: Final = READ_GRACE_S + 0.05
 BATCH_RECORDS: Final = 4
 MOST_SENDS: Final = 200
-# A batch that is refused more often than this backs off. Real clients back off from the first time on.
+# After more refusals than this a batch is sent with a back-off. Real clients back off from the first refusal on.
 SENDS_AT_ONCE: Final = 20
 BACKOFF_S: Final = 0.1
 
 
 class Sent:
-    """A request that is to be answered: a produce request's batches, or the `partitions` that a read asks for."""
+    """A request that awaits an answer: the batches of a produce request, or the `partitions` of a read."""
 
     __slots__ = ("api_key", "batches", "by", "correlation_id", "end", "partitions", "start", "timeout_ms", "version")
 
@@ -71,7 +71,7 @@ class Connection:
         self.is_over = False
         self._bytes = b""
         self._sent_bytes = 0
-        # Requests that the proxy has not read whole, and those that it has not begun to read.
+        # Requests that the proxy has not read completely, and those that it has not begun to read.
         self._unread: deque[Sent] = deque()
         self._unbegun: deque[Sent] = deque()
         self._latest_by = 0.0
@@ -93,7 +93,7 @@ class Connection:
     def fed(self, total: int, now: float) -> None:
         while self._unbegun and self._unbegun[0].start < total:
             sent = self._unbegun.popleft()
-            # Answers leave in order: one waits for those before it.
+            # Answers leave in order, so each waits for those before it.
             self._latest_by = sent.by = max(self._latest_by, now + self.client.patience_s(sent))
         while self._unread and self._unread[0].end <= total:
             sent = self._unread.popleft()
@@ -125,7 +125,7 @@ class Connection:
 
 
 class Client:
-    """Sends `setting.count` requests. `number` counts from 1 and is its producer id if it has one."""
+    """Sends `setting.count` requests. `number` counts from 1 and is the producer id of an idempotent client."""
 
     def __init__(self, world: World, number: int, setting: ClientSetting, partitions: list[Partition]) -> None:
         self.world = world
@@ -134,7 +134,7 @@ class Client:
         self.partitions = partitions
         self.left = setting.count
         self.batches: list[Batch] = []
-        # Batches of requests that were never sent whole: these must not be in any log.
+        # Batches of requests that were not sent completely: these must not be in any log.
         self.unsent: list[Batch] = []
         self.connection: Connection | None = None
         self.connections = 0
@@ -145,7 +145,7 @@ class Client:
         self._numbers: dict[Partition, int] = defaultdict(int)
         self._dice = world.dice
         self._is_waiting = False
-        # Whether a fault happened to it that is nobody's error; it is no longer judged then.
+        # Whether a fault that is no error has affected this client, which is then no longer judged.
         self.is_void = False
 
     def __str__(self) -> str:
@@ -230,7 +230,7 @@ class Client:
                 return
             paced = dice.at(What.PACE, number, self.requests)
             if paced > 0.6:
-                # As many at once as are not.
+                # The mean pause is `pace_s`, but most requests are sent at once.
                 self._wait(self.setting.pace_s * (paced - 0.6) * 12.5)
 
     def _frame(self, batches: list[Batch], version: int, correlation_id: int) -> bytes:
@@ -298,7 +298,7 @@ class Client:
                 batch.codes.append(None)
                 self._settled(batch, None)
         connection.in_flight.clear()
-        # Longer than any network delay: with brokers that forget, batches of an earlier connection must not arrive
+        # The pause exceeds any network delay: with brokers that forget, batches of an earlier connection must not come
         # later.
         self._is_waiting = False
         self._wait(0.05 + self._rests_s(self._dice.at(What.PAUSE, self.number, self.connections)))
@@ -319,11 +319,11 @@ class Client:
         return batch
 
     def _identify(self, batch: Batch) -> None:
-        """Give it its bytes."""
+        """Encode the batch."""
         batch.records = wire.batch(batch.id, batch.count, self._padding, transactional=False)
 
     def _some_of(self, partitions: list[Partition]) -> list[Partition]:
-        """Some partitions for the next request; one is more frequent than many."""
+        """Choose some partitions for the next request, more often one than many."""
         if len(partitions) == 1:
             return partitions
         drawn = self._dice.at(What.PARTITIONS, self.number, self.requests, self.left)
@@ -335,7 +335,7 @@ class Client:
     # Answers
 
     def answered(self, connection: Connection, frame: bytes, written_at: float) -> None:
-        """Handle a whole answer, which was written at the given time."""
+        """Handle a whole answer that the proxy wrote at `written_at`."""
         found = self.world.found
         if not connection.in_flight:
             found.append(f"{self} got an answer too many: {frame[:40]!r}")
@@ -381,7 +381,7 @@ class Client:
 
 
 class Plain(Client):
-    """Without a producer id, each batch sent once."""
+    """A client without a producer id, which sends each batch once."""
 
     def _compose(self) -> list[Batch]:
         if not self.left:
@@ -395,7 +395,7 @@ class Silent(Plain):
 
 
 class Idempotent(Client):
-    """With a producer id; what fails is sent again until it is acknowledged."""
+    """A client with a producer id, which sends failed batches again until they are acknowledged."""
 
     def __init__(self, world: World, number: int, setting: ClientSetting, partitions: list[Partition]) -> None:
         super().__init__(world, number, setting, partitions)
@@ -458,8 +458,8 @@ class Idempotent(Client):
                 self.is_void = True
                 self.left = 0
                 return
-            # If everything before it is acknowledged, this producer is broken for Java; otherwise librdkafka begins a
-            # new epoch.
+            # If all earlier batches are acknowledged, Java gives up such a producer; otherwise librdkafka begins a new
+            # epoch.
             self.world.found.append(f"{self}: {batch} is out of order")
         self._failed.append(batch)
         if batch.sends > SENDS_AT_ONCE:
@@ -469,9 +469,9 @@ class Idempotent(Client):
             self.world.found.append(f"{self}: {batch} is refused for ever")
 
     def is_beyond_help(self, partition: Partition) -> bool:
-        """Whether its order is lost for a reason that no proxy can prevent, with brokers that forget: something was
-        appended twice because its client sent it again, or something reached the proxy after what preceded it had
-        been given up and before its client knew.
+        """Whether the order is lost for a reason that no proxy can prevent, with brokers that forget: a batch was
+        appended twice because the client sent it again, or a batch reached the proxy after the one before it had been
+        given up and before the client knew.
         """
         if self.world.setting.knows_again:
             return False

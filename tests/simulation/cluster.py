@@ -1,8 +1,8 @@
-"""Simulated brokers: one log per partition, Kafka's rules for appending to it, and all faults of brokers.
+"""Simulate brokers: one log per partition, Kafka's rules for appending to it, and all faults of brokers.
 
-A model, not a broker: replication is perfect. In a world whose brokers recognize resent batches a new owner knows
-every producer's last batches, as brokers do that rebuild that state from the log; in the others it knows nothing, and
-accepts any sequence number first.
+Replication is perfect. In worlds whose brokers recognize resent batches, a new owner knows every producer's last
+batches, like a broker that rebuilds this state from the log. In other worlds it knows nothing, and accepts any sequence
+number first.
 
 A connection's requests are served one after another. Requests that are not being served yet are lost with it.
 """
@@ -30,7 +30,7 @@ NOT_LEADER: Final = 6
 UNKNOWN_TOPIC_ID: Final = 100
 STORAGE_ERROR: Final = 56
 REFUSED_BEFORE_APPEND: Final = (5, 6, 19)
-# Perhaps appended, if acks=all and if brokers may answer it afterwards; otherwise refused before the append.
+# With acks=all a batch may have been appended before brokers answer these codes; otherwise it was not.
 REFUSED_AT_ANY_TIME: Final = (3, 6, 56)
 OUTCOME_UNKNOWN: Final = (7, 13)
 APPENDED_ALL_THE_SAME: Final = 20
@@ -39,7 +39,7 @@ REFUSED_FOR_GOOD: Final = (2, 10, 29, 87)
 LONG_PAUSE_S: Final = 1.35
 # The share of slowly served claimants' requests that lose their connection meanwhile.
 CUT_AMID: Final = 0.5
-# An acks=0 request that left longer ago may be lost unnoticed: kproxy doubts those of the last second only.
+# An acks=0 request written longer ago may be lost unnoticed: kproxy doubts only those of the last second.
 DOUBTED_S: Final = 0.9
 
 
@@ -80,10 +80,10 @@ class BrokerConnection:
         self.transport: SimulatedTransport | None = None
         self._cluster = cluster
         self._bytes = b""
-        # With their arrival and write times; and the write time of the request being served.
+        # Waiting requests, with their arrival and write times; and the write time of the request being served.
         self._queue: deque[tuple[bytes, float, float]] = deque()
         self.written_at = 0.0
-        # The fences that bind writes on it.
+        # The fences that bind writes on this connection.
         self.bindings: dict[Partition, int] = {}
         self._is_busy = False
         self._has_ended = False
@@ -115,7 +115,7 @@ class BrokerConnection:
         self.serve()
 
     def _drop(self) -> None:
-        """The connection is gone, with all requests that are not being served yet."""
+        """Drop the connection, with all requests that are not being served yet."""
         self.is_open = False
         now = self._cluster.loop.now
         for frame, came_at, _ in self._queue:
@@ -138,7 +138,7 @@ class BrokerConnection:
         return self._is_busy or bool(self._queue)
 
     def pause(self, seconds: float, then: Callable[[], object] = lambda: None) -> None:
-        """Serve nothing for that long, and then call this first."""
+        """Serve nothing for `seconds`, and then call `then` first."""
         self._is_busy = True
         self._cluster.pauses += 1
         self._cluster.loop.call_later(seconds, self._go_on, then)
@@ -154,7 +154,7 @@ class BrokerConnection:
             self.transport.send(data)
 
     def close(self) -> None:
-        """Close after the bytes that were written."""
+        """Close the connection after the bytes already written."""
         if self._queue or not self._has_ended:
             self.cut_short()
         self._drop()
@@ -163,7 +163,7 @@ class BrokerConnection:
             self.transport.end()
 
     def cut_short(self) -> None:
-        """If the client has already gone, its proxy no longer reads what comes here."""
+        """Note it if the client has left, because its proxy then no longer reads this connection."""
         if self.session is not None and self.session.closed:
             self._cluster.cut_short.add(self.whose)
 
@@ -176,7 +176,7 @@ class BrokerConnection:
 
 
 class Broker:
-    """One broker: `is_up` it accepts dials, unless it is `is_deaf`, and `is_hung` it serves nothing."""
+    """One broker. If `is_up` it accepts dials, unless it `is_deaf`; if `is_hung` it serves nothing."""
 
     def __init__(self, node_id: int, address: Address) -> None:
         self.node_id = node_id
@@ -228,18 +228,18 @@ class Cluster:
         self.dice = dice
         self.setting = setting
         self.topologies = topologies
-        # The gated topic's partitions. Callbacks for a batch that arrives, is appended or is refused there.
+        # The gated topic's partitions, and callbacks for a batch that arrives, is appended or is refused there.
         self.gated: frozenset[Partition] = frozenset()
         self.on_arrival: Callable[[Batch], object] = lambda batch: None
         self.on_append: Callable[[Batch], object] = lambda batch: None
         self.on_refusal: Callable[[Batch], object] = lambda batch: None
         self.batches: dict[int, Batch] = {}
         self.happened: Counter[str] = Counter()
-        # Requests that brokers serve slowly.
+        # The number of requests that brokers have served slowly.
         self.pauses = 0
         # Client connections whose acks=0 requests reached a broker connection's end after the client had gone.
         self.cut_short: set[int] = set()
-        # The history of every batch, for debugging.
+        # Whether to keep the history of every batch, for debugging.
         self.keeps_history = False
         self.history: list[str] = []
         self._on_fault = on_fault
@@ -278,7 +278,7 @@ class Cluster:
             loop.call_at(trouble.at, self._befall, trouble)
 
     def _learn_at(self, topic: int, at: float) -> None:
-        """The proxy learns of the topic's id then."""
+        """Let the proxy learn the topic's id at `at`."""
         partition = next(each for each in self.partitions if each.topic == b"topic-%d" % topic)
         for topology in self.topologies:
             if at:
@@ -287,7 +287,7 @@ class Cluster:
                 topology.set_topic_id(partition.topic, partition.topic_id)
 
     def _place(self, broker: Broker, after_s: float = 0.0) -> None:
-        """The proxies learn a broker's address."""
+        """Let the proxies learn a broker's address."""
         for topology in self.topologies:
             if after_s:
                 self.loop.call_later(after_s, topology.set_broker, broker.node_id, broker.address)
@@ -321,7 +321,7 @@ class Cluster:
             self._serve_read(connection, frame)
 
     def batches_of(self, request: wire.ProduceRequest) -> list[tuple[bytes, Partition, Batch]]:
-        """By the topic as the request names it."""
+        """The batches, with the topic as the request names it."""
         found = []
         for topic, entries in request.topics:
             for index, records in entries:
@@ -349,10 +349,10 @@ class Cluster:
             self.on_arrival(batch)
         fate = self._fate_of(node_id, first)
         if fate is Fate.SLOW:
-            # As if it came later: it is served then, and the requests after it too.
+            # As if the request came later: it is served then, and the requests after it too.
             waits_s = self.dice.at(What.PAUSE, node_id, first.id, first.arrivals) ** 3 * 1.5
             if waits_s > LONG_PAUSE_S:
-                # Longer than any wait.
+                # Longer than any client or proxy waits.
                 waits_s *= 7
             connection.pause(waits_s, lambda: self._serve_late(connection, request, batches, waits_s))
             cut = self.dice.at(What.CLAIM, node_id, first.id, first.arrivals)
@@ -375,7 +375,7 @@ class Cluster:
                 batch.is_late = not connection.is_open
             self._append_all(connection, request, batches, None)
         if waited_s > DOUBTED_S:
-            # Even if it is refused: the proxy does not doubt a batch that left so long ago.
+            # Even if it is refused, because the proxy does not doubt a batch that left so long ago.
             for _, _, batch in batches:
                 batch.is_excused = True
 
@@ -429,7 +429,7 @@ class Cluster:
         if request.acks != 0:
             self._answer(connection, request, results, leader, fate, batches[0][2])
         elif has_failed:
-            # As Kafka does, so that a producer without answers notices.
+            # Close the connection as Kafka does, so that a producer without answers notices.
             connection.cut_short()
             connection.close()
 
@@ -446,7 +446,7 @@ class Cluster:
         throttle_ms = 0
         key = (What.ORDER, first.id, first.arrivals)
         if self.dice.at(*key) < 0.5:
-            # As Kafka does, in the order of its hash tables.
+            # Like Kafka, answer in the order of hash tables.
             results = [
                 (topic, self.dice.sample(rows, len(rows), *key, place))
                 for place, (topic, rows) in enumerate(self.dice.sample(results, len(results), *key))
@@ -488,7 +488,7 @@ class Cluster:
             self.happened["not the owner"] += 1
             is_deposed = not partition.serving and partition.latest == node_id
             if is_deposed and may_be_late and self.dice.at(What.LATE, node_id, batch.id, batch.arrivals) < 0.5:
-                # A leader that is deposed while it waits for the others: the batch is in the log nevertheless.
+                # A leader is deposed while it waits for its followers: the batch is in the log nevertheless.
                 code, offset = partition.append(batch)
                 return code or NOT_LEADER, offset
             return NOT_LEADER, wire.NO_OFFSET
@@ -523,7 +523,7 @@ class Cluster:
         elif kind == 1:
             which, drawn = divmod(drawn * 3, 1.0)
             code, appends = REFUSED_AT_ANY_TIME[int(which)], may_be_late and drawn < 0.5
-            # A refusal that comes after the append keeps the offset, but for a flush that fails.
+            # A refusal after the append keeps the offset, except if a flush fails.
             keeps_offset = code != STORAGE_ERROR or drawn < 0.25
         elif kind == 2:
             code, appends = OUTCOME_UNKNOWN[drawn < 0.5], drawn % 0.5 < 0.25
@@ -587,7 +587,7 @@ class Cluster:
         if partition is None:
             return
         if topic == partition.topic_id and self.topologies[0].name_of(topic) is None:
-            # It learns that by itself.
+            # The proxy learns this by itself.
             return
         partition.refreshes += 1
         took = self.loop.create_future()
@@ -600,11 +600,11 @@ class Cluster:
     def _release(self, move: Move) -> None:
         partition = self.partitions[move.partition]
         if not partition.serving:
-            # It is already on its way.
+            # The change is already on its way.
             return
         if partition.serving == move.to and not self.setting.knows_again:
-            # It arrived by another route meanwhile; and a broker that forgets must not be back while batches are under
-            # way.
+            # The change has arrived by another route; or batches are under way to a broker that forgets, which must not
+            # return.
             return
         self._befell("move")
         partition.serving = 0
@@ -671,7 +671,7 @@ class Cluster:
             self._lose_leases(broker, trouble)
 
     def _lose_leases(self, broker: Broker, trouble: Trouble) -> None:
-        """Its partitions go to other brokers after a while, if it has not come back by then."""
+        """Give its partitions to other brokers after a while, if it has not returned by then."""
         now = self.loop.now
         for partition in self.partitions:
             drawn = self.dice.at(What.VICTIM, partition.number, now)
@@ -698,7 +698,7 @@ class Cluster:
             connection.serve()
 
     def heal(self) -> None:
-        """Everything serves, no fault happens any more, and the table says so."""
+        """Make all brokers serve again without faults, and correct the proxies' tables."""
         self._fates = self._codes = 0.0
         for broker in self.brokers:
             self._recover(broker)

@@ -1,6 +1,6 @@
-"""Chance in a simulated world: a draw is a function of its key, not of the number of draws before it.
+"""Draw random numbers for a simulated world: a draw depends on its key, not on the number of draws before it.
 
-So a proxy that does two things in another order within one moment meets the same brokers and network afterwards.
+So a proxy that does two things of one moment in another order meets the same brokers and network afterwards.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _FRACTION: Final = 2.0**-53
 
 
 class What:
-    """The kinds of draws: the first part of every key. Plain numbers, looked up thousands of times a world."""
+    """The kinds of draws: the first part of every key. Plain numbers, looked up thousands of times per world."""
 
     JITTER = 1
     LATENCY = 2
@@ -62,13 +62,13 @@ class Dice:
         return choices[int(self.at(*key) * len(choices))]
 
     def sample(self, choices: Sequence[Drawn], count: int, *key: float) -> list[Drawn]:
-        """That many of these, in any order."""
+        """`count` of the choices, in any order."""
         left = list(choices)
         return [left.pop(int(self.at(*key, each) * len(left))) for each in range(count)]
 
 
 class TimeRandom(Random):
-    """The proxy's source of random numbers: within one moment always the same, however often it is asked."""
+    """The proxy's source of random numbers, which returns the same number for all calls within one moment."""
 
     def __init__(self, dice: Dice, clock: Callable[[], float]) -> None:
         self._dice = dice

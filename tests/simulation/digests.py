@@ -13,7 +13,7 @@ from tests.simulation.world import Outcome, run_world
 
 
 def run(seed: int, *, claims: bool) -> Outcome:
-    """One world, with claims if they are wanted."""
+    """Run one world, with or without claims."""
     return run_world(seed, setting=draw(seed, claims=True) if claims else None)
 
 

@@ -1,7 +1,7 @@
-"""etcd as the proxies of a simulated world reach it: calls, keepalives and watches that take simulated time.
+"""Simulate etcd for the proxies of a world: calls, keepalives and watches take simulated time.
 
 The store, and the client down to gRPC, are those of the replication model (tests.support). Each proxy has a client of
-its own. While its link is `late_until` some time, nothing reaches etcd or comes from there before that.
+its own. Before `late_until` no message passes its link to etcd, in either direction.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.simulation.dice import Dice, What
 from tests.simulation.network import NetworkLoop
 from tests.support.models.simulated_etcd import CLUSTER_ID, EtcdStore, SimulatedEtcdClient
 
-# Far more than the changes of a world's claims while one proxy hears nothing.
+# Far more than the changes of a world's claims while one proxy receives no message.
 MOST_UNREAD: Final = 100_000
 
 
@@ -43,7 +43,7 @@ class WorldEtcdClient(SimulatedEtcdClient):
         super().__init__(etcd.store)
         self.etcd = etcd
         self.late_until = 0.0
-        # All leases that it was granted.
+        # All leases granted to this proxy.
         self.leases: list[int] = []
         self._dice = dice
         self._number = number
@@ -102,7 +102,7 @@ class _KeepAlive:
 
 
 class _Watch:
-    """One stream with one watcher: everything that changes in its range comes, in order."""
+    """One stream with one watcher, which gets all changes in its range in order."""
 
     def __init__(self, client: WorldEtcdClient) -> None:
         self._client = client
@@ -165,7 +165,7 @@ class _Watch:
         return self._unread.popleft()
 
     def refused(self, reason: str) -> None:
-        """A sign of life ends so."""
+        """Do nothing: a sign of life ends with this call."""
 
     async def close(self) -> None:
         self._client.etcd.watches.pop(self, None)

@@ -1,8 +1,8 @@
-"""The known claims of a simulated world, and their promises for produce requests.
+"""Record the granted claims of a simulated world, and check their promise for produce requests.
 
-The promise (semantics of the Own API): when a claim is answered as granted, nothing more of its partition's earlier
-writers is appended. With brokers without fences the promise is bounded: a batch that takes longer than the proxy's wait
-for unsettled partitions may still arrive.
+The promise of the Own API: after the answer that grants a claim, no batch of the partition's earlier writers is
+appended. With brokers without fences the promise is bounded: a batch that takes longer than the proxy's wait for
+unsettled partitions may still arrive.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Grants:
     """`unsettled_s` is the proxies' wait for an unsettled partition."""
 
     def __init__(self, loop: NetworkLoop, store: EtcdStore, unsettled_s: float, found: list[str]) -> None:
-        # The highest generation that any claimant has asked for.
+        # The highest generation that any claimant has requested.
         self.generations: dict[Partition, int] = defaultdict(int)
         self._loop = loop
         self._store = store
@@ -45,17 +45,17 @@ class Grants:
         # The time when each connection was severed, by its number, and when the lease behind its grants ended.
         self.severed_at: dict[int, float] = {}
         self.lapsed_at: dict[Holder, float] = {}
-        # The appended batches of connections that had not heard of a grant.
+        # The appended batches of connections that had not received a grant.
         self._unheard: dict[Holder, Batch] = {}
 
     def granted(self, partition: Partition, holder: Holder, fence: int) -> None:
-        """A claimant receives its answer."""
+        """Record a grant when the claimant receives the answer."""
         self._fences[partition][holder] = fence
         if fence > self._highest.get(partition, (0, holder))[0]:
             self._highest[partition] = fence, holder
 
     def severed(self, connection: int) -> None:
-        """From now on nothing may be written for that client connection, to any partition."""
+        """Record a severed client connection, for which no batch may be written from now on, to any partition."""
         self.severed_at.setdefault(connection, self._loop.now)
 
     def arrived(self, batch: Batch) -> None:
@@ -68,13 +68,13 @@ class Grants:
             self._found.append(f"{batch} was written at {batch.written_at}, the lease had ended at {lapsed_at}")
 
     def lapsed(self, holders: Iterable[Holder]) -> None:
-        """The lease behind all grants of these has ended."""
+        """Record the end of the lease behind all grants of these holders."""
         for holder in holders:
             if any(holder in fences for fences in self._fences.values()):
                 self.lapsed_at.setdefault(holder, self._loop.now)
 
     def appended(self, batch: Batch) -> None:
-        """A batch is appended to the log."""
+        """Check a batch that is appended to the log."""
         partition, holder = batch.partition, Holder(batch.client, batch.connection)
         mine = self._fences[partition].get(holder) if partition in self._fences else None
         if mine is None:
@@ -89,12 +89,12 @@ class Grants:
             )
 
     def is_standing(self, partition: Partition, fence: int) -> bool:
-        """Whether nothing that concerns a partition's claim has changed in etcd since that fence."""
+        """Whether no key of a partition's claim has changed in etcd since that fence."""
         keys = {_KEYS.claim(WRITERS, str(partition)), _KEYS.claim(WRITERS, WHOLE_GROUP)}
         return not any(event.kv.key in keys for _, events in self._store.events_after(fence) for event in events)
 
     def judge(self) -> Iterator[str]:
-        """Only claimants have written."""
+        """Check that only claimants have written."""
         claimed = set[int]()
         for _, events in self._store.events_after(1):
             for event in events:

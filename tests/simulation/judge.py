@@ -1,4 +1,4 @@
-"""The judgement of a finished world: the logs, the counters and the audit trail, compared with the clients' records."""
+"""Judge a finished world: compare the logs, the counters and the audit trail with the clients' records."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def judge(world: World) -> list[str]:
-    """The findings, in words."""
+    """Return the findings as sentences."""
     found: list[str] = []
     for client in world.clients:
         found += _judge_batches(world, client)
@@ -48,7 +48,7 @@ def _judge_batches(world: World, client: Client) -> Iterator[str]:
 
 
 def _judge_producer(client: Idempotent) -> Iterator[str]:
-    """Every batch is there, in order."""
+    """Check that every batch is in the log, in order."""
     if client.is_void:
         return
     firsts: dict[Partition, int] = defaultdict(lambda: -1)
@@ -64,7 +64,7 @@ def _judge_producer(client: Idempotent) -> Iterator[str]:
 
 
 def _judge_order(client: Client) -> Iterator[str]:
-    """On one connection to one partition, in the order of sending."""
+    """Check that the batches of one connection to one partition are in the order of sending."""
     latest: dict[tuple[Partition, int], Batch] = {}
     for batch in client.batches:
         if not batch.places or batch.is_late:
@@ -76,7 +76,7 @@ def _judge_order(client: Client) -> Iterator[str]:
 
 
 def _judge_silent(world: World) -> Iterator[str]:
-    """A batch that the proxy had whole and no log has was counted: as lost, or as unconfirmed."""
+    """Check that a batch that the proxy had received but no log has was counted as lost or unconfirmed."""
     missing: Counter[tuple[bytes, bytes]] = Counter()
     for client in world.clients:
         if client.setting.acks == 0:
@@ -100,7 +100,7 @@ def _judge_silent(world: World) -> Iterator[str]:
 
 
 def _judge_trail(world: World) -> Iterator[str]:
-    """The trail has every acknowledged batch, and only batches that are in a log."""
+    """Check that the trail has every acknowledged batch, and only batches that are in a log."""
     told: dict[tuple[str, int, int], set[int]] = defaultdict(set)
     for row in world.rows:
         number = int(row.client_id.rpartition("-")[2])

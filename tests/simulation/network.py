@@ -1,12 +1,12 @@
-"""A network without sockets: connections whose bytes take simulated time, in order in each direction.
+"""Simulate a network without sockets: bytes on a connection take simulated time, and stay in order.
 
 One end of a connection is the proxy's: a transport like asyncio's, with the protocol of the product's code. The other
 is a client's or a broker's (`FarEnd`), which are part of the simulation and receive bytes as they come.
 
-Bytes that the proxy writes are with the kernel at once, unless the connection is stalled, and arrive later. An `abort`
-loses the bytes on their way to the other end, so that none of them arrives behind those of a later connection. Bytes
-to the proxy may arrive in two pieces. Times are multiples of a tenth of a microsecond: two ways to compute one time
-must not make two worlds.
+The kernel accepts bytes that the proxy writes at once, unless the connection is stalled, and they arrive later. An
+`abort` loses the bytes on their way to the other end, so that none of them arrives after those of a later connection.
+Bytes to the proxy may arrive in two pieces. Times are multiples of a tenth of a microsecond, so that two ways to
+compute a time do not lead to two worlds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.simulation.dice import Dice, What
 from tests.support.models.simulated_loop import NeverRests, SimulatedLoop
 
 TICKS_PER_S: Final = 10_000_000
-# More callbacks than any moment has.
+# The limit of callbacks in one moment, more than any needs.
 MOST_AT_ONCE: Final = 50_000
 # As asyncio's: above the first limit a transport asks for a pause, below the second the pause ends.
 HIGH_WATER_BYTES: Final = 64 << 10
@@ -32,7 +32,7 @@ LOW_WATER_BYTES: Final = 16 << 10
 
 
 class _Call:
-    """A scheduled callback; asyncio's handle, reduced to what is used of it."""
+    """A scheduled callback; asyncio's handle, reduced to the methods in use."""
 
     __slots__ = ("_when", "args", "callback", "context", "is_cancelled")
 
@@ -61,7 +61,7 @@ def _do_nothing() -> None:
 
 
 class NetworkLoop(SimulatedLoop):
-    """Runs itself, on a clock that stands still while anything can run; `dial` implements `create_connection`."""
+    """An event loop whose clock stands still while anything can run; `dial` implements `create_connection`."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -108,7 +108,7 @@ class NetworkLoop(SimulatedLoop):
         return connected
 
     def run(self, until: float, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Let time pass until then, or until `is_over`, which is asked before time passes."""
+        """Let time pass until `until`, or until `is_over`, which is called before time passes."""
         outer, self._running = events._get_running_loop(), True
         events._set_running_loop(self)
         try:
@@ -154,7 +154,7 @@ class FarEnd(Protocol):
     """The simulated end of a connection."""
 
     def got(self, data: bytes, written_at: float) -> None:
-        """The proxy wrote this at the given time; it arrives now."""
+        """Receive data that the proxy wrote at `written_at`."""
         ...
 
     def ended(self, *, reset: bool) -> None:
@@ -162,7 +162,7 @@ class FarEnd(Protocol):
         ...
 
     def fed(self, total: int, now: float) -> None:
-        """The proxy continues reading, up to that many bytes from the beginning."""
+        """The proxy continues to read, up to `total` bytes since the start."""
         ...
 
 
@@ -200,7 +200,7 @@ class SimulatedTransport(asyncio.Transport):
         self._jitter_s = jitter_s
         self._cuts = cuts
         self._protocol: Any = None
-        # To the other end: the bytes written in this moment, and the latest arrival time.
+        # For bytes to the other end: those written in this moment, and the latest arrival time.
         self._parcel: list[bytes] = []
         self._parcel_at = -1.0
         self._out_at = 0.0
@@ -211,7 +211,7 @@ class SimulatedTransport(asyncio.Transport):
         self._is_closing = False
         self._has_ended = False
         self._is_dead = False
-        # From the other end.
+        # For bytes from the other end: the latest arrival time, and the rest.
         self._in_at = 0.0
         self._is_paused = False
         self._inbound: deque[object] = deque()
@@ -308,11 +308,11 @@ class SimulatedTransport(asyncio.Transport):
             self._loop.call_soon(self._protocol.connection_lost, error)
 
     def stall(self) -> None:
-        """The kernel accepts nothing more from now on."""
+        """Let the kernel accept no more bytes."""
         self._is_stalled = True
 
     def flow(self) -> None:
-        """The kernel accepts everything again."""
+        """Let the kernel accept bytes again."""
         if not self._is_stalled:
             return
         self._is_stalled = False
@@ -332,7 +332,7 @@ class SimulatedTransport(asyncio.Transport):
     # From the other end, which calls these methods
 
     def send(self, data: bytes) -> None:
-        """Bytes for the proxy."""
+        """Send bytes to the proxy."""
         if self._far_ended or self._is_dead:
             return
         now = self._loop.now
@@ -352,13 +352,13 @@ class SimulatedTransport(asyncio.Transport):
         self._loop.call_at(at, self._arrive, data)
 
     def end(self) -> None:
-        """The other end sends nothing more, and closes."""
+        """Close the other end, which sends nothing more."""
         if not self._far_ended:
             self._far_ended = True
             self._send_piece(_END, 0.0)
 
     def reset(self) -> None:
-        """The other end is gone, with everything on its way from here; bytes on their way to here arrive."""
+        """Reset the connection from the other end: bytes on their way to it are lost, its own bytes still arrive."""
         if not self._far_ended:
             self._far_ended = True
             self._send_piece(_RESET, 0.0)

@@ -1,4 +1,4 @@
-"""Partitions of a simulated world and the batches in them: Kafka's rules for appending to a log."""
+"""Simulate partitions and the batches in them, with Kafka's rules for appending to a log."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class Batch:
         self.producer = -1
         self.sequence = -1
         self.acks = -1
-        # For the client's connection that it was sent on last: how often it was sent, and the answers it got, None for
-        # one that never came.
+        # The client's connection on which it was sent last, how often it was sent, and the answers, None for a missing
+        # one.
         self.connection = -1
         self.sends = 0
         self.codes: list[int | None] = []
         self.offset = -1
-        # How often it has arrived at a broker.
+        # The number of its arrivals at brokers.
         self.arrivals = 0
         self.places: list[int] = []
         # When the proxy last had it whole, when the proxy had received the one that was appended first, and when it
@@ -64,15 +64,15 @@ class Batch:
         self.taken_at = -1.0
         self.appended_of = -1.0
         self.first_arrived_at = -1.0
-        # When the proxy wrote it to a broker, the last time.
+        # When the proxy last wrote it to a broker.
         self.written_at = -1.0
-        # With acks=0: its loss is nobody's error.
+        # With acks=0: its loss is no error.
         self.is_excused = False
-        # It was appended after its connection had ended.
+        # Whether it was appended after its connection had ended.
         self.is_late = False
 
     def arrive(self, now: float, written_at: float) -> None:
-        """A broker receives it."""
+        """Record the arrival at a broker."""
         self.arrivals += 1
         self.written_at = written_at
         if self.arrivals == 1 and self.sends == 1:
@@ -86,7 +86,7 @@ class Batch:
 
 
 class Fence:
-    """Which writers a partition accepts, if brokers keep fences: like the reference broker's, kept with the log."""
+    """The fence of a partition, if brokers keep fences. Like the reference broker's it is kept with the log."""
 
     __slots__ = ("fence", "is_owned")
 
@@ -99,7 +99,7 @@ class Fence:
         return bound == self.fence if self.is_owned or bound else True
 
     def keep(self, fence: int, *, is_released: bool) -> int:
-        """The error code of a binding or a release."""
+        """Bind or release a fence; return the error code."""
         if fence < self.fence and not is_released:
             return POLICY_VIOLATION
         if fence > self.fence or not is_released:
@@ -133,12 +133,12 @@ class Partition:
         self.index = index
         self.owner = owner
         self.revision = 0
-        # 0 for nobody; and the broker that served it last.
+        # The serving broker, 0 for none, and the broker that served it last.
         self.serving = owner
         self.latest = owner
         self.log: list[Batch] = []
         self.end = 0
-        # By producer id: (base_sequence, sequence behind it, offset) of its last batches.
+        # By producer id: (base_sequence, next sequence, offset) of its last batches.
         self.known: dict[int, deque[tuple[int, int, int]]] = {}
         self.refreshes = 0
         self.fence = Fence()

@@ -1,8 +1,8 @@
 """One proxy of a simulated world: the state that its sessions share, and its claims in worlds with the Own API.
 
-The lease behind its claims is measured on a clock that counts suspend, as the product's does. A proxy that was
-suspended (`suspend`) finds that clock ahead, without any notice: etcd has ended its lease meanwhile, and it learns that
-late.
+The lease behind its claims is measured on a clock that counts suspend, as the product's does. For a proxy that was
+suspended (`suspend`) this clock has advanced without notice: etcd has ended its lease meanwhile, and the proxy learns
+this late.
 """
 
 from __future__ import annotations
@@ -130,24 +130,24 @@ class SimulatedProxy:
 
     @property
     def may_have_lapsed(self) -> bool:
-        """Whether its claims do not count, or did not for a while."""
+        """Whether its claims are void, or were void for a while."""
         is_sure = self.own is not None and self.own.is_live() and self.etcd is not None and len(self.etcd.leases) == 1
         return not is_sure
 
     def suspend(self, deaf_s: float) -> None:
-        """It slept for longer than its lease's TTL, and hears nothing of etcd for some time more."""
+        """Suspend it for longer than its lease's TTL, and let no message from etcd arrive for `deaf_s` more."""
         if self.etcd is not None and self.own is not None:
             self.make_late(deaf_s)
             self._suspended_s += 1000.0
             self.etcd.lose_lease()
 
     def make_late(self, seconds: float) -> None:
-        """For that long nothing gets from it to etcd, or back."""
+        """Hold all messages between it and etcd for `seconds`."""
         if self.etcd is not None:
             self.etcd.late_until = max(self.etcd.late_until, self._loop.now + seconds)
 
     def close(self) -> None:
-        """Every client has gone."""
+        """End it, after all clients have left."""
         self._is_over = True
         self._loop.create_task(self.context.brokers.close())
         if self.own is not None:

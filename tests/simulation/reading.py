@@ -1,4 +1,4 @@
-"""Lines of a transcript in readable form."""
+"""Print lines of a transcript in readable form."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _frame(frame: bytes) -> str:
         if key in _NAMES and len(frame) > 14:
             return f"{_NAMES[key]} v{version} {correlation_id}"
     except (ValueError, IndexError):
-        # It is an answer.
+        # The frame is an answer.
         pass
     return f"answer to {int.from_bytes(frame[4:8], 'big', signed=True)}: {frame[8:].hex()}"
 

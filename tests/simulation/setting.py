@@ -1,4 +1,4 @@
-"""The setting of a world and its faults, drawn from its seed before it begins."""
+"""Draw the setting of a world and its faults from its seed, before the world begins."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ REREAD_S: Final = 0.25
 class Move:
     """A partition moves from its broker to the broker `to`; times in seconds.
 
-    From `at` on no broker serves it, from `taken_at` on `to` owns it, and from `served_at` on `to` serves it. The
-    proxy learns it `told_after_s` after it is taken, or (None) not by itself; if `is_released` it also learns that the
+    From `at` on no broker serves it, from `taken_at` on `to` owns it, and from `served_at` on `to` serves it. The proxy
+    learns this `told_after_s` after `taken_at`, or (None) not by itself; if `is_released` it also learns that the
     partition has no owner.
     """
 
@@ -99,7 +99,7 @@ class Setting:
 
     `limits` are the proxy's limits that differ from the defaults. The proxy does not know the id of a topic in
     `late_ids` before that time. In a world with `claims` only claimants use the last topic. In a world with
-    `slow_rereads` nothing but moves befalls, and the proxy learns of them by re-reads alone.
+    `slow_rereads` moves are the only faults, and the proxy learns of them only by re-reads.
     """
 
     seed: int
@@ -193,7 +193,7 @@ def _with_claims(setting: Setting, random: Random) -> Setting:
         setting,
         topics=(*setting.topics, count),
         trouble_s=CLAIMS_S,
-        # The batches on their way when a claim is lost are what matters.
+        # The interesting batches are those on their way when a claim is lost.
         fates=random.choice((setting.fates, 0.05, 0.2)),
         codes=random.choice((setting.codes, 0.05, 0.2)),
         limits={**setting.limits, **limits},
@@ -264,7 +264,7 @@ def _claimant(random: Random, partitions: range, ordinary: range, trouble_s: flo
 
 
 def _limits(random: Random) -> Mapping[str, float]:
-    """Sometimes so low that requests must wait for each other."""
+    """Limits that are sometimes so low that requests must wait for each other."""
     limits: dict[str, float] = {"connect_timeout_s": random.choice((0.3, 1.0, 1.0, 3.0))}
     if random.random() < 0.15:
         limits["max_open_requests"] = random.choice((2, 4))
@@ -306,7 +306,7 @@ def _clients(random: Random, partitions: int, trouble_s: float, *, mixes_version
 
 
 def _moves(random: Random, brokers: int, partitions: range, trouble_s: float, *, knows_again: bool) -> tuple[Move, ...]:
-    # With brokers that forget, moves are what matters.
+    # With brokers that forget, moves matter most.
     a_second = random.choice((0.0, 0.5, 2.0, 5.0) if knows_again else (2.0, 5.0, 8.0))
     moves = []
     for partition in partitions:
@@ -316,7 +316,7 @@ def _moves(random: Random, brokers: int, partitions: range, trouble_s: float, *,
             served_at = taken_at + (random.random() * random.choice((0.004, 0.05)) if random.random() < 0.5 else 0.0)
             told_after_s = random.random() * random.choice((0.002, 0.02, 0.3)) if random.random() < 0.75 else None
             if knows_again:
-                # Sometimes it comes back to its former broker.
+                # Sometimes the partition returns to its former broker.
                 owner = random.choice((owner, *range(1, brokers + 1)))
             else:
                 # A broker that forgets must not be back while batches for it are on their way.

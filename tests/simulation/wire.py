@@ -43,7 +43,7 @@ _OWNED = Struct(">hqq")
 _BINDING = Struct(">iq?")
 _BOUND = Struct(">ihq")
 
-# For one topic, as the message names it: (partition_index, records).
+# Topics as the message names them, each with (partition_index, records).
 Asked = list[tuple[bytes, list[tuple[int, bytes]]]]
 # (partition_index, error_code, base_offset)
 Results = list[tuple[bytes, list[tuple[int, int, int]]]]
@@ -54,7 +54,7 @@ class NoMessage(ValueError):
 
 
 class ProduceRequest(NamedTuple):
-    """As a broker reads it."""
+    """A produce request as a broker reads it."""
 
     version: int
     correlation_id: int
@@ -190,7 +190,7 @@ def _read_produce_request(frame: bytes) -> ProduceRequest:
 
 
 def _read_topic(frame: bytes, at: int, version: int) -> tuple[bytes, int]:
-    """A topic's name, or its id, and the place behind it."""
+    """A topic's name, or its id, and the position after it."""
     if version >= TOPIC_IDS_FROM:
         return frame[at : at + 16], at + 16
     if version >= FLEXIBLE_FROM:

@@ -1,8 +1,7 @@
-"""One simulated world: the proxy's own code between simulated clients and brokers, from its seed to its verdict.
+"""Run one simulated world: the proxy's own code between simulated clients and brokers, from a seed to a verdict.
 
-The proxy is the part of it that is independent of its internals: a `ClientSession` for each client connection, a
-`ProxyContext` and a `Topology`. The listener's other work is done here: it hands over connections, and checks deadlines
-at the same interval.
+A proxy here is a `ClientSession` for each client connection, a `ProxyContext` and a `Topology`, whatever is inside
+them. The world does the listener's other work: it hands over connections, and checks deadlines at the same interval.
 """
 
 from __future__ import annotations
@@ -57,11 +56,11 @@ class Outcome(NamedTuple):
 
 
 def _nobody(client: str) -> None:
-    """Never asked which connections are severed."""
+    """Do nothing with severed connections."""
 
 
 class _Logger:
-    """Keeps errors that the proxy logs, and nothing else."""
+    """A logger that keeps only the errors that the proxy logs."""
 
     def __init__(self, logger: object, processors: object, context: object) -> None:
         pass
@@ -70,7 +69,7 @@ class _Logger:
     on_severed: Callable[[str], object] = _nobody
 
     def debug(self, event: str, **values: object) -> None:
-        """Never read."""
+        """Ignore the event."""
 
     info = debug
 
@@ -91,7 +90,7 @@ class _Logger:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """The proxy's log is not printed; loggers that are already in use stay as they are."""
+    """Do not print the proxy's log while the block runs; loggers that are already in use are unchanged."""
     before = structlog.get_config()
     structlog.configure(wrapper_class=_Logger, cache_logger_on_first_use=False)  # type: ignore[arg-type]
     try:
@@ -175,7 +174,7 @@ class World:
             proxy.close()
 
     def _refused(self, batch: Batch) -> None:
-        """A claimant's request was refused, and may be about to be sent again: a good time to lose a lease."""
+        """A claimant's refused request may soon be sent again, which is a good time to lose a lease."""
         now = self.loop.now
         drawn = self.dice.at(What.LEASE, batch.id, batch.arrivals)
         if self.setting.claims is None or drawn >= self.setting.claims.lapses or now > self.setting.trouble_s:
@@ -249,7 +248,7 @@ class World:
     # Clients
 
     def connect(self, client: Client, ordinal: int) -> Connection:
-        """Open one more connection of a client; the proxy has it at once."""
+        """Open one more connection of a client; the proxy gets it at once."""
         connection = Connection(client, ordinal, client.proxy_of(ordinal))
         context = self.proxies[connection.proxy].context
         key = client.number * 1000 + ordinal
@@ -317,7 +316,7 @@ class World:
         reached = self.loop.create_future()
         way_s = 0.0001 + self.setting.latency_s * 2 * self.dice.at(What.DIAL, key)
         if self.setting.claims is not None and self.dice.at(What.DIAL, key, 1) < 0.2:
-            # Time for a claim to be lost meanwhile.
+            # Leave time for a claim to be lost meanwhile.
             way_s += 0.2 * self.dice.at(What.DIAL, key, 2)
         self.loop.call_later(way_s, self._reach, broker, port, reached)
         await reached
@@ -394,7 +393,7 @@ def _told_by(proxy: SimulatedProxy) -> Iterator[str]:
         "errors": tally.errors,
         "retries": tally.retries,
         "unconfirmed": tally.unconfirmed,
-        # How many were adopted depends on the way that they went, and nothing else does.
+        # Only the number of adopted requests depends on whether they took the plain path.
         "counters": {name: count for name, count in proxy.context.counters.items() if name != "plain.left"},
         **{f"drops of {topic.decode()}": codes for topic, codes in sorted(tally.drops.items())},
         "latencies": dict(enumerate(tally.produce_buckets)),
@@ -432,7 +431,7 @@ def _told(error: dict[str, Any]) -> str:
 
 def run_world(seed: int, *, setting: Setting | None = None, keeps_transcript: bool = False) -> Outcome:
     """Run one world. Exceptions that escape from the proxy are among the findings."""
-    # All of a world becomes garbage at once, at its end: collecting some of it meanwhile takes an eighth of the time.
+    # A world becomes garbage only at its end, so that a collector would waste an eighth of the time.
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -454,7 +453,7 @@ def _run(setting: Setting, *, keeps_transcript: bool) -> Outcome:
     except AssertionError as error:
         world.found.append(str(error))
     finally:
-        # Objects that outlive a world keep all of it alive: the collector no longer looks at later garbage.
+        # Objects that outlive a world would keep it alive, and the collector would no longer find later garbage.
         _Logger.on_severed = _nobody
     lines = list(world.transcript())
     return Outcome(

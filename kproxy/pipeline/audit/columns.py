@@ -1,4 +1,4 @@
-"""The columns of all tables that the audit reads and writes, and the kinds of findings. Nothing here needs Spark.
+"""The columns of all tables that the audit reads and writes, and the kinds of findings. This module needs no Spark.
 
 Columns that end in `_ms`, and `at`, `first_acked_at` and `last_acked_at`, are milliseconds since the epoch, except for
 `p50_ms` to `max_ms`, which are durations; `window_start` and `window_end` are timestamps. First and last offsets are
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 Columns = Mapping[str, str]
-"""A column's name and its type, as Spark names it. All may be null: files written by others may lack any value."""
+"""Names of columns, with their types in Spark's words. All may be null: foreign files may lack any value."""
 
 # A row of a trail, of any kind, as kproxy.trail.rows describes. Columns that a kind lacks are null.
 TRAIL: Final[Columns] = {
@@ -63,7 +63,7 @@ LOG: Final[Columns] = {
     "crc_ok": "boolean",
 }
 
-# One row for each partition, read after its log. `topic_id` in hex, null if brokers have none.
+# One row for each partition, read after its log. `topic_id` is in hex, or null if brokers have none.
 BOUNDS: Final[Columns] = {
     "topic": "string",
     "partition": "int",
@@ -73,8 +73,8 @@ BOUNDS: Final[Columns] = {
     "topic_id": "string",
 }
 
-# The counts of a partition, for one window of time or for all of it. An acknowledged record counts in the window of its
-# row's last acknowledgement. Windows without acknowledgements have no row.
+# The counts of a partition, for one window of time or for all time. An acknowledged record counts in the window of the
+# last acknowledgement in its trail row. Windows without acknowledgements have no row.
 _COUNTS: Final[Columns] = {
     "acked": "long",
     "present": "long",
@@ -112,7 +112,7 @@ PARTITIONS: Final[Columns] = {
     "partition": "int",
     **_COUNTS,
     "unclaimed": "long",
-    # Counts of batches, of all that were read of the log.
+    # Counts of batches, among all batches that were read.
     "corrupt": "long",
     "unchecked": "long",
     "unsequenced": "long",
@@ -137,8 +137,8 @@ UNPROVEN_KINDS: Final = (GONE, UNREAD, UNCHECKED, GAP, TAIL)
 # Kinds that report a fault: all others except DELETED, which the user declared.
 WRONG_KINDS: Final = (LOST, OVERLAP, DUPLICATE, CORRUPT)
 
-# `from_ms` to `to_ms`: when the records were acknowledged; for a gap or a tail, the time that it leaves unproven, for
-# all topics. `sequence`: that of a row of the trail. `of_kind`: the number of findings of this kind, listed or not.
+# `from_ms` to `to_ms`: when the records were acknowledged; for a gap or a tail, the time that it leaves unproven for
+# all topics. `sequence`: the number of a trail row. `of_kind`: the number of findings of this kind, listed or not.
 # Columns that a kind lacks are null.
 FINDINGS: Final[Columns] = {
     "kind": "string",
@@ -176,7 +176,7 @@ OWNERS: Final[Columns] = {
 
 THROUGHPUT: Final[Columns] = {"window_start": "timestamp", "owner": "int", "records": "long", "bytes": "long"}
 
-# The description of the audit, a row for each label and text. Written last: a directory that has it is complete.
+# The description of the audit, a row per label and text. It is written last: a directory that has it is complete.
 ABOUT: Final = "about"
 
 

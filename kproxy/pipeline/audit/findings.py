@@ -1,6 +1,6 @@
-"""Turn what was judged into rows of the result tables: sentences of findings, counts of partitions and windows.
+"""Turn judgements into rows of the result tables: sentences of findings, counts of partitions and windows.
 
-Everything here is pure. A row is a dict by the names in `columns.py`; of a finding only the columns that it has.
+All functions are pure. A row is a dict by the names in `columns.py`; findings omit columns that they lack.
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ def partition_row(
 
 
 def ownership_changes(ownerships: Ownerships, length_ms: int) -> Counter[int]:
-    """Count changes of owner by window: that of the new owner's first acknowledgement.
+    """Count changes of owner by window: a change is in the window of the new owner's first acknowledgement.
 
-    The same owner at another revision is not a change: a late answer may have a former revision of its owner.
+    The same owner at another revision is not a change, since a late answer may have an earlier revision.
     """
     order = sorted((each.first_acked_at, revision, owner) for (owner, revision), each in ownerships.items())
     pairs = pairwise(order)
@@ -134,7 +134,7 @@ def owner_rows(topic: str, partition: int, ownerships: Ownerships) -> list[Row]:
 def findings_of(
     topic: str, partition: int, part: PartitionPart, bounds: Bounds | None, deleted: Iterable[str], most: int
 ) -> tuple[list[Row], Counter[str]]:
-    """Return at most `most` findings of each kind, by offset, and how many there are of each."""
+    """Return at most `most` findings of each kind, by offset, and the number of findings of each kind."""
     rows: list[Row] = []
     for island in sorted(part.islands, key=lambda each: each.start):
         rows += _lost(topic, partition, island, bounds) if island.kind == LOST else [_overlap(topic, partition, island)]
@@ -154,12 +154,12 @@ def findings_of(
         listed[row["kind"]] += 1
         if listed[row["kind"]] <= most:
             kept.append({"topic": topic, "partition": partition, **row})
-    # Several owners or trails of one island are several findings.
+    # An island with several owners or trails has several findings.
     return kept, found | Counter({kind: min(count, most) for kind, count in listed.items()})
 
 
 class Findings:
-    """The first `most` findings of each kind by topic, partition and offset, and how many there are of each."""
+    """The first `most` findings of each kind by topic, partition and offset, and the number of each kind."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -167,7 +167,7 @@ class Findings:
         self._found: Counter[str] = Counter()
 
     def note(self, rows: Iterable[Row], found: Mapping[str, int]) -> None:
-        """Add rows, of which there are `found` by kind, all told."""
+        """Add rows; `found` has the number of findings by kind, listed or not."""
         self._rows += rows
         self._found.update(found)
         if len(self._rows) > 2 * self._most * len(FINDING_KINDS):
@@ -204,7 +204,7 @@ _ACKS_1: Final = " They were written with acks=1, so they may be lost if the own
 
 
 def _lost(topic: str, partition: int, island: Island, bounds: Bounds | None) -> list[Row]:
-    """Return a finding for each owner and trail; it names the producer if there was only one."""
+    """Return a finding for each owner and trail; a finding names the producer if there was only one."""
     rows = []
     for (owner, revision, proxy, incarnation), told in island.told.items():
         # A record may have been acknowledged twice.
@@ -246,7 +246,7 @@ def _lost(topic: str, partition: int, island: Island, bounds: Bounds | None) -> 
 
 
 def _overlap(topic: str, partition: int, island: Island) -> Row:
-    """Name the first ownership that assigned the offsets and the last other one: of another owner, if there is any."""
+    """Name the first ownership that assigned the offsets, and the last other one, preferably of another owner."""
     told: Sequence[Told] = list(island.told.values())
     one = min(each.earliest for each in told)
     latest = max(each.latest for each in told)
@@ -380,7 +380,7 @@ def of_unproven(unproven: Unproven) -> Row:
 
 
 class Summed(NamedTuple):
-    """A partition's rows of the result tables. `changes`: of ownership, by window."""
+    """A partition's rows of the result tables. `changes`: the changes of ownership by window."""
 
     row: Row
     findings: list[Row]
@@ -400,7 +400,7 @@ def sum_up(
     unproven: bool,
     unread: str | None = None,
 ) -> Summed:
-    """Return the rows of a judged partition; `unproven`: some trail is, at some time.
+    """Return the rows of a judged partition; `unproven`: some trail proves nothing for some time.
 
     `unread`: why its log could not be read.
     """

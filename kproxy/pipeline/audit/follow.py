@@ -1,20 +1,20 @@
-"""`kproxy pipeline audit --follow`: judge what a trail adds, every few seconds, and report faults at once.
+"""`kproxy pipeline audit --follow`: judge the new rows of a trail every few seconds, and report faults at once.
 
-A round reads the trail's new rows and the logs' new batches. It judges the new rows, together with the earlier ones
-whose offsets they may have assigned again, in this process (`in_process.py`), and reports each finding once. What the
-trails prove is judged anew in each round, so a proxy that falls silent is reported without any new row.
+A round reads the trail's new rows and the logs' new batches. In this process (`in_process.py`) it judges the new rows,
+together with earlier rows that may have the same offsets, and reports each finding once. Each round judges anew which
+times the trails prove, so a proxy that falls silent is reported without any new row.
 
-States: FOLLOWING --stop--> ENDED. A failure of the brokers for longer than their patience, or of the state file, also
-ends it. Started again with its state file, it continues where it was.
+States: FOLLOWING --stop--> ENDED. It also ends if brokers fail for longer than the patience, or if the state file
+fails. After a restart with its state file it continues where it was.
 
 Invariants
-1. A round's rows are read before the logs are: every record that the rows acknowledge must be there.
+1. A round reads the rows before the logs, so that the logs must have every record that the rows acknowledge.
 2. Each reading of a log begins at the first offset that new rows acknowledge, or where the last one ended, whichever is
-   lower, and replaces what earlier ones have from there on: the log may have been truncated since, or made anew.
-3. Rows and batches are kept for `horizon_ms`, and at most MOST_KEPT of each: within these, offsets assigned twice and
-   repeated batches are found. Trails are kept until that long after their end, and TRAILS_AT_MOST of them.
-4. The state file has the state of `horizon_ms` ago, and what was reported since. Rows that are read again are judged
-   again, and nothing is reported twice.
+   lower, and replaces earlier batches from there on: the log may have been truncated or created anew.
+3. Rows and batches are kept for `horizon_ms`, and at most MOST_KEPT of each: among these, offsets assigned twice and
+   repeated batches are found. Trails are kept for `horizon_ms` after their end, and at most TRAILS_AT_MOST.
+4. The state file has the state of `horizon_ms` ago, and the findings reported since. Rows that are read again are
+   judged again, but no finding is reported twice.
 5. Rows of a partition that cannot be read are judged again in the next round.
 """
 
@@ -53,10 +53,10 @@ from kproxy.trail.signature import Signatures
 
 MOST_KEPT: Final = 1_000_000
 TRAILS_AT_MOST: Final = 10_000
-# Findings of a kind that a round reports one by one, and that are remembered so that none is reported twice.
+# The most findings of a kind that a round reports one by one, and that are remembered so that none is reported twice.
 ALERTS_PER_KIND: Final = 100
 REMEMBERED_AT_MOST: Final = 20_000
-# Without declared deletions, which the user named.
+# All kinds but declared deletions, which the user named.
 _REPORTED: Final = (*WRONG_KINDS, *UNPROVEN_KINDS)
 _SNAPSHOTS: Final = 10
 
@@ -67,7 +67,7 @@ Alarm = Callable[[str, bool], None]
 
 @dataclass(frozen=True, slots=True)
 class FollowOptions:
-    """Times in milliseconds. `state`: the file that lets a later start continue, None for none."""
+    """Options, with times in milliseconds. `state`: the file with which a later start continues, None for none."""
 
     state: Path | None = None
     every_ms: int = 5_000
@@ -75,7 +75,7 @@ class FollowOptions:
 
 
 class Snapshot(msgspec.Struct):
-    """Where the trail was read to, at `at_ms` by the proxies' clocks: offsets by partition, or files; and its parts."""
+    """The end of the read trail, at `at_ms` by the proxies' clocks: offsets by partition, or files; and its parts."""
 
     at_ms: int = 0
     offsets: dict[int, int] = {}
@@ -85,7 +85,7 @@ class Snapshot(msgspec.Struct):
 
 
 class FollowState(msgspec.Struct):
-    """The state file. `reported`: the findings that were reported, by what identifies them."""
+    """The state file. `reported`: the reported findings by their identity."""
 
     begin: Snapshot = msgspec.field(default_factory=Snapshot)
     reported: list[str] = []
@@ -93,7 +93,7 @@ class FollowState(msgspec.Struct):
     unproven: int = 0
 
     def alerts(self, findings: Sequence[Row]) -> list[Alert]:
-        """Return what is to be said of findings that are new, the worst first, and remember them."""
+        """Return alerts for the findings that are new, the worst first, and remember them."""
         known = set(self.reported)
         new = {key: row for row in findings if (key := _identity(row)) not in known and row["kind"] in _REPORTED}
         said: list[Alert] = []
@@ -105,7 +105,7 @@ class FollowState(msgspec.Struct):
             if counts[kind] <= ALERTS_PER_KIND:
                 said.append(Alert(f"{_where(row)}{row['detail']}", kind not in UNPROVEN_KINDS))
         for kind, count in counts.items():
-            # Those beyond the listed ones are of this round's rows alone, but for trails, which are judged as a whole.
+            # The unlisted ones are of this round's rows only, except for trails, which are judged as a whole.
             beyond = max((row["of_kind"] or 0) - listed[kind] for row in findings if row["kind"] == kind)
             total = count + (beyond if kind in WRONG_KINDS else 0)
             if kind in UNPROVEN_KINDS:
@@ -119,7 +119,7 @@ class FollowState(msgspec.Struct):
 
 
 class Alert(NamedTuple):
-    """A sentence; `fails`: it reports a failure, not only something unproven."""
+    """A sentence to report; `fails`: it is about a failure, not only about something unproven."""
 
     sentence: str
     fails: bool
@@ -163,8 +163,8 @@ class Follower:
         self._newest_ms = 0
 
     def round(self) -> None:
-        """Read what is new, judge it, report, and write the state file."""
-        # Set first: reading may take longer than a live proxy is silent.
+        """Read new rows and batches, judge them, report, and write the state file."""
+        # Set before reading, which may take longer than a live proxy is silent.
         read_at_ms = self._wall_ms()
         rules = self._job.rules(read_at_ms, lookback_ms=self._options.horizon_ms)
         signatures = self._job.trail.signatures()
@@ -195,7 +195,7 @@ class Follower:
         if job.trail.kind != TOPIC:
             files = files_of(job.trail)
             rows = [row for file in files if file.name not in self._files for row in file_rows(file, signatures)]
-            # Without those that have been removed since.
+            # Forget files that have been removed since.
             self._files = {file.name for file in files}
             return rows
         bootstrap, topics = job.trail_bootstrap or job.bootstrap, (job.trail.name,)
@@ -230,7 +230,7 @@ class Follower:
         if not topics:
             return {}, {}, unread
         ends = ends_behind(acknowledged_by_one(ranges), lambda: ends_of(job.bootstrap, topics, job.kafka, unread))
-        # Partitions without new rows begin at their end, so nothing of them is read.
+        # Partitions without new rows start at their end, so none of their batches are read.
         starts = {which: min(needed.get(which, end), self._read_to.get(which, end), end) for which, end in ends.items()}
         starts = {which: start if which in needed else ends[which] for which, start in starts.items()}
         given = {"startOffsets": offsets_as_json(starts), "endOffsets": offsets_as_json(ends)}
@@ -245,7 +245,7 @@ class Follower:
         return log, {which: each for which, each in bounds.items() if which in needed}, unread
 
     def _concerned(self, ranges: Sequence[TrailRow], unread: Unread) -> Iterator[TrailRow]:
-        """Yield the new rows, and the earlier ones that may have their offsets; keep the new ones that are judged."""
+        """Yield the new rows, and earlier rows that may have the same offsets; keep the new rows that are judged."""
         low = first_acknowledged(ranges, 0)
         for which, first in low.items():
             for row in self._rows[which]:
@@ -258,7 +258,7 @@ class Follower:
             yield row
 
     def _forget(self) -> None:
-        """Drop what is older than the horizon, or too much to keep."""
+        """Drop rows, batches and trails that are older than the horizon or too many to keep."""
         until_ms = self._newest_ms - self._options.horizon_ms
         too_many = max(0, sum(map(len, self._rows.values())) - MOST_KEPT)
         for which, rows in list(self._rows.items()):
@@ -281,7 +281,7 @@ class Follower:
     def _save(self) -> None:
         horizon_ms = self._options.horizon_ms
         if self._newest_ms - self._snapshots[-1].at_ms >= horizon_ms // _SNAPSHOTS:
-            # Copied: the parts are joined to later on.
+            # Copy the parts, because later rows are joined to them.
             trails = msgspec.msgpack.decode(
                 msgspec.msgpack.encode([(*name, part) for name, part in self._trails.items()]),
                 type=list[tuple[str, str, TrailPart]],
@@ -369,7 +369,7 @@ class _Lines:
     """Print alarms on stdout, each when it is found."""
 
     def __init__(self, display: Report, output: Console) -> None:
-        # If stdout is a terminal, print through the progress display, which moves its bars out of the way.
+        # If stdout is a terminal, print through the progress display, which moves its bars below the line.
         self._console = display.progress if output.is_terminal else output
 
     def alarm(self, sentence: str, fails: bool) -> None:

@@ -70,7 +70,7 @@ class Results:
         return self.findings
 
     def fold(self, table: str, begin: Callable[[], R], only: Collection[tuple[str, int]] | None = None) -> R:
-        """Reduce a table, or its rows of these partitions (`report_gather.Source`)."""
+        """Reduce a table, or only its rows of some partitions (`report_gather.Source`)."""
         reduced = begin()
         for row in getattr(self, table):
             if only is None or (row["topic"], row["partition"]) in only:
@@ -88,11 +88,11 @@ def audit_rows(
 ) -> Results:
     """Audit `rows`, in any order. `unread`: partitions whose logs could not be read, and why.
 
-    `parts`: the trails, if `rows` are not all of theirs.
+    `parts`: the trails, if `rows` are not all their rows.
     """
     living = {topic: limits.topic_id for (topic, _), limits in bounds.items()}
     stamps: dict[TrailName, list[Stamp]] = defaultdict(list)
-    # By partition and, for deleted topics, id; that of the existing topic is "".
+    # By partition and, for deleted topics, topic id; the existing topic has "".
     ranges: dict[TopicPartition, dict[str | None, list[Range]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         if parts is None:

@@ -1,19 +1,19 @@
-"""Judge one partition's log: hold the acknowledged offsets against the batches that the log has.
+"""Judge one partition's log: compare the acknowledged offsets with the batches in the log.
 
-A judgement is one sweep over sorted offsets, a pure function. Its result, a `PartitionPart` and an `Amounts` for each
+The judge is a pure function, one sweep over sorted offsets. Its result, a `PartitionPart` and an `Amounts` for each
 window of time, can be added to that of another range of offsets or of another process, so the same function judges a
 whole partition in this process or ranges of it on a cluster. Nothing here needs Spark.
 
 Intervals of offsets are half-open, [start, end). Times are milliseconds since the epoch.
 
 Invariants
-1. An offset counts once in its partition, and once for each acknowledgement in that one's window: present, lost or
-   removed; and overlapped, if it was acknowledged for two records.
-2. Two acknowledgements are of one record only if an idempotent producer's sequence numbers say so.
+1. An offset counts once in its partition, and once in the window of each of its acknowledgements: as present, lost or
+   removed, and also as overlapped if it was acknowledged for two records.
+2. Two acknowledgements are of one record only if an idempotent producer's sequence numbers show it.
 3. A row of the trail counts once, however often it was shipped.
-4. The work is in proportion to rows and batches times their logarithm, whatever offsets a forged trail names: for the
-   words of findings at most `CLAIMS_EXAMINED` acknowledgements of an offset are looked at, `_MOST_EXAMINED` in all, and
-   then one of each.
+4. The work is proportional to rows and batches times their logarithm, whatever offsets a forged trail names. To word
+   findings, at most `CLAIMS_EXAMINED` acknowledgements of an offset are examined, `_MOST_EXAMINED` in all, and from
+   then on one per offset.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from typing import Any, Final, NamedTuple
 
 from kproxy.pipeline.audit.columns import CORRUPT, DUPLICATE, LOST, OVERLAP, UNREAD
 
-# A producer's sequence numbers repeat after so many records.
+# The number of records after which a producer's sequence numbers repeat.
 _SEQUENCES: Final = 1 << 31
-# Batches with one sequence number that are further apart are not duplicates.
+# Batches with the same sequence number that are further apart are not duplicates.
 _LAP: Final = _SEQUENCES - 1
 _EVERYWHERE: Final = 1 << 62
 CLAIMS_EXAMINED: Final = 1_000
 _MOST_EXAMINED: Final = 1_000_000
-# 50 latency bins for each factor of e, for an error of at most 1 %.
+# The latency bins for each factor of e; with 50 the error is at most 1 %.
 _BINS: Final = 50
 _PERCENTILES: Final = {"p50_ms": 0.5, "p95_ms": 0.95, "p99_ms": 0.99}
 
 
 class Range(NamedTuple):
-    """A row of a trail with acknowledgements, as kproxy.trail.rows.Range; `shipped_at`: when it came to its topic."""
+    """A row of a trail with acknowledgements, as kproxy.trail.rows.Range; `shipped_at`: when it reached its topic."""
 
     proxy: str
     incarnation: str
@@ -79,7 +79,7 @@ class Batch(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Where a log begins and ends. `topic_id` in hex, None if brokers have none."""
+    """Where a log begins and ends. `topic_id` is in hex, or None if brokers have none."""
 
     log_start_offset: int
     end_offset: int
@@ -88,7 +88,7 @@ class Bounds(NamedTuple):
 
 
 class Repeat(NamedTuple):
-    """A batch that is in its log once more; `first_base_offset`: where the copy before it is."""
+    """A batch that repeats an earlier one in its log; `first_base_offset`: where the previous copy is."""
 
     batch: Batch
     first_base_offset: int
@@ -96,8 +96,8 @@ class Repeat(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeRules:
-    """`window_ms`: the length of a window. `promised_ms`: by trail, how long it may keep a row open. A row that is
-    shipped more than `late_after_ms` after it was closed is late. At most `max_findings` of a kind are listed."""
+    """`window_ms`: the length of a window. `promised_ms`: by trail, how long the proxy may keep a row open. A row that
+    is shipped more than `late_after_ms` after it was closed is late. At most `max_findings` of a kind are listed."""
 
     window_ms: int
     promised_ms: dict[tuple[str, str], int]
@@ -111,10 +111,10 @@ class JudgeRules:
 
 @dataclass(slots=True)
 class Amounts:
-    """What was acknowledged, in one window of time or in all. Counts are of records but for `batches` and `bytes`.
+    """Counts of acknowledgements in one window of time or in all time. All but `batches` and `bytes` count records.
 
-    `by_owner`: records and bytes. `latencies`: by bin, the samples and the longest one in microseconds: bins can be
-    added, percentiles cannot.
+    `by_owner`: records and bytes. `latencies`: by bin, the number of samples and the longest in microseconds, because
+    bins can be added and percentiles cannot.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -147,7 +147,7 @@ class Amounts:
             own = self.by_owner[row.owner] = [0, 0]
         own[0] += records
         own[1] += row.bytes
-        # Producers without an id are told apart by their connections.
+        # Producers without an id are distinguished by their connections.
         self.producers.add(row.producer_id if row.producer_id >= 0 else (row.proxy, row.incarnation, row.connection))
         for us in row.latency_us or ():
             number = int(math.log(max(us, 1)) * _BINS)
@@ -173,13 +173,13 @@ class Amounts:
         return {**found, "max_ms": longest}
 
 
-# The fields of a claim that its finding names, compared in this order.
+# The fields of a claim that findings name, compared in this order.
 Who = tuple[int, int, int, str, str, int, int, int | None]
 
 
 @dataclass(slots=True)
 class Told:
-    """What one trail says of one owner's acknowledgements in an island."""
+    """One owner's acknowledgements in an island, according to one trail."""
 
     first: int
     behind: int
@@ -211,8 +211,8 @@ class Told:
 class Island:
     """Contiguous offsets that are lost or overlapped, under the same owners.
 
-    `owned`: equal for equal owners. `replaced`: the log has other records there. `within`: the offsets of a batch that
-    has fewer records than offsets; which ones are missing is not known.
+    `owned`: equal for equal owners. `replaced`: the log has other records there. `within`: the offsets of a batch with
+    fewer records than offsets; the missing records are not known.
     """
 
     kind: str
@@ -252,7 +252,7 @@ class Island:
 
 @dataclass(slots=True)
 class Ownership:
-    """What one broker acknowledged under one revision of its ownership."""
+    """The acknowledgements of one broker under one revision of its ownership."""
 
     first_acked_at: int
     last_acked_at: int
@@ -268,7 +268,7 @@ class Ownership:
 
 @dataclass(slots=True)
 class Gone:
-    """Records that were acknowledged in a topic of the same name with another id, or of none any more."""
+    """Records acknowledged in a deleted topic, whose name now has another id or no topic."""
 
     records: int
     from_ms: int
@@ -277,7 +277,7 @@ class Gone:
 
 @dataclass(slots=True)
 class PartitionPart:
-    """The judgement of one range of a partition's offsets, or of all. `found`: the findings by kind, listed or not."""
+    """The judgement of some or all of a partition's offsets. `found`: the number of findings by kind, listed or not."""
 
     amounts: Amounts = field(default_factory=Amounts)
     ownerships: dict[tuple[int, int], Ownership] = field(default_factory=dict)
@@ -288,7 +288,7 @@ class PartitionPart:
     found: Counter[str] = field(default_factory=Counter)
 
     def add(self, later: PartitionPart, most: int) -> None:
-        """Add the judgement of later offsets; islands that meet are joined. At most `most` of a kind stay listed."""
+        """Add the judgement of later offsets; adjacent islands are joined. At most `most` of a kind stay listed."""
         self.amounts.add(later.amounts)
         for ownership, theirs in later.ownerships.items():
             if ownership in self.ownerships:
@@ -326,8 +326,8 @@ Windows = dict[int, Amounts]
 
 
 class _Claim(NamedTuple):
-    """An acknowledged range of offsets. `same` is equal for acknowledgements of one record; `record` identifies it in
-    the log, None without a producer id."""
+    """An acknowledged range of offsets. `same` is equal for acknowledgements of one record; `record` identifies that
+    record in the log, None without a producer id."""
 
     start: int
     at: int
@@ -339,7 +339,7 @@ class _Claim(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """Offsets that the log has; `within` is set if a batch with these offsets, of those in it, lacks their records."""
+    """Offsets that the log has. `within` is set if their batch lacks records: it has the batch's offsets."""
 
     start: int
     end: int
@@ -373,7 +373,7 @@ def judge_log(
 ) -> tuple[Windows, PartitionPart, dict[int, tuple[int, int]]]:
     """Judge the offsets [start, end) of a partition; without bounds it no longer exists.
 
-    `rows` and `batches`: those that have offsets there. `probes`: repeated batches, each by the offset of a copy. Also
+    `rows` and `batches` have offsets in the range. `probes`: repeated batches, each by the offset of a copy. Also
     return, by base offset of a repeated batch, the window of the last acknowledgement of a copy, and its records.
     """
     sweep = _Sweep(bounds, rules, start, end)
@@ -393,7 +393,7 @@ def judge_gone(
 ) -> tuple[Windows, PartitionPart]:
     """Judge the offsets [start, end) of a partition whose log cannot be read: each counts once, as `kind`.
 
-    That is DELETED, GONE or UNREAD. The first row that has an offset counts it.
+    `kind` is DELETED, GONE or UNREAD. The first row with an offset counts it.
     """
     sweep = _Sweep(None, rules, start, end)
     sweep.read_rows(rows)
@@ -422,7 +422,7 @@ class _Sweep:
         self._start = start
         self._end = end
         self._log_start = 0 if bounds is None else bounds.log_start_offset
-        # Compaction leaves holes up to a log's end, but replaces no record by another.
+        # Compaction may leave holes up to a log's end, but it replaces no record by another.
         self._holes_until = max(self._log_start, bounds.end_offset) if bounds and bounds.is_compacted else 0
         self._held: list[_Held] = []
         self._at = 0
@@ -438,7 +438,7 @@ class _Sweep:
         return amounts
 
     def read_rows(self, rows: Iterable[Range]) -> None:
-        """Note what the rows acknowledge, each row once."""
+        """Record the acknowledgements of the rows, each row once."""
         seen: set[tuple[str, str, int]] = set()
         claims, low, high = self.claims, self._start, self._end
         for row in rows:
@@ -455,7 +455,7 @@ class _Sweep:
                 begin, behind = max(first, low), min(first + count, high)
                 if begin < behind:
                     number = len(claims)
-                    # Offset minus sequence number: both rise together, except that sequence numbers wrap.
+                    # Offset minus sequence number, which is constant for a producer until its sequence numbers wrap.
                     record = None
                     if producer >= 0:
                         record = (producer, row.producer_epoch, (first - before - sequence) % _SEQUENCES)
@@ -480,7 +480,7 @@ class _Sweep:
         own.bytes += row.bytes
 
     def read_log(self, batches: Iterable[Batch]) -> None:
-        """Note what the log holds: of a batch with fewer records than offsets, as if it were the first ones."""
+        """Record the log's offsets; a batch with fewer records than offsets counts as if it had the first of them."""
         counts, found, held = self.part.amounts.counts, self.part.found, self._held
         reach = self._start
         for batch in sorted(batches):
@@ -507,7 +507,7 @@ class _Sweep:
                 held.append(_Held(first, behind, record))
                 counts["unclaimed"] += behind - first
                 reach = behind
-            # Compaction leaves such batches too, and takes nothing that counts as lost.
+            # Compaction leaves such batches too, but what it removes does not count as lost.
             first, behind = max(base + batch.record_count, reach), min(batch.last_offset + 1, self._end)
             if first < behind and not self._holes_until:
                 held.append(_Held(first, behind, None, (base, batch.last_offset + 1)))
@@ -566,7 +566,7 @@ class _Sweep:
         return self._present, self._lost, self._removed, self._overlapped
 
     def _count(self, claim: _Claim, before: tuple[int, ...], after: tuple[int, ...] | None = None) -> None:
-        """Count a claim's offsets in its window: a count is the sum at its end less that at its start."""
+        """Count a claim's offsets in its window: a count is the running sum at its end minus the sum at its start."""
         counts = self.window_of(claim.row).counts
         for name, low, high in zip(
             ("present", "lost", "removed", "overlapped"), before, after or self._sums(), strict=True
@@ -575,7 +575,7 @@ class _Sweep:
                 counts[name] += high - low
 
     def _hold(self, start: int, end: int, claims: Iterable[_Claim], times: int, owned: int, record: Any) -> None:
-        """Hold offsets that were acknowledged `times` times, all by the same claims, against the log."""
+        """Compare offsets that were acknowledged `times` times, all by the same claims, with the log."""
         if times > 1:
             self._overlapped += end - start
             self._note(Island(OVERLAP, start, end, owned, replaced=False), claims)
@@ -596,7 +596,7 @@ class _Sweep:
                 at = behind
                 continue
             self._claimed += behind - at
-            # If an offset was acknowledged for two records, one of them is missing, and nobody knows which.
+            # If an offset was acknowledged for two records, one of them is missing, but it is unknown which.
             if times > 1 or there == record:
                 self._present += behind - at
             else:
@@ -631,12 +631,12 @@ class _Sweep:
             return
         found[kind] += 1
         if last is not None and found[kind] > self._rules.max_findings + 1:
-            # Only the last one is kept, which the next range may continue.
+            # Beyond the limit only the last island is kept, which the next range may continue.
             del islands[last]
         islands.append(island)
 
     def find(self, probes: Iterable[tuple[int, Repeat]]) -> dict[int, tuple[int, int]]:
-        """Note the repeated batches that are here, each by the probe of its own offset.
+        """Record the repeated batches in this range, each by the probe of its own offset.
 
         Return, by base offset of a repeated batch, the last window in which a copy was acknowledged, and its records.
         """
@@ -660,7 +660,7 @@ class _Sweep:
 
 
 def _without_resent(claims: Sequence[_Claim]) -> list[_Claim]:
-    """Remove from each claim the part that an earlier one of the same records covers: it was sent again."""
+    """Remove from each claim the part that an earlier claim of the same records covers: that part was sent again."""
     said: dict[Any, int] = {}
     kept = []
     for claim in claims:

@@ -1,15 +1,15 @@
 """Query a cluster for leaders, the bounds of logs, and their batches, over one connection to each broker.
 
-Its calls block. The connections are kproxy.ownership.kafka_client's, on an event loop in a thread of their own: the
-caller's thread may run another one, as a notebook's does. Spark's executors use it.
+Calls block. The connections are kproxy.ownership.kafka_client's, on an event loop in a separate thread, because the
+caller's thread may run another loop, as in a notebook. Spark's executors use this client.
 
-States of a partition: KNOWN (its leader is remembered) <-> UNKNOWN. A leader is forgotten when a request to it fails or
-it answers that it is not the leader; the next request then asks for Metadata first.
+States of a partition: KNOWN (its leader is remembered) <-> UNKNOWN. A leader is forgotten when a request to it fails,
+or when it answers that it is not the leader; the next request then asks for Metadata first.
 
 Invariants
 1. Every wait is bounded: a call fails when nothing has succeeded for `patience_s` (`Patience`).
 2. Errors that a retry cannot fix are raised at once.
-3. One connection per broker, and no more brokers than the cluster has; `close` leaves none open, and no thread.
+3. There is one connection per broker, and none to more brokers than the cluster has. `close` ends all and the thread.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from kproxy_codec.metadata import TopicLeaders
 T = TypeVar("T")
 
 CLIENT_ID: Final = b"kproxy-audit"
-# Brokers send the first batch whole, however large: the most that an answer may exceed the requested bytes.
+# The most bytes by which an answer may exceed the request, because brokers send the first batch whole.
 LARGEST_BATCH_BYTES: Final = 128 << 20
-# Brokers need not wait long for new records: a reader at the end of a log asks again.
+# Short, because a reader at the end of a log asks again.
 _MAX_WAIT_MS: Final = 100
-# If a port's first answer takes longer, check for HTTP: etcd, for one, waits for more bytes of a Kafka request.
+# If a port's first answer takes longer, check for HTTP: a server such as etcd waits for more bytes of a Kafka request.
 _SUSPECT_AFTER_S: Final = 1.0
 _HTTP_QUESTION: Final = b"GET / HTTP/1.0\r\n\r\n"
 
@@ -50,7 +50,7 @@ class LogReadFailed(Exception):
 
 
 async def _other_protocol(address: Address) -> str | None:
-    """Return which protocol other than Kafka's is spoken at an address, if an HTTP request shows it."""
+    """Return the protocol other than Kafka's that an address speaks, if an HTTP request shows it."""
     try:
         async with asyncio.timeout(_SUSPECT_AFTER_S):
             reader, writer = await asyncio.open_connection(*address)
@@ -61,7 +61,7 @@ async def _other_protocol(address: Address) -> str | None:
                 writer.transport.abort()
     except (OSError, TimeoutError):
         return None
-    # This answer comes from a kproxy listener, which is only slow.
+    # This answer comes from a kproxy listener, which speaks Kafka but is slow.
     return None if ANSWER_TO_HTTP.startswith(answer) else answered_in(answer)
 
 
@@ -124,7 +124,7 @@ class Patience:
         self._pause_s = _FIRST_PAUSE_S
 
     def pause(self, reason: str) -> None:
-        """Wait before the next attempt. If there is none, raise LogReadFailed with the last attempt's `reason`."""
+        """Wait before the next attempt. If no time is left, raise LogReadFailed with the last attempt's `reason`."""
         waited_s = self._clock() - self._since
         if waited_s >= self._seconds:
             raise LogReadFailed(f"{reason}; given up after {waited_s:.0f} s.")
@@ -133,7 +133,7 @@ class Patience:
 
 
 class LogClient:
-    """Not for concurrent use. Times are in seconds. `topic_ids` has the ids of requested topics, in hex.
+    """A client for one thread. Times are in seconds. `topic_ids` has the ids of requested topics, in hex.
 
     `kafka` has options of Kafka's clients about TLS and SASL. Raise LogReadFailed if they cannot be used.
     """
@@ -183,7 +183,7 @@ class LogClient:
         for connection in self._connections.values():
             connection.abort()
         self._connections.clear()
-        # The loop closes their sockets.
+        # Let the loop close their sockets.
         await asyncio.sleep(0)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -198,14 +198,14 @@ class LogClient:
         except BrokerRefused as error:
             raise LogReadFailed(f"{error}.") from error
         except BaseException:
-            # The caller may be interrupted.
+            # Ctrl-C may have interrupted the caller.
             running.cancel()
             raise
 
     def _ask(self, broker: Address | None, ask: Callable[[KafkaConnection], Awaitable[T]]) -> T:
-        """Ask that broker, None: any, preferably by an open connection. Raise BrokerUnreachable, LogReadFailed.
+        """Ask `broker`; None means any, preferably one with an open connection. Raise BrokerUnreachable, LogReadFailed.
 
-        A broker that fails is forgotten with what it leads, until Metadata names it again.
+        A broker that fails is forgotten, and with it its leaderships, until Metadata names it again.
         """
         return self._run(self._asked(broker, ask))
 
@@ -225,7 +225,7 @@ class LogClient:
             raise
 
     async def _open(self, addresses: Sequence[Address]) -> KafkaConnection:
-        """Connect to one of them. Raise LogReadFailed if another protocol than Kafka's is spoken at one."""
+        """Connect to one of `addresses`. Raise LogReadFailed if one of them speaks another protocol than Kafka's."""
         opening = asyncio.ensure_future(open_any(addresses, self._timeout_s, CLIENT_ID, self._access))
         try:
             await asyncio.wait({opening}, timeout=_SUSPECT_AFTER_S)
@@ -254,7 +254,7 @@ class LogClient:
         return self._leaders.get(which)
 
     def forget_leader(self, which: TopicPartition) -> None:
-        """Ask for Metadata before the next request: the broker may be a follower by now, and lag behind."""
+        """Forget the leader, so that Metadata comes before the next request: it may be a lagging follower by now."""
         self._leaders.pop(which, None)
 
     def partitions(self, topics: Collection[str] | None) -> dict[str, int]:
@@ -299,7 +299,7 @@ class LogClient:
         """Return the first offsets of logs (EARLIEST) or those after the last records (LATEST, the high watermarks).
 
         For a time in milliseconds, return the first offset with that timestamp or a later one, -1 if there is none.
-        Raise LogReadFailed; with `unread`, add the partitions that have no leader or are refused, with the reason.
+        Raise LogReadFailed. `unread` instead gets the partitions that have no leader or are refused, with the reason.
         """
         offsets: dict[TopicPartition, int] = {}
         pending = dict.fromkeys(partitions, "nobody was asked")
@@ -333,7 +333,7 @@ class LogClient:
         reasons: dict[TopicPartition, str],
         unread: dict[TopicPartition, str] | None,
     ) -> dict[TopicPartition, int]:
-        """Return the offsets in a leader's answer. For those missing, add the reason and forget the leader."""
+        """Return the offsets in a leader's answer. For each missing partition, add the reason and forget the leader."""
         by_topic: dict[str, list[dict[str, int]]] = defaultdict(list)
         for topic, partition in asked:
             wanted = {"partition_index": partition, "current_leader_epoch": -1, "timestamp": timestamp}
@@ -392,7 +392,7 @@ class LogClient:
             patience.pause(reason)
 
     def fetch(self, which: TopicPartition, offset: int, max_bytes: int, patience: Patience) -> PartitionFetched:
-        """Return the batches of a partition from `offset` on, or an error code that is not a passing one.
+        """Return the batches of a partition from `offset` on, or an error code that a retry cannot fix.
 
         Raise LogReadFailed when `patience` is exhausted.
         """
@@ -416,7 +416,7 @@ class LogClient:
     ) -> dict[Address, list[TopicPartition]]:
         """Group the partitions by leader; ask for Metadata for unknown leaders.
 
-        Wait for leaders; with `reasons`, leave out partitions that have none now, and say so there.
+        Wait for leaders. With `reasons`, omit partitions that have none now, and add the reason.
         """
         while unknown := [which for which in partitions if which not in self._leaders]:
             for found in self._ask_metadata({which.topic for which in unknown}, patience):

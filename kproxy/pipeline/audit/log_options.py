@@ -1,6 +1,6 @@
-"""The options of the format "kproxy_log", and the ranges of offsets that they ask for.
+"""Parse the options of the Spark format "kproxy_log", and cut the logs into ranges of offsets.
 
-Each process that Spark starts for a source parses the same text. Nothing here needs Spark.
+Each process that Spark starts for a source parses the same text. This module needs no Spark.
 
 A range is an interval of offsets. A batch belongs to the range that contains its base offset, and so to exactly one.
 Only the first range of a partition also takes a batch that begins before it: retention may end within a batch.
@@ -17,7 +17,7 @@ from kproxy.pipeline.audit.log_client import EARLIEST, LATEST, LogClient, LogRea
 from kproxy.pipeline.kafka_access import NO_OPTIONS, KafkaOptions
 from kproxy.routing.topology import Address
 
-# The prefix of options of Kafka's clients, as Spark's own Kafka source has it.
+# The prefix of options of Kafka's clients, the same as in Spark's own Kafka source.
 KAFKA: Final = "kafka."
 MAX_OFFSETS_PER_PARTITION: Final = 1_000_000
 LEAST_OFFSETS_PER_PARTITION: Final = 50_000
@@ -39,7 +39,7 @@ class LogRange(NamedTuple):
 
 
 def matching(topics: Iterable[str], pattern: str) -> list[str]:
-    """Return the topics whose whole name matches, without internal ones, which begin with two underscores.
+    """Return the topics whose whole name matches, except internal topics, which begin with two underscores.
 
     Raise LogReadFailed if none matches or the pattern is invalid.
     """
@@ -54,9 +54,9 @@ def matching(topics: Iterable[str], pattern: str) -> list[str]:
 
 
 def parse_offsets(text: str, option: str) -> tuple[int, Offsets]:
-    """Parse `earliest`, `latest`, or `{"topic": {"0": offset}}`, in which -2 and -1 mean the same.
+    """Parse `earliest`, `latest`, or `{"topic": {"0": offset}}`, where -2 means earliest and -1 latest.
 
-    Return the default offset (EARLIEST for a start, LATEST for an end) and the given ones. Raise LogReadFailed, which
+    Return the default offset (EARLIEST for a start, LATEST for an end) and the given ones. Raise LogReadFailed that
     names the option.
     """
     default = EARLIEST if option.startswith("start") else LATEST
@@ -156,7 +156,7 @@ class LogOptions(NamedTuple):
     kafka: KafkaOptions = NO_OPTIONS
 
     def client(self) -> LogClient:
-        """Raise LogReadFailed as LogClient does."""
+        """Make a client. Raise LogReadFailed as LogClient does."""
         timeout_s, patience_s = self.timeout_ms / 1000, self.patience_ms / 1000
         return LogClient(self.bootstrap, timeout_s=timeout_s, patience_s=patience_s, kafka=self.kafka)
 
@@ -203,14 +203,14 @@ def written(
     more: Mapping[str, str | int | None],
     kafka: Mapping[str, str] = NO_OPTIONS,
 ) -> dict[str, str]:
-    """Return the options in Spark's form, without those that are None; `kafka` has options of Kafka's clients."""
+    """Return the options that are not None in Spark's form; `kafka` has options of Kafka's clients."""
     every = {"bootstrap": bootstrap, "topics": ",".join(topics) or None, "topicPattern": pattern, **more}
     every |= {f"{KAFKA}{name}": value for name, value in kafka.items()}
     return {name: str(value) for name, value in every.items() if value is not None}
 
 
 def parse_bootstrap(text: str) -> tuple[Address, ...]:
-    """Parse `H:P,H:P`. Raise LogReadFailed. Executors lack kproxy.config's dependencies, so it is done here."""
+    """Parse `H:P,H:P`. Raise LogReadFailed. It does not use kproxy.config, whose dependencies executors lack."""
     addresses = []
     for part in _names(text):
         host, _, port = part.rpartition(":")

@@ -1,6 +1,6 @@
 """Read the batch headers of one range of a log by Fetch.
 
-Meanwhile leaders may move, and retention may remove records.
+During a read leaders may move, and retention may remove records.
 
 States of a read: AT position --batches--> AT a later one; --the log begins later now--> AT its beginning;
 --nothing new--> the same, until patience is exhausted; at or after the range's end --> DONE.
@@ -8,10 +8,10 @@ States of a read: AT position --batches--> AT a later one; --the log begins late
 Invariants
 1. A batch is returned once, by the range that contains its base offset. The first range also takes the batch that
    begins before it and extends into it.
-2. The position rises with every answer that has batches; an answer that would not move it ends the read.
-3. At most one answer is in memory: `max_bytes`, or one batch.
-4. A log that ends before the range is not complete: after a change of leaders its end comes back in a moment; if not,
-   the read fails.
+2. The position rises with every answer that has batches; an answer that does not raise it ends the read.
+3. At most one answer is in memory, of `max_bytes` or one batch.
+4. A log that ends before the range is incomplete. After a change of leaders its end soon advances again; otherwise the
+   read fails.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class RangeReader:
                 yield rows
 
     def answers(self) -> Iterator[tuple[Buffer, Iterator[tuple[RecordBatch, bool | None]]]]:
-        """Yield the records of one answer after another, each with its new batches, which the caller has to exhaust.
+        """Yield the records of each answer with its new batches, which the caller must exhaust.
 
         Raise LogReadFailed.
         """
@@ -110,7 +110,7 @@ class RangeReader:
         for batch in self._batches(records):
             crc_ok = None if check_crc is None else check_crc(records, batch)
             if crc_ok is False:
-                # Its header may be wrong, and with it the offset of the next batch.
+                # The header of a corrupt batch may be wrong, and so may the offset of the next batch.
                 self._corrupt, self._more_bytes = batch, max(self._more_bytes, batch.size_in_bytes)
                 self._position = max(self._position, batch.base_offset + 1)
             else:
@@ -143,7 +143,7 @@ class RangeReader:
         if self._corrupt is None:
             raise self._failed("its leader sends only what lies before that offset")
         if answer_bytes >= self._max_bytes + self._more_bytes and self._more_bytes < LARGEST_BATCH_BYTES:
-            # The next batch did not fit.
+            # The next batch did not fit into the answer.
             self._more_bytes *= 2
         else:
             self._position = max(self._position, self._corrupt.last_offset) + 1
@@ -163,7 +163,7 @@ class RangeReader:
             max_bytes = needed
 
     def _first_bytes(self, records: Buffer) -> int:
-        """Return the size of the first batch, or of a batch header if that is truncated."""
+        """Return the size of the first batch, or of a batch header if the header is truncated."""
         try:
             needed = parse_header(records).size_in_bytes
         except Truncated:

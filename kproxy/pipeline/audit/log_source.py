@@ -1,13 +1,13 @@
-"""Read logs with Spark: one row for each record batch's header.
+"""A Spark data source that reads logs, with one row for each record batch's header.
 
-The headers come by Fetch through any Kafka address. After `register`, `session.read.format("kproxy_log")` has the
+The headers are read by Fetch from any Kafka address. After `register`, `session.read.format("kproxy_log")` has the
 batches of topics. Spark's planner asks the cluster for the partitions and cuts their logs into pieces; its tasks read
 the pieces. Records are not decoded, compressed or not.
 
 Spark plans anew for every action on a DataFrame, so the end "latest" may differ each time: give offsets for one end.
 
 Executors need this package, `kproxy_codec` and kafka-python (`kproxy.pipeline.session` packs them), pyarrow, which
-Spark itself needs for data sources in Python, and crc32c, without which crc_ok is null: not checked.
+Spark itself needs for data sources in Python, and crc32c, without which CRCs are not checked (crc_ok is null).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LOG_FORMAT: Final = "kproxy_log"
 
 
 def register(session: Any) -> None:
-    """Register the format in a SparkSession; may be repeated."""
+    """Register the format in a SparkSession; it may be called again."""
     session.dataSource.register(LogDataSource)
 
 
@@ -44,22 +44,22 @@ def log_options(
     kafka: Mapping[str, str] = NO_OPTIONS,
     **more: str | int,
 ) -> dict[str, str]:
-    """Return the options of the format. `kafka`: options of Kafka's clients about TLS and SASL."""
+    """Return the options of the format. `kafka` has options of Kafka's clients for TLS and SASL."""
     given = {"startOffsets": starts, "endOffsets": ends}
     offsets = {name: offsets_as_json(each) for name, each in given.items() if each is not None}
     return written(bootstrap, topics, None, {**offsets, **more}, kafka)
 
 
 def read_log(session: Any, options: Mapping[str, str]) -> Any:
-    """Read the batches as a DataFrame of LOG_SCHEMA: those with a base offset before the end."""
-    # Report wrong options here; from Spark's planner the error has a Java stack trace around it.
+    """Read the batches with a base offset before the end, as a DataFrame of LOG_SCHEMA."""
+    # Report wrong options here, because Spark's planner would wrap the error in a Java stack trace.
     read_options(options)
     register(session)
     return session.read.format(LOG_FORMAT).options(**options).load()
 
 
 class LogPiece(InputPartition):  # type: ignore[misc]  # pyspark's types are not followed
-    """The ranges that one task reads, and the leaders of their partitions at planning."""
+    """The ranges that one task reads, and the leaders of their partitions at planning time."""
 
     def __init__(self, ranges: Sequence[LogRange], leaders: Sequence[Address | None]) -> None:
         super().__init__(None)

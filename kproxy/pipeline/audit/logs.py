@@ -1,7 +1,7 @@
-"""Ask a cluster which logs there are and where they begin and end, and read their headers in this process.
+"""Find a cluster's logs and their bounds, and read batch headers in this process.
 
-Nothing here needs Spark. All functions raise LogReadFailed with one sentence, for example if a topic may not be read;
-with `unread`, a partition that cannot be read is noted there instead. `kafka`: options of Kafka's clients about TLS and
+This module needs no Spark. All functions raise LogReadFailed with one sentence, for example if a topic may not be read;
+with `unread`, a partition that cannot be read is added to it instead. `kafka`: options of Kafka's clients for TLS and
 SASL.
 """
 
@@ -28,7 +28,7 @@ from kproxy.pipeline.audit.log_options import (
 from kproxy.pipeline.audit.log_reader import CheckCrc, RangeReader, Row
 from kproxy.pipeline.kafka_access import NO_OPTIONS
 
-# Short, as the user waits for it at the start of a job.
+# Short, because the user waits at the start of a job.
 FIRST_PATIENCE_MS: Final = 10_000
 TOPICS_TIMEOUT_S: Final = 5.0
 ENDS_PATIENCE_S: Final = 5.0
@@ -36,19 +36,19 @@ _PAUSE_S: Final = 0.25
 
 
 Unread = dict[TopicPartition, str]
-"""Partitions without a leader, or that brokers refuse to read, and why. Functions with this argument add to it."""
+"""The reasons by partition, for those without a leader or that brokers refuse to read. Functions add to it."""
 
 
 class TooLarge(Exception):
-    """There is more to read than fits the given bound."""
+    """There is more to read than the given bounds allow."""
 
 
 def existing(bootstrap: str, topics: Collection[str], kafka: Mapping[str, str] = NO_OPTIONS) -> tuple[str, ...]:
-    """Return those of `topics` that exist, sorted.
+    """Return the topics among `topics` that exist, sorted.
 
     A topic that Metadata does not list may be hidden, so brokers are asked for it by name and must deny that it exists.
     """
-    # Imported here: executors lack what it needs.
+    # Imported here, because executors lack its dependencies.
     from kproxy.config.parsing import is_topic_name
 
     with LogClient(
@@ -97,7 +97,7 @@ def bounds_now(
     kafka: Mapping[str, str] = NO_OPTIONS,
     unread: Unread | None = None,
 ) -> dict[TopicPartition, Bounds]:
-    """Return the bounds of all partitions of the topics. `compacted`: the compacted ones; None to ask the brokers."""
+    """Return the bounds of all partitions of the topics. `compacted`: the compacted topics; None to ask the brokers."""
     options = read_options(written(bootstrap, topics, None, {}, kafka))
     with options.client() as client:
         partitions = _but(options.partitions(client), unread)
@@ -131,12 +131,12 @@ def ends_behind(
 
 
 def starts_at_or_before(first: Offsets, ends: Offsets) -> Offsets:
-    """Return where to start reading: at the `first` offset needed, else at the end."""
+    """Return the starts of reading: the `first` offset that is needed, else the end."""
     return {which: min(first.get(which, end), end) for which, end in ends.items()}
 
 
 def plan(options: LogOptions, client: LogClient, unread: Unread | None = None) -> list[list[LogRange]]:
-    """Cut the logs into pieces; the client then knows the leaders."""
+    """Cut the logs into pieces; afterwards the client knows the leaders."""
     latest = client.list_offsets(_but(options.partitions(client), unread), LATEST, unread)
     earliest = client.list_offsets(latest, EARLIEST, unread)
     starts = _resolve(options.start_offsets, "startOffsets", earliest, latest)
@@ -145,7 +145,7 @@ def plan(options: LogOptions, client: LogClient, unread: Unread | None = None) -
 
 
 def _resolve(text: str, option: str, earliest: Offsets, latest: Offsets) -> dict[TopicPartition, int]:
-    """Return an offset for each partition, none before its log's beginning."""
+    """Return an offset for each partition, which is never before its log's beginning."""
     default, mentioned = parse_offsets(text, option)
     expect_partitions(mentioned, earliest, option)
     named = {EARLIEST: earliest, LATEST: latest}

@@ -1,7 +1,7 @@
-"""Find what trails do not prove: missing rows, and trails without an end.
+"""Find the times that trails do not prove, because rows are missing or a trail has no end.
 
-A `TrailPart` is what is known of consecutive rows of one trail; parts can be joined, so ranges of a trail may be read
-by different processes. Everything here is pure. Times are milliseconds since the epoch.
+A `TrailPart` summarizes consecutive rows of one trail. Parts can be joined, so different processes may read ranges of a
+trail. All functions are pure. Times are milliseconds since the epoch.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Final, NamedTuple
 
 from kproxy.pipeline.audit.columns import GAP, TAIL
 
-# For a trail whose first row is lost, and with it the interval: the longest that can be configured (audit.interval_s),
-# plus the delay allowed to a proxy.
+# The interval assumed for a trail whose first row, which has it, is lost: the longest that can be configured
+# (audit.interval_s), plus the delay allowed to a proxy.
 _INTERVAL_MS: Final = 61_000
 _MARK_MS: Final = 10_000
-# A trail that existed when reading starts has a row within this time, as a mark is due.
+# A trail that exists when reading starts has a row within this time, because a mark is due.
 FIRST_ROW_MS: Final = _INTERVAL_MS + _MARK_MS
-# Longer than a proxy that is being replaced serves its last clients.
+# Longer than the time for which a proxy that is being replaced serves its last clients.
 _HANDOVER_MS: Final = 600_000
-# Gaps of a trail that are told one by one; the rest is told as one.
+# The most gaps of a trail that are reported one by one; the rest is reported as one.
 _MOST_GAPS: Final = 1_000
 
 TrailName = tuple[str, str]
@@ -30,7 +30,7 @@ TrailName = tuple[str, str]
 
 
 class Stamp(NamedTuple):
-    """What every row of a trail has; `interval_ms` and `mark_ms` are in its first one."""
+    """The fields that all rows of a trail have, and those that only its first row has: `interval_ms` and `mark_ms`."""
 
     sequence: int
     at: int
@@ -41,7 +41,7 @@ class Stamp(NamedTuple):
 
 @dataclass(slots=True)
 class Gap:
-    """Rows that are missing from `sequence` on; `before_at` and `behind_at`: when the rows around were closed."""
+    """Rows missing from `sequence` on; `before_at` and `behind_at`: when the rows before and after were closed."""
 
     sequence: int
     missing: int
@@ -51,7 +51,7 @@ class Gap:
 
 @dataclass(slots=True)
 class TrailPart:
-    """Rows of one trail. `last_mark` and `end`: the sequence numbers of the last such rows."""
+    """Rows of one trail. `last_mark` and `end`: the sequence numbers of the last mark and the last end."""
 
     first: int
     last: int
@@ -72,7 +72,7 @@ class TrailPart:
         self.gaps[-1].behind_at = gap.behind_at
 
     def join(self, later: TrailPart) -> None:
-        """Add the rows that come after these."""
+        """Add the rows that follow."""
         if later.first > self.last + 1:
             self._miss(Gap(self.last + 1, later.first - self.last - 1, self.last_at, later.first_at))
         for gap in later.gaps:
@@ -84,7 +84,7 @@ class TrailPart:
 
 
 def trail_part(stamps: Iterable[Stamp]) -> TrailPart:
-    """Return what is known of a trail by some of its rows, at least one, in any order; some may be there twice."""
+    """Summarize at least one row of a trail. Rows may be in any order, and may occur twice."""
     part: TrailPart | None = None
     for stamp in sorted(stamps, key=lambda stamp: stamp[:2]):
         sequence, at, kind, interval_ms, mark_ms = stamp
@@ -106,10 +106,10 @@ class ProvenTrail:
     """A trail and its neighbours.
 
     `whole_until`: the time up to which it is complete; None if it ended in order. `next_begin`: when the proxy's next
-    incarnation began; `previous_at`: when the previous one was last heard of. Both are None if incarnations overlap:
-    the old one still answers its clients while the new one serves, and neither's time is bounded by the other's. If
-    incarnations of a name overlap for long, several proxies have that name (for example behind one address), and none
-    is known to succeed another.
+    incarnation began; `previous_at`: when the previous one wrote its last row. Both are None if incarnations overlap:
+    the old one still answers its clients while the new one serves, so neither bounds the time of the other. If
+    incarnations of a name overlap for long, several proxies have that name (for example behind one address), and it is
+    unknown which succeeds which.
     """
 
     rows: TrailPart
@@ -120,7 +120,7 @@ class ProvenTrail:
     previous_at: int | None = None
 
     def lives(self, heard_ms: int) -> bool:
-        """Return whether it has no end and no successor, and its next row is not due before `heard_ms`."""
+        """Return whether the trail has no end and no successor, and its next row is not due before `heard_ms`."""
         due = self.rows.last_at + self.mark_ms + self.interval_ms
         return self.rows.end is None and due >= heard_ms and self.next_begin is None
 
@@ -129,7 +129,7 @@ Trails = Mapping[TrailName, ProvenTrail]
 
 
 def trails(parts: Mapping[TrailName, TrailPart]) -> Trails:
-    """Return the trails with what follows from others of the same proxy."""
+    """Return the trails with the facts that follow from other trails of the same proxy."""
     found: dict[TrailName, ProvenTrail] = {}
     by_proxy: dict[str, list[tuple[int, str, ProvenTrail]]] = defaultdict(list)
     for (proxy, incarnation), rows in parts.items():
@@ -158,7 +158,7 @@ def trails(parts: Mapping[TrailName, TrailPart]) -> Trails:
 
 
 class Unproven(NamedTuple):
-    """A time for which rows are missing (GAP) or may be (TAIL), from the row with number `sequence` on."""
+    """A time for which rows are missing (GAP) or may be missing (TAIL), from row number `sequence` on."""
 
     kind: str
     proxy: str
@@ -182,10 +182,10 @@ def unproven(
 ) -> list[Unproven]:
     """Return the gaps and the tails within the time to judge.
 
-    Without `to_ms` that ends when the trail was read, or, while proxies still write, at the time up to which all live
-    trails are complete; otherwise the last seconds of live proxies would always be unproven. `shipping_ms`: the longest
-    time from closing a row until it can be read. `is_all`: whether everything was read; if not, only trails with a
-    successor count as ended.
+    Without `to_ms` the time to judge ends when the trail was read, or, while proxies still write, at the time up to
+    which all live trails are complete; otherwise the last seconds of live proxies would always be unproven.
+    `shipping_ms`: the longest time from closing a row until it can be read. `is_all`: all rows were read; if not, only
+    trails with a successor count as ended.
     """
     heard_ms = read_at_ms - shipping_ms
     alive = [trail.whole_until for trail in trails.values() if trail.lives(heard_ms)]
@@ -196,7 +196,7 @@ def unproven(
         if trail.whole_until is None or not (is_all or trail.next_begin is not None):
             continue
         until = end_ms if trail.next_begin is None else trail.next_begin
-        # A live trail is complete up to the audit's end, and nothing of it is missing.
+        # A live trail is complete up to the audit's end, so no row of it is missing.
         if trail.whole_until < until:
             times = trail.whole_until, until
             found.append(Unproven(TAIL, proxy, incarnation, rows.last, 0, *times, trail.lives(heard_ms)))
@@ -214,7 +214,7 @@ def _gaps(trails: Trails, read_from_ms: int | None) -> Iterable[Unproven]:
 
     A row is closed at most `interval_ms` after an acknowledgement in it. So the acknowledgements in a missing row came
     after the closing of the row before it minus that interval, and before the closing of the row after it. A missing
-    first row is a gap, except of trails that existed before `read_from_ms`.
+    first row is a gap, except in trails that existed before `read_from_ms`.
     """
     earliest = min((trail.rows.first_at for trail in trails.values()), default=0)
     earliest -= max((trail.interval_ms for trail in trails.values()), default=0)
@@ -229,5 +229,5 @@ def _gaps(trails: Trails, read_from_ms: int | None) -> Iterable[Unproven]:
 
 
 def is_unproven(begin_ms: int, length_ms: int, missing: Iterable[Unproven]) -> bool:
-    """Return whether a trail proves nothing about some of a window of time."""
+    """Return whether some trail proves nothing about a part of a window of time."""
     return any(each.from_ms < begin_ms + length_ms and each.to_ms >= begin_ms for each in missing)

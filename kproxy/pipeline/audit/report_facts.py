@@ -33,7 +33,7 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """The words for a count that makes a verdict fail.
+    """The texts for a count that makes a verdict fail.
 
     `headline` and `cell`: in the headline, and in a partition's verdict. `sentence` follows the count, with its verb
     and nouns for one and for many: `is|are not in the log`.
@@ -55,10 +55,10 @@ SPLIT_BRAIN: Final = Fault("split brain", "overlapped", "was|were assigned an of
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """How reports show a count. It is declared with its field of `Sums`; all else follows from `COUNTS`.
+    """How reports show a count. Each is declared with its field of `Sums`; `COUNTS` collects them.
 
-    `meaning`: for the list of words. `unit`: what is counted, if not records. `rare`: its column is left out where all
-    are 0. `warning`: a count other than 0 leaves something unproven. `absent`: why records that are accounted for are
+    `meaning`: for the list of words. `unit`: what is counted, if not records. `rare`: its column is omitted where all
+    are 0. `warning`: a count other than 0 leaves something unproven. `absent`: why records that the count explains are
     not in the log.
     """
 
@@ -76,9 +76,9 @@ def _count(meaning: str, **others: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """The counts of one partition, or of several; those without a meaning are no columns of a report.
+    """The counts of one partition, or of several; counts without a meaning have no column in a report.
 
-    `unproven` counts partitions with anything unproven.
+    `unproven` counts partitions for which something is unproven.
     """
 
     partitions: int = 0
@@ -150,7 +150,7 @@ class Sums:
 
     @property
     def faults(self) -> list[tuple[Fault, int]]:
-        """Return the faults that there are, with their numbers."""
+        """Return the faults whose counts are not 0, with the counts."""
         found = [(count.fault, getattr(self, name)) for name, count in COUNTS.items()]
         return [(fault, number) for fault, number in found if fault and number]
 
@@ -286,7 +286,7 @@ class Verdict:
         return not (self.failed or self.unproven or self.empty or self.sums.deleted)
 
     def exit_status(self, *, allow_unproven: bool = False) -> int:
-        """Return the command's exit status: 1 after a fault, 3 if something is unproven, unless that is allowed."""
+        """Return the command's exit status: 1 after a fault, 3 if something is unproven and that is not allowed."""
         if self.failed:
             return FAULTY
         return UNPROVEN if self.unproven and not allow_unproven else 0
@@ -296,9 +296,9 @@ class Verdict:
 class Facts:
     """The whole content of a report.
 
-    The lists are bounded, worst first; the counts are of all. `sums` counts all partitions; `partitions` has those
-    shown. `trail_holes`: the steps of the grid in which some proxy's trail is unproven. `hidden_holdings`: how many
-    holdings of the drawn partitions are not in `holdings`.
+    The lists are bounded and begin with the worst; the counts include everything. `sums` counts all partitions;
+    `partitions` has the partitions to show. `trail_holes`: the steps of the grid in which some proxy's trail is
+    unproven. `hidden_holdings`: how many holdings of the drawn partitions are not in `holdings`.
     """
 
     verdict: Verdict

@@ -1,8 +1,8 @@
 """Reduce an audit's result tables to the facts of its report.
 
 `Limits` bounds what is kept, whatever the number of partitions, windows and findings: the worst are kept, windows are
-joined until they fit, and everything else is counted. A table is read by a `Reduced`, which reads rows in any order and
-adds what another one has read, so large tables are reduced where they are.
+joined until they fit, and everything else is counted. A `Reduced` reads a table's rows in any order and can be added to
+another `Reduced`, so executors can reduce large tables in parts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Which = tuple[str, int]
 
 
 class Reduced(Protocol):
-    """What a table comes to."""
+    """The result of reducing a table."""
 
     def read(self, row: Row) -> None: ...
 
@@ -56,7 +56,7 @@ class Source(Protocol):
     def listed(self) -> Sequence[Row]: ...
 
     def fold(self, table: str, begin: Callable[[], R], only: Collection[Which] | None = None) -> R:
-        """Reduce a table, or its rows of these partitions."""
+        """Reduce a table, or only its rows of some partitions."""
         ...
 
 
@@ -207,7 +207,7 @@ class _Extent:
 
 
 def _grid(extent: _Extent, holes: Sequence[Row], limits: Limits) -> Grid | None:
-    """Return a grid of all windows and of the holes in the trails, as far as the windows stay large enough."""
+    """Return a grid of all windows and of the holes in the trails, as far as the windows stay visible."""
     if extent.times is None:
         return None
     start, end, window = extent.times
@@ -260,7 +260,7 @@ def _state(row: Row) -> int:
 
 
 def _trail_holes(grid: Grid, holes: Sequence[Row]) -> tuple[int, ...]:
-    """Return the steps with holes. A hole concerns all topics, also those without known acknowledgements then."""
+    """Return the steps with holes. A hole concerns all topics, even if no acknowledgements are known for that time."""
     steps: set[int] = set()
     for row in holes:
         last = max(grid.end_ms if row["to_ms"] is None else row["to_ms"], row["from_ms"])
@@ -270,7 +270,7 @@ def _trail_holes(grid: Grid, holes: Sequence[Row]) -> tuple[int, ...]:
 
 
 class _Holdings:
-    """The first owners of each partition, and how many there are."""
+    """The first owners of each partition, and the number of all."""
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -38,7 +38,7 @@ from kproxy.pipeline.audit.report_text import (
 POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 # Findings shown at once; the others are folded.
 OPEN_FINDINGS: Final = 8
-# Numbers from here on need a smaller font in their card.
+# Numbers from this one on need a smaller font in their card.
 LONG_NUMBER: Final = 10**9
 _ICONS: Final = {
     "good": '<path d="M14 25l8 8 14-17"/>',
@@ -118,7 +118,7 @@ def _numbers(facts: Facts) -> str:
     ]
     for name in columns(facts):
         if fault := COUNTS[name].fault:
-            # Without the verb of the sentence.
+            # Omit the verb of the sentence.
             note = fault.said(2).partition(" ")[2]
             if name == "duplicated" and sums.unsequenced:
                 note += f"; {batches(sums.unsequenced)} not checked"

@@ -1,6 +1,6 @@
-"""What programs read of an audit: one JSON document, and metrics for a textfile collector of Prometheus.
+"""Write an audit's result for programs: one JSON document, and metrics for Prometheus' textfile collector.
 
-docs/audit.md describes both. Lists are bounded as in the report, worst first; counts are of all.
+docs/audit.md describes both. Lists are bounded and begin with the worst, as in the report; counts include everything.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Draw the report's two plots: the state of each partition over time, and who acknowledged when.
+"""Draw the report's two plots: the state of each partition over time, and the owners who acknowledged over time.
 
 A plot is a table with a row for each partition: its name, and a drawing of the time. Drawings have their heights in
 pixels and their places in time in percent, so that one drawing fits phones and desktops and its text keeps its size.
@@ -48,7 +48,7 @@ BAR_PX: Final = 16
 NAME_AT_MOST: Final = 36
 TIMELINES_AT_MOST: Final = 20
 LANES_AT_MOST: Final = 3
-# The class of what only wide or only narrow pages show, and the least pixels for a percent of the time there.
+# The class of elements that only wide or only narrow pages show, and the least pixels for a percent of the time.
 _WIDTHS: Final = {"wide": 5.5, "narrow": 3.4}
 LETTER_PX: Final = 7
 
@@ -122,7 +122,7 @@ def plots(facts: Facts) -> str:
 
 
 def _plot(name: str, title: str, caption: str, key: Iterable[tuple[str, str]], time: Time, rows: Iterable[Row]) -> str:
-    """Return a plot; `key` has the fills and their meanings."""
+    """Return a plot; `key` has the fills of the legend and their meanings."""
     days, ticks = time.ticks()
     lines = "".join(f'<line x1="{at:g}%" x2="{at:g}%" y2="100%"/>' for at, _ in ticks)
     labels = "".join(

@@ -1,4 +1,4 @@
-"""The sentences of a report, and its table for a terminal.
+"""Write the sentences of a report, and its table for a terminal.
 
 The HTML report has the same sentences. The terminal shows the verdict first, then the worst partitions, then the
 findings.
@@ -62,7 +62,7 @@ STATE_NAMES = {
     State.NOTHING: "nothing acknowledged",
     State.REMOVED: COUNTS["removed"].absent,
 }
-# The head of a column of the page, which is also its word in the list of words.
+# The heading of a column of the page, which is also its entry in the list of terms.
 TITLES: Final = {name: f"{name} {count.unit}".rstrip() for name, count in COUNTS.items()}
 GLOSSARY: Final = {TITLES[name]: count.meaning for name, count in COUNTS.items()} | {
     "unproven": "Windows that cannot be verified: a proxy's trail has a gap or no end, batches are unchecked, or "
@@ -100,7 +100,7 @@ def summary(verdict: Verdict) -> str:
 
 
 def _unknown(sums: Sums) -> list[str]:
-    """Say what an audit of headers can never know."""
+    """State what an audit of headers can never know."""
     contents = "Contents are not compared."
     if not sums.unsequenced:
         return [contents]
@@ -125,7 +125,7 @@ def _there(sums: Sums) -> str:
 
 
 def _unproven(verdict: Verdict) -> str:
-    """Say what is not known; unknown is not the same as clean."""
+    """State what is not known, because unknown is not the same as clean."""
     sums, holes = verdict.sums, verdict.trail_faults
     said = []
     if sums.unchecked:
@@ -185,7 +185,7 @@ def owners_in_words(owners: Sequence[int]) -> str:
 
 
 def partition_verdict(sums: Sums) -> str:
-    """Return the verdict for a table cell; "at least once" where duplicates cannot be known."""
+    """Return the verdict for a table cell; it is "at least once" if duplicates cannot be known."""
     if sums.faults:
         return ", ".join(fault.cell for fault, _ in sums.faults)
     if sums.unproven:

@@ -1,4 +1,4 @@
-"""The rules of an audit, and what trails prove under them. Nothing here needs Spark."""
+"""The rules of an audit, and the times that trails prove under them. This module needs no Spark."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ MAX_FINDINGS: Final = 1_000
 class AuditRules:
     """The rules of an audit: records acknowledged from `from_ms` to before `to_ms`; None for no limit.
 
-    `read_at_ms`: when the trail was read; `read_from_ms`: only rows shipped from then on were read, None for all.
+    `read_at_ms`: when the trail was read; `read_from_ms`: only rows shipped since then were read, None for all.
     `topics`: () for all in the trail. `window_ms`: the length of a window. A row that is shipped more than
     `late_after_ms` after it was closed is late; a live proxy's rows take up to `shipping_ms` until they can be read. At
-    most `max_findings` of a kind are listed; the counts are of all. `is_all` False: there are later rows, which are
-    not missing. `deleted_topics`: topics that the user says were deleted on purpose.
+    most `max_findings` of a kind are listed; the counts include all. `is_all` False: later rows exist, which are not
+    missing. `deleted_topics`: topics that the user says were deleted on purpose.
     """
 
     read_at_ms: int

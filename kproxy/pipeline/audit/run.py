@@ -1,12 +1,11 @@
 """Run one audit: check the sources, read the trail and the logs, judge, report.
 
 A small audit is done in this process (`in_process.py`), a larger one on Spark (`run_spark.py`); both call the same
-judge. By default an audit begins here, and goes on to Spark when it turns out to be too large, or when a cluster is
-named.
+judge. By default an audit begins in this process, and moves to Spark if it is too large or the user names a cluster.
 
-The order matters. The trail is read up to a fixed end before the ends of the logs are looked up, so its records must be
-in the logs; records acknowledged with acks=1 get some seconds to be replicated. The logs' beginnings are looked up
-last, so that what retention removes meanwhile is known.
+The order matters. The trail is read up to a fixed end before the logs' ends are read, so its records must be in the
+logs; records acknowledged with acks=1 get some seconds to be replicated. The logs' beginnings are read last, so that
+records removed by retention meanwhile are known.
 """
 
 from __future__ import annotations
@@ -58,16 +57,16 @@ from kproxy.trail.signature import Signatures
 if TYPE_CHECKING:
     from kproxy.pipeline.session import SessionOptions
 
-# With a time to judge from, the trail is read from this long before it: a proxy that was heard of then, and is silent
+# With a time to judge from, the trail is read from this long before it: a proxy that wrote rows then, and is silent
 # since, may have acknowledged records that no row lists.
 TRAIL_LOOKBACK_MS: Final = 86_400_000
-# And logs are read from the first offset acknowledged this long before it: records of that time may be in the log
-# twice, if the producer sent them again within its delivery.timeout.ms.
+# Logs are read from the first offset acknowledged this long before that time: its records may be in the log twice, if
+# the producer sent them again within its delivery.timeout.ms.
 LOG_LOOKBACK_MS: Final = 120_000
-# What is judged in this process by default: about fifteen seconds of work, and less than a GiB.
+# The most rows judged in this process by default: about fifteen seconds of work, and less than a GiB.
 MOST_ROWS: Final = 300_000
 MOST_BATCHES: Final = 300_000
-# Batches are fetched whole and their checksums computed.
+# The most bytes of batches, which are fetched whole to compute their checksums.
 MOST_BYTES: Final = 1 << 30
 AUTO: Final = "auto"
 LOCAL: Final = "local"
@@ -145,7 +144,7 @@ def run_audit_job(job: AuditJob, spark: SessionOptions, *, display: Report | Non
     with display:
         facts = audit(job, spark, display)
     status = facts.verdict.exit_status(allow_unproven=job.allow_unproven)
-    # Show the result before writing the report, which may fail.
+    # Print the result first, because writing the report may fail.
     if job.json:
         print(as_json(facts, status))  # noqa: T201 - the command's output
     else:
@@ -197,7 +196,7 @@ def _begins_here(job: AuditJob, spark: SessionOptions | None) -> bool:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Switch the collector of cycles off: it finds none among a million rows, and takes a third of the time."""
+    """Switch off the garbage collector, which finds no cycles among a million rows and takes a third of the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -210,7 +209,7 @@ def _without_collector() -> Iterator[None]:
 @_without_collector()
 def audit_here(job: AuditJob, stage: Stage | None = None, *, is_bounded: bool = False) -> Audited:
     """Audit in this process. Raise TooLarge beyond MOST_ROWS and the other bounds, if the audit `is_bounded`."""
-    # Before the trail's end is fixed: reading may take longer than a live proxy is silent.
+    # Taken before the trail's end is fixed, because reading may take longer than a live proxy is silent.
     read_at_ms = int(time.time() * 1000)
     rows: list[TrailRow] = []
     signatures = job.trail.signatures()
@@ -253,7 +252,7 @@ def _read_trail(job: AuditJob, signatures: Signatures | None) -> Iterator[TrailR
 
 
 def trail_offsets(job: AuditJob) -> tuple[str, Offsets, Offsets]:
-    """Return the address of the trail's topic, and where to begin and to end reading it. Raise StartupError."""
+    """Return the address of the trail's topic, and its offsets to read from and to. Raise StartupError."""
     bootstrap, topics = job.trail_bootstrap or job.bootstrap, (job.trail.name,)
     try:
         ends = ends_of(bootstrap, topics, job.kafka)
@@ -264,7 +263,7 @@ def trail_offsets(job: AuditJob) -> tuple[str, Offsets, Offsets]:
 
 
 def acknowledged_by_one(ranges: Sequence[TrailRow]) -> dict[TopicPartition, int]:
-    """Return, by partition, the offset after the last one that the trail has as acknowledged with acks=1."""
+    """Return, by partition, the offset after the last one that was acknowledged with acks=1 by the trail."""
     behind: dict[TopicPartition, int] = {}
     for row in ranges:
         if row.acks == 1 and row.topic is not None and row.partition is not None and row.spans:
@@ -274,7 +273,7 @@ def acknowledged_by_one(ranges: Sequence[TrailRow]) -> dict[TopicPartition, int]
 
 
 def first_acknowledged(ranges: Sequence[TrailRow], since_ms: int) -> dict[TopicPartition, int]:
-    """Return, by partition, the lowest offset that the trail has as acknowledged at `since_ms` or later."""
+    """Return, by partition, the lowest offset acknowledged at `since_ms` or later, by the trail."""
     first: dict[TopicPartition, int] = {}
     for row in ranges:
         if (row.last_acked_at or 0) >= since_ms and row.topic is not None and row.partition is not None and row.spans:
@@ -311,7 +310,7 @@ def check_places(
 ) -> None:
     """Raise StartupError if nothing answers, there is no trail, or a topic is missing.
 
-    A sentence now is better than Spark's stack trace in a minute.
+    Its one sentence saves the user Spark's stack trace a minute later.
     """
     here = _topics(bootstrap, "--bootstrap", kafka)
     missing = sorted(set(topics) - here.keys())

@@ -53,10 +53,10 @@ from kproxy.pipeline.progress import JobsProgress, Report
 from kproxy.pipeline.session import SessionOptions, open_session
 from kproxy.pipeline.spark import as_spark_failure, on_this_machine
 
-# Spark's readers ignore names that begin with `_`, so readers of the results do not read intermediate tables.
+# Spark ignores names that begin with `_`, so a reader of the results does not read intermediate tables.
 _WORK = "_work"
 _BEHIND_LAST: Final = "element_at(spans, -2) + element_at(spans, -1)"
-# Rows of the trail and batches of the log. Up to here the driver judges them.
+# The most rows of the trail and batches of the log that the driver judges itself.
 FEW: Final = 50_000
 _SHUFFLE_PARTITIONS: Final = "spark.sql.shuffle.partitions"
 # About 60 MB, with two endpoints for each row.
@@ -102,7 +102,7 @@ def audit_in(session: Any, job: AuditJob, display: Report) -> Facts:
 
 @dataclass(frozen=True, slots=True)
 class AuditResult:
-    """The tables and their `about`, as written. `rows`: how many rows and batches were read."""
+    """The tables and their `about`, as written. `rows`: the number of rows and batches read."""
 
     tables: Tables
     about: Mapping[str, str]
@@ -148,7 +148,7 @@ def judge(
 def _audited(
     session: Any, rows: DataFrame, log: DataFrame, bounds: DataFrame, rules: AuditRules, land: Land, amount: int
 ) -> Tables:
-    """Audit `amount` rows and batches: few by the driver, as Spark would spend its time on plans and empty tasks."""
+    """Audit `amount` rows and batches. The driver judges a few itself, for which Spark would mostly run empty tasks."""
     if amount > FEW:
         with fitted(session, amount):
             return audit_tables(rows, log, bounds, rules, land)
@@ -218,7 +218,7 @@ def work_in(session: Any, directory: str) -> Iterator[Land]:
 
 @contextmanager
 def fitted(session: Any, rows: int) -> Iterator[None]:
-    """Use enough shuffle partitions for `rows` rows while the block runs: Spark joins small ones, but splits none."""
+    """Use enough shuffle partitions for `rows` rows while the block runs: Spark merges small ones, but splits none."""
     before = session.conf.get(_SHUFFLE_PARTITIONS)
     needed = min(rows // _ROWS_PER_TASK, _MAX_PARTITIONS)
     session.conf.set(_SHUFFLE_PARTITIONS, str(max(int(before), needed)))

@@ -1,7 +1,7 @@
-"""What executors do for an audit: call the pure judge with groups of rows, and add up its parts.
+"""The functions that executors run for an audit: call the pure judge with groups of rows, and add up its parts.
 
-Rows come and go as Arrow tables. A part travels pickled, between processes of one job. Executors have this package
-without its dependencies, so nothing here needs more than pyarrow.
+Input and output are Arrow tables. Processes of one job exchange parts as pickles. Executors have this package without
+its dependencies, so this module needs only pyarrow.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REPEATS: Final = (
     "producer_epoch int, base_sequence int, is_control boolean, crc_ok boolean, first_base_offset long"
 )
 # A part of a window of time, or, where that is null, of a partition. `copy`: the base offset of a repeated batch of
-# which a copy was acknowledged in the window; it has no part.
+# which a copy was acknowledged in the window; such a row has no part.
 PARTS: Final = "topic string, partition int, window_ms long, copy long, records long, part binary"
 FLOWS: Final = "window_ms long, owner int, records long, bytes long"
 JUDGED: Final = (
@@ -72,14 +72,14 @@ class SignedLines:
 
 
 def part_of_trail(key: tuple[Any, ...], table: Any) -> Any:
-    """Return TRAIL_PARTS of the rows of a trail whose sequence numbers are close."""
+    """Return TRAIL_PARTS of a group of rows of one trail, whose sequence numbers are close to each other."""
     proxy, incarnation, _ = (each.as_py() for each in key)
     part = trail_part(map(Stamp._make, _rows(table, Stamp._fields)))
     return _table(TRAIL_PARTS, [(proxy, incarnation, part.first, pickle.dumps(part))])
 
 
 def repeats_among(key: tuple[Any, ...], table: Any) -> Any:
-    """Return REPEATS of batches; those of one producer, epoch and sequence number are together."""
+    """Return REPEATS of batches; a group has all batches of a producer, epoch and sequence number."""
     topic, partition, _ = (each.as_py() for each in key)
     found = repeats(map(Batch._make, _rows(table, Batch._fields)))
     return _table(REPEATS, [(topic, partition, *each.batch, each.first_base_offset) for each in found])
@@ -186,7 +186,7 @@ def flows(batches: Iterable[Any]) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Unpack:
-    """Yield the rows that the only column of a frame has pickled: one for each value, or a list of them."""
+    """Yield the rows that the only column of a frame has as pickles; a value is one row or a list of rows."""
 
     names: Mapping[str, str]
 
@@ -201,7 +201,7 @@ class Unpack:
 
 
 class PackedFindings(Findings):
-    """Reads what partitions have."""
+    """Reads the packed findings of partitions."""
 
     def read(self, row: Mapping[str, Any]) -> None:
         self.note(pickle.loads(row["findings"]), pickle.loads(row["found"]))  # noqa: S301 - of this job

@@ -1,9 +1,9 @@
 """Audit on Spark, and store the result tables.
 
-Rows of trails, batch headers and log bounds go in. The offsets of a partition are cut into buckets, ranges that any
-executor judges alone (`spark_tasks.py`, `judge.py`), so no partition is too large for a task; the parts of a window of
-time, and those of a partition, are then added up by key. The results are one directory of Parquet files for each table:
-a report can be made again from them, and any tool that reads Parquet can query them.
+The input is rows of trails, batch headers and log bounds. The offsets of a partition are cut into buckets, ranges that
+any executor judges alone (`spark_tasks.py`, `judge.py`), so no partition is too large for a task; the parts of a window
+of time, and those of a partition, are then added up by key. The results are one directory of Parquet files for each
+table: a report can be made again from them, and any tool that reads Parquet can query them.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ Land = Callable[[str, DataFrame], DataFrame]
 PARTITION: Final = ("topic", "partition")
 _WINDOW: Final = (*PARTITION, "window_ms")
 _BUCKET: Final = (*PARTITION, "gone", "bucket")
-# 2^18 offsets: some thousands of batches usually, a quarter of a million at worst.
+# 2^18 offsets are usually some thousands of batches, and a quarter of a million at worst.
 BUCKET_BITS: Final = 18
-# So many rows of a trail are examined together.
+# 2^18 rows of a trail are examined together.
 _BLOCK_BITS: Final = 18
 _BATCHES_PER_TASK: Final = 200_000
 
@@ -115,7 +115,7 @@ def audit_tables(
 
 
 def fold(frame: DataFrame, begin: Callable[[], R]) -> R:
-    """Reduce a table on the executors; the driver adds what the tasks come to. Raise what Spark raises."""
+    """Reduce a table on the executors; the driver adds the results of the tasks. Raise Spark's errors."""
     whole = begin()
     for packed in frame.mapInArrow(Reduce(begin), "part binary").collect():
         whole.add(pickle.loads(packed.part))  # noqa: S301 - of this job
@@ -195,7 +195,7 @@ def _empty_parts(session: SparkSession, limits: Mapping[tuple[str, int], Bounds]
 
 
 def _with_all_parts(parts: DataFrame, sums: DataFrame) -> DataFrame:
-    """Return the parts of windows with what is counted in one of them only after all parts are known.
+    """Return the parts of windows, with the counts that depend on all parts added to one of them.
 
     A repeated batch counts in the last window in which either copy was acknowledged: the later acknowledgement is the
     wrong one. A change of ownership counts where it began.
@@ -287,7 +287,7 @@ def write_results(tables: Tables, directory: str, about: Mapping[str, str]) -> N
 def read_results(session: SparkSession, directory: str) -> tuple[Tables, dict[str, str]]:
     """Return the tables in `directory` and their `about`. Raise StartupError unless all are there."""
     try:
-        # Without a schema Spark would read a file of each table first.
+        # Without a schema Spark would first read a file of each table.
         read = {name: session.read.schema(SCHEMAS[name]).parquet(_place(directory, name)) for name in NAMES}
         about = session.read.schema(_ABOUT_SCHEMA).parquet(_place(directory, ABOUT)).collect()
     except AnalysisException as error:

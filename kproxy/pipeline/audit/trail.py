@@ -1,7 +1,7 @@
 """Read a trail from its topic or files, one row for each trail row.
 
-Text that is not a trail row is left out, such as the partial last line of a killed proxy. Its sequence number is then
-missing, which the audit reports as a gap.
+Text that is not a trail row is skipped, such as the partial last line of a killed proxy. The row's sequence number is
+then missing, which the audit reports as a gap.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a trail is: in a topic or in files. Nothing here needs Spark."""
+"""Parse the place of a trail: a topic or files. This module needs no Spark."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kproxy.trail.signature import Signatures
 TOPIC: Final = "topic"
 JSON: Final = "json"
 PARQUET: Final = "parquet"
-# The time from closing a row until it can be read: some seconds; for Parquet also the time to fill a file.
+# The time from closing a row until it can be read; for Parquet also the time to fill a file.
 SHIPPING_MS: Final = 5_000
 _GATHERING_MS: Final = round(PARQUET_FILE_S * 1000)
 

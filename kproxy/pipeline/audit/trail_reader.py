@@ -1,6 +1,6 @@
-"""Read a trail in this process: from its topic, or from files on this machine. Without Spark.
+"""Read a trail in this process, without Spark, from its topic or from files on this machine.
 
-Text that is not a trail row is left out, such as the partial last line of a killed proxy (`trail_rows.py`).
+Text that is not a trail row is skipped, such as the partial last line of a killed proxy (`trail_rows.py`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _parquet_rows(file: Path) -> Iterator[TrailRow]:
 
     names = [name for name in TrailRow.__struct_fields__ if name != "shipped_at"]
     try:
-        # Files of other releases may lack columns, have more, or narrower numbers.
+        # Files of other releases may lack columns, or have more columns or narrower numbers.
         opened = pyarrow.parquet.ParquetFile(file)
         there = [name for name in names if name in opened.schema_arrow.names]
         for batch in opened.iter_batches(columns=there):

@@ -1,8 +1,8 @@
-"""Decode the rows of a trail in this process, and tell a proxy's rows from others'.
+"""Decode the rows of a trail in this process, and distinguish a proxy's rows from foreign ones.
 
 Anyone may write to the trail's topic. Rows that no proxy writes must not make the audit fail, by numbers that overflow
-or that stand for too much data: they are left out, as partial rows are. Their sequence numbers are then missing, which
-the audit reports as a gap.
+or that stand for too much data: they are skipped, like partial rows. Their sequence numbers are then missing, which the
+audit reports as a gap.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class TrailRow(msgspec.Struct):
         return Stamp(self.sequence, self.at, self.kind, self.interval_ms, self.mark_ms)
 
     def acknowledged(self) -> Range:
-        """Return the row as the judge has it. Only for a valid row of kind `range`."""
+        """Return the row as the judge's Range. Only for a valid row of kind `range`."""
         return Range(
             self.proxy, self.incarnation, self.sequence, self.at, self.shipped_at, self.owner or 0, self.revision or 0,
             self.acks, self.connection, -1 if self.producer_id is None else self.producer_id, self.producer_epoch,

@@ -1,14 +1,13 @@
 """Faults and hooks of a test's broker; each is an option of `tests.support.brokers.broker_main`.
 
-stops_at_marks=1       it stops itself within a write that carries a mark. A stopped process keeps its sockets
-                       and its place in the code, between the fence check and the write, say, where a page fault or a
+stops_at_marks=1       the broker stops itself within a write that has a mark. A stopped process keeps its sockets and
+                       its place in the code, for example between the fence check and the write, where a page fault or a
                        hypervisor may hold it for longer than its lease lives.
-replication_at=PORT    followers get this port and not the one that it listens on: a relay of the test in between
-                       may cut them off.
-unfenced=1             from SIGUSR1 on, which it answers with UNFENCED in its log, it ignores its own fence:
-                       it leads its partitions for ever, whatever etcd says, and whichever other broker leads them.
+replication_at=PORT    followers get this port in place of the broker's, so that a test's relay can cut them off.
+unfenced=1             from SIGUSR1 on, which it confirms with UNFENCED in its log, it ignores its own fence: it leads
+                       its partitions for ever, even if by etcd another broker leads them.
 disk_may_stall=1       fsync and fdatasync do not return while a file DATA_DIR.stalled stands beside its data directory;
-                       as a disk's, they wait without the interpreter's lock.
+                       like calls to a real disk, they wait without the interpreter's lock.
 disk_may_be_unreadable=1
                        reads fail where a file DATA_DIR.unreadable says, by DATA_DIR.so, which `build_unreadable` built.
 """
@@ -32,9 +31,9 @@ from kproxy.broker.partition import Partition
 from kproxy.broker.replica_manager import ReplicaManager
 from kproxy.etcd.lease import LeaseFence
 
-# The fence has been checked; nothing is written.
+# After the check of the fence, before the write.
 BEFORE_THE_WRITE = b"[stop before the write]"
-# The bytes are in the file; the fence has not been checked again.
+# After the write, before the next check of the fence.
 AFTER_THE_WRITE = b"[stop after the write]"
 # The leader has appended the batch; no follower has it, and no answer has been sent.
 AFTER_THE_APPEND = b"[stop after the append]"

@@ -57,7 +57,7 @@ def headers(log: Log) -> list[RecordBatch]:
 
 
 def copied(directory: Path, into: Path, *, is_told: bool = True) -> Path:
-    """The files with their times; `is_told`: with those that spare reading."""
+    """Copy the files with their times; `is_told`: also those that save the log from being read."""
     into.mkdir(parents=True)
     for path in directory.iterdir():
         if is_told or path.suffix not in (".index", ".snapshot"):
@@ -66,7 +66,7 @@ def copied(directory: Path, into: Path, *, is_told: bool = True) -> Path:
 
 
 def assert_reads_alike(log: Log, whole: Log) -> None:
-    """A log that was opened by its snapshot, and one that was read through."""
+    """Check that a log opened by its snapshot equals one that was read completely."""
     assert (log.log_start_offset, log.log_end_offset) == (whole.log_start_offset, whole.log_end_offset)
     assert (log.truncated_bytes, log.size_in_bytes) == (whole.truncated_bytes, whole.size_in_bytes)
     assert (log.high_watermark_checkpoint, log.leadership) == (whole.high_watermark_checkpoint, whole.leadership)

@@ -1,4 +1,4 @@
-"""A broker that breaks off after an exact number of bytes: of the request it reads, or of the answer it writes.
+"""A broker that cuts a connection after an exact number of bytes of a request or of an answer.
 
 It serves one partition and reads its socket byte by byte, which a protocol on an event loop cannot do. It answers its
 first request with success, so that the route to it is proven. It cuts the second one, and serves everything on later
@@ -37,7 +37,7 @@ class Cut(NamedTuple):
 
 
 class CuttingBroker:
-    """`appended` is its log; `arrived` are the batches of all whole requests that it saw, cut ones included."""
+    """The broker. `appended` is its log; `arrived` has the batches of all whole requests, also on cut connections."""
 
     def __init__(self, cut: Cut) -> None:
         self.cut = cut
@@ -114,7 +114,7 @@ class CuttingBroker:
         got = await _read(connection, self.cut.at)
         self._served += 1
         if len(got) >= 4 and len(got) == 4 + struct.unpack(">i", got[:4])[0]:
-            # Read to its end: the proxy does not know that it was appended.
+            # The whole request was read: the proxy does not know that the batch was appended.
             self._take(got)
         await self._end(connection)
 
@@ -122,11 +122,11 @@ class CuttingBroker:
         if self.cut.resets:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_AT_CLOSE)
             connection.close()
-            # Nothing reports when the other end has seen it.
+            # Nothing reports when the other end has seen the answer.
             await asyncio.sleep(SEEN_AFTER_S)
             self._is_cut = True
             return
-        # Closing with unread bytes would be a reset as well.
+        # Closing a connection with unread bytes would also reset it.
         connection.shutdown(socket.SHUT_WR)
         while await asyncio.get_running_loop().sock_recv(connection, 1 << 16):
             pass
@@ -168,7 +168,7 @@ def _has_bytes(connection: socket.socket) -> bool:
 
 
 async def _read(connection: socket.socket, count: int) -> bytes:
-    """Exactly that many bytes. Raises EOFError."""
+    """Read exactly `count` bytes. Raises EOFError."""
     got = b""
     while len(got) < count:
         more = await asyncio.get_running_loop().sock_recv(connection, count - len(got))

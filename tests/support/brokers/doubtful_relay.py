@@ -1,7 +1,7 @@
-"""A relay before one broker that leaves one batch in doubt and refuses another, as brokers do that lose followers.
+"""A relay in front of a broker that leaves one batch in doubt and refuses another, like a broker that loses followers.
 
-It finds both batches by their partition and value. Everything else passes unchanged, one request of a connection after
-the other, as a broker handles them. The broker has to advertise the relay's address.
+It finds both batches by their partition and value. All else passes unchanged, one request of a connection after
+another, as a broker handles them. The broker has to advertise the relay's address.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Batch(NamedTuple):
 class DoubtfulRelay:
     """At their first arrival `doubtful` is appended and answered 7, `refused` is not appended and answered 19.
 
-    The refusal waits until `behind` has come on the same connection. `doubted` is set when the answer to `doubtful` is
-    on its way, `arrived` when `refused` has arrived.
+    The refusal waits until `behind` has arrived on the same connection. `doubted` is set when the answer to `doubtful`
+    is on its way, `arrived` when `refused` has arrived.
     """
 
     def __init__(self, *, doubtful: Batch, refused: Batch, behind: Batch) -> None:

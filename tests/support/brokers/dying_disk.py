@@ -1,9 +1,9 @@
-"""A disk under a log whose process dies at a chosen call, and what a power cut then leaves.
+"""Simulate a disk whose process dies at a chosen call, and the files that a power cut leaves.
 
 The calls are those that change files: open, write, truncate, fsync, rename, unlink. Once dead, nothing changes any
-more, whatever the code does while the exception passes through it. Nothing is really brought to a disk: what an fsync
-would have is remembered. A power cut leaves of each file what was flushed and any part of the rest, and of the names
-what was flushed and the first ones of the later changes: a journal keeps their order.
+more, whatever the code does while the exception passes through it. No data is really flushed: an fsync only remembers
+the present content. A power cut leaves the flushed content of each file and any part of the rest. It leaves the flushed
+names and the first of their later changes, as a journal keeps their order.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class DyingDisk:
         self.dies_at = dies_at
         self.before_call: Callable[[], None] = lambda: None
         self._flushed: dict[int, bytes] = {}
-        # Every file that ever had a name, by its inode: so none is used again.
+        # Every file that ever had a name, by its inode, so that no inode is used again.
         self._inodes = directory.with_name(f"{directory.name}-inodes")
         self._inodes.mkdir()
         # The names as they were flushed, and after each change since.
@@ -80,7 +80,7 @@ class DyingDisk:
             self._flushed[status.st_ino] = Path(f"/proc/self/fd/{fd}").read_bytes()
 
     def cut_power(self, into: Path, dice: random.Random) -> None:
-        """Make of `into` what a power cut leaves."""
+        """Write the files that a power cut leaves to `into`."""
         names = dice.choice((self._names[0], self._names[-1], dice.choice(self._names)))
         for name, inode in names.items():
             was = self._inodes / str(inode)

@@ -13,7 +13,7 @@ HANGS = "hang"
 
 
 def build_shim(directory: Path) -> Path:
-    """The library, in `directory`."""
+    """Compile the library into `directory`."""
     library = directory / "faulty_disk.so"
     command = ["gcc", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o", str(library), str(SOURCE), "-ldl"]
     subprocess.run(command, check=True)
@@ -21,7 +21,7 @@ def build_shim(directory: Path) -> Path:
 
 
 class FaultyDisk:
-    """Faults of what one process does below `directory`; `environ` is the process's."""
+    """Faults of one process's calls below `directory`; `environ` is for the process."""
 
     def __init__(self, shim: Path, directory: Path) -> None:
         self._told = directory.with_name(f"{directory.name}.fault")

@@ -47,7 +47,7 @@ class FaultyBroker(BrokerProcess):
         super().__init__(node_id, data_dir, "", prefix, **options)
 
     async def open_ways(self) -> None:
-        """Relays listen from here on, and the process gets their addresses."""
+        """Start the relays, and give the process their addresses."""
         for way in (*self.etcd_ways, self.replication_way):
             await way.open()
         self.arguments[2] = ",".join(way.endpoint for way in self.etcd_ways)
@@ -74,7 +74,7 @@ class FaultyBroker(BrokerProcess):
         await asyncio.to_thread(self.kill)
 
     async def cut_off_from_etcd(self, how: str) -> None:
-        """`refused`: connections end and no new one is taken. `silent`: every packet is dropped from here on."""
+        """`refused`: connections end and no new one is accepted. `silent`: from now on every packet is dropped."""
         for way in self.etcd_ways:
             if how == "refused":
                 await way.shut()
@@ -82,7 +82,7 @@ class FaultyBroker(BrokerProcess):
                 way.blackhole()
 
     async def heal(self) -> None:
-        """After any fault, it serves again and all its links are open."""
+        """Make it serve again with open links, after any fault."""
         for way in (*self.etcd_ways, self.replication_way):
             if not way.is_open:
                 await way.open()
@@ -114,7 +114,7 @@ class FaultySite:
         has_followers: bool = True,
         **options: Any,
     ) -> None:
-        """Start brokers side by side; they know these members of etcd."""
+        """Start brokers side by side, with these members of etcd."""
         added = []
         for node_id in node_ids:
             ways = [Relay(self.etcd.members[number].endpoint) for number in etcd_members]
@@ -165,7 +165,7 @@ class FaultySite:
         return None if found is None else decode_value(found.value, StateValue)
 
     async def led_by(self, topic: str, partition: int, node_ids: Iterable[int], timeout_s: float = PATIENCE_S) -> int:
-        """Wait until one of these owns the partition; return which one."""
+        """Wait until one of these brokers owns the partition; return its id."""
         wanted = set(node_ids)
         owner: int | None = None
 
@@ -193,7 +193,7 @@ class FaultySite:
         async def is_in_sync() -> bool:
             nonlocal state
             state = await self.state(topic, partition)
-            # It is so from the start, before anybody leads.
+            # The ISR has this value from the start, before any broker leads.
             if state is None or state.leader_epoch < 0:
                 return False
             return {replica.node_id for replica in state.isr} == wanted
@@ -228,7 +228,7 @@ class FaultySite:
     async def same_log_bytes(
         self, topic: str, partition: int, node_ids: Sequence[int], timeout_s: float = PATIENCE_S
     ) -> bytes:
-        """The same, as it is on the disks."""
+        """Like `same_logs`, from the files on the disks."""
 
         async def are_same() -> bool:
             sizes = {self._log_size(node_id, topic, partition) for node_id in node_ids}
@@ -244,7 +244,7 @@ class FaultySite:
 
 @asynccontextmanager
 async def faulty_site(etcd: EtcdCluster, prefix: str, directory: Path) -> AsyncIterator[FaultySite]:
-    """A site without brokers yet; everything is stopped at the end."""
+    """A site without brokers; all processes are stopped at the end."""
     async with connected(etcd) as client:
         site = FaultySite(etcd, client, prefix, directory)
         try:

@@ -17,12 +17,12 @@ from kproxy_codec.fetch import PartitionFetch
 from kproxy_codec.replica_fetch import ReplicaAnswer, encode_replica_fetch, read_replica_answer
 from tests.support.brokers.reference_broker import RawClient
 
-# In the form of a data directory's id.
+# A value for a data directory's id.
 NO_DIRECTORY = uuid.UUID(int=0)
 
 
 class Replication(NamedTuple):
-    """How a broker's followers reach it: the address of its listener and the cluster's secret."""
+    """Access of followers to a broker: the address of its listener and the cluster's secret."""
 
     host: str
     port: int
@@ -32,12 +32,12 @@ class Replication(NamedTuple):
         return FollowerClient(self.host, self.port)
 
     def follower(self, node_id: int, log_id: uuid.UUID = NO_DIRECTORY) -> FollowerClient:
-        """Authenticated as broker `node_id`, with that data directory."""
+        """A client authenticated as broker `node_id`, with that data directory."""
         return self.client().authenticate(node_id, self.secret, log_id=log_id)
 
 
 def replication_of(etcd: str, prefix: str, node_id: int) -> Replication:
-    """As etcd has it."""
+    """The broker's replication listener, from its key in etcd."""
 
     async def read() -> Replication:
         client, keys = EtcdClient((etcd,)), Keys(prefix)
@@ -55,7 +55,7 @@ def replication_of(etcd: str, prefix: str, node_id: int) -> Replication:
 
 
 class FollowerClient(RawClient):
-    """Blocking, as RawClient is."""
+    """A follower's connection; calls block."""
 
     def secure(self, context: ssl.SSLContext) -> Self:
         """Begin TLS; the broker's certificate is for its host, 127.0.0.1. Raises OSError."""

@@ -1,4 +1,4 @@
-"""A relay for the network between proxies and a broker: bytes may be under way for any time.
+"""A relay between proxies and a broker that may hold bytes for any time, like a network.
 
 Written bytes arrive in order, even if their sender is gone by then; only `cut` loses them.
 """
@@ -11,9 +11,9 @@ from contextlib import suppress
 from typing import Self
 
 HOST = "127.0.0.1"
-# For one connection; no more is read.
+# The limit of held bytes of one connection; beyond it the relay does not read.
 MAX_HELD_BYTES = 16 << 20
-# A broker that has received everything and the end closes its side.
+# The time in which a broker that has received all bytes and the end closes its side.
 LAST_ANSWERS_S = 5.0
 
 
@@ -22,19 +22,19 @@ Which = Callable[[int], bool]
 
 
 class _Carried:
-    """One connection: the bytes of its client that are not sent on yet."""
+    """One connection, with the bytes of its client that are not forwarded yet."""
 
     def __init__(self) -> None:
         self.waiting: asyncio.Queue[bytes] = asyncio.Queue(maxsize=MAX_HELD_BYTES >> 16)
         self.moving = asyncio.Event()
         self.moving.set()
-        # Since it was held.
+        # Whether the client has written since the connection was held.
         self.has_written = False
         self.has_ended = False
 
 
 class Way:
-    """To the broker at `target_port`; connections are told apart by their clients' ports."""
+    """The relay to the broker at `target_port`; connections are identified by their clients' ports."""
 
     def __init__(self, target_port: int) -> None:
         self.target_port = target_port
@@ -53,7 +53,7 @@ class Way:
         await self.cut()
 
     def hold(self, which: Which) -> int:
-        """Let nothing more of these connections arrive; how many there are."""
+        """Hold the bytes of these connections; return the number of connections."""
         found = [carried for port, (_, carried) in self._carried.items() if which(port)]
         for carried in found:
             if carried.moving.is_set():
@@ -62,7 +62,7 @@ class Way:
         return len(found)
 
     def held(self) -> int:
-        """The number of connections with bytes written since they are held."""
+        """The number of connections with bytes written since they were held."""
         return sum(not carried.moving.is_set() and carried.has_written for _, carried in self._carried.values())
 
     def left_behind(self) -> int:
@@ -99,7 +99,7 @@ class Way:
                     async with asyncio.timeout(LAST_ANSWERS_S):
                         await asyncio.wait([back])
             except* (OSError, RuntimeError):
-                # When one side ends, the other side is ended too.
+                # When one side ends, end the other side too.
                 pass
             finally:
                 for each in writers:
@@ -108,7 +108,7 @@ class Way:
 
 
 async def _take(reader: asyncio.StreamReader, carried: _Carried) -> None:
-    """Read at once: the bytes that a reset client has written before are under way."""
+    """Read at once, because the bytes that a client writes before a reset are under way."""
     with suppress(ConnectionError):
         while data := await reader.read(1 << 16):
             await carried.waiting.put(data)

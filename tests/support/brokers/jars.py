@@ -21,15 +21,15 @@ from kproxy.pipeline.java import Java, find_java, trust_options, user_cache_dir
 from kproxy.pipeline.spark import pyspark_home
 
 KAFKA_VERSION = "4.3.1"
-# The client releases in use: the last of each line that talks to a current broker in a way of its own.
+# The client releases in use: the last of each release line that has its own behaviour with a current broker.
 CLIENT_VERSIONS = (
     *("0.11.0.3", "1.0.2", "1.1.1", "2.0.1", "2.1.1", "2.3.1", "2.4.1", "2.7.2", "2.8.2"),
     *("3.6.2", "3.7.2", "3.8.1", "3.9.1", "4.0.2", "4.1.1", KAFKA_VERSION),
 )
 RESOLVE_TIMEOUT_S = 600.0
 RESOLVE_ATTEMPTS = 3
-# The two excluded modules serve Connect's REST server, which nothing here runs. Without a logging back end a broker
-# logs nothing at all, not even that it has started.
+# The two excluded modules serve Connect's REST server, which nothing here runs. A broker without a logging back end
+# logs nothing, not even its start.
 _BROKER_MODULE = f"""\
 <ivy-module version="2.0">
   <info organisation="kproxy" module="kafka-for-tests"/>
@@ -93,7 +93,7 @@ def _resolved(name: str, module: str, folder: str) -> Path:
 
 @functools.cache
 def _jars(name: str, module: str, folder: str) -> Path | str:
-    """The directory of the jars, or why there is none: that result is kept too."""
+    """The directory of the jars, or the reason why there is none; both results are cached."""
     jars = user_cache_dir() / "kafka" / name
     if jars.is_dir():
         return jars
@@ -105,7 +105,7 @@ def _jars(name: str, module: str, folder: str) -> Path | str:
     if ivy is None:
         return "this pyspark carries no Ivy to resolve Kafka's jars with"
     jars.parent.mkdir(parents=True, exist_ok=True)
-    # Built beside its final place and moved there whole: an interrupted or a second run never leaves half a set.
+    # Built beside its final place and moved there whole: an interrupted or a concurrent run never leaves half a set.
     aside = Path(tempfile.mkdtemp(dir=jars.parent, prefix=".resolving-"))
     try:
         for _ in range(RESOLVE_ATTEMPTS):
@@ -145,7 +145,7 @@ def _resolve(java: Java, ivy: Path, aside: Path, module: str, folder: str) -> st
         )
     except subprocess.TimeoutExpired:
         return f"Kafka's jars could not be downloaded within {RESOLVE_TIMEOUT_S:.0f} s"
-    # Ivy has reported it if not all of them could be had.
+    # Ivy has reported which jars it could not get.
     if done.returncode != 0 or not (aside / "jars").is_dir():
         lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip(" .")]
         return f"Kafka's jars could not be resolved from Maven Central: {' | '.join(lines[-3:])}"

@@ -1,4 +1,4 @@
-"""A cluster that behaves as Apache Kafka when leaders move: its brokers are scripted, clients and proxies real.
+"""A cluster of scripted brokers that behaves like Apache Kafka when leaders move, for real clients and proxies.
 
 A broker refuses a batch for a partition that it does not lead with NOT_LEADER_OR_FOLLOWER and no base offset. It
 refuses an acks=0 batch by closing the connection.
@@ -23,7 +23,7 @@ class KafkaCluster:
         self.leaders: dict[Partition, int] = {}
         self.leader_epoch = 0
         self.appended: list[tuple[int, Partition, bytes]] = []
-        # acks=0 batches of partitions that the broker does not lead.
+        # The number of acks=0 batches for partitions that the broker does not lead.
         self.refused_unanswered = 0
         self.metadata_requests = 0
 

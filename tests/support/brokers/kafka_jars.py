@@ -14,17 +14,17 @@ __all__ = ["CLIENT_VERSIONS", "KAFKA_VERSION", "client_classpath", "kafka_classp
 
 
 def kafka_classpath() -> str:
-    """As `jars.kafka_classpath`, or a skip."""
+    """Like `jars.kafka_classpath`; skips the test if there are no jars."""
     return _or_skip(jars.kafka_classpath)
 
 
 def client_classpath(version: str) -> str:
-    """As `jars.client_classpath`, or a skip."""
+    """Like `jars.client_classpath`; skips the test if there are no jars."""
     return _or_skip(jars.client_classpath, version)
 
 
 def pyspark_jars(*patterns: str) -> str:
-    """As `jars.pyspark_jars`, or a skip."""
+    """Like `jars.pyspark_jars`; skips the test if there are no jars."""
     return _or_skip(jars.pyspark_jars, *patterns)
 
 

@@ -1,4 +1,4 @@
-"""KafScale as the proxy sees it: values as its operator and brokers write them to etcd, and brokers with its answers.
+"""Imitate KafScale: the values that its operator and brokers write to etcd, and brokers with its answers.
 
 Everything here was observed on KafScale's own broker (July 2026), the values byte for byte.
 """
@@ -34,7 +34,7 @@ def _topic(name: str, topic_id: bytes, partitions: int) -> str:
 
 
 def snapshot_value(ports: dict[int, int], partitions: int = 2, topics: Mapping[str, bytes] = ORDERS) -> bytes:
-    """`{prefix}/metadata/snapshot`: brokers on 127.0.0.1, and topics with their ids. Go's own order and spelling."""
+    """`{prefix}/metadata/snapshot`: brokers on 127.0.0.1, and topics with their ids. Order and spelling are Go's."""
     brokers = ",".join(_broker(node_id, port) for node_id, port in ports.items())
     listed = ",".join(_topic(name, topic_id, partitions) for name, topic_id in topics.items())
     return (
@@ -70,7 +70,7 @@ API_RANGES: dict[int, tuple[int, int]] = {
 
 
 class KafScaleBroker(ScriptedUpstream):
-    """A broker that lists what KafScale's do, and leaves the rest to the test.
+    """A broker that lists the APIs of KafScale's brokers, and leaves the rest to the test.
 
     `claims_producer_ids`: it lists InitProducerId as served. Unserved requests get the defaults of every field.
     """

@@ -1,4 +1,4 @@
-"""Records while leaders move: the records that a producer is to write, their pace, and the judgement at the end."""
+"""Move leaders while a producer writes: the records to write, their pace, and the judgement at the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.brokers.real_kafka import RealKafka
 from tests.support.clients.kafka_io import Placed, Record
 
 MOVE_EVERY_S = 1.0
-# A paced producer gets this many at once: enough to have several batches of each partition under way.
+# A paced producer gets this number at once, enough to have several batches of each partition under way.
 _BURST = 500
 
 
@@ -53,7 +53,7 @@ def numbered(total: int, partitions: int) -> Iterator[Record]:
 
 
 def paced(records: Iterable[Record], per_second: float) -> Iterator[Record]:
-    """`records`, no faster than that on average over the whole run."""
+    """Yield `records`, on average no faster than `per_second`."""
     began = time.monotonic()
     for number, record in zip(count(), records, strict=False):
         if number % _BURST == 0:

@@ -1,4 +1,4 @@
-"""Two clusters that get the same requests: Apache Kafka, which is right by definition, and the reference brokers.
+"""Send the same requests to two clusters: Apache Kafka, which is right by definition, and the reference brokers.
 
 A side is three brokers with every topic on all of them, and is used only over the protocol: creating topics and asking
 for leaders and in-sync replicas is the same for both. Only starting and ending a process differs.
@@ -42,11 +42,11 @@ class Side(ABC):
 
     @abstractmethod
     def start(self, *node_ids: int) -> None:
-        """Start them side by side, until they serve."""
+        """Start these brokers side by side, and wait until they serve."""
 
     @abstractmethod
     def stop(self, node_id: int) -> None:
-        """SIGTERM, until it has ended."""
+        """Send SIGTERM, and wait until the broker has ended."""
 
     @abstractmethod
     def kill(self, node_id: int) -> None: ...
@@ -61,7 +61,7 @@ class Side(ABC):
         return RawClient("127.0.0.1", self.port(node_id))
 
     def create(self, topic: str, leader: int = NODES[0], **configs: str) -> None:
-        """One partition with a replica on every node, led by that one, all of them in sync."""
+        """Create one partition with a replica on every node, all in sync, led by `leader`."""
         named = [{"name": name.replace("_", "."), "value": value} for name, value in configs.items()]
         replicas = [{"partition_index": 0, "broker_ids": sorted(NODES, key=lambda node_id: node_id != leader)}]
         asked = {"name": topic, "num_partitions": -1, "replication_factor": -1, "assignments": replicas}
@@ -78,7 +78,7 @@ class Side(ABC):
         return partitions[0] if partitions else None
 
     def leader(self, topic: str) -> int:
-        """The leader that every running node names, as soon as they do."""
+        """Wait until all running nodes name the same leader; return it."""
 
         def agreed() -> int | None:
             told = [self.described(topic, node_id) for node_id in NODES if self.is_running(node_id)]
@@ -209,7 +209,7 @@ def produce(
     version: int = 9,
     timeout_ms: int = 10_000,
 ) -> Outcome:
-    """One produce request for one partition. For acks=0, whether the connection lives on."""
+    """Send a produce request for one partition. For acks=0 the outcome is whether the connection stays open."""
     named = {"name": topic} if topic_id is None else {"topic_id": topic_id}
     data = [{**named, "partition_data": [{"index": partition, "records": records}]}]
     fields: dict[str, Any] = {"acks": acks, "timeout_ms": timeout_ms, "topic_data": data}
@@ -310,6 +310,6 @@ def on_both(sides: Mapping[str, Side], script: Callable[[Side], _Result]) -> tup
 
 
 def differing(real: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The steps with different results: the result of Kafka, and the one here."""
+    """The steps with different results, each with Kafka's and the reference brokers' result."""
     assert list(real) == list(ours)
     return {what: (real[what], ours[what]) for what in real if real[what] != ours[what]}

@@ -33,10 +33,10 @@ from tests.support.clients.java import java_executable
 from tests.support.processes.ports import free_port, free_ports
 
 CLUSTER_ID = "a3Byb3h5LXRlc3RzLTAwMQ"
-# If other processes leave it little of two cores, Java takes minutes.
+# Long, because Java takes minutes if other processes use most of two cores.
 START_TIMEOUT_S = 400.0
 ADMIN_TIMEOUT_S = 60.0
-# A small machine's broker: one kind of collector, few threads, and no more memory than it needs.
+# Settings for a small machine: a simple collector, few threads, and little memory.
 _JAVA_OPTIONS = ("-Xms96m", "-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:ActiveProcessorCount=2")
 RACKS = {
     "broker.rack": "rack-{node}",
@@ -109,7 +109,7 @@ class RealBroker:
         return self._data / _CHECKPOINT
 
     def format_as(self, checkpoint: Path) -> None:
-        """Format the data directory as another was, which has this checkpoint; a run of the tool takes 1 s of CPU."""
+        """Format the data directory with another one's checkpoint, because a run of the tool takes 1 s of CPU."""
         self._data.mkdir(parents=True)
         shutil.copyfile(checkpoint, self._data / _CHECKPOINT)
         # Kafka's own ids never begin with a dash.
@@ -118,7 +118,7 @@ class RealBroker:
         (self._data / "meta.properties").write_text("".join(f"{name}={each}\n" for name, each in ids.items()))
 
     def start(self, *java_options: str) -> None:
-        """Start without waiting; the options are of this start alone."""
+        """Start without waiting; the options are only for this start."""
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 [*self._java(*java_options), "kafka.Kafka", str(self._properties)],
@@ -136,13 +136,13 @@ class RealBroker:
             time.sleep(0.05)
 
     def kill(self) -> None:
-        """kill -9; nothing where it does not run."""
+        """kill -9; no effect if the broker is not running."""
         if self._process is not None and self._process.poll() is None:
             os.kill(self._process.pid, signal.SIGKILL)
             self._process.wait(ADMIN_TIMEOUT_S)
 
     def stop(self) -> None:
-        """SIGTERM: the broker hands its leaderships over and ends; wait until it has."""
+        """Send SIGTERM, at which the broker hands over its leaderships and ends; wait for the end."""
         assert self._process is not None, "not started"
         self._process.terminate()
         self._process.wait(START_TIMEOUT_S)
@@ -205,9 +205,9 @@ class RealKafka:
         return self._admin
 
     def create_topic(self, name: str, partitions: int, *, leader: int | None = None, **config: str) -> str:
-        """A topic with a replica on every node, and for each partition a leader that has its log.
+        """Create a topic with a replica on every node, and wait until each partition has a leader with its log.
 
-        `leader` is to lead all partitions, if given.
+        If given, `leader` leads all partitions.
         """
         named = {k.replace("_", "."): v for k, v in config.items()}
         if leader is None:
@@ -225,8 +225,8 @@ class RealKafka:
     def takes_writes(self, topic: str, partitions: int) -> bool:
         """Whether all partitions have leaders, and these have their logs.
 
-        A broker accepts the second batch of a producer that it knows nothing of. If the first one came before the log
-        was there, it no longer has a place, and is refused until the producer gives up.
+        A broker accepts the second batch of an unknown producer. If the first batch came before the log was there, it
+        then has no place, and is refused until the producer gives up.
         """
         try:
             return len(self.leaders(topic)) == partitions and len(self.end_offsets(topic, partitions)) == partitions
@@ -245,7 +245,7 @@ class RealKafka:
     def wait_until_stable(self, topic: str, partitions: int) -> None:
         """Wait until no transaction is open in the topic.
 
-        A commit returns when the coordinator has it. The partitions' markers follow some milliseconds later, or
+        A commit returns when the coordinator has stored it. The partitions' markers follow some milliseconds later, or
         seconds on a busy machine, and until then a reader of committed records sees none of the transaction.
         """
         deadline = time.monotonic() + ADMIN_TIMEOUT_S
@@ -331,7 +331,7 @@ def start_real_kafka(
 
 
 def shared_classes() -> list[str]:
-    """Options of a Java with Kafka's jars first in its class path: it has their classes parsed and verified.
+    """Options of a Java with Kafka's jars first in its class path: the archive has their classes parsed and verified.
 
     That saves a broker 2 s of CPU, a tool half a second. Java ignores what does not fit.
     """
@@ -341,7 +341,7 @@ def shared_classes() -> list[str]:
 
 @functools.cache
 def _started_before() -> Path:
-    """A directory of the user's cache with what one broker left that was started and stopped for it.
+    """A directory in the user's cache with files from one broker that was started and stopped to make them.
 
     It has Java's archive of the broker's classes, if this Java writes one, and the checkpoint that every data directory
     begins with.
@@ -376,7 +376,7 @@ def _brokers(
     more: Mapping[str, object],
     java_options: Sequence[str],
 ) -> list[RealBroker]:
-    """The brokers of a cluster, not formatted."""
+    """The brokers of a cluster, before formatting."""
     ports = free_ports(2 * nodes)
     kafka_ports, controller_ports = ports[:nodes], ports[nodes:]
     voters = ",".join(f"{number}@127.0.0.1:{port}" for number, port in enumerate(controller_ports, 1))
@@ -405,9 +405,9 @@ def _brokers(
             # Tests write records of past years; Kafka removes those after a week, at 30 s and then every 5 minutes.
             "log.retention.ms": -1,
             "log.cleaner.dedupe.buffer.size": 8 << 20,
-            # By default it looks for work every 15 s.
+            # By default the cleaner looks for work every 15 s.
             "log.cleaner.backoff.ms": 500,
-            # Longer than a busy machine stops a controller: brokers would be fenced as they start.
+            # Longer than a busy machine stops a controller; otherwise brokers would be fenced as they start.
             "broker.session.timeout.ms": 6000,
             "broker.heartbeat.interval.ms": 500,
             "replica.lag.time.max.ms": 5000,
@@ -425,7 +425,7 @@ def _brokers(
 def real_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealKafka]:
     """Three brokers for the whole run, each topic on all of them; an acknowledged batch is on at least two.
 
-    Each is a rack of its own, and tells readers that name a rack to read there.
+    Each broker is a rack of its own, and sends readers that name another rack there.
     """
     with start_real_kafka(tmp_path_factory.mktemp("kafka"), 3, more=RACKS) as cluster:
         yield cluster

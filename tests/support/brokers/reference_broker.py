@@ -36,7 +36,7 @@ from tests.support.processes import forked
 READY_TIMEOUT_S = 120.0
 ANSWER_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 60.0
-# For a broker whose lease no test waits for: a machine that stands still for seconds does not end it.
+# For a broker whose lease no test waits for: a machine that stops for seconds must not end it.
 LASTING_TTL_S = 60
 
 
@@ -110,12 +110,12 @@ class BrokerProcess:
         self.process.wait(END_TIMEOUT_S)
 
     def terminate(self) -> int:
-        """SIGTERM; the exit status."""
+        """Send SIGTERM; return the exit status."""
         self.process.terminate()
         return self.process.wait(END_TIMEOUT_S)
 
     def stop(self) -> None:
-        """Make sure that the process is gone, whatever its state."""
+        """Ensure that the process has ended, whatever its state."""
         if self._process is not None and self._process.poll() is None:
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGCONT)
@@ -174,12 +174,12 @@ class RawClient:
         self._socket.close()
 
     def request(self, api_key: int, api_version: int, **fields: Any) -> control.Message:
-        """One request and its answer. Raises Closed."""
+        """Send one request; return its answer. Raises Closed."""
         self.send(api_key, api_version, **fields)
         return self.receive()
 
     def send(self, api_key: int, api_version: int, *, answered: bool = True, **fields: Any) -> None:
-        """A request whose answer is fetched later, in order."""
+        """Send a request whose answer is received later, in order."""
         body = control.encode_request(control.build_request(api_key, api_version, **fields))
         self._correlation_id += 1
         if answered:
@@ -187,7 +187,7 @@ class RawClient:
         self.send_bytes(request_header(api_key, api_version, self._correlation_id, b"raw") + body)
 
     def send_bytes(self, message: bytes) -> None:
-        """A frame with these bytes in it."""
+        """Send a frame with these bytes in it."""
         self._socket.sendall(struct.pack(">i", len(message)) + message)
 
     def send_raw(self, data: bytes) -> None:
@@ -217,7 +217,7 @@ class RawClient:
         return bytes(data)
 
     def silent_for(self, seconds: float) -> bool:
-        """Whether nothing arrives for so long."""
+        """Whether nothing arrives for `seconds`."""
         self._socket.settimeout(seconds)
         try:
             return not self._socket.recv(1, socket.MSG_PEEK)
@@ -227,7 +227,7 @@ class RawClient:
             self._socket.settimeout(self._timeout_s)
 
     def is_closed(self) -> bool:
-        """Whether the broker has closed the connection, or does within the answer timeout; no byte may come first."""
+        """Whether the broker closes the connection within the answer timeout, without a byte before."""
         try:
             return self._socket.recv(1) == b""
         except ConnectionError:
@@ -273,7 +273,7 @@ class RawClient:
         return self.receive().responses[0].partition_responses[0]
 
     def bind_fences(self, *bindings: FenceBinding) -> list[BoundFence]:
-        """The outcome of each."""
+        """Bind fences; return the outcome of each."""
         self.send_bind_fences(*bindings)
         return self.bound()
 
@@ -297,7 +297,7 @@ class RawClient:
         return self.request(METADATA, version, **fields)
 
     def topic_id(self, topic: str) -> Any:
-        """As the broker tells it; asked once for each topic."""
+        """The topic's id from the broker, requested once per topic."""
         if topic not in self._topic_ids:
             self._topic_ids[topic] = self.metadata(topic).topics[0].topic_id
         return self._topic_ids[topic]
@@ -319,7 +319,7 @@ class Cluster:
         return ",".join(broker.address for broker in self.brokers)
 
     def leader(self, topic: str, partition: int = 0) -> BrokerProcess:
-        """The broker that leads a partition, the topic created if need be."""
+        """The broker that leads a partition; the topic is created if need be."""
         with self.brokers[0].client() as client:
             return self.brokers[client.leaders(topic)[partition] - 1]
 

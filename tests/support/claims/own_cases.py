@@ -1,7 +1,7 @@
 """Cases of the Own API as lists of steps, and their setting: named connections to proxies with several workers each.
 
-A case has a topic of its own, gated by a writer group of its own. A resource that is a number is that partition of the
-case's topic; any other is itself.
+Each case has its own topic, gated by its own writer group. A resource that is a number stands for that partition of the
+case's topic; any other resource is used as it is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.processes.served import port_of
 from tests.support.processes.worker_processes import worker_pids
 from tests.support.waiting import PATIENCE_S
 
-# Connections that are made at once.
+# The number of connections that are opened at once.
 AT_ONCE = 24
 
 
@@ -57,7 +57,7 @@ class Pool:
             return self._stock[place].pop()
 
     async def _sort(self, proxy: int, clients: list[OwnClient]) -> None:
-        """Connections by the worker that accepted each; all of them are accepted once they are answered."""
+        """Sort connections by the worker that accepted them; a connection is accepted once it has an answer."""
         await asyncio.gather(*(client.api_versions() for client in clients))
         for worker, pid in self._pids[proxy].items():
             held = {each.raddr.port for each in psutil.Process(pid).net_connections("tcp") if each.raddr}
@@ -131,7 +131,7 @@ async def take(run: CaseRun, steps: Sequence[Step]) -> None:
 
 
 def pipelined(*steps: Step) -> Step:
-    """All are sent before any answer is awaited."""
+    """Send all steps before the first answer is awaited."""
 
     async def send(run: CaseRun) -> Checked:
         checks = [await step(run) for step in steps]
@@ -156,7 +156,7 @@ def _step(step: Callable[[CaseRun], Awaitable[None]]) -> Step:
 
 
 class New(NamedTuple):
-    """Granted, with a fence above all that were granted for the resource before."""
+    """Granted, with a fence above all earlier fences of the resource."""
 
     generation: int
 
@@ -183,7 +183,7 @@ def own(
     group: str | None = None,
     version: int = OWN_MAX_VERSION,
 ) -> Step:
-    """`who` claims resources, each with a generation (None: the whole group); `outcomes` are one for each.
+    """`who` claims resources, each with a generation (None: the whole group); `outcomes` has one outcome for each.
 
     `error_code` is that of the request as a whole; `group` is by default that of the topic's writers.
     """
@@ -227,7 +227,7 @@ def _check(
 
 
 def severed(*names: str) -> Step:
-    """The proxy has ended these connections, or is about to."""
+    """Wait until the proxy has ended these connections."""
 
     async def step(run: CaseRun) -> None:
         for name in names:
@@ -237,7 +237,7 @@ def severed(*names: str) -> Step:
 
 
 def served(*names: str) -> Step:
-    """These connections are unchanged: they get answers."""
+    """Check that these connections still get answers."""
 
     async def step(run: CaseRun) -> None:
         for name in names:
@@ -254,7 +254,7 @@ def closes(who: str) -> Step:
 
 
 def breaks(who: str) -> Step:
-    """Its connection is reset."""
+    """Reset the connection of `who`."""
 
     async def step(run: CaseRun) -> None:
         run.clients[who].abort()
@@ -263,7 +263,7 @@ def breaks(who: str) -> Step:
 
 
 def comes_back(who: str) -> Step:
-    """On a new connection, to the same worker."""
+    """Connect `who` to the same worker again."""
 
     async def step(run: CaseRun) -> None:
         await run.open(who)
@@ -272,7 +272,7 @@ def comes_back(who: str) -> Step:
 
 
 def freed(*resources: str, group: str | None = None) -> Step:
-    """Soon nobody owns these."""
+    """Wait until nobody owns these resources."""
 
     async def step(run: CaseRun) -> None:
         for each in resources:
@@ -328,7 +328,7 @@ def holds(who: str, partition: int, *values: str) -> Step:
 
 
 def led_by(who: str, *partitions: int) -> Step:
-    """Metadata names the proxy of `who` as the leader, whichever proxy answers."""
+    """Check that Metadata from any proxy names the proxy of `who` as the leader."""
 
     async def step(run: CaseRun) -> None:
         for name, client in run.clients.items():

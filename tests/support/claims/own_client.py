@@ -1,9 +1,9 @@
-"""A client that claims what it produces with the Own API, all on one connection, with pipelining.
+"""A client that claims partitions with the Own API and produces to them, on one connection, with pipelining.
 
-Each call sends one request and awaits its answer, PATIENCE_S at most. The `send_` ones send at once and return a future
-of the answer, so that several requests are under way. Answers are matched to requests by correlation id, in the order
-of requests, as the protocol requires. If the connection ends first, the missing answers raise ConnectionError: the
-outcome of those requests is not known.
+Each call sends one request and awaits its answer, PATIENCE_S at most. The `send_` methods send at once and return a
+future of the answer, so that several requests may be under way. Answers are matched to requests by correlation id, in
+the order of requests, as the protocol requires. If the connection ends first, the missing answers raise
+ConnectionError: the outcome of those requests is not known.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PATIENCE_S = 60.0
 NO_OFFSET = -1
 
 Producer = tuple[int, int, int]
-"""Its id, its epoch, and the sequence of the first record."""
+"""A producer's id, its epoch, and the sequence of the first record."""
 
 _Value = TypeVar("_Value")
 
@@ -75,7 +75,7 @@ class _Expected(NamedTuple):
 class OwnClient:
     """One connection. `closed`: it has ended, by `close` or because the other side ended it; `closed_at`: when.
 
-    That is time.monotonic's; infinite while it is open.
+    The time is time.monotonic's; infinite while the connection is open.
     """
 
     def __init__(self, raw: RawClient, client_id: str) -> None:
@@ -94,7 +94,7 @@ class OwnClient:
         return self._reading.done()
 
     async def wait_closed(self, timeout: float = PATIENCE_S) -> bool:
-        """Whether the connection has ended within so many seconds."""
+        """Whether the connection ends within `timeout` seconds."""
         await asyncio.wait([self._reading], timeout=timeout)
         return self.closed
 
@@ -104,7 +104,7 @@ class OwnClient:
         await asyncio.wait([self._reading])
 
     def abort(self) -> None:
-        """End the connection without a word: a reset."""
+        """Reset the connection."""
         self.raw.abort()
 
     # Claims
@@ -132,7 +132,7 @@ class OwnClient:
         acks: int = -1,
         producer: Producer | None = None,
     ) -> Produced:
-        """Send one batch. With acks 0 there is no answer: it is with the kernel, without an error or an offset."""
+        """Send one batch. With acks 0 it returns once the kernel has the request, without an error or an offset."""
         produced = self.send_produce(topic, partition, value, acks, producer)
         await self.raw.sent()
         return await self._within(produced)
@@ -194,7 +194,7 @@ class OwnClient:
         return self._ask(PRODUCE, PRODUCE_VERSION, frame, results)
 
     async def fetch(self, topic: str, partition: int, offset: int, *, max_wait_ms: int = 0) -> Fetched:
-        """Return the records of one fetch, without those before `offset`, which a batch may begin with."""
+        """Return the records of one fetch, except those before `offset`, with which a batch may begin."""
         return await self._within(self.send_fetch(topic, partition, offset, max_wait_ms=max_wait_ms))
 
     def send_fetch(self, topic: str, partition: int, offset: int, *, max_wait_ms: int = 0) -> asyncio.Future[Fetched]:
@@ -206,7 +206,7 @@ class OwnClient:
             isolation_level=0,
             max_wait_ms=max_wait_ms,
         )
-        # -1: the client knows no leader epoch, and its log begins nowhere.
+        # -1: the client knows no leader epoch and has no log.
         unknown = {"current_leader_epoch": -1, "last_fetched_epoch": -1, "log_start_offset": -1}
         fields["topics"][0]["partitions"][0].update(fetch_offset=offset, **unknown)
 
@@ -265,7 +265,7 @@ class OwnClient:
     # Requests and answers
 
     def _send(self, api_key: int, version: int, body: bytes) -> int:
-        # The transport may know before its reader.
+        # The transport may learn of the end before the reader does.
         if self.closed or self.raw.is_gone:
             raise ConnectionError("the connection has ended")
         self.raw.correlation_id += 1
@@ -275,7 +275,7 @@ class OwnClient:
 
     def _ask(self, api_key: int, version: int, body: bytes, read: Callable[[bytes], _Value]) -> asyncio.Future[_Value]:
         answer: asyncio.Future[_Value] = asyncio.get_running_loop().create_future()
-        # A test need not read the outcome of every request that was open at the connection's end.
+        # Retrieve the outcome, because a test need not read that of every request open at the connection's end.
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())
         correlation_id = self._send(api_key, version, body)
 

@@ -1,8 +1,8 @@
-"""Random histories of ownership: clients that claim, write, pause and die, under faults of the processes behind them.
+"""Run random histories of ownership: clients claim, write, pause and die, under faults of proxies and brokers.
 
-A history is one topic with a writer group of its own, and MEMBERS clients; many run side by side through the same two
-proxies, and under the same faults. Everything is drawn from a seed, but the machine decides how far clients get during
-a fault.
+A history has one topic with its own writer group, and MEMBERS clients. Many histories run side by side through the same
+two proxies, under the same faults. A seed determines all choices, but the machine decides how far clients get during a
+fault.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MEMBERS: Final = 4
 ANSWER_S: Final = 8.0
 # The time limit for a client that keeps trying to own and write, once all faults have ended.
 GOES_ON_S: Final = 60.0
-# Pauses between two steps of one client, in seconds; the last is a standby that wakes up late.
+# Pauses between two steps of one client, in seconds; the last one is that of a standby that wakes up late.
 PAUSES: Final = (*(0.0,) * 3, *(0.05,) * 2, *(0.3,) * 6, *(0.6,) * 6, *(1.0,) * 3, 2.5)
 
 
@@ -48,13 +48,13 @@ class Connection:
         self.client = client
         self.since = since
         self.closed_at = NEVER
-        # When it first sent something with acks=0.
+        # The time of its first request with acks=0.
         self.unconfirmed_from = NEVER
         # The fence granted last, by partition.
         self.fences: dict[int, int] = {}
 
     def end(self, now: float, *, abruptly: bool) -> None:
-        """By its client."""
+        """Record the end of the connection by its client."""
         self.closed_at = min(self.closed_at, now)
         self.client.abort() if abruptly else self.client.raw.close()
 
@@ -109,7 +109,7 @@ class History:
                 running.create_task(member.run(self._chance.randint(2, 5), at_once))
 
     async def settle(self) -> None:
-        """A client that keeps trying owns and writes: there is progress. Then no client waits for answers."""
+        """Check progress: a client that keeps trying owns and writes. Then end all waiting for answers."""
         member = Member(self, f"{self.number}last", random.Random(self._chance.random()))
         for partition in self.partitions:
             await member.insists(partition)
@@ -151,25 +151,25 @@ class History:
     # The judgement
 
     async def judge(self, faults: Mapping[int, float]) -> Counter[str]:
-        """Read the logs and compare everything with them; return counts of everything. Raises AssertionError."""
+        """Read the logs and compare all records with them; return counts of all kinds. Raises AssertionError."""
         counts: Counter[str] = Counter()
         for partition in self.partitions:
             acked = sum(each.error_code == 0 and not each.may_be_lost for each in self.writes[partition])
             log = await self.site.log(self.topic, partition, at_least=acked)
-            # In a thread: otherwise the relays on this event loop would stand still, and leases would end.
+            # In a thread, because otherwise the relays on this event loop would stop, and leases would end.
             await asyncio.to_thread(self.judge_partition, partition, log, faults)
             counts += self._counted(partition, log)
         return counts
 
     def recorded(self, partition: int, faults: Mapping[int, float]) -> Recorded:
-        """All records about a partition whose log was just read."""
+        """All recorded facts about a partition whose log was just read."""
         ends_from = {each.name: each.may_end_from(faults, self._reasons(each, partition)) for each in self.connections}
         return Recorded(self.claims[partition], self.writes[partition], ends_from, time.monotonic())
 
     def _reasons(self, connection: Connection, partition: int) -> list[float]:
         """The time from which a proxy may have freed `partition` by severing, without another claim of it.
 
-        It lost another partition, or an acks=0 write failed; or its own claim came too late, and was undone.
+        The connection lost another partition, its acks=0 write failed, or its claim came too late and was undone.
         """
         return [
             each.called
@@ -244,7 +244,7 @@ class Member:
                 await self._write(connection, partition)
 
     async def insists(self, partition: int) -> Connection:
-        """Try until it owns the partition and has written a record. Return the connection."""
+        """Try until this member owns the partition and has written a record. Return the connection."""
         async with asyncio.timeout(GOES_ON_S):
             while not await self._writes(partition):
                 await asyncio.sleep(0.1)
@@ -252,7 +252,7 @@ class Member:
         return self._connection
 
     async def _writes(self, partition: int) -> bool:
-        """Claim, whichever client owns it, and write one record; return whether that succeeded."""
+        """Claim the partition, whoever owns it, and write one record; return whether both succeeded."""
         connection = await self.connect()
         if connection is None:
             return False
@@ -263,7 +263,7 @@ class Member:
         return error_codes.NONE in await self.send(connection, partition)
 
     async def connect(self, proxy: int | None = None) -> Connection | None:
-        """The connection, or a new one to that proxy or a random one; None if it is down."""
+        """The connection, or a new one to `proxy` or a random proxy; None if that proxy is down."""
         if self._connection is not None and not self._connection.client.closed and self._connection.closed_at == NEVER:
             return self._connection
         if proxy is None:
@@ -282,7 +282,7 @@ class Member:
     async def claim(
         self, connection: Connection, partitions: Sequence[int] | None = None, generation: int | None = None
     ) -> None:
-        """Claim some partitions, or all of them for None, with a random generation, or this one."""
+        """Claim some partitions, or all of them for None, with a random or the given generation."""
         history = self._history
         asked = {
             each: self._generation(each) if generation is None else generation
@@ -323,12 +323,12 @@ class Member:
         if self._chance.random() < 0.7:
             await sending
         else:
-            # So that it is sent before the next step.
+            # Let the request be sent before the next step.
             await asyncio.sleep(0)
             self._history.await_answer(sending)
 
     async def send(self, connection: Connection, partition: int, count: int = 1, acks: int = -1) -> list[int | None]:
-        """Write that many records without a pause; return the error codes, None for a missing answer."""
+        """Write `count` records without a pause; return the error codes, None for a missing answer."""
         history = self._history
         fence = connection.fences.get(partition, 0)
         sent: list[tuple[bytes, float, asyncio.Future[Produced]]] = []
@@ -362,7 +362,7 @@ class Member:
 
 
 async def run_histories(histories: Sequence[History]) -> None:
-    """Side by side, from the topics on."""
+    """Create all topics, and run the histories side by side."""
     await asyncio.gather(*(each.prepare() for each in histories))
     await asyncio.gather(*(each.run() for each in histories))
 

@@ -1,11 +1,11 @@
-"""Single ownership of one partition, as a sequential model, and a judge of the clients' records of it.
+"""Model single ownership of one partition sequentially, and judge the clients' records by the model.
 
-A claim does two things, one after the other, both between its call and its answer. It is decided: from then on other
-claims are compared with its generation. And it takes the partition: from then on only its connection may write. In
-between the earlier writer may still write, but no client is told that it owns the partition. So a claim is two
-operations, `Decide` and `Take`, of the same times.
+A claim has two effects, one after the other, both between its call and its answer. First it is decided: from then on
+other claims are compared with its generation. Then it takes the partition: from then on only its connection may write.
+In between the earlier writer may still write, but no client is told that it owns the partition. So a claim is two
+operations, `Decide` and `Take`, with the same times.
 
-This is a second version of the table of the wiki's "Single Reader/Writer", not taken from `kproxy.claims`.
+The model implements the table of the wiki's "Single Reader/Writer" independently of `kproxy.claims`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.support.clients.attempts import REFUSED, Stored
 from tests.support.models.linearizability import NEVER, UNKNOWN, Operation, check
 
 NOBODY: Final = ""
-# Errors from before the append.
+# Errors that are answered before the append.
 NOT_APPENDED: Final = REFUSED | {error_codes.POLICY_VIOLATION}
 
 
@@ -33,7 +33,7 @@ class Decide(NamedTuple):
 
 
 class Take(NamedTuple):
-    """A claim that was decided is confirmed, and bound."""
+    """A decided claim is confirmed and bound."""
 
     connection: str
 
@@ -48,7 +48,7 @@ class Fenced(NamedTuple):
 
 
 class Write(NamedTuple):
-    """`fence` is the fence that its writer was granted last; 0 if it owned nothing."""
+    """One write. `fence` is the last one granted to its writer; 0 if it owned nothing."""
 
     connection: str
     fence: int
@@ -56,7 +56,7 @@ class Write(NamedTuple):
 
 
 class Appended(NamedTuple):
-    """It is in the log, right behind the record at `after`; -1 for the first."""
+    """The record is in the log, directly after the record at `after`; -1 for the first."""
 
     offset: int
     after: int
@@ -75,7 +75,7 @@ class End(NamedTuple):
 class Owned(NamedTuple):
     """`owner` by the claim decided last, and its fence; above `fence` if no client was told.
 
-    `writer` by the claim that has taken the partition last, likewise; `offset` of the last record.
+    `writer` and its fence are by the claim that took the partition last; `offset` is that of the last record.
     """
 
     owner: str = NOBODY
@@ -125,7 +125,7 @@ def _decide(state: Owned, asked: Decide, told: Granted | Fenced | None) -> list[
 
 
 def _found_again(state: Owned, told: Granted | Fenced | None) -> list[Owned]:
-    """The owner claims it again with the same generation."""
+    """The states after the owner has claimed the partition again with the same generation."""
     if not isinstance(told, Granted) or told.generation != state.generation:
         return []
     if state.fence_is_known:
@@ -135,7 +135,7 @@ def _found_again(state: Owned, told: Granted | Fenced | None) -> list[Owned]:
 
 def _take(state: Owned, asked: Take, told: Granted | None) -> list[Owned]:
     if not isinstance(told, Granted):
-        # Its fence is not known; it is above all fences that existed when it was decided.
+        # The claim's fence is unknown, but above all fences that existed when the claim was decided.
         taken = state._replace(writer=asked.connection, writer_fence_is_known=False)
         return [taken] if state.owner == asked.connection else []
     is_decided = told.fence <= state.fence or not state.fence_is_known
@@ -158,7 +158,7 @@ def _write(state: Owned, asked: Write, told: Appended | Refusal | None) -> list[
 
 
 class Claimed(NamedTuple):
-    """A claim and its outcome; `told` is UNKNOWN if nobody knows."""
+    """A claim and its outcome; `told` is UNKNOWN if the client got no answer."""
 
     who: str
     called: float
@@ -206,7 +206,7 @@ def judge(recorded: Recorded, log: Sequence[Stored]) -> None:
 
 
 def places(log: Sequence[Stored]) -> dict[bytes, int]:
-    """The offset of each value. Raise AssertionError for a value that is there twice."""
+    """The offset of each value. Raise AssertionError for a value that occurs twice."""
     found: dict[bytes, int] = {}
     for offset, value in log:
         assert value not in found, f"{value!r} is at {found[value]} and at {offset}"
@@ -271,8 +271,8 @@ def operations(recorded: Recorded, places: Mapping[bytes, int]) -> list[Operatio
     after = dict(zip(in_order, [-1, *in_order], strict=False))
     for claim in recorded.claims:
         is_told = claim.told is not UNKNOWN
-        # What nobody was told of may happen so late that once or more often is much the same, and more often is the
-        # smaller search: nothing is to be kept of when it was.
+        # An unanswered claim may take effect at any later time. Allowing it to do so repeatedly makes the search
+        # smaller, because the search need not remember whether it has happened.
         times = {"called": claim.called, "returned": claim.returned if is_told else NEVER, "repeats": not is_told}
         decide = Decide(claim.connection, claim.generation)
         found.append(Operation(claim.who, input=decide, output=claim.told, **times))
@@ -282,13 +282,13 @@ def operations(recorded: Recorded, places: Mapping[bytes, int]) -> list[Operatio
         asked = Write(write.connection, write.fence, write.value)
         place = places.get(write.value)
         if place is not None:
-            # Whatever the answer: it was there when the log was read.
+            # Whatever the answer, the record was there when the log was read.
             returned = write.returned if write.error_code == error_codes.NONE else recorded.read_at
             found.append(Operation(write.who, write.called, returned, asked, Appended(place, after[place])))
         elif write.error_code == error_codes.POLICY_VIOLATION and write.returned < ends_from[write.connection]:
-            # Later it proves nothing: a connection may lose its partitions before it is told.
+            # The refusal proves nothing about later times: a connection may lose its partitions before it learns so.
             found.append(Operation(write.who, write.called, write.returned, asked, Refusal()))
-    # A claim may be decided when its connection has ended, and be undone for that: what is free may be freed again.
+    # A claim may be decided after the end of its connection and then be undone, so a free partition may be freed again.
     found += [
         Operation(connection, since, NEVER, End(connection), repeats=True)
         for connection, since in ends_from.items()

@@ -1,7 +1,7 @@
-"""Two proxies with two workers each before reference brokers, on one etcd, for tests of the Own API, as a fixture.
+"""A fixture for tests of the Own API: two proxies with two workers each, in front of reference brokers, on one etcd.
 
-`own_site` is one for the whole run; a test leaves no claims behind. Topics exist in advance, each gated by a writer
-group of its own.
+`own_site` is shared by the whole run, so a test leaves no claims behind. Topics exist in advance, each gated by its own
+writer group.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class OwnSite:
         self._started = 0
         self._unused = iter(TOPICS)
         self._topics: dict[str, str] = {}
-        # They live as long as the site: on a busy machine a short lease ends, and then nobody may read or write.
+        # Long, because on a busy machine a short lease would end, and then nobody may read or write.
         lasting = ("--workers", "2", "--lease-ttl", str(LASTING_TTL_S))
         self.proxies = [stack.enter_context(self.proxy(*lasting)) for _ in range(2)]
         self.pool, self.etcd = Pool(self.proxies), EtcdClient([etcd])
@@ -58,14 +58,14 @@ class OwnSite:
         return self._runner.run(work)
 
     def topic(self, use: str) -> str:
-        """A site that is used for nothing else."""
+        """The topic of this use, which has no other use."""
         if use not in self._topics:
             self._topics[use] = next(self._unused)
         return self._topics[use]
 
     @contextmanager
     def proxy(self, *more: str, etcd: str | None = None) -> Iterator[KproxyProcess]:
-        """One more proxy."""
+        """Run one more proxy until the block ends."""
         self._started += 1
         arguments = ["serve", "--listen", f"{HOST}:0", "--admin", f"{HOST}:0", "--lease-ttl", str(TTL_S), *more]
         arguments += ["--etcd", etcd or self.etcd_endpoint, "--prefix", self.prefix]

@@ -1,4 +1,4 @@
-"""The Own API of one process, on an etcd, without a proxy around it."""
+"""The Own service of one process, on an etcd, without a proxy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def own_service(
     unsettled_s: float = 60.0,
     counters: Counter[str] | None = None,
 ) -> OwnService:
-    """A service that nobody runs yet; its lease is for a minute."""
+    """A service that does not run yet, with a lease of a minute."""
     groups = {} if writer_groups is None else writer_groups
     return OwnService(
         client,

@@ -38,7 +38,7 @@ PROXIES: Final = 2
 TTL_S: Final = 2
 # Claims that must wait longer are answered with 7, and asked for again.
 OWN_TIMEOUT_S: Final = 5.0
-# Clients do not leave by themselves when a proxy gets SIGTERM.
+# Short, because clients do not leave by themselves when a proxy gets SIGTERM.
 DRAIN_S: Final = 1.0
 PATIENCE_S: Final = 60.0
 UNBOUND: Final = (sys.executable, "-P", "-m", "tests.support.processes.unbound_proxy_main")
@@ -88,13 +88,13 @@ class Proxy:
         await asyncio.to_thread(self.process.stop)
 
     def stop(self) -> None:
-        """Make sure that the process is gone, whatever its state."""
+        """Ensure that the process has ended, whatever its state."""
         if self._process is not None and not self._is_killed:
             self.process.signal(signal.SIGKILL)
             self.process.stop()
 
     def has_lost_claims(self) -> bool:
-        """Whether it has lost claims that nobody took, since the last call: on a busy machine a lease may end."""
+        """Whether it has lost claims since the last call that nobody took: on a busy machine a lease may end."""
         with self.process.stderr_path.open("rb") as file:
             file.seek(self._read_to)
             found = file.read()
@@ -117,7 +117,7 @@ class Proxy:
 
 
 class Broker(BrokerProcess):
-    """Clients learn the address of `way` only; its port stays the same over restarts."""
+    """A broker of which clients learn only the address of `way`; its port stays the same over restarts."""
 
     def __init__(self, node_id: int, way: Way, data_dir: Path, etcd: str, prefix: str) -> None:
         self.way = way
@@ -165,13 +165,13 @@ class OwnSite:
         return None if found is None else int(found.value)
 
     async def revoke_lease(self, proxy: Proxy) -> None:
-        """Revoke the lease of a proxy's claims, which the proxy learns from etcd."""
+        """Revoke the lease of a proxy's claims; the proxy learns this from etcd."""
         for entry in (await self.client.get_prefix(self.own_keys.members)).kvs:
             if decode_member(entry.value).port == proxy.port:
                 await self.client.lease_revoke(entry.lease_id)
 
     async def heal(self) -> None:
-        """Every process serves again, after any fault."""
+        """Make all processes serve again, after any fault."""
         await asyncio.gather(*(each.heal() for each in (*self.brokers.values(), *self.proxies)))
 
     def release(self) -> None:
@@ -180,7 +180,7 @@ class OwnSite:
             broker.way.release()
 
     async def all_arrived(self) -> None:
-        """Also on connections whose makers are gone."""
+        """Wait until all bytes have arrived, also on connections whose clients are gone."""
         await eventually(
             lambda: not any(each.way.left_behind() for each in self.brokers.values()),
             timeout_s=PATIENCE_S,
@@ -199,7 +199,7 @@ class OwnSite:
             await asyncio.sleep(0.05)
 
     async def _read(self, node_id: int, topic: str, partition: int) -> list[Stored] | str:
-        """The records of one broker; or the error."""
+        """The records of one broker, or the name of the error."""
         found: list[Stored] = []
         try:
             client = await OwnClient.connect(HOST, self.brokers[node_id].way.target_port)
@@ -236,7 +236,7 @@ async def own_site(
 
 @asynccontextmanager
 async def with_proxies(site: OwnSite, command: Sequence[str] | None = None) -> AsyncIterator[OwnSite]:
-    """The same brokers behind two more proxies, which serve until the block ends."""
+    """Put two more proxies before the same brokers until the block ends."""
     other = copy(site)
     other.proxies = []
     groups = ", ".join(f'"{topic}={group}"' for topic, group in site.writer_groups.items())

@@ -1,4 +1,4 @@
-"""Random faults of proxies, brokers and links from a seed, while histories of ownership run."""
+"""Draw random faults of proxies, brokers and links from a seed, and make them while histories of ownership run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OF_WAYS: Final = (*("held up",) * 2, *(HELD_TO_THE_LAST,) * 2, "cut")
 
 
 class Trouble(NamedTuple):
-    """One fault: it begins that many seconds after the histories and lasts that long; inf: until they end.
+    """One fault. It begins `after_s` seconds after the histories, and lasts `hold_s` seconds; inf: until they end.
 
     `number` is a proxy's place, a broker's id, or the number of a link's connections.
     """

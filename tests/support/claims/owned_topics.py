@@ -1,7 +1,7 @@
-"""Brokers, and two proxies each behind a relay whose address clients get: for clients that own what they write.
+"""Brokers and two proxies for clients that own their partitions; clients get the address of a relay before each proxy.
 
-The relays cut connections, or carry nothing and end none, as a network does. The topics of the site have the writer
-group WRITERS.
+The relays can end connections, or stop carrying bytes without ending them, like a network. The topics of the site have
+the writer group WRITERS.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.waiting import wait_for
 
 WRITERS = "writers"
 PARTITIONS = 4
-# No test waits for the end of a lease: a machine that stands still for seconds does not end it.
+# Long, because no test waits for the end of a lease: a machine that stops for seconds must not end it.
 TTL_S = 60
 _TOPICS = 60
 _TIMEOUT_S = 60.0
@@ -82,12 +82,12 @@ class RelayedProxy:
         self._thread.run(self._relay.cut())
 
     def freeze(self) -> None:
-        """Carry nothing more on the existing connections, and end none of them."""
+        """Stop carrying bytes on the existing connections, without ending them."""
         self._thread.call(self._relay.freeze)
 
 
 class OwnedTopics:
-    """The site. `topic` returns one that no test has used, with PARTITIONS partitions."""
+    """The site. `topic` returns an unused topic with PARTITIONS partitions."""
 
     def __init__(self, brokers: list[BrokerProcess], proxies: list[RelayedProxy]) -> None:
         self.brokers = brokers

@@ -1,9 +1,9 @@
-"""Writers that claim a simulated partition one after another, and never stop writing by themselves.
+"""Simulate writers that claim a partition one after another, and never stop writing by themselves.
 
-They use brokers as a proxy does for them: with the real BindFences API, and on each connection to a broker a bind is
-sent before the batches behind it. A writer writes once a bind of its claim has been answered; on further connections it
-does so without waiting. Claims and releases are revisions of the simulated etcd. A Judge receives the fence of each
-batch, and the answers to every writer.
+They use brokers as a proxy does for writers: they call the real BindFences API, and on each connection to a broker they
+send a bind before the batches that depend on it. A writer writes after the answer to a bind of its claim; on further
+connections it writes without waiting. Claims and releases are revisions of the simulated etcd. A Judge receives the
+fence of each batch, and the answers to every writer.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Connection:
     def __init__(self, process: SimulatedProcess) -> None:
         self.process = process
         self.bindings: Bindings = {}
-        # Of the latest bind that was sent.
+        # The fence of the latest bind that was sent.
         self.said = UNBOUND
         self.turn = asyncio.Lock()
         self.tasks: set[asyncio.Task[None]] = set()
 
 
 class Writer:
-    """`fence` is that of its latest claim; `is_granted`: the claim was answered."""
+    """A writer. `fence` is that of its latest claim; `is_granted`: the claim was answered."""
 
     def __init__(self) -> None:
         self.fence = UNBOUND
@@ -94,7 +94,7 @@ class FencedWriters:
         self.is_released = False
 
     def bind(self, which: int, process: SimulatedProcess) -> None:
-        """Only a claim that is not answered yet, or one that is answered and not sent on that connection."""
+        """Send the claim, unless it was answered and also sent on that connection."""
         writer = self.writer(which)
         if writer.fence:
             connection = self._connection(writer, process)
@@ -102,7 +102,7 @@ class FencedWriters:
             self._send(connection, lambda: self._bind(writer, connection, fence))
 
     def write(self, which: int, process: SimulatedProcess, acks: int) -> Attempt | None:
-        """A batch behind a claim that was answered, whether or not it is the latest."""
+        """Send a batch under a claim that was answered, whether or not it is the latest."""
         may_write = [writer for writer in self.writers if writer.is_granted]
         if not may_write:
             return None
@@ -117,7 +117,7 @@ class FencedWriters:
         return attempt
 
     def release(self, process: SimulatedProcess, *, anew: bool) -> None:
-        """The latest claim is given up; `anew`, or a repeated release, in case the first was not heard."""
+        """Give up the latest claim; `anew`, repeat a release, in case the first did not arrive."""
         if anew or not self.released_at:
             self.released_at = self._revision()
             self._judge.released(self.released_at)
@@ -126,7 +126,7 @@ class FencedWriters:
         self._send(connection, lambda: self._release(connection, fence))
 
     def hang_up(self, which: int, process: SimulatedProcess) -> None:
-        """A connection is closed, with all requests on their way."""
+        """Close a connection, and lose all requests on their way."""
         connection = self.writer(which).connections.pop(process, None)
         for task in connection.tasks if connection is not None else ():
             task.cancel()

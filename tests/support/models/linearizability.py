@@ -1,4 +1,4 @@
-"""Whether the answers to concurrent clients are possible in some sequential order: linearizability, for any model.
+"""Check histories of concurrent clients for linearizability: is there a sequential order that explains all answers?
 
 A history is a set of operations, each with the times between which it took effect, once. An operation that never
 returned may have taken effect at any time after its call, or never. A history is linearizable if its operations can be
@@ -7,8 +7,8 @@ put in an order that respects these times and in which the model, step by step, 
 
 The search goes through the history in order of time, after Lowe ("Testing for linearizability", 2017): it keeps all
 orders possible so far, as (state, the operations under way that have taken effect), and places an operation no earlier
-than at its return. Orders with the same result are one, and operations that have returned are forgotten: memory grows
-with the number of operations under way at one time, and the search ends at the first return that no order explains.
+than at its return. Orders with the same result are merged, and operations that have returned are forgotten, so memory
+grows with the number of operations under way at one time. The search ends at the first return that no order explains.
 Independent objects are checked apart (`check_parts`), because linearizability is a property of each of them.
 """
 
@@ -19,10 +19,10 @@ from math import inf
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 NEVER: Final = inf
-# An output: it was not reported, and anything may have happened.
+# The output of an operation that reported none, so that any outcome is possible.
 UNKNOWN: Final = None
 MAX_ORDERS = 200_000
-# While an explanation is made shorter, a long search is not worthwhile.
+# A long search is not worthwhile while an explanation is shortened.
 _MAX_ORDERS_TO_SHRINK = 5_000
 _MAX_OPERATIONS_TO_SHRINK = 300
 _WIDTH = 48
@@ -32,9 +32,9 @@ Part = TypeVar("Part", bound=Hashable)
 
 
 class Operation(NamedTuple):
-    """Times are of one clock. `returned` is NEVER if there was no answer, `output` UNKNOWN if it is not known.
+    """All times are of one clock. `returned` is NEVER if there was no answer, `output` is UNKNOWN if it is not known.
 
-    `repeats`: it never returns, and may take effect any number of times.
+    `repeats`: the operation never returns, and may take effect any number of times.
     """
 
     who: str
@@ -50,7 +50,7 @@ class Operation(NamedTuple):
 
 
 class Model(Protocol[State]):
-    """The object as a single client sees it, one operation after the other. States are immutable."""
+    """The object as a single client sees it that calls one operation after another. States are immutable."""
 
     @property
     def initial(self) -> State: ...
@@ -61,11 +61,11 @@ class Model(Protocol[State]):
 
 
 class Undecided(Exception):
-    """There are more orders to search than the limit at one time."""
+    """The number of orders to search at one time exceeds the limit."""
 
 
 class Refuted(NamedTuple):
-    """Why a history is not linearizable: `operations` alone are not, and each of them is needed for that.
+    """Why a history is not linearizable: already `operations` alone are not, and all of them are needed for this.
 
     No order has a place for `stuck` before it returned; `order` is one of the longest, to `state`. `others`: operations
     of the history that may have taken effect at any time after their call, with any outcome, which does not help.
@@ -120,7 +120,7 @@ def timeline(operations: Sequence[Operation]) -> str:
     times = sorted({time for each in operations for time in (each.called, each.returned) if time != NEVER})
     if not times:
         return ""
-    # By rank: a microsecond and a second are equally important here.
+    # Columns are by rank, because a microsecond and a second are equally important here.
     column = {time: round(rank * (_WIDTH - 1) / max(1, len(times) - 1)) for rank, time in enumerate(times)}
     lines = []
     for each in sorted(operations, key=lambda operation: operation.called):
@@ -142,7 +142,7 @@ class _Stuck(NamedTuple, Generic[State]):
 
 
 def _search(history: Sequence[Operation], model: Model[State], max_orders: int) -> _Stuck[State] | None:
-    # A call and a return at the same time: they may have overlapped.
+    # Calls come before returns at the same time, because they may have overlapped.
     events = [(each.called, 0, number) for number, each in enumerate(history)]
     events += [(each.returned, 1, number) for number, each in enumerate(history) if each.returned != NEVER]
     under_way: dict[int, Operation] = {}
@@ -164,7 +164,7 @@ def _with(
 ) -> _Orders[State]:
     """Those orders, and their continuations with operations under way, in which operation `number` has taken effect.
 
-    It has returned and is removed from the remembered part of an order.
+    The operation has returned and is removed from the remembered part of an order.
     """
     found: _Orders[State] = {}
     seen: dict[_Order[State], _Path | None] = dict(orders)
@@ -201,7 +201,7 @@ def _explained(history: Sequence[Operation], model: Model[State], stuck: _Stuck[
         others: list[Operation] = []
         for number in tuple(needed):
             fewer = [each for each in needed if each != number]
-            # The number of times is left open, so that there are not too many orders to search.
+            # It may take effect any number of times, which leaves fewer orders to search.
             more_others = [*others, upto[number]._replace(returned=NEVER, output=UNKNOWN, repeats=True)]
             if _is_refuted([*(upto[each] for each in fewer), *more_others], model):
                 needed, others = fewer, more_others

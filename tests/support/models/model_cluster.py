@@ -1,11 +1,11 @@
-"""Three brokers with one log per partition, Kafka's rules for appending to it, and all possible faults.
+"""Model three brokers with one log per partition, Kafka's rules for appending to it, and all possible faults.
 
-A model, not a broker: the logs are lists, replication is perfect, and a new owner knows every producer's last batches,
-as brokers do that rebuild that state from the log. The model shows whether the proxy in between keeps its promises.
+The logs are lists, replication is perfect, and a new owner knows every producer's last batches, like a broker that
+rebuilds this state from the log. The model shows whether the proxy in front of it keeps its promises.
 
 A connection's requests are served strictly one after another, each after a short pause. A `Fate` is drawn for every
-request: most are served well, some meet a possible fault of a broker, at each possible point. In addition ownership
-moves, brokers crash and come back, connections are reset at any time and addresses change.
+request: most succeed, some meet a fault of a broker, at any possible point. In addition owners change, brokers crash
+and restart, connections are reset at any time, and addresses change.
 
 Requests of a connection that are not being served yet are lost with it, as when a process ends.
 """
@@ -28,7 +28,7 @@ OUT_OF_ORDER = 45
 # Kafka remembers five batches of each producer.
 RETAINED_BATCHES = 5
 REFUSED_BEFORE_APPEND = (5, 6, 19)
-# Perhaps appended, if acks=all and if brokers may answer it afterwards; otherwise refused before the append.
+# With acks=all a batch may have been appended before brokers answer these codes; otherwise it was not.
 REFUSED_AT_ANY_TIME = (3, 6, 56)
 STORAGE_ERROR = 56
 OUTCOME_UNKNOWN = (7, 13)
@@ -75,9 +75,9 @@ class ModelCluster:
         self.logs: dict[Partition, list[bytes]] = {partition: [] for partition in partitions}
         self.owners = {partition: self.random.randint(1, 3) for partition in partitions}
         self.happened: Counter[str] = Counter()
-        # The outcome of each batch that arrived, for debugging.
+        # The outcomes of the batches that arrived, for debugging.
         self.history: deque[str] = deque(maxlen=50_000)
-        # The serving broker, 0 for none; and the broker that served last.
+        # The broker that serves a partition, 0 for none, and the broker that served it last.
         self._serving: dict[Partition, int] = dict(self.owners)
         self._latest: dict[Partition, int] = dict(self.owners)
         # By partition and producer id: (base_sequence, offset) of its last batches.
@@ -123,7 +123,7 @@ class ModelCluster:
         else:
             pause_s = 0.0
             if any("error_code" in result for result in results.values()):
-                # As Kafka does, so that a producer without answers notices.
+                # Close the connection as Kafka does, so that a producer without answers notices.
                 asked.connection.close()
         if pause_s:
             asyncio.get_running_loop().call_later(pause_s, self._serve_next, queue)
@@ -190,7 +190,7 @@ class ModelCluster:
             result = self._append_batch(partition, records)
             if "error_code" in result:
                 return result
-            # A refusal that comes after the append keeps the offset, but for a flush that fails.
+            # A refusal after the append keeps the offset, except if a flush fails.
             keeps_offset = code in REFUSED_AT_ANY_TIME and (code != STORAGE_ERROR or self.random.random() < 0.5)
             return {**result, "error_code": code} if keeps_offset or not code else {"error_code": code}
         return {"error_code": code}
@@ -199,7 +199,7 @@ class ModelCluster:
         """An error code, and whether the batch is appended nevertheless."""
         kinds = ["before", "any time", "unknown", "all the same"]
         if parse_header(records).producer_id < 0:
-            # A gap in the sequence of an idempotent producer is its end.
+            # An idempotent producer does not survive a gap in its sequence.
             kinds.append("for good")
         kind = self.random.choice(kinds)
         if kind == "before":
@@ -255,7 +255,7 @@ class ModelCluster:
         )
 
     async def heal(self, proxy: RunningProxy) -> None:
-        """Everything serves, and the table says so."""
+        """Make all brokers serve again, and correct the proxy's table."""
         self.trouble = 0.0
         for broker in self.brokers:
             if not broker.is_listening:
@@ -274,7 +274,7 @@ class ModelCluster:
             if self.random.random() < 0.2:
                 proxy.disown(topic, [index])
             await self._lag()
-            # Back and forth at random; sometimes it comes back to its former broker.
+            # Move it at random; sometimes it returns to its former broker.
             self.owners[partition] = self.random.randint(1, 3)
             if self.random.random() < 0.7:
                 self._tell(proxy, partition)
@@ -300,7 +300,7 @@ class ModelCluster:
                 self.random.choice(connections).abort()
 
     async def _crash(self, proxy: RunningProxy) -> None:
-        """Brokers die and come back, at the same address or at another one, or only their address changes."""
+        """Let brokers die and restart, at the same address or at another one, or change only their address."""
         while True:
             await asyncio.sleep(self.random.uniform(0.1, 0.4))
             broker = self.random.choice(self.brokers)

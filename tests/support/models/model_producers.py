@@ -1,12 +1,12 @@
 """Producers that record every batch they send, and the promises of a proxy to each kind of them.
 
-`Idempotent` does what Java's producer does: at most five requests in flight, and after a failure nothing new until all
-in flight is answered; then the failed batches, in order. It sends until everything is acknowledged. `Plain` never sends
-a batch twice, so that a batch that is there twice was doubled on the way. `Silent` sends with acks=0.
+`Idempotent` does what Java's producer does: at most five requests in flight; after a failure nothing until all of them
+are answered, and then the failed batches, in order. It sends until all batches are acknowledged. `Plain` never sends a
+batch twice, so a batch that is in the log twice was duplicated on the way. `Silent` sends with acks=0.
 
 All of them cut their requests into random pieces, sometimes leave with a request half sent or answers unread, and come
-back on another connection. Every answer is checked as it comes: it is the next one due, for exactly the partitions
-requested, in time, and with no offset but that of the batch's place in the log.
+back on another connection. Every answer is checked as it arrives: it must be the next one due, name exactly the
+requested partitions, be in time, and have the offset of the batch in the log.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MOST_PAUSE_S = 0.05
 
 @dataclass
 class Batch:
-    """One batch of one partition; `codes` are the answers it got, None for one that never came."""
+    """One batch of one partition; `codes` are the error codes of its answers, None for an answer that never came."""
 
     partition: Partition
     number: int
@@ -82,9 +82,9 @@ class Producer:
         self.in_flight_limit = random.randint(1, 5)
         self.leaves = random.choice((0.0, 0.0, 0.02))
         self.batches: list[Batch] = []
-        # Batches of requests that were never sent whole: these must not be in any log.
+        # Batches of requests that were not sent completely: these must not be in any log.
         self.unsent: list[bytes] = []
-        # The place where `judge` found a fault.
+        # The partitions in which `judge` found a fault.
         self.suspects: set[Partition] = set()
         self.connections = 0
         self.client: RawClient | None = None
@@ -107,10 +107,10 @@ class Producer:
         raise NotImplementedError
 
     def _answered(self, batch: Batch, code: int) -> None:
-        """An answer, checked already."""
+        """Record an answer that has been checked."""
 
     def _lost(self, batch: Batch) -> None:
-        """The connection ended before the answer."""
+        """Note that the connection ended before the answer."""
 
     # Running
 
@@ -278,7 +278,7 @@ class Producer:
         return found + self._judge_order(places)
 
     def _judge_order(self, places: dict[Partition, dict[bytes, list[int]]]) -> list[str]:
-        """Per connection and partition, first occurrences in the order in which they were sent."""
+        """Check that, per connection and partition, first occurrences are in the order of sending."""
         found = []
         latest: dict[tuple[Partition, int], tuple[int, int]] = {}
         for batch in self.batches:
@@ -295,7 +295,7 @@ class Producer:
 
 
 class Plain(Producer):
-    """Without a producer id, each batch sent once."""
+    """A producer without an id, which sends each batch once."""
 
     acks = (-1, 1)
 
@@ -311,12 +311,12 @@ class Plain(Producer):
 
 
 class Silent(Plain):
-    """acks=0. Their order is not promised: brokers that do not answer are not waited for."""
+    """A producer with acks=0. The order of its batches is not promised, since the proxy awaits no answers."""
 
     acks = (0,)
 
     def _compose(self) -> dict[Partition, Batch] | None:
-        # Some at once, some with pauses.
+        # Send some requests at once, some after a pause.
         return super()._compose() if self.random.random() < 0.7 else None
 
     def _judge_order(self, places: dict[Partition, dict[bytes, list[int]]]) -> list[str]:
@@ -324,7 +324,7 @@ class Silent(Plain):
 
 
 class Idempotent(Producer):
-    """With a producer id; what fails is sent again until it is acknowledged."""
+    """A producer with an id, which sends failed batches again until they are acknowledged."""
 
     def __init__(
         self, name: int, partitions: list[Partition], random: Random, connect: Callable[[], object], *, count: int
@@ -373,8 +373,8 @@ class Idempotent(Producer):
             unacked.discard(batch.number)
             return
         if code == OUT_OF_ORDER:
-            # If everything before it is acknowledged, this producer is broken for Java; otherwise librdkafka begins a
-            # new epoch.
+            # If all earlier batches are acknowledged, Java gives up such a producer; otherwise librdkafka begins a new
+            # epoch.
             told = self.tail(batch.partition)
             raise Violation(self, f"batch {batch.number} is out of order: {told}", batch.partition)
         self._failed.append(batch)
@@ -389,7 +389,7 @@ class Idempotent(Producer):
         return batch
 
     def _judge_order(self, places: dict[Partition, dict[bytes, list[int]]]) -> list[str]:
-        """All of it, with nothing missing."""
+        """Check that all batches are there in order."""
         found = []
         for partition in self.partitions:
             sent = [batch.records for batch in self.batches if batch.partition == partition]

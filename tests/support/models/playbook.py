@@ -1,7 +1,7 @@
-"""Scripts for the fan-out's core (kproxy.routing.fanout): this event, then these actions.
+"""Run scripts of the fan-out's core (kproxy.routing.fanout): an event, then the expected actions.
 
 A Playbook is one core with a real topology, real frames, and a clock that only the script moves. Its methods are
-events. Each returns what the core wants done, in order, as texts:
+events. Each returns the core's actions, in order, as texts:
 
   send #3 b2/c1: 1 t-0 t-1     piece 3 to broker 2 on connection 1, these partitions of request 1
   send #3 b2/c1: 1 t-0 behind t-0=7     the same behind a fence
@@ -9,13 +9,13 @@ events. Each returns what the core wants done, in order, as texts:
   done 1                       the same for a client that gets no answer (acks=0)
   drop 1, withdraw #3 from c1, hold #3: t-0, let go #3, lost t-0, close c1, distrust c1, undeliverable t=6
 
-What is counted, noted, looked up and waited for is in `aside`, of the last event alone:
+The counts, notes, look-ups and wake-ups of the last event are in `aside`:
 
   note 1 t-0@17 of b1, retried CONNECTION_LOST of b1, failed Produce 6 of b1, reread t-0, wake in 21 ms,
   count splits 1, unconfirmed t 2
 
-A broker's success has ten times the number of its piece as base offset, where the script gives none: an answer shows
-which piece its results are from.
+Unless the script gives a base offset, a broker's success has ten times the number of its piece, so that an answer shows
+from which piece its results are.
 
 After each event the rules that always hold are checked (tests.support.models.playbook_rules).
 """
@@ -63,10 +63,10 @@ _ANSWER = re.compile(r"(?:answer|done|drop) (\d+)")
 
 
 class Playbook:
-    """`owners` are the owners of a topic's partitions by index, brokers 1 to 3 or None; broker 4 is there for spare.
+    """`owners` are the owners of a topic's partitions by index, brokers 1 to 3 or None; broker 4 is a spare.
 
-    `gated` are the topics with a writer group, `hung` the brokers known not to answer. `dials`: connections open by
-    `opens` and not at once.
+    `gated` are the topics with a writer group, `hung` the brokers known not to answer. `dials`: connections open when
+    `opens` is called, not at once.
     """
 
     def __init__(
@@ -92,10 +92,10 @@ class Playbook:
         self.now = 100.0
         self.jitter = jitter
         self.aside: list[str] = []
-        # By request: its exchange, and what its client got.
+        # By request: its exchange, and the answer to its client.
         self.exchanges: dict[int, Exchange] = {}
         self.answered: dict[int, Answer] = {}
-        # By piece: what was sent.
+        # By piece: the action that sent it.
         self.sent: dict[int, actions.Send] = {}
         self._dials = dials
         self._plain = PlainRequests(self.core)
@@ -117,11 +117,11 @@ class Playbook:
         deadline_s: float = DEADLINE_S,
         refused: Mapping[str, int] | None = None,
     ) -> list[str]:
-        """A produce request; its batches are the producer's at this base sequence, the request's own where it is None.
+        """Submit a produce request. Its batches have the producer's base sequence; None means the request's own number.
 
-        No `producer` for a plain one. `refused` has the error codes of partitions that are not to be sent.
+        Without a `producer` it is not idempotent. `refused` has the error codes of partitions that must not be sent.
 
-        `silent`: its client gets no answer, as with acks=0, whatever the brokers are asked for.
+        `silent`: its client gets no answer, as with acks=0, whatever acks the brokers see.
         """
         batch = batch_of(producer, sequence)
         request = produce_request(partitions, producer=batch, is_transactional=is_transactional, acks=acks, by_id=by_id)
@@ -139,7 +139,7 @@ class Playbook:
         deadline_s: float = DEADLINE_S,
         **changes: Any,
     ) -> list[str]:
-        """A fetch; `until_s`: seconds for which it is asked again while it finds too little.
+        """Submit a fetch; `until_s`: the seconds for which it is repeated while it finds too little.
 
         `changes` are further fields of the message.
         """
@@ -165,29 +165,29 @@ class Playbook:
     # The plain path
 
     def passes(self, sequence: int, partitions: str, *, producer: Producer = (7, 0, None)) -> list[str]:
-        """A request goes the plain path: all of its routes must be proven. It enters with the next event."""
+        """Send a request on the plain path: all its routes must be proven. It enters the core with the next event."""
         exchange = self._exchange(
             sequence, produce_request(partitions, producer=batch_of(producer, sequence)), DEADLINE_S
         )
         return self._plain.send(exchange, self.topology.version)
 
     def passes_back(self, sequence: int, connection: int, text: str) -> None:
-        """A success on the plain path, for one part of several."""
+        """Report a success on the plain path, for one part of several."""
         self._rules.noted_plainly(self._plain.answer(sequence, connection, text), text)
 
     def adopts(self) -> list[int]:
-        """All on the plain path enters; the numbers of its pieces. Events that concern it do the same before."""
+        """Move all requests on the plain path into the core; return the numbers of their pieces. Events do this too."""
         return self._plain.enter() if self._plain else []
 
     # Brokers
 
     def opens(self, connection: int) -> None:
-        """A dial has succeeded."""
+        """Report that a dial has succeeded."""
         self.core.opened(connection)
         self._rules.check([])
 
     def answers(self, piece: int, text: str, *, throttle_ms: int = 0, error_code: int = 0) -> list[str]:
-        """A broker's answer to a piece; `error_code` is that of the whole, for a fetch."""
+        """Report a broker's answer to a piece; `error_code` is the error of a whole fetch."""
         of_piece = self.pieces[piece].exchange
         results = [
             each._replace(offset=10 * piece if not each.code and each.offset == NO_OFFSET else each.offset)
@@ -202,13 +202,13 @@ class Playbook:
         return self._bring(lambda: self.core.answered(piece, frame, self.now, self.jitter), adopts=adopts)
 
     def leaves(self, *pieces: int) -> list[str]:
-        """Pieces that have no answer (acks=0) have left."""
+        """Report that pieces without an answer (acks=0) have been written."""
         return self._bring(lambda: self.core.left(pieces, self.now, self.jitter), adopts=False)
 
     def loses(
         self, connection: int, *, unwritten: Collection[int] = (), left: Collection[int] = (), unconfirmed: bool = False
     ) -> list[str]:
-        """A connection has ended: its pieces were written, but for these, or all unwritten where it never opened."""
+        """Report the end of a connection: its pieces were written except `unwritten`, or none if it never opened."""
         self.adopts()
         ended = self.core._in_flight.connections[connection]
         never_opened = ended.state is ConnectionState.DIALLING
@@ -222,15 +222,15 @@ class Playbook:
         )
 
     def unsent(self, piece: int) -> None:
-        """A piece was not written, for its client is about to be severed."""
+        """Note that a piece was not written, because its client is about to be cut off."""
         self.core.unsent(piece)
 
     # The topology and time
 
     def moves(self, text: str, *owners: int | None, revision: int | None = None) -> list[str]:
-        """A partition gets these owners one after another, None for no owner; all of it is one event.
+        """Give a partition these owners one after another, None for no owner, in one event.
 
-        `revision` is that of a single change, the next one where it is not given.
+        `revision` is that of a single change; by default it is the next one.
         """
         topic, index = partition(text)
         for owner in owners:
@@ -243,12 +243,12 @@ class Playbook:
         return self._follow()
 
     def readdresses(self, broker: int) -> list[str]:
-        """A broker is somewhere else."""
+        """Move a broker to another address."""
         self.topology.set_broker(broker, Address("moved", broker))
         return self._follow()
 
     def names(self, topic: str) -> list[str]:
-        """The topology learns the id of a topic."""
+        """Let the topology learn the id of a topic."""
         self.topology.set_topic_id(topic.encode(), topic_id(topic).bytes)
         return self._follow()
 
@@ -258,21 +258,21 @@ class Playbook:
         return self._carry_out(self.core.topology_changed(self.now, self.jitter))
 
     def waits(self, seconds: float) -> None:
-        """Time passes, and nothing happens."""
+        """Let time pass without an event."""
         self.now += seconds
 
     def wakes(self, receiving: Collection[int] = ()) -> list[str]:
-        """Time passes until the core wants to be woken, and it is; on `receiving` connections an answer arrives."""
+        """Let time pass until the core is due, and wake it; answers are arriving on `receiving` connections."""
         assert self._wakes_at is not None, "the core waits for no time"
         self.now, self._wakes_at = max(self.now, self._wakes_at), None
         return self._bring(lambda: self.core.woken(receiving, self.now, self.jitter), adopts=False)
 
     def wakes_in_ms(self) -> int | None:
-        """How soon the core wants to be woken."""
+        """The time until the core is due."""
         return None if self._wakes_at is None else round((self._wakes_at - self.now) * 1000)
 
     def ticks(self, after_s: float = 0.0) -> list[str]:
-        """The tick that looks for what is over, after so many seconds."""
+        """After `after_s` seconds, call the tick that looks for expired requests."""
         self.now += after_s
         if self.core.is_due(self.now) or self._plain.is_due(self.now):
             self.adopts()
@@ -317,7 +317,7 @@ class Playbook:
         return [f"{name_of(key[0])}-{key[1]} {lane.state.name.lower()}" for key, lane in keys.items()]
 
     def proven(self, partitions: str) -> bool:
-        """Whether the routes of all of these are proven."""
+        """Whether the routes of all these partitions are proven."""
         return bool(proven_parts(self.core.routes, produce_request(partitions)))
 
     # One event
@@ -339,7 +339,7 @@ class Playbook:
             else:
                 texts.append(self._told(action))
         self._rules.check(done)
-        # Answers leave in the order of requests, whatever the order in which an event finds them.
+        # Answers leave in the order of requests, whatever their order within an event.
         found = [_ANSWER.match(each) for each in texts]
         ordered = iter(sorted((int(each[1]), each.string) for each in found if each))
         return [next(ordered)[1] if each else text for each, text in zip(found, texts, strict=True)]

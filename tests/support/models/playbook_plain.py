@@ -1,4 +1,4 @@
-"""The plain path of a Playbook (tests.support.models.playbook): requests that are not in the core."""
+"""Model the plain path of a Playbook (tests.support.models.playbook): requests that are not in the core."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def proven_parts(routes: Routes, request: PartitionedRequest) -> dict[int, Selec
 
 
 class _Plain:
-    """A request: its unanswered parts, by connection."""
+    """A request on the plain path, with its unanswered parts by connection."""
 
     def __init__(self, exchange: Exchange, routed_at: int, parts: dict[int, Selection | None]) -> None:
         self.exchange = exchange
@@ -39,7 +39,7 @@ class _Plain:
 
 
 class PlainRequests:
-    """By their sequence."""
+    """The requests on the plain path, by their sequence."""
 
     def __init__(self, core: Fanout) -> None:
         self._core = core
@@ -67,7 +67,7 @@ class PlainRequests:
         ]
 
     def answer(self, sequence: int, connection: int, text: str) -> Exchange:
-        """A success for one part of several; the others stay unanswered."""
+        """Take a success for one part of several; the others stay unanswered."""
         plain = self._table[sequence]
         exchange, selection = plain.exchange, plain.parts.pop(connection) or []
         assert plain.parts, "the last part ends the request, and the core never hears of it"

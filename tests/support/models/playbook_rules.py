@@ -1,17 +1,17 @@
-"""The rules that hold after every event of a Playbook (tests.support.models.playbook), whatever its script is.
+"""Check the rules that hold after every event of a Playbook (tests.support.models.playbook), in any script.
 
  1. An open entry is in one place: one piece under way, or one lane, or its read waits to be repeated.
  2. `open_count` is the number of entries that have no result, `open_partitions` that of the partitions of open requests
     that have more than one.
- 3. `InFlight.of` names exactly what is under way, and what a lane waits for is under way.
- 4. A lane's items are not done, and in the order of requests; one that waits for time alone is woken for.
+ 3. `InFlight.of` names exactly the pieces under way, and the pieces for which a lane waits are under way.
+ 4. A lane's items are not done, and in the order of requests; a lane that waits only for a time has a wake-up.
  5. A request is answered or dropped once at most.
  6. An acknowledgement is noted once, with the client's answer, and before it is sent; nothing else is noted.
  7. An error that is answered was counted.
  8. Nothing is sent past its deadline, beside its lane, or while something before it is under way on another connection
     or from an earlier ownership. What is sent goes to the partition's owner, if it has one.
- 9. Undeliverable is said last; what is held or lost is said before a connection is ended.
-10. Once everything is answered nothing is left.
+ 9. Undeliverable comes last; held and lost come before the end of a connection.
+10. Once all requests are answered no state is left.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Rules:
         self._failed: Counter[int] = Counter()
 
     def noted_plainly(self, exchange: Exchange, text: str) -> None:
-        """The plain path has noted these."""
+        """Record the acknowledgements that the plain path has noted."""
         for each in read(text):
             self._noted[exchange.sequence, f"{each.topic}-{each.index}"] = each.offset
 
     def check(self, done: Sequence[Action]) -> None:
-        """`done` are the actions of the event that is over."""
+        """Check the rules; `done` are the actions of the last event."""
         self._check_order(done)
         for action in done:
             match action:
@@ -135,7 +135,7 @@ class Rules:
         core = self._play.core
         places: Counter[tuple[int, Entry]] = Counter()
         for piece in core._in_flight.pieces.values():
-            # What is left out is answered, or asked of another broker.
+            # Entries without a result are answered, or sent to another broker.
             if not piece.is_late:
                 places.update((piece.exchange.sequence, entry) for entry in piece.entries())
         assert all(count == 1 for count in places.values()), f"under way twice: {places}"
@@ -178,7 +178,7 @@ class Rules:
             waited_for = lane.outstanding | ({lane.probing} if lane.probing is not None else set())
             assert all((key, each) in under_way for each in waited_for), f"{key} waits for {waited_for}, which is gone"
             assert waited_for or lane.waiting, f"{key} waits for nothing"
-            # What is let go when a client parts is looked at by the event that follows.
+            # The next event handles a lane that is released when a client leaves.
             if core._client._state is ClientState.PRESENT and not waited_for and lane.state is LaneState.BLOCKED:
                 wakes_at = self._play._wakes_at
                 assert wakes_at is not None, f"{key} is not woken"

@@ -11,7 +11,7 @@ BROKERS = (1, 2, 3, 4)
 
 
 class View:
-    """A script may change any of it. `hung` are the brokers known not to answer, `rereads` the partitions under way."""
+    """A script may change all fields. `hung`: brokers known not to answer; `rereads`: partitions being re-read."""
 
     max_nameless = 100
 
@@ -23,7 +23,7 @@ class View:
         self.fenced = False
         self.hung: set[int] = set()
         self.rereads: set[tuple[bytes, int]] = set()
-        # The client's claims, as tests.support.models.playbook_words names partitions.
+        # The fences of the client's claims, by partition.
         self.fences: dict[tuple[bytes, int], int] = {}
 
     @property

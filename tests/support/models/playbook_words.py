@@ -1,9 +1,9 @@
-"""The words of a Playbook (tests.support.models.playbook): requests and answers from texts, and texts of actions.
+"""Read and write the texts of a Playbook (tests.support.models.playbook) for requests, answers and actions.
 
 t-0        partition 0 of topic t; as an answer, a success
 t-0@17     a success with this base offset
 t-0=6      an error without a base offset; `t-0=6@17` with one
-t-0:100    what a fetch finds: so many bytes of records
+t-0:100    the result of a fetch: this number of bytes of records
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from tests.support.wire.record_batches import build_batch
 
 VERSIONS = {PRODUCE: 9, FETCH: 12, LIST_OFFSETS: 6}
 BY_ID_VERSION = 13
-# The proxy's own error of an entry has these, too.
+# The proxy's own errors have this base offset, too.
 NO_OFFSET = -1
 _RESULT = re.compile(r"(?P<topic>\w+)-(?P<index>\d+)(=(?P<code>-?\d+))?(@(?P<offset>\d+))?(:(?P<size>\d+))?")
 
 
 Producer: TypeAlias = tuple[int, int, int | None] | None
 """Producer id, epoch and base sequence; None for none."""
-# What a script is seldom about.
+# The actions that few scripts are about.
 ASIDE = (
     actions.Note,
     actions.Reread,
@@ -75,7 +75,7 @@ class Result(NamedTuple):
 
 
 def read(text: str) -> list[Result]:
-    """All that a text names, in order."""
+    """All results in a text, in order."""
     results = []
     for word in text.split():
         found = _RESULT.fullmatch(word)
@@ -98,7 +98,7 @@ def _by_topic(results: Iterable[Result]) -> list[tuple[str, list[Result]]]:
 
 
 def batch_of(producer: Producer, sequence: int) -> tuple[int, int, int] | None:
-    """A producer's batch in a request, at the request's own number where the base sequence is None."""
+    """A producer's batch in a request; a base sequence of None means the request's own number."""
     if producer is None:
         return None
     producer_id, epoch, base_sequence = producer
@@ -155,7 +155,7 @@ def answer_frame(request: PartitionedRequest, text: str, *, throttle_ms: int = 0
         for each, entry in zip(group, entries, strict=True):
             entry["error_code"] = each.code
             if api_key == PRODUCE:
-                # As the proxy's own errors are, so that one may be compared with the other.
+                # The same fields as in the proxy's own errors, so that both may be compared.
                 entry |= {"base_offset": each.offset, "log_start_offset": -1, "record_errors": []}
             elif api_key == FETCH:
                 entry |= {"records": b"r" * each.size, "aborted_transactions": None}

@@ -1,24 +1,24 @@
-"""The promises of a replicated partition under any faults of its brokers; the judge of `replication_model`.
+"""Judge whether a replicated partition keeps its promises under any faults of its brokers (for `replication_model`).
 
 The judge sees the answers to producers, the records that consumers read, and every replica's log. It checks these
 rules, each with the name that a Violation carries:
 
   LOST         a batch acknowledged with acks=all, or read by a consumer, is in every later leader's log, at its offset,
-               until retention removes it; and so it is on every replica that etcd counts as in sync
+               until retention removes it; the same holds on every replica that etcd counts as in sync
   MOVED        no offset is assigned to two records of which one was acknowledged or read
-  DIVERGED     below its own high watermark every replica has the same batches as all the others
+  DIVERGED     below its high watermark a replica has the same batches as all the others
   BACKWARDS    a replica's high watermark never moves back while it is open, and is never above its log's end
   TWO_LEADERS  at most one broker leads with a fence that lives
-  ZOMBIE       nobody acknowledges, or serves, once its fence is dead
+  ZOMBIE       no broker acknowledges or serves once its fence is dead
   DOUBLED      no batch of an idempotent producer is twice in a leader's log
   WENT_BACK    no consumer is sent back: neither by an offset out of range, nor by a smaller "latest"
   GAVE_WAY     a batch acknowledged with acks=1 is in every later leader's log, at its offset, as long as no broker dies
-               or loses its lease: through a stop in good order, or a hand-over
+               or loses its lease: an orderly stop or a hand-over loses nothing
   USURPED      no broker that holds its lease finds its key in etcd on another one
   LINGERS      a broker that has gone, or does not fetch, leaves the ISR in time, if its leader is well
-  FENCED       no batch of a lower fence is behind one of a higher, in any log; none is acknowledged that was sent after
-               a higher fence was granted, or released; an unbound connection writes only after a release
-  STUCK        once all is well again there is a leader, all replicas are in sync and equal, and producers get through
+  FENCED       in no log a batch follows one with a higher fence; no batch is acknowledged that was sent after a higher
+               fence was granted, or released; an unbound connection writes only after a release
+  STUCK        once all faults have ended there is a leader, all replicas are in sync and equal, and producers succeed
   CRASHED      product code raised where it should not
 """
 
@@ -59,7 +59,7 @@ class Violation(AssertionError):
 
 
 class Stored(NamedTuple):
-    """A batch in a log. `identity` is its CRC, which covers producer, sequence and values but not where it stands."""
+    """A batch in a log. `identity` is its CRC, which covers producer, sequence and values but not its position."""
 
     base_offset: int
     last_offset: int
@@ -82,7 +82,7 @@ def replica_at(node_id: int, directory: Path) -> Replica:
     """A broker's log as its files have it, whatever state the broker is in."""
     data, start, end = b"", 0, 0
     batches: dict[int, Stored] = {}
-    # For every broker after every step: pathlib is slow by comparison.
+    # Not with pathlib, which is slow: this runs for every broker after every step.
     try:
         names = sorted(name for name in os.listdir(directory) if name.endswith(".log"))  # noqa: PTH208
     except FileNotFoundError:
@@ -115,13 +115,13 @@ class Judge:
 
     def __init__(self) -> None:
         self.names: dict[int, str] = {}
-        # By base offset: identity of the batch acknowledged with acks=all or read, and how it was.
+        # By base offset: identity of the batch acknowledged with acks=all or read, and which of the two.
         self.promised: dict[int, tuple[int, str]] = {}
         # By base offset: identity of the batch below some replica's high watermark.
         self.committed: dict[int, Stored] = {}
         # By base offset: identity of the batch acknowledged with acks=1 since a broker was last lost.
         self.given_way: dict[int, int] = {}
-        # Retention has removed the batches below, on a leader's word.
+        # According to a leader, retention has removed the batches below this offset.
         self.removed_below = 0
         # By identity: the fence of a batch, and the highest fence granted by then.
         self._fences: dict[int, int] = {}
@@ -185,7 +185,7 @@ class Judge:
                 )
 
     def holds_what_was_promised(self, replica: Replica, role: str) -> None:
-        """For leaders, and for brokers that may be elected."""
+        """Check leaders, and brokers that may be elected."""
         for offset, (identity, how) in self.promised.items():
             if offset < self.removed_below:
                 continue
@@ -199,7 +199,7 @@ class Judge:
                 )
 
     def holds_what_is_committed(self, replica: Replica) -> None:
-        """For replicas that etcd counts as in sync: batches below any replica's high watermark are there."""
+        """Check that replicas that are in sync in etcd have the batches below any replica's high watermark."""
         for offset, batch in self.committed.items():
             if offset >= self.removed_below and replica.batches.get(offset) != batch:
                 self.violated(
@@ -210,7 +210,7 @@ class Judge:
                 )
 
     def holds_what_gave_way(self, replica: Replica) -> None:
-        """For leaders."""
+        """Check leaders for batches acknowledged with acks=1."""
         for offset, identity in self.given_way.items():
             found = replica.batches.get(offset)
             if offset >= self.removed_below and (found is None or found.identity != identity):
@@ -238,11 +238,11 @@ class Judge:
         self._granted_before[identity] = self._granted
 
     def granted(self, fence: int) -> None:
-        """Its claimant was told that it may write, and nobody else; or that earlier claimants may not."""
+        """Its claimant learned that only it may write, or that earlier claimants may not."""
         self._granted = max(self._granted, fence)
 
     def released(self, fence: int) -> None:
-        """Everything granted below is given up, even if no client knows it."""
+        """All fences granted below are given up, even if no client knows it."""
         self._released = max(self._released, fence)
 
     def let_through(self, identity: int) -> None:

@@ -17,7 +17,7 @@ from tests.support.wire.record_batches import build_batch
 
 
 class Sent(NamedTuple):
-    """One batch that a producer wants in the log, as often as it must be sent."""
+    """One batch that a producer sends until it is in the log."""
 
     name: str
     records: bytes
@@ -40,7 +40,7 @@ class Attempt:
 
 
 class Producer:
-    """An idempotent one: the next batch only when the last one's outcome is known, which may take resending it."""
+    """An idempotent producer. It sends the next batch when the last one's outcome is known, if need be by resending."""
 
     def __init__(self, producer_id: int) -> None:
         self.producer_id = producer_id
@@ -56,7 +56,7 @@ class Clients:
     def __init__(self, judge: Judge, now: Callable[[], float]) -> None:
         self.producers = [Producer(producer_id) for producer_id in (1, 2)]
         self.position = 0
-        # Findings within a task that nobody awaits.
+        # A violation found within a task that nobody awaits.
         self.found_meanwhile: Violation | None = None
         self._judge = judge
         self._now = now
@@ -108,7 +108,7 @@ class Clients:
         try:
             await self._send_and_judge(attempt, bindings)
         except Violation as violation:
-            # This task has no waiter.
+            # Keep it, because nobody awaits this task.
             self.found_meanwhile = violation
 
     async def _send_and_judge(self, attempt: Attempt, bindings: Bindings) -> None:

@@ -1,15 +1,15 @@
-"""A partition on several brokers and all their possible faults: the model that `test_replication_model` drives.
+"""Model a partition on several brokers with all their possible faults, for `test_replication_model`.
 
 The brokers are `simulated_broker`s around one `simulated_etcd`. They fetch from one another over a `simulated_network`.
 There a request and its answer wait until a step lets them arrive or loses them, possibly after the broker that asked
 was restarted; a killed broker leaves a request and its calls to etcd behind. `replication_clients` records the answers
 to producers and a consumer, and after every step `replication_checks` compares them with every replica.
 
-There is one partition. Partitions share a lease and its loss, a key each and turns at the work, but no decision about
-one depends on another; with two of them every run would take nearly twice as long.
+There is one partition. Partitions share the broker's lease and its working time, but no decision about one depends on
+another; with two of them every run would take nearly twice as long.
 
 A step is a method of World whose name stands in STEPS, with small numbers for arguments: `world.step("crash", 1)`. A
-number that names one of several things counts round, so that every sequence of steps can be replayed, shortened too.
+number that selects one of several things wraps, so that every sequence of steps can be replayed, also a shortened one.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class Setting(NamedTuple):
     brokers: int = 3
     min_insync_replicas: int = 2
     retention_bytes: int = -1
-    # The rate of each broker's clock; within the margin of a lease.
+    # The rate of each broker's clock, within the margin of a lease.
     rates: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)
-    # When the lead goes back to the first replica; never in most runs, because otherwise it would always lead.
+    # When the first replica becomes leader again; never in most runs, because otherwise it would always lead.
     hand_over_after_s: float = float("inf")
 
 
@@ -118,7 +118,7 @@ def _is_claimed(world: World) -> bool:
 
 
 class World:
-    """Use it as a context manager. Steps raise Violation if a rule is broken."""
+    """The simulated world, a context manager. Steps raise Violation if a rule is broken."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -129,7 +129,7 @@ class World:
         self.writers = FencedWriters(self.judge, self.clients, self.store)
         self.taken: list[Taken] = []
         self.is_over = False
-        # The same, with what the brokers logged.
+        # The steps taken, with the log lines of the brokers.
         self.trace: list[str] = []
         self._log_config = structlog.get_config()
         structlog.configure(processors=[self._note_log])
@@ -229,7 +229,7 @@ class World:
                 return
             timers = [process.next_timer for process in self.processes.values()]
             upcoming = [when for when in (*timers, self.store.next_expiry(), fetch_at) if when is not None]
-            # A clock that goes at another rate may round a timer to just after the present.
+            # A clock with another rate may round a timer to just after the present.
             self.now = min(end, max(min(upcoming), self.now + 1e-6))
 
     def _fetch_all(self) -> None:
@@ -238,11 +238,11 @@ class World:
                 self.network.round_trip(process)
 
     def broker(self, number: int) -> SimulatedProcess:
-        """The broker of that place."""
+        """The broker with this number."""
         return self.processes[number % len(self.processes) + 1]
 
     def process(self, number: int) -> SimulatedProcess:
-        """The broker of that place or, from LEADER on, the leader: faults of the leader matter most."""
+        """The broker with this number or, from LEADER on, the leader, whose faults matter most."""
         if number >= LEADER:
             for each in self.processes.values():
                 if each.state is not State.DEAD and self._leads(each):
@@ -253,7 +253,7 @@ class World:
 
     @_step(1, weight=4)
     def advance(self, number: int) -> None:
-        """Time passes: from too little for anything but an ISR change to more than a lease's TTL."""
+        """Let time pass, from little (enough for an ISR change) to more than a lease's TTL."""
         seconds = (0.3, 1.0, 4.0, 12.5)[number % 4]
         leader = self._leader_that_is_well()
         going = self._out_of_sync_after(seconds) if leader is not None else set()
@@ -318,7 +318,7 @@ class World:
 
     @_step(1)
     def fail_disk(self, number: int) -> None:
-        """The disk accepts no more writes to the open log, until the log is opened again; nor can they be undone."""
+        """The disk fails writes to the open log, and their undoing, until the log is opened again."""
         process = self.process(number)
         if process.state is not State.DEAD and process.partition is not None and not process.partition.log.is_closed:
             segment = process.partition.log._segments[-1]
@@ -329,7 +329,7 @@ class World:
 
     @_step(1)
     def stop(self, number: int) -> None:
-        """SIGTERM: the broker shuts down in good order, as far as that takes no time."""
+        """SIGTERM: the broker shuts down in order, as far as this takes no time."""
         process = self.process(number)
         if process.state is State.RUNNING:
             process.begin_stop()
@@ -558,7 +558,7 @@ class World:
     # Checking
 
     def check(self) -> None:
-        """Compare everything with everything."""
+        """Check all rules."""
         if self.clients.found_meanwhile is not None:
             raise self.clients.found_meanwhile
         self._check_leaders()
@@ -613,7 +613,7 @@ class World:
         return process.leases.led(*PARTITION) is not None and not process.is_fenced()
 
     def _leader_that_is_well(self) -> Partition | None:
-        """Whether nothing prevents it from changing the ISR, now or later."""
+        """The leader, if nothing prevents it from changing the ISR, now or later."""
         partitions = [each.partition for each in self.processes.values() if each.hears_at_once and self._leads(each)]
         for partition in partitions:
             if partition is not None and partition.role is Role.LEADER and partition.replication.proposed is None:
@@ -738,7 +738,7 @@ def broken_by(setting: Setting, steps: Sequence[Taken]) -> Violation | None:
 
 
 def shortened(setting: Setting, steps: Sequence[Taken]) -> list[Taken]:
-    """As few of the steps as still break the same rule: no step can be left out, nor any eight."""
+    """A shorter list of steps that breaks the same rule: no single step can be removed, nor any eight in a row."""
     found = broken_by(setting, steps)
     if found is None:
         raise ValueError("nothing is broken by these steps")

@@ -1,15 +1,15 @@
-"""The rules of replication, each switched off: the model must find a violation for each, to prove that it can.
+"""Switch off each rule of replication: the model must find a violation for each, which proves that it can.
 
-Every entry patches product code for as long as a test runs, and has a run that the model found or that a text
-describes: with the rule on nothing happens in it, with the rule off it ends in a Violation.
+Every entry patches product code while a test runs, and has a run that the model found or that a text describes. With
+the rule on the run passes, with the rule off it ends in a Violation.
 
 These compares of transactions are not included.
 - The lease key in an ISR's change, and in `_begin_epoch`: leaving out one alone has no effect. A broker that takes
   over puts the state, so that the compare of the state's mod_revision fails as well. Between the end of a lease and the
   next take-over nothing is acknowledged, and a replica that a late change adds has counted since it was proposed.
-- The lease key in FenceKeeper: leaving it out has no effect either. A broker that takes over later reads the fence. For
-  one that did so before, the compare of the fence's own revision fails at the next bind, which so learns it. A deposed
-  broker answers no success.
+- The lease key in FenceKeeper: leaving it out has no effect either. A broker that takes over later reads the fence. A
+  broker that took over before learns the fence at its next bind, as the compare of the fence's own revision fails. A
+  deposed broker answers no success.
 - The state in `_begin_epoch`: a late attempt would bring back an ISR from before a shrink. There is no run for it: a
   broker begins an epoch under a key that it led under before only after a reload that reported an earlier one. It and
   the lease there are tested by `tests/unit/broker/test_take_over.py`.
@@ -60,7 +60,7 @@ class RuleOff(NamedTuple):
 
 
 class TruncateToHighWatermark(Reconciliation):
-    """The StreamBus text's rule, to the letter."""
+    """The rule of the StreamBus text, taken literally."""
 
     def reconcile_as_new_leader(self, log: Log, high_watermark: int, leader_epoch: int) -> int:
         log.truncate_to(high_watermark)
@@ -98,7 +98,7 @@ _no_margin = _set(lease, "MARGIN_FRACTION", 0.0)
 
 
 class _FenceBelievedOnce:
-    """Asked as often as the real fence; always repeats the fence's first answer."""
+    """A fence that is asked as often as the real one, but always repeats its first answer."""
 
     def __init__(self, fence: partition.Fence) -> None:
         self._fence = fence
@@ -197,7 +197,7 @@ def _compared(compare: TxnCompare) -> str:
 
 
 def _without(transaction: Sequence[str], compared: str) -> Callable[[pytest.MonkeyPatch], None]:
-    """One compare left out of one kind of transaction."""
+    """Remove one compare from one kind of transaction."""
 
     def off(patch: pytest.MonkeyPatch) -> None:
         txn = EtcdClient.txn
@@ -339,7 +339,7 @@ _ONE_IS_BACK: list[Taken] = [
 ]
 KIP_903_LATE_FETCH: list[Taken] = [
     *_ONE_IS_BACK,
-    # Broker 1's request, which says that it has everything, is under way when it dies and leaves the ISR.
+    # Broker 1's request, which shows that it has all batches, is under way when it dies and leaves the ISR.
     ("lag", 0),
     ("ask", 0),
     ("crash", 0),
@@ -438,7 +438,7 @@ RULES_OFF = [
         Rule.LOST,
         THREE_AND_ONE_IN_SYNC,
         [
-            # Broker 3 has a record and says so, in a request that is late.
+            # Broker 3 has a record and reports it in a request that is delayed.
             ("lag", 1),
             ("lag", 2),
             ("produce", LEADER, 1),
@@ -595,7 +595,7 @@ RULES_OFF = [
             ("claim", LEADER, 1),
             ("advance", SOME_SECONDS),
             ("advance", A_SECOND),
-            # Asked again, and the next leader does not know it.
+            # The bind is sent again, and the next leader does not know the fence.
             ("bind", LEADER, 1),
             ("crash", LEADER),
             ("advance", A_LEASE),
@@ -612,7 +612,7 @@ RULES_OFF = [
             ("link", LEADER, SLOW),
             ("release", LEADER, 0),
             ("advance", A_SECOND),
-            # The call to etcd before the one that keeps the release: its progress.
+            # The call to etcd before the one that stores the release; it reports progress.
             ("etcd_applies", LEADER, 0),
             ("etcd_answers", LEADER, 0),
             ("advance", SOME_SECONDS),
@@ -709,7 +709,7 @@ RULES_OFF = [
             ("restart", 2),
             ("advance", SOME_SECONDS),
             *[("advance", A_SECOND)] * 3,
-            # Its predecessor's key goes now; what puts its own is still on its way when it dies.
+            # Its predecessor's key is deleted now; the call that puts its own key is still on its way when it dies.
             ("link", 2, SLOW),
             ("advance", A_SECOND),
             ("advance", A_SECOND),
@@ -753,7 +753,7 @@ RULES_OFF = [
             ("advance", A_LEASE),
             ("produce_idempotent", LEADER, 0),
             ("advance", A_SECOND),
-            # When it asks again it has the end of the log at its first request.
+            # When it fetches again it has the end of the log with its first request.
             ("fetch", 2),
             ("produce_idempotent", LEADER, 0),
             ("advance", A_SECOND),

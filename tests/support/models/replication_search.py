@@ -1,4 +1,4 @@
-"""Random runs of the replication model, drawn by weights: one seed, one run.
+"""Search for violations by random runs of the replication model: one seed, one run.
 
 Breaking a rule takes a few steps in the right order, which is rare: steps are drawn by weights, and mostly for those
 brokers on which they have an effect.
@@ -52,7 +52,7 @@ def _step(world: World, random: Random, weights: Weights) -> None:
     numbers = {name: _numbers(world, name) for name in weights}
     possible = [name for name, drawn_from in numbers.items() if drawn_from]
     [name] = random.choices(possible, [weights[each] for each in possible])
-    # Mostly the first of several: this yields the things that were done one after another.
+    # Mostly the first of several, so that consecutive steps concern the same thing.
     others = (0 if random.random() < 0.3 else random.randrange(10) for _ in range(2))
     world.step(name, *[random.choice(numbers[name]), *others][: STEPS[name].arguments])
 

@@ -1,16 +1,16 @@
-"""One reference broker as a simulated process: its lease, its view, its replicas; no sockets, no threads.
+"""Simulate the process of one reference broker: its lease, its view and its replicas, without sockets and threads.
 
 Its watch on etcd is four watchers, one for each prefix of its view: each reports in order of revision, as late as
 `watch_delays` says, in no defined order relative to the others. A reload replaces everything on its way by a snapshot.
 
-The decisions are the product's: BrokerLease, ClusterView, ReplicaManager, IsrKeeper, LogMaintenance, Partition, and
-Log on a disk. Simulated are the loop it runs on, its clock, its link to etcd and the watch on it; and the work of
-`kproxy.broker.server`, which wires these together.
+The decisions are the product's: BrokerLease, ClusterView, ReplicaManager, IsrKeeper, LogMaintenance, Partition, and Log
+on a disk. The event loop, the clock, the link to etcd and its watch are simulated, and so is the work of
+`kproxy.broker.server`, which connects these parts.
 
 States
-  running    `run` does what there is to do
+  running    `run` does the work that is due
   stopped    nothing runs and time passes (SIGSTOP, a virtual machine that is moved)
-  dead       it was killed, or ended: never run again; its open files lie in a directory that nobody looks at
+  dead       it was killed, or ended, and never runs again; its open files are in a directory that nobody reads
 
 Its clock may stop the process at any place where it is read, for as long as `interrupt` takes.
 """
@@ -60,9 +60,9 @@ class State(Enum):
 
 
 class SimulatedProcess:
-    """One run of a broker. `now` is the model's time; `rate` is how fast this broker's clock goes.
+    """One run of a broker. `now` is the model's time; `rate` is the speed of this broker's clock.
 
-    `on_left_behind` is called if it stops in good order, and has waited in vain for followers to have all its records.
+    `on_left_behind` is called if it stops in order, after it has waited in vain for followers to get all its records.
     """
 
     def __init__(
@@ -304,7 +304,7 @@ class SimulatedProcess:
         shutil.copytree(moved, self.directory)
 
     def bury(self) -> None:
-        """Let go of everything, at the very end."""
+        """Release all resources, at the end of the run."""
         self.state = State.DEAD
         self._interruption = None
         self.loop.finish()

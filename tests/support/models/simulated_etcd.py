@@ -1,4 +1,4 @@
-"""etcd without its processes: linearizable transactions, leases that end, watches; and a client whose link may fail.
+"""Simulate etcd: linearizable transactions, leases that end, watches, and a client whose link may fail.
 
 The client is kproxy's own EtcdClient down to the call to gRPC, so that transactions, the outcome of a write, and the
 keepalives of a lease are product code. Transactions are interpreted here from the same messages that etcd would get.
@@ -8,7 +8,7 @@ A broker's link to etcd is
   SLOW   calls and answers wait until the model says so: applied late, answered late, also after the caller gave up
   DEAF   a call is applied at once, its answer is lost
   CUT    nothing gets through; what was on its way already may still be applied
-Its keepalives fare as KeepAlives says, unless the link is cut.
+KeepAlives describes the fate of its keepalives, unless the link is cut.
 
 A lease ends when the store learns that time has passed (`expire_leases`), never before the end of its TTL.
 """
@@ -129,7 +129,7 @@ class EtcdStore:
         kv = self.kvs.get(compare.key)
         kind = compare.WhichOneof("target_union")
         if kind is None:
-            # A union that is not set compares with zero, as key_absent's does when protobuf leaves it out.
+            # An unset union compares with zero, like that of key_absent, which protobuf omits.
             kind = {1: "create_revision", 2: "mod_revision"}[compare.target]
         if kind == "value" and kv is None:
             return False
@@ -298,7 +298,7 @@ class SimulatedEtcdClient(EtcdClient):
         self.pending.remove(self._waiting_for(applied=False)[position])
 
     def inherit(self, predecessor: SimulatedEtcdClient) -> None:
-        """Take over the requests of a dead process: they may still reach etcd, and nobody is answered."""
+        """Take over the requests of a dead process: they may still reach etcd, but nobody gets their answers."""
         self.pending += predecessor._waiting_for(applied=False)
 
     def _waiting_for(self, *, applied: bool) -> list[PendingCall]:
@@ -314,7 +314,7 @@ class SimulatedEtcdClient(EtcdClient):
 
 
 class _KeepAliveStream:
-    """One request at a time, and its answer, as `client.keepalives` is when the request is made."""
+    """One request at a time and its answer, by the value of `client.keepalives` at the time of the request."""
 
     def __init__(self, client: SimulatedEtcdClient) -> None:
         self._client = client

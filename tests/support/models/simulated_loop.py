@@ -1,4 +1,4 @@
-"""An event loop on a clock of its own: a test moves the time, and callbacks run in a defined order.
+"""An event loop with a simulated clock: a test moves the time, and callbacks run in a defined order.
 
 Each simulated process has one. A stopped process is a loop that nobody runs; a killed one is a loop that is never run
 again. Work that product code hands to a thread is done at once, in the caller's step.
@@ -110,7 +110,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         return handle
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Cancelled timers are passed over when their time comes."""
+        """Do nothing: cancelled timers are skipped when their time comes."""
 
     def create_future(self) -> asyncio.Future[Any]:
         return asyncio.Future(loop=self)

@@ -1,9 +1,9 @@
-"""The network between simulated brokers: fetches that arrive late, or never; brokers that cannot reach each other.
+"""Simulate the network between brokers: fetches arrive late or never, and brokers may not reach each other.
 
-A follower asks on a connection, one request at a time, and names its partition only when it has something new to ask:
-the leader keeps the question open (`open_fetches`). Whoever asks before the answer is there has given the connection
-up, and asks on another one. What is still under way on the earlier one may arrive until the leader knows the later one,
-and ends it, as the replication listener does.
+A follower asks on a connection, one request at a time, and names its partition only if its fetch has changed: the
+leader keeps fetches open (`open_fetches`). A follower that does not wait for an answer gives up the connection and
+sends on a new one. Messages on the earlier one may arrive until the leader knows the new one and ends the earlier one,
+as the replication listener does.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ MOST_FLIGHTS = 8
 
 
 class _Connection:
-    """Of one process to another, and what either side remembers of it."""
+    """A connection of one process to another, with the state of both sides."""
 
     def __init__(self, number: int, follower: SimulatedProcess, leader: SimulatedProcess) -> None:
         self.number = number
         self.follower = follower
         self.leader = leader
         self.fetches = OpenFetches(follower.node_id, lambda: leader.time)
-        # What the follower has asked for and got no answer to.
+        # The fetch of the follower that has no answer yet.
         self.open: PartitionFetch | None = None
         self.is_busy = False
 
 
 class Flight:
-    """A fetch on its way to the leader or, once it has an answer, back; `named` is None if it asks nothing new."""
+    """A fetch on its way to the leader or, once it has an answer, back; `named` is None if it names nothing."""
 
     def __init__(self, connection: _Connection, topic_id: bytes, named: PartitionFetch | None, *, withdraws: bool):
         self.connection = connection
@@ -51,12 +51,12 @@ class Network:
         self.lagging: set[int] = set()
         self._processes = processes
         self._opened = 0
-        # By follower, and the one that the leader knows, by leader and follower.
+        # The connection of each follower, and the one that each leader knows of each follower.
         self._connections: dict[int, _Connection] = {}
         self._known: dict[tuple[SimulatedProcess, int], _Connection] = {}
 
     def mend(self) -> None:
-        """Nothing is under way, and all brokers reach each other."""
+        """Drop all messages, and let all brokers reach each other."""
         self.flights.clear()
         self.blocked.clear()
         self.lagging.clear()
@@ -85,7 +85,7 @@ class Network:
         return flight
 
     def ask(self, process: SimulatedProcess) -> None:
-        """A request is under way, if there is room; it may arrive after the process that sent it is dead."""
+        """Send a request, if there is room; it may arrive after the death of its sender."""
         flight = self.question(process)
         if flight is not None and len(self.flights) < MOST_FLIGHTS:
             self.flights.append(flight)
@@ -103,7 +103,7 @@ class Network:
             return False
         known = self._known.get((leader, follower_id))
         if leader is not connection.leader or (known is not None and known.number > connection.number):
-            # The leader has ended this connection, or ended itself: what is under way on it is lost.
+            # The leader has ended this connection, or has itself ended, so messages on the connection are lost.
             return False
         if known is not connection:
             if known is not None:

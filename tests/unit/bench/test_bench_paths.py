@@ -19,7 +19,7 @@ def broker() -> RefusingBroker:
 
 
 def code(broker: RefusingBroker, frame: bytes | bytearray) -> int:
-    """What the broker says of a request's one batch."""
+    """The broker's error code for a request's only batch."""
     answer = PRODUCE_API.parse_response(memoryview(bytearray(broker.answer(memoryview(frame)))), VERSION)
     ((error_code,),) = (topic.error_codes for topic in answer.topics)
     return error_code
@@ -48,7 +48,7 @@ def test_batches_behind_refused_batch_are_refused_too(broker: RefusingBroker) ->
 
 
 def partitions(frames: Frames, count: int) -> list[tuple[bytes, int]]:
-    """Where the first requests of a row go."""
+    """The partitions of the first requests of a row."""
     assert not isinstance(frames, bytes)
     found = []
     for _ in range(count):

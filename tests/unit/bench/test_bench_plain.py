@@ -1,4 +1,4 @@
-"""What makes the figures of `bench.plain`, and the offsets that its brokers assign: a fault here shows in no table."""
+"""The computation of `bench.plain`'s figures, and the offsets of its brokers: no table would show a fault in them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kproxy_codec.produce import PRODUCE_API
 
 
 def test_ratios_are_taken_within_a_round() -> None:
-    # A neighbour doubles all times of the second round.
+    # Another process doubles all times of the second round.
     assert ratio([20.0, 44.0, 30.0], [10.0, 20.0, 10.0]) == Ratio(of_least=2.0, lowest=2.0, median=2.2, highest=3.0)
 
 
@@ -64,7 +64,7 @@ def test_fit_recovers_the_costs_of_the_times() -> None:
 
 
 def base_offsets(broker: FastBroker, frame: bytes, correlation_id: int) -> list[int]:
-    """Of a request's partitions, when the broker has answered it with success."""
+    """The base offsets of a request's partitions in the broker's successful answer."""
     asked = bytearray(frame)
     pack_into(">i", asked, 8, correlation_id)
     answer = bytearray(broker.answer(memoryview(asked)))

@@ -1,4 +1,4 @@
-"""The broker's view of the cluster: whichever watch reports first, nothing goes back, nothing unreadable ends it."""
+"""The broker's view of the cluster never moves back, whichever watch reports first, and survives unreadable values."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def state(topic_id: uuid.UUID = TOPIC_ID, **changes: object) -> KeyValue:
 
 
 class Observed:
-    """A view and what it told."""
+    """A view and the changes that it reported."""
 
     def __init__(self, *kvs: KeyValue, revision: int = 10) -> None:
         self.view = ClusterView(KEYS)

@@ -1,4 +1,4 @@
-"""The data directory: one broker at a time, its own broker only, and logs of exactly the topic requested."""
+"""A data directory serves one broker at a time, only its own broker, and only logs of the requested topic."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_directory_is_closed_to_other_users(tmp_path: Path) -> None:
         "above/data": 0o700,
         **{f"{place}/{name}": 0o700 for place in ("above/data", "given") for name in ("t-0", "log-ids")},
     }
-    # Whoever made it has chosen its mode.
+    # The mode of an existing directory is its owner's choice.
     assert given.stat().st_mode & 0o777 == 0o755
 
 
@@ -134,7 +134,7 @@ LOST = [("bytes", 2), ("files", 1), ("all", 0)]
 
 @pytest.mark.parametrize(("lost", "left"), LOST)
 def test_log_without_committed_records_has_another_id(tmp_path: Path, lost: str, left: int) -> None:
-    """Others have more: this one is no longer in sync."""
+    """Other logs have more records, so this one is no longer in sync."""
     lose_committed(tmp_path, lost)
     data_dir = DataDir.open(tmp_path, 1)
     log = data_dir.open_log("t", 0, FIRST)
@@ -153,7 +153,7 @@ def test_only_log_without_committed_records_stays_closed(tmp_path: Path, lost: s
         with pytest.raises(LogCorrupt, match=f"t-0: ends at offset {left}; all below offset 3 was on the disk"):
             data_dir.open_log("t", 0, FIRST, is_only_replica=True)
     assert {path.name: path.read_bytes() for path in directory.iterdir()} == found
-    # The way out that the broker gives.
+    # The remedy that the broker names.
     (directory / "checkpoint.json").unlink()
     log = data_dir.open_log("t", 0, FIRST, is_only_replica=True)
     assert log.log_end_offset == left
@@ -227,7 +227,7 @@ def test_topic_recreated_during_removal_keeps_its_log(tmp_path: Path, monkeypatc
 
 
 def test_deleted_topic_leaves_nothing_for_its_namesake(tmp_path: Path) -> None:
-    """Its partitions are removed one by one; whoever creates it again does not wait for the last."""
+    """Its partitions are removed one by one; creating it again does not wait for the last."""
     data_dir = DataDir.open(tmp_path, 1)
     data_dir.open_log("t", 0, FIRST).close()
     data_dir.mark_deleted(FIRST)
@@ -314,7 +314,7 @@ def test_damaged_log_id_keeps_its_log_closed(tmp_path: Path, content: bytes) -> 
         with pytest.raises((LogFailed, OSError), match=f"{path} is damaged"):
             data_dir.open_log("t", 0, FIRST)
     data_dir.open_log("t", 1, FIRST).close()
-    # The ways out that the broker gives: where other replicas have the records, and where they have not.
+    # The remedies that the broker names: if other replicas have the records, and if they have not.
     (tmp_path / "t-0").rename(tmp_path / "elsewhere")
     data_dir.open_log("t", 0, FIRST).close()
     assert data_dir.log_id_of(FIRST, 0) not in (None, data_dir.log_id), "an empty log counts as the one that was there"

@@ -1,4 +1,4 @@
-"""Which leader epoch wrote which offsets, and the conclusions for another replica's log (KIP-101, KIP-279)."""
+"""The offsets that each leader epoch wrote, and the conclusions for another replica's log (KIP-101, KIP-279)."""
 
 from __future__ import annotations
 

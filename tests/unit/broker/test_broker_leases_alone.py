@@ -41,7 +41,7 @@ TTL_S = 10
 
 
 class Stage:
-    """Broker 1's lease manager before a simulated etcd. What etcd has is told when the test says so."""
+    """Broker 1's lease manager with a simulated etcd, whose changes are delivered when the test says so."""
 
     def __init__(self, directory: Path) -> None:
         self.store = EtcdStore(lambda: 0.0)
@@ -66,13 +66,13 @@ class Stage:
         await self.client.txn([], [put_op(key, encode_value(value), lease_id)])
 
     async def put_topic(self, topic_id: uuid.UUID, replicas: list[int], isr: list[ReplicaKey] | None = None) -> None:
-        """Put topic `t`, which nobody has led; in sync are `isr`, or broker 1 alone."""
+        """Put topic `t`, which no broker has led, with the ISR `isr`, or broker 1 alone."""
         isr = isr or [ReplicaKey(1, self.data_dir.log_id)]
         await self.put(KEYS.state("t", 0), StateValue(-1, isr, topic_id))
         await self.put(KEYS.topic("t"), TopicValue(topic_id, [replicas], {}))
 
     async def begin(self) -> None:
-        """Broker 1 comes up."""
+        """Start broker 1."""
         lease = await self.client.lease_grant(TTL_S)
         fence = LeaseFence(lease.lease_id, lambda: 0.0)
         fence.renew(0.0, TTL_S)
@@ -82,29 +82,29 @@ class Stage:
         self.leases.begin(fence)
 
     def tell(self) -> None:
-        """Hand over what has changed since."""
+        """Deliver the changes since the last call."""
         for revision, events in self.store.events_after(self._told):
             self._told = revision
             self.view.on_events(events, revision)
 
     def restore(self) -> None:
-        """Etcd is what it was at the very beginning."""
+        """Restore etcd to its state at the beginning."""
         self.store = self.client.store = EtcdStore(lambda: 0.0)
 
     async def recreate_topic(self) -> uuid.UUID:
-        """Deleted, and created again; what the new one's id is."""
+        """Delete the topic and create it again; return the new id."""
         topic_id = uuid.uuid4()
         await self.client.txn([], [delete_op(KEYS.topic("t")), delete_op(KEYS.state("t", 0))])
         await self.put_topic(topic_id, [1])
         return topic_id
 
     def tell_snapshot(self) -> None:
-        """As after a watch that was broken for longer than etcd keeps its history."""
+        """Deliver a snapshot, as after a watch that was broken for longer than etcd keeps its history."""
         self._told = self.store.revision
         self.view.on_snapshot(self.store.snapshot(self.view.prefixes))
 
     def leads(self, topic_id: uuid.UUID) -> bool:
-        """Whether it leads this very topic, once it has been told what there is."""
+        """Whether it leads the topic with this id, after the delivery of all changes."""
         self.tell()
         led = self.leases.led(b"t", 0)
         return led is not None and led.topic_id == topic_id
@@ -148,7 +148,7 @@ async def test_new_epoch_exceeds_all_obeyed_here(stage: Stage) -> None:
 
 @pytest.mark.parametrize("tell", [Stage.tell_snapshot, Stage.tell])
 async def test_lease_key_of_deleted_topic_blocks_no_leader(stage: Stage, tell: Callable[[Stage], None]) -> None:
-    """Whether the deletion was seen or not: nobody else can take it as long as the old key is there."""
+    """Whether the deletion was seen or not, no other broker can take it as long as the old key exists."""
     await stage.put_topic(uuid.uuid4(), [1])
     await stage.begin()
     running = asyncio.create_task(stage.leases.run())
@@ -185,7 +185,7 @@ async def test_topic_created_after_etcd_restore_is_seen(stage: Stage) -> None:
 
 
 async def test_out_of_sync_log_does_not_lead(stage: Stage) -> None:
-    """Its disk was replaced: what was committed is with others, or on the old disk."""
+    """Its disk was replaced: committed records are on other brokers, or on the old disk."""
     topic_id = uuid.uuid4()
     await stage.put(KEYS.topic("t"), TopicValue(topic_id, [[1, 2]], {}))
     await stage.put(KEYS.state("t", 0), StateValue(5, [on_disk(1), on_disk(2)], topic_id))
@@ -197,7 +197,7 @@ async def test_out_of_sync_log_does_not_lead(stage: Stage) -> None:
 
 
 async def test_next_replica_takes_partition_the_first_cannot(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It lives, and its disk takes no new log: nobody led the partition as long as that was so."""
+    """The first broker lives, but its disk accepts no new log: once no broker led the partition meanwhile."""
     monkeypatch.setattr(election, "START_GRACE_S", 0.0)
     monkeypatch.setattr(election, "UNWRITTEN_DELAY_S", 0.2)
     topic_id = uuid.uuid4()
@@ -268,7 +268,7 @@ async def test_records_for_deleted_topic_id_miss_its_namesake(stage: Stage, monk
 async def test_leader_that_cannot_begin_returns_its_key(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """Its transaction has made the key: nobody would lead, for as long as the broker lives."""
+    """Its transaction has created the key: no broker would lead as long as this broker lives."""
     topic_id = uuid.uuid4()
     await stage.put_topic(topic_id, [1])
     await stage.begin()

@@ -33,7 +33,7 @@ NOW_MS = 1_000_000
 
 @dataclass
 class Hosted:
-    """A partition, as far as its log's keeper is concerned."""
+    """The part of a partition that its log's keeper uses."""
 
     log: Log
     high_watermark: int = 0
@@ -46,11 +46,11 @@ class Hosted:
         self.is_at_rest = True
 
     def log_shortened(self) -> None:
-        """Nobody waits for it."""
+        """Do nothing: nobody waits for it."""
 
 
 class Disk:
-    """What is asked of the disk goes through to it, and is counted."""
+    """Passes calls on to the disk, and counts them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.syncs = 0
@@ -85,7 +85,7 @@ class Broker:
 
     @property
     def failed(self) -> list[str]:
-        """The topics of which it was told that their log has failed."""
+        """The topics whose logs were reported as failed."""
         return [event["topic"] for event in self.told if event["event"] == "log failed"]
 
     def host(self, topic: str = "t", **options: object) -> Hosted:
@@ -158,7 +158,7 @@ def test_append_never_waits_for_the_disk(
 
 
 async def test_truncated_records_do_not_count_as_flushed(broker: Broker, disk: Disk) -> None:
-    """What is written in its place while the disk was at work is not there yet."""
+    """Records written in their place while the disk was working are not flushed yet."""
     log = broker.host(flush="always").log
     append_values(log, 10, 10, 10)
     log.flush()
@@ -300,7 +300,7 @@ async def test_segment_removed_during_a_flush_is_no_failure(broker: Broker, disk
 
 @pytest.mark.parametrize("fails", [False, True])
 async def test_unfinished_flush_does_not_count_for_others(broker: Broker, disk: Disk, fails: bool) -> None:
-    """Or an append that is to be on the disk is acknowledged before it is."""
+    """Otherwise an append would be acknowledged before it is on the disk."""
     log = broker.host().log
     append_values(log, 10)
     at_work, go_on = threading.Event(), threading.Event()
@@ -356,7 +356,7 @@ async def test_log_of_killed_broker_is_flushed(broker: Broker, disk: Disk) -> No
 
 
 async def test_log_with_failed_flush_serves_nothing_more(broker: Broker) -> None:
-    """The kernel may take what it could not write for written: nobody may ask it twice."""
+    """The kernel may count data as written that it could not write, so a flush must not be repeated."""
     broken, well = broker.host("broken"), broker.host("well")
     for hosted in (broken, well):
         append_values(hosted.log, 10)
@@ -407,7 +407,7 @@ async def test_high_watermark_is_written_only_over_flushed_records(
 
 
 async def settle(keeper: LogMaintenance) -> None:
-    """A round of each kind, as often as it takes for all to be written."""
+    """Run rounds of each kind until all logs are written."""
     for _ in range(3):
         await keeper.flush()
         await keeper.checkpoint()

@@ -1,7 +1,7 @@
-"""Opening a log with damaged files: the possible effects of a power cut are cut off, any other damage is reported.
+"""Opening a log with damaged files repairs the possible effects of a power cut, and reports any other damage.
 
-The line between the two is the recovery point: the high watermark that was written down last. Files beside the segments
-that do not match them change nothing but what is read.
+The recovery point, the last stored high watermark, separates the two. Files beside the segments that do not match them
+change only the amount to read.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def segment_files(directory: Path) -> list[Path]:
 
 
 def recover_from(directory: Path, recovery_point: int) -> None:
-    """A high watermark is written down: below it all was on the disk."""
+    """Store a high watermark, below which all records were on the disk."""
     log = Log.open(directory, options=OPTIONS)
     log.checkpoint(recovery_point, log.leadership)
     log.close()
@@ -98,7 +98,7 @@ def test_flipped_bit_in_last_segment_truncates_it(directory: Path, batch: int, p
 def test_flipped_bit_in_earlier_segment_changes_nothing(
     directory: Path, segment: int, batch: int, position: int, mask: int
 ) -> None:
-    """Offsets behind it were given out, and committed: cutting them off is for a person to decide."""
+    """Offsets after it were assigned and committed, so only a person may decide to cut them off."""
     path = segment_files(directory)[segment]
     if segment == batch == 0 and position == LEADER_EPOCH + 3:
         mask = 0x80  # there is no lower one at the very beginning
@@ -141,7 +141,7 @@ def a_missing_segment(directory: Path) -> None:
     segment_files(directory)[1].unlink()
 
 
-# How many bytes of the rest are gone is for each damage to tell.
+# Each damage says how many bytes of the rest are lost.
 IN_THE_MIDDLE = [
     pytest.param(a_flipped_bit, 128, id="a flipped bit"),
     pytest.param(an_epoch_that_goes_back, 120, id="an epoch that goes back"),
@@ -272,7 +272,7 @@ def take_snapshot_for_index(told: Told) -> None:
 
 
 def write_another_tail(told: Told) -> None:
-    """Longer than what the snapshot tells of, with other batches."""
+    """Write more than the snapshot covers, with other batches."""
     path = told.now / f"{140:020d}.log"
     path.write_bytes(leader_batches(140, 7, 7, 7, 7, 7, leader_epoch=8))
 
@@ -281,7 +281,7 @@ def lose_last_segment(told: Told) -> None:
     segment_files(told.now)[-1].unlink()
 
 
-# What is on the disk after a power cut, and the segments that are read then.
+# The files on the disk after a power cut, and the segments that are then read.
 MIXED = [
     pytest.param(lambda told: None, [], id="nothing"),
     pytest.param(lambda told: told.put_back("log.snapshot"), [140], id="older snapshot"),

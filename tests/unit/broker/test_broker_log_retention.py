@@ -1,4 +1,4 @@
-"""Which segments retention removes: Kafka's retention.bytes and retention.ms."""
+"""Retention removes segments by Kafka's retention.bytes and retention.ms."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_retention_removes_only_committed_records(log: Log, high_watermark: int,
 
 
 def test_last_segment_is_removed_after_successor_is_flushed(log: Log) -> None:
-    """Or a power cut leaves no segment at all, and offsets begin at 0 again."""
+    """Otherwise a power cut might leave no segment, and offsets would begin at 0 again."""
     log.options = LogOptions(SEGMENT_BYTES, retention_ms=5000)
     for removed in (SEGMENTS - 1, 0):
         assert log.remove_old_segments(14_001, END_OFFSET) == removed

@@ -1,4 +1,4 @@
-"""A led partition over a real log: the effects of fence, role and producer state, and the promise of an answer."""
+"""A leader's partition with a real log: the effects of fence, role and producer state, and its answers' meaning."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_dead_fence_refuses_appends(partition: Partition, clock: Clock) -> None:
 
 
 def test_write_under_dying_fence_is_undone(partition: Partition, clock: Clock, fence: LeaseFence) -> None:
-    """Stopped between the check and the write: what slipped into the log must never be read, nor its offset lost."""
+    """The broker stops between the check and the write: nobody may read the written batch, and its offset is reused."""
     append(partition)
     sent = build_batch([b"slipped"], producer_id=3, producer_epoch=0, base_sequence=0)
     clock.steps = [LIVE_FOR_S]  # passes between the first check and the second

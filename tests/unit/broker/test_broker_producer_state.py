@@ -1,4 +1,4 @@
-"""Idempotent producers: which batches are resends, gaps, or fenced."""
+"""A broker recognizes resent, out-of-order and fenced batches of idempotent producers."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def remembered(states: ProducerStates, producer_id: int) -> bool:
 
 
 def test_producer_idle_for_a_day_expires_on_writes() -> None:
-    """By when it was appended: what the producer says of the time counts for nothing there."""
+    """It expires by the time of its append: the producer's timestamps do not count there."""
     clock = Clock()
     states = ProducerStates(clock=clock)
     states.update(batch(0, producer_id=1), 0)
@@ -130,7 +130,7 @@ def test_producer_read_from_a_log_expires_by_timestamp() -> None:
     clock.now += 1
     states.update(batch(1, producer_id=4), 5)
     assert [remembered(states, producer_id) for producer_id in (1, 2, 3)] == [False, True, True]
-    # One from the future was there when it was read, and no later.
+    # A batch from the future counts as of the time when it was read.
     clock.now += EXPIRATION_MS - GRACE_MS
     states.update(batch(2, producer_id=4), 6)
     assert (len(states), states.expired, states.evicted) == (1, 3, 0)
@@ -174,7 +174,7 @@ def test_copy_changes_independently() -> None:
 
 
 def test_hundred_thousand_producers_fit_their_memory() -> None:
-    """5,000 was the bound once: duplicates with more writers, and nobody was told."""
+    """The bound was once 5,000: with more writers there were duplicates, without any report."""
     count = 20_000
     states, history = ProducerStates(), ProducerHistory()
     five = [batch(sequence) for sequence in range(RETAINED_BATCHES)]

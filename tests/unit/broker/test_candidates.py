@@ -1,4 +1,4 @@
-"""Which brokers may take a partition, and in which order."""
+"""The brokers that may take a partition, and their order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The disk watch: what counts as a fault of one replica, of all of them, and when it is over."""
+"""The disk watch decides whether a fault affects one replica or all, and when the fault is over."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Replica:
 
 
 class Stage:
-    """Two replicas, and a disk whose probe does as the test says."""
+    """Two replicas, and a disk whose probe has the result that the test sets."""
 
     def __init__(self) -> None:
         self.one, self.other = Replica(), Replica()

@@ -48,7 +48,7 @@ INVALID = error_codes.INVALID_REQUEST
 
 
 class Stage:
-    """A broker that leads a topic's partitions before a simulated etcd; nobody else ever does."""
+    """A broker that alone leads a topic's partitions, with a simulated etcd."""
 
     def __init__(self, directory: Path) -> None:
         self.store = EtcdStore(time.monotonic)
@@ -110,7 +110,7 @@ class Stage:
         return list(parse_bind_fences_response(INT32.pack(len(reply)) + reply))
 
     async def produce(self, bound: int, index: int = 0) -> int:
-        """On a connection that was bound before the topic was created anew."""
+        """Write on a connection that was bound before the topic was created anew."""
         frame = memoryview(bytearray(produce_frame({"t": [index]}, records=bytes(build_batch()), acks=1)))
         request = Request(frame, parse_request_header(frame), {(b"t", index): bound})
         answer = produce.handle(self.broker, request)
@@ -299,7 +299,7 @@ async def test_abandoned_request_leaves_partition_to_the_next(stage: Stage) -> N
     for _ in range(2):
         stage.client.apply_pending(0)
         stage.client.answer_pending(0)
-    # The first was done, so that what the second put stood on nothing: it is put again.
+    # The first was applied, so the second one's compare failed: it is put again.
     await eventually(lambda: len(stage.client.pending) == 1)
     stage.client.apply_pending(0)
     stage.client.answer_pending(0)

@@ -1,4 +1,4 @@
-"""Which followers count as gone, judged by their connections alone."""
+"""A leader decides which followers are gone by their connections alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which partitions go back to their first replica, and how many at a time."""
+"""The partitions that return to their first replica, and the number at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a follower's connection still asks for, on real partitions: which questions are answered, and what they mean."""
+"""A follower's open fetches on a connection, with real partitions: which are answered, and what they mean."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Brokers that prove to each other that they know the cluster's secret, and those that do not know it."""
+"""Brokers prove to each other that they know the cluster's secret; those that do not know it are refused."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The scenarios of the StreamBus text ("Week 7: Leader/Follower Coordination"), each on the real classes.
 
-Where the text truncates a log to its replica's own high watermark, our rule keeps what may have been acknowledged; both
-rules are run, and what differs is said in the tables. Logs are written as the values of their records.
+Where the text truncates a log to its replica's own high watermark, kproxy's rule keeps batches that may have been
+acknowledged. Both rules are run, and the tables have the differences. Logs are written as the values of their records.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def log_of(group: Group, node_id: int) -> list[str]:
 
 
 def positions(group: Group, node_id: int) -> tuple[int, int]:
-    """(log end offset, high watermark), as the text's tables have them."""
+    """(log end offset, high watermark), as in the text's tables."""
     replica = group.replicas[node_id]
     return replica.log_end_offset, replica.high_watermark
 
@@ -108,7 +108,7 @@ def test_replicas_agree_after_failover_to_b(group: Group) -> None:
 def test_replicas_agree_after_failover_to_a(
     tmp_path: Path, rule: Reconciliation, kept: list[str], position: tuple[int, int]
 ) -> None:
-    """A new leader that is ahead of its high watermark: what it has more may have been acknowledged. We keep it."""
+    """A new leader is ahead of its high watermark: its further records may have been acknowledged, so they are kept."""
     group = Group(tmp_path, reconciliation=rule)
     five_messages(group)
     group.elect(A)
@@ -126,7 +126,7 @@ def test_replicas_agree_after_failover_to_a(
 def test_acknowledged_message_survives_leader_with_lagging_watermark(
     tmp_path: Path, rule: Reconciliation, survives: bool
 ) -> None:
-    """The flaw (KIP-101): the high watermark that a follower knows is one fetch old."""
+    """The flaw of the text (KIP-101): a follower's high watermark is one fetch old."""
     group = Group(tmp_path, reconciliation=rule)
     leader = group.elect(OLD_LEADER)
     assert append(leader, b"acknowledged").error_code == error_codes.NONE
@@ -259,7 +259,7 @@ def test_inconsistent_high_watermark_is_refused(group: Group, high_watermark: in
         (EpochEnd(0, 2), 2),  # the leader's epoch 0 ended earlier
         (EpochEnd(0, 9), 3),  # it went on; here the next one began at 3
         (EpochEnd(1, 4), 4),
-        (EpochEnd(1, 9), 5),  # we are only behind
+        (EpochEnd(1, 9), 5),  # this replica only lags
         (EpochEnd(-1, 0), 0),  # nothing in common
     ],
 )
@@ -327,7 +327,7 @@ class Waiting:
         return waiter
 
     def replicate(self) -> None:
-        """Both followers get what there is, and say so."""
+        """Both followers fetch all records, and report them."""
         for node_id in (A, B, A, B):
             self.group.fetch(node_id)
         self.loop.run_ready()
@@ -343,7 +343,7 @@ class Waiting:
 
 @pytest.fixture
 def waiting(tmp_path: Path) -> Iterator[Waiting]:
-    # Nobody falls out of the ISR, however long they wait here.
+    # No replica leaves the ISR, however long the test waits.
     group = Group(tmp_path, isr_lag_s=1000.0)
     waiting = Waiting(group)
     yield waiting
@@ -394,7 +394,7 @@ def test_several_waiters_are_answered_at_their_offsets(waiting: Waiting) -> None
     waiting.advance(2)
     assert also_at_one.result() == error_codes.REQUEST_TIMED_OUT
     for node_id in (A, B):
-        # Both say that they have msg1, and not yet msg2.
+        # Both report msg1, and not yet msg2.
         waiting.replication.replica_fetched(on_disk(node_id), 2)
     waiting.loop.run_ready()
     assert at_one.result() == error_codes.NONE

@@ -38,9 +38,9 @@ class Stage:
     async def take_over(
         self, meanwhile: Callable[[], None] | None = None, *, answer_is_lost: bool = False
     ) -> Taken | None:
-        """An attempt; `meanwhile` happens when it has seen the key and its next transaction is on its way.
+        """Make an attempt; `meanwhile` happens when it has seen the key and its next transaction is on its way.
 
-        With `answer_is_lost` etcd applies that transaction, and nobody hears of it.
+        With `answer_is_lost` etcd applies that transaction, but its answer is lost.
         """
         found = self.store.get(KEYS.topic("t"))
         assert found is not None
@@ -72,7 +72,7 @@ class Stage:
         return decode_value(found.value, StateValue)
 
     def change(self, key: str, value: bytes | None) -> None:
-        """What another broker does."""
+        """Change a key as another broker."""
         operation = delete_op(key) if value is None else put_op(key, value)
         kind = operation.message.WhichOneof("request")
         name = {"request_put": "Put", "request_delete_range": "DeleteRange"}[kind]
@@ -100,7 +100,7 @@ async def test_lost_answer_to_new_epoch_is_found() -> None:
 
 
 async def test_an_isr_that_was_changed_meanwhile_stays() -> None:
-    """What came before a shrink must not bring back who has left."""
+    """A change from before a shrink must not bring back brokers that have left."""
     stage = Stage()
     await stage.begin()
     shrunk = StateValue(LAST_EPOCH, ALL[:1], TOPIC_ID)

@@ -1,4 +1,4 @@
-"""A topic and the states of its partitions come into being together, in however many transactions."""
+"""A topic and the states of its partitions are created together, in any number of transactions."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Site:
             await self.client.txn([], [put_op(KEYS.broker(node_id), value)])
 
     def admin(self, *, watched: bool = False) -> TopicAdmin:
-        """A broker's; the transactions of one that is watched are counted, and `before_txn` comes before them."""
+        """A broker's TopicAdmin. If `watched`, its transactions are counted, and `before_txn` is called before each."""
         client = _Watched(self) if watched else self.client
         return TopicAdmin(client, ClusterView(KEYS), BrokerConfig(1, Path("unused"), ("unused",)))  # type: ignore[arg-type]
 
     async def create(self, partitions: int, *, watched: bool = False) -> tuple[uuid.UUID, int]:
-        """The id that the topic was to have, and the error code. Raises EtcdError."""
+        """Create the topic; return its planned id, and the error code. Raises EtcdError."""
         admin = self.admin(watched=watched)
         planned = await admin.plan(NewTopic("t", partitions, 3))
         assert not isinstance(planned, TopicOutcome)
@@ -55,7 +55,7 @@ class Site:
         return None if found is None else decode_value(found.value, TopicValue)
 
     def check_is_whole(self, topic_id: uuid.UUID, partitions: int) -> None:
-        """The topic has that id, and so has every one of its states."""
+        """Check that the topic and all its states have that id."""
         topic = self.topic()
         assert topic is not None
         assert (topic.topic_id, len(topic.replicas)) == (topic_id, partitions)

@@ -1,4 +1,4 @@
-"""Whose writes a partition accepts: every case of a fence and a binding, and the rules for all of them."""
+"""A partition accepts writes by its fence: every case of a fence and a binding, and the rules for all cases."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_bind_and_release_give_expected_outcomes(
     [
         (KeptFence(8, OPEN, 20), (8, OPEN, 20)),
         (KeptFence(7, OPEN, 20), (7, OPEN, 20)),
-        # Somebody has deleted the key, or put an older one: what was known is known.
+        # Another client has deleted the key, or put an older one: the known fence stays.
         (KeptFence(6, OPEN, 20), (7, OWNED, 20)),
         (KeptFence(), (7, OWNED, 0)),
     ],
@@ -88,7 +88,7 @@ ASKS = st.lists(st.builds(Ask, st.integers(0, 2), st.integers(1, 6), st.booleans
 
 @given(ASKS)
 def test_lower_fence_never_writes_behind_a_higher(asks: list[Ask]) -> None:
-    """Three connections that say what they like, and write after each word that anybody says."""
+    """Three connections bind and release at random, and write after each message of any of them."""
     writers, kept = WriterFence(), KeptFence()
     bindings: dict[int, int] = {}
     written: list[int] = []

@@ -1,4 +1,4 @@
-"""The table of claims as pages: every claim in force, once each, whatever the size of a page."""
+"""The pages of the table of claims have every claim in force once, whatever the page size."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kproxy.observe.table import (
 )
 
 KEYS = OwnKeys("/kafscale")
-# What JSON and percent-encoding have to get around.
+# Names that JSON and percent-encoding must escape.
 NAMES = ["orders/0", "orders/1", "ü /%", "*", "\x00\n", "\x00" * 1023]
 
 

@@ -1,4 +1,4 @@
-"""The course of claiming after any answer: a client library that answers as each test says, on asyncio's clock."""
+"""A claimant's reaction to any answer. The client library is scripted by each test, on asyncio's clock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Answer = int | Exception | OwnedResource | OwnResponse
 
 
 class Connection:
-    """One to a node."""
+    """A connection to one node."""
 
     def __init__(self, node: int) -> None:
         self.node = node
@@ -34,7 +34,7 @@ class Connection:
 
 
 class Library:
-    """A client library whose waits take no time. Claims are granted as asked for, but for what `answers` says first."""
+    """A client library whose waits take no time. Claims get the outcomes in `answers`, and are then granted."""
 
     def __init__(self, *answers: Answer) -> None:
         self.answers: Iterator[Answer] = iter(answers)

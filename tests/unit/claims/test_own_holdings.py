@@ -1,4 +1,4 @@
-"""The claims of a connection: the fence of its writes, what it may read, and what remains of it."""
+"""The claims of a connection: the fence of its writes, the partitions it may read, and the claims left at its end."""
 
 from __future__ import annotations
 

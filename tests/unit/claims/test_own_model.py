@@ -1,4 +1,4 @@
-"""The judge of ownership refuses what must not be. What may be it sees in tests/integration/claims."""
+"""The judge of ownership refuses impossible histories. Tests in tests/integration/claims give it possible ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def recorded(*told: Claimed | Written, ends: dict[str, float] | None = None) -> 
 
 
 def log_of(history: Recorded) -> list[Stored]:
-    """As it is where nothing went wrong: what has an offset."""
+    """The log if nothing went wrong: all writes that have an offset."""
     return sorted(Stored(each.offset, each.value) for each in history.writes if each.offset >= 0)
 
 

@@ -1,4 +1,4 @@
-"""What an application may ask to own, and the errors for requests that make no sense."""
+"""The resources that an application may request, and the errors for senseless requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The outcome of a claim: the rows of the Own API's table, and those in which a whole group takes part."""
+"""The outcome of a claim: the rows of the Own API's table, and the rows that involve a whole group."""
 
 from __future__ import annotations
 

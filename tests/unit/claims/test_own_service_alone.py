@@ -1,4 +1,4 @@
-"""The answers of one process to claims that it cannot even check."""
+"""The answers of one process to claims that it cannot check."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ KEYS = OwnKeys("/kafscale")
 
 
 class Told:
-    """A listener that writes down what it is told, and what the table had at that moment."""
+    """A listener that records each change, and the table's content at that moment."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -148,7 +148,7 @@ def test_snapshot_is_reported_as_changes(table: OwnTable) -> None:
     [
         ([("r", "a", 3)], "a"),
         ([(WHOLE_GROUP, "a", 3)], "a"),
-        # Of two the later one is in force.
+        # The later one of two claims is in force.
         ([("r", "a", 3), (WHOLE_GROUP, "b", 4)], "b"),
         ([(WHOLE_GROUP, "a", 3), ("r", "b", 4)], "b"),
         ([("s", "a", 3)], None),

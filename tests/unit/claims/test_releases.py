@@ -15,7 +15,7 @@ KEYS = OwnKeys("/kproxy")
 
 
 class Brokers:
-    """`released` is what they were told to release."""
+    """Brokers; `released` are the releases that they received."""
 
     def __init__(self) -> None:
         self.released: list[Release] = []

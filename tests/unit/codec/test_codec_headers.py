@@ -39,7 +39,7 @@ def _their_classes() -> list[Any]:
 
 THEIR_CLASSES = _their_classes()
 EVERY_MESSAGE = [pytest.param(candidate, id=candidate.name) for candidate in THEIR_CLASSES]
-# This project's own APIs: nobody else knows them.
+# This project's own APIs, which no other codec knows.
 PRIVATE_KEYS = {api_keys.OWN, api_keys.BIND_FENCES}
 KAFKAS_KEYS = [
     value
@@ -94,7 +94,7 @@ def _check_header(message_class: Any, version: int, sender: str | None) -> None:
         assert parse_request_header(frame) == (api_key, version, -7, 4 + len(theirs))
         assert client_id(frame) == encoded
     else:
-        # KIP-511: the answer to ApiVersions has the old header, so that anybody can read it.
+        # KIP-511: the answer to ApiVersions has the old header, so that every client can read it.
         theirs = TheirResponseHeader(correlation_id=-7).encode(flexible=flexible and api_key != API_VERSIONS)
         assert response_header(api_key, version, -7) == theirs
         frame = frame_message(theirs, b"body")

@@ -17,7 +17,7 @@ VERSIONS = range(HIGHEST_VERSION + 1)
 
 
 def answer(random: Random, version: int) -> bytes:
-    """Small, and with what is seldom seen: no topics, no brokers, many replicas, long names, racks, errors."""
+    """A small answer with rare content: no topics, no brokers, many replicas, long names, racks, errors."""
     brokers = [
         {
             "node_id": random.randrange(2**31),

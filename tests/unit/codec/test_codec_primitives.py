@@ -1,4 +1,4 @@
-"""Primitive types: what is read, and what is refused before any work is done for it."""
+"""Primitive types: values that are read, and values that are refused before any work is done for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Invalid partitioned requests of clients, and the fields read of valid ones: tables for the rules one by one."""
+"""Invalid partitioned requests of clients, and the fields of valid ones, in a table for each rule."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_forgotten_topics_are_bounded_too(version: int) -> None:
 
 @pytest.mark.parametrize(("api_key", "version"), EVERY_VERSION)
 def test_null_topics_and_null_partitions_are_refused(api_key: int, version: int) -> None:
-    """Kafka closes the connection on them: a broker's would be closed on behalf of a client that was let pass."""
+    """Kafka closes the connection on them: one client could otherwise close a connection to a broker."""
     topics_field, partitions_field, _, _ = REQUEST_FIELDS[api_key]
     topics = sample_request(api_key, {"t": [0], "u": []})[topics_field]
     topics[1][partitions_field] = None
@@ -164,7 +164,7 @@ def test_null_topics_and_null_partitions_are_refused(api_key: int, version: int)
             _parse(api_key, version, request_body(api_key, version, hostile))
 
 
-# Versions, and what may not be null in them; from 13 on a topic has an id, which cannot be.
+# Versions, and the fields that may not be null in them; from 13 on a topic has an id, which cannot be null.
 NULLS_IN_THE_TRAILER: list[tuple[range, dict[str, Any]]] = [
     (range(7, 14), {"forgotten_topics_data": None}),
     (range(7, 13), {"forgotten_topics_data": [{"topic": None, "partitions": []}]}),
@@ -207,7 +207,7 @@ def test_admitted_fetch_names_no_rack(version: int, rack: str) -> None:
 
 @pytest.mark.parametrize(("api_key", "version"), [case for case in EVERY_VERSION if case not in BY_ID])
 def test_a_topic_needs_a_name_in_utf_8(api_key: int, version: int) -> None:
-    """A broker reads other bytes as U+FFFD and answers for a topic that nobody asked about."""
+    """A broker reads other bytes as U+FFFD and answers for a topic that nobody requested."""
     topics_field, _, name_field, _ = REQUEST_FIELDS[api_key]
     topics = sample_request(api_key, {"t": [0]})[topics_field]
     for name in (None, b"\xff", b"t\xc3", b"\xed\xa0\x80", b"\xc0\xaf"):
@@ -267,7 +267,7 @@ def test_tagged_fields_are_bounded_and_ascend(
 
 
 def test_padded_varints_are_read_and_kept() -> None:
-    """Kafka reads 0x81 0x00 as 1; what it says must not depend on whether the request is split."""
+    """Kafka reads 0x81 0x00 as 1; the meaning must not depend on whether the request is split."""
     entry = struct.pack(">i", 6) + b"\x84\x00abc" + b"\x80\x00"
     body = uvarint(0) + struct.pack(">hi", -1, 1000) + b"\x82\x00" + b"\x82\x80\x00t" + b"\x82\x00" + entry
     request = _parse(PRODUCE, 9, body + b"\x80\x00" + tag_section())
@@ -279,7 +279,7 @@ def test_padded_varints_are_read_and_kept() -> None:
 
 @pytest.mark.parametrize(("api_key", "version"), EVERY_VERSION)
 def test_inflated_request_is_refused_at_once(api_key: int, version: int) -> None:
-    """Two hundred thousand empty topics in a megabyte may cost no more than a look."""
+    """Two hundred thousand empty topics in a megabyte must cost almost nothing."""
     flexible = version >= FLEXIBLE_FROM[api_key]
     count = uvarint(200_001) if flexible else struct.pack(">i", 200_000)
     one = b"\x01\x01\x00" if flexible else bytes(6)
@@ -300,7 +300,7 @@ def test_inflated_request_is_refused_at_once(api_key: int, version: int) -> None
 @pytest.mark.parametrize("size", [None, 0, 1, 126, 127, 128, 16_382, 16_383, 16_384, 2_097_150, 2_097_151, 2_097_152])
 @pytest.mark.parametrize("padding", [0, 1])
 def test_records_of_every_length_are_found(size: int | None, padding: int) -> None:
-    """A length may be said in more bytes than it needs; where the next partition begins is agreed on with Kafka."""
+    """A length may have more bytes than it needs; the codec and Kafka agree where the next partition begins."""
     length = uvarint(0 if size is None else size + 1)
     if padding:
         length = length[:-1] + bytes([length[-1] | 0x80, 0])

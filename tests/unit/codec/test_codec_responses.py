@@ -1,4 +1,4 @@
-"""Answers: which fields are read and blanked, and whether kafka-python and kio can read the encoded ones."""
+"""The fields of answers that are read and blanked; kafka-python and kio can read the encoded answers."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_every_result_is_found_with_its_error_code(api_key: int, version: int) -
     [(key, version, tag) for key, first, tag in LEADER_TAGS for version in VERSIONS[key] if version >= first],
 )
 def test_real_leader_is_hidden(api_key: int, version: int, tag: int) -> None:
-    """KIP-951: a client that is told the leader goes round the proxy."""
+    """KIP-951: a client that learns the leader bypasses the proxy."""
     others = [(number, b"kept") for number in (100, 2**31)]
     fields = sample_response(api_key, {"t": [0, 1, 2]}, tags=[(0, NODE_ENDPOINTS), *others])
     named, unnamed, short = _entries(api_key, fields)
@@ -241,7 +241,7 @@ def test_produce_result_has_all_fields_of_its_version(version: int, error_messag
         if error_message is None:
             assert message is None
         else:
-            # What does not fit into a Kafka string is cut short; what no UTF-8 can say is replaced.
+            # Text that does not fit into a Kafka string is cut short; characters without UTF-8 are replaced.
             assert len(message.encode()) <= 0x7FFF
             assert error_message.encode(errors="replace").decode().startswith(message)
             assert len(message) == min(len(error_message), 8191)

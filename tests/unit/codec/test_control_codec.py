@@ -1,4 +1,4 @@
-"""The adapter over kafka-python's codecs: right bytes both ways, and a CodecError for everything else."""
+"""The adapter over kafka-python's codecs reads and writes correct bytes, and raises a CodecError for others."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _DESCRIBED = {"brokers": [{"broker_id": 1, "host": "h", "port": 9}], "cluster_id
 _SOFTWARE = {"client_software_name": "spark", "client_software_version": "4.0.0"}
 _CURSOR = {"topic_name": "t", "partition_index": 9}
 
-# What brokers, proxies and clients of this project say to each other: kind, API key, versions, fields.
+# The messages of this project's brokers, proxies and clients: kind, API key, versions, fields.
 _TABLE: list[tuple[str, int, range, dict[str, Any]]] = [
     ("request", api_keys.METADATA, range(14), {"topics": [{"name": "flights"}]}),
     ("request", api_keys.API_VERSIONS, range(3, 5), _SOFTWARE),
@@ -210,7 +210,7 @@ _SMALLEST = {
 
 @pytest.mark.parametrize("name", _SMALLEST)
 def test_names_in_a_request_are_bounded(name: str) -> None:
-    """Each element costs microseconds and some hundred bytes: 1 MiB of them cost a second, and 150 MB."""
+    """Each element costs microseconds and some hundred bytes, so 1 MiB of elements cost a second and 150 MB."""
     api_key, version, before, element, behind = _SMALLEST[name]
 
     def body(count: int, tagged: bytes = b"\x00") -> bytes:

@@ -1,4 +1,4 @@
-"""The frame reader at its limits: every split, illegal lengths, what it may allocate and what it may overwrite."""
+"""The frame reader at its limits: every split, illegal lengths, and the limits of allocation and reuse."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _frame(length: int, fill: int = 0x41) -> bytes:
 
 
 def _feed(reader: FrameReader, data: bytes | memoryview) -> list[memoryview]:
-    """Hand `data` to the reader as an event loop does: as much at a time as it has room for."""
+    """Pass `data` to the reader as an event loop does: as much at a time as the reader has room for."""
     frames: list[memoryview] = []
     while data:
         buffer = reader.get_buffer(-1)
@@ -188,7 +188,7 @@ def test_same_position_in_another_chunk_is_distinct() -> None:
     _feed(one, _frame(300, 1)[:100])
     held = [_feed(two, _frame((CHUNK_BYTES - LEAST_FREE_BYTES) // 4, 2))[0] for _ in range(4)]
     held += _feed(two, _frame(96, 3))
-    # The reader's frame ends at 100 in its chunk, and so does what was last received, in the next one.
+    # The reader's frame ends at position 100 of its chunk, as do the last received bytes in the next chunk.
     assert held[0].obj is not held[-1].obj
     assert arena.position == 100
     assert [bytes(frame) for frame in _feed(one, _frame(300, 1)[100:])] == [_frame(300, 1)]

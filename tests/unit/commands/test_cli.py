@@ -142,13 +142,13 @@ ASKING = {
     "pipeline ingest": (INGEST, BOOTSTRAP),
     "pipeline audit": (["pipeline", "audit"], BOOTSTRAP),
 }
-# Nobody listens on any of them.
+# No server listens on any of these.
 BY_FLAG, BY_VARIABLE = "127.0.0.1:1", "127.0.0.1:2"
 
 
 @pytest.fixture
 def asks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run a command in vain: all that it says of where it asked."""
+    """Run a command in vain; return the addresses in its error."""
     for _, variable in (ADMIN, BOOTSTRAP):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr("kproxy.pipeline.audit.run.PATIENCE_S", 0.2)
@@ -292,7 +292,7 @@ def test_check_config_prints_the_configuration(tmp_path: Path, capsys: pytest.Ca
     assert parsed["limits"]["max_connections"] == 7
     assert parsed["own"] == {"writer_group": ["t=g"]}
     assert parsed["ownership"]["etcd"] == ["http://a:1", "http://b:2"]
-    # What it prints is itself a configuration, and the same one.
+    # The output is itself a configuration, and the same one.
     file.write_text(said)
     assert main(["check-config", "--config", str(file)]) == 0
     assert tomllib.loads(capsys.readouterr().out) == parsed
@@ -353,7 +353,7 @@ def test_check_config_prints_json_for_programs(
     assert {path: tuple(each[key] for key in ("value", "state", "source")) for path, each in found.items()} == expected
     assert told["owners"] == {"brokers": {"1": "a:1"}, "topics": [{"name": "t", "owners": [1, 1]}]}
     assert "hunter2" not in said
-    # What is refused is so in both ways.
+    # Both ways refuse the same configurations.
     file.write_text("[limits]\nmax_conections = 7\n")
     assert main(["check-config", "--config", str(file), "--json"]) == 2
     captured = capsys.readouterr()

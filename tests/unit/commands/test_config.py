@@ -187,7 +187,7 @@ def test_etcd_may_be_a_list_in_the_file(tmp_path: Path) -> None:
 
 def test_variables_that_are_no_key_are_ignored() -> None:
     assert load(environ={"KPROXY_DEBUG": "1", "KPROXYLISTEN__X": "1", "LISTEN__LISTEN": "x"}) == load()
-    # Where other commands ask.
+    # The addresses to which other commands send requests.
     assert load(environ={"KPROXY_ADMIN": "a:1", "KPROXY_BOOTSTRAP": "a:2"}) == load()
 
 

@@ -1,4 +1,4 @@
-"""The destination of the audit trail: read from flags, environment and file; refused if it cannot go there."""
+"""The destination of the audit trail: read from flags, environment and file; refused if it cannot be written there."""
 
 from __future__ import annotations
 

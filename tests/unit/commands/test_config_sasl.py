@@ -218,7 +218,7 @@ def test_each_listener_chooses_identity_for_brokers(tmp_path: Path) -> None:
     assert config.sasl is not None
     first, second = config.listeners
     assert (config.sasl.carries(first), config.sasl.carries(second)) == (True, False)
-    # What cannot be carried is not offered there.
+    # Mechanisms that cannot be passed on are not offered there.
     assert (config.sasl.offered(first), config.sasl.offered(second)) == (("PLAIN",), ("PLAIN", "SCRAM-SHA-512"))
 
 
@@ -353,7 +353,7 @@ def test_check_config_reads_users_and_keys(tmp_path: Path, text: str, content: s
     assert says.format(named) in str(raised.value)
 
 
-# `kproxy user` and `kproxy acl`
+# The options of `kproxy user` and `kproxy acl` for etcd
 
 IN_ETCD = ("--etcd", "http://127.0.0.1:1")
 OF_A = (*IN_ETCD, "--principal", "User:a")

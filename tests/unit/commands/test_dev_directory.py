@@ -1,4 +1,4 @@
-"""The data directory of `kproxy dev`: its own user's alone."""
+"""The data directory of `kproxy dev` belongs to one user alone."""
 
 from __future__ import annotations
 

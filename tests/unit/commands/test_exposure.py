@@ -1,4 +1,4 @@
-"""Secrets that others can read: each kind is found, by its file's mode, and read-only mounts are let be."""
+"""Secrets that other users can read are found by their file's mode; read-only mounts are accepted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def signer(tmp_path_factory: pytest.TempPathFactory) -> Signer:
 
 
 def written(directory: Path, text: str) -> dict[str, list[str]]:
-    """What is told of the configuration, by file."""
+    """The reports about a configuration, by file."""
     file = directory / "kproxy.toml"
     file.write_text('[ownership]\netcd = "http://127.0.0.1:2379"\n' + text)
     settings = load_settings(file, environ={})

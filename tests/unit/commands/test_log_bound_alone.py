@@ -8,7 +8,7 @@ from kproxy.observe.logging import ANYTHING_ELSE, MINUTE_S, MOST_A_MINUTE, MOST_
 
 
 class Site:
-    """A bound on a clock of its own; `pass_time` calls what is due."""
+    """A bound with a simulated clock; `pass_time` runs the calls that are due."""
 
     def __init__(self) -> None:
         self.now = 1000.0

@@ -86,7 +86,7 @@ def test_token_protects_all_but_vital_pages() -> None:
         assert refused(guard, "GET", path) == 0
         assert refused(PageGuard(lambda: TOKEN, token_for_all=True), "GET", path) == 401
     assert refused(guard, "POST", "/own/free") == 401
-    # Who has the token may call the page by any name, but not from another page.
+    # A client with the token may call the page by any name, but not from another page.
     assert refused(guard, "POST", "/own/free", "any.test", token=TOKEN) == 0
     assert refused(guard, "POST", "/own/free", "any.test", token=TOKEN, origin="http://evil.test") == 403
 

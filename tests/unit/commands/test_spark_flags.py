@@ -1,4 +1,4 @@
-"""Where a job runs, by its flags: errors that Spark would end with are reported before Spark is started."""
+"""A job's flags decide where it runs; errors that would end Spark are reported before Spark starts."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from kproxy.runtime.process import spawn
 
 
 class Ends:
-    """Garbage that says in which process it is collected."""
+    """Garbage that reports in which process it is collected."""
 
     def __init__(self, file: Path) -> None:
         self.itself = self

@@ -1,4 +1,4 @@
-"""A waiting command reports at once what it waits for, and repeats it at intervals."""
+"""A waiting command reports the reason at once, and repeats the report at intervals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def test_sentence_is_due_at_once_and_periodically() -> None:
     reminders = Reminders(lambda: now)
     assert reminders.is_due("a")
     assert not reminders.is_due("a")
-    # Reasons in turn are each said once, not at every turn.
+    # Alternating reasons are each reported once, not at each change.
     assert reminders.is_due("b")
     assert not reminders.is_due("a")
     now += REMIND_S - 1

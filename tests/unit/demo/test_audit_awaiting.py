@@ -1,4 +1,4 @@
-"""When the trails cover everything before a given time, by the rows received so far."""
+"""The demo recognizes by the received rows when the trails cover all time before a given moment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The judge: which records it calls missing, duplicated, out of order, altered, scattered, and which clean."""
+"""The judge recognizes missing, duplicated, out-of-order, altered and scattered records, and accepts clean ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which broker the demo kills, when, and how it follows the partitions in etcd."""
+"""The demo chooses the broker to kill and the time, and follows the partitions in etcd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the demo refuses to start with, one sentence each."""
+"""The demo refuses a wrong environment at its start, with one sentence for each fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The committed descriptors match the committed .proto, and a stale one is noticed."""
+"""The committed descriptors match the committed .proto, and stale descriptors are noticed."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Questions to brokers about owners while etcd is silent: whose answers count, for how long, and how many there are."""
+"""Questions to brokers about owners while etcd is silent: which answers count, for how long, and how many are asked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def yes() -> bool:
 
 @asynccontextmanager
 async def hints_of(*brokers: ScriptedBroker) -> AsyncIterator[tuple[BrokerHints, Topology]]:
-    """`t-0` and `t-1` belong to broker 1, where nobody listens; these have the ids from 11 on."""
+    """`t-0` and `t-1` belong to broker 1, which does not listen; the given brokers have the ids from 11 on."""
     topology = Topology()
     topology.set_broker(1, Address(BROKERS[1], PORT))
     async with AsyncExitStack() as stack:

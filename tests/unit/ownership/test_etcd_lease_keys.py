@@ -19,7 +19,7 @@ LEASES, BROKERS = "/p/partition-leases/", "/p/brokers/"
 
 
 class Table:
-    """A lease table that is told what a mirror would tell it."""
+    """A lease table that gets the calls of a mirror."""
 
     def __init__(self, on_change: Callable[[], None] | None = None) -> None:
         self.topology = Topology()
@@ -95,7 +95,7 @@ def test_invalid_owner_removes_the_owner(value: bytes) -> None:
     assert list(table.by_snapshot(f"{LEASES}t/0", value).ownerships()) == []
     table.by_event(f"{LEASES}t/0", b"4", 101)
     assert table.topology.owner(b"t", 0) == 4
-    # Whoever overwrote the key, the old owner does not hold it any more: as a load would have found.
+    # The old owner does not hold an overwritten key any more, as a load would have found.
     assert table.by_event(f"{LEASES}t/0", value, 102).owner(b"t", 0) == NO_OWNER
     assert table.table.skipped == {"not a broker id": 2}
 

@@ -37,7 +37,7 @@ from tests.support.waiting import eventually
 TOPIC_IDS_FROM = 10
 TOPIC_ID = uuid.UUID(int=1)
 ANOTHER_ID = uuid.UUID(int=2)
-# Nobody listens there, which whoever dials is told at once.
+# No server listens there, and a dial fails at once.
 BROKERS = {1: "127.0.0.11", 2: "127.0.0.12", 3: "127.0.0.13"}
 PORT = 1
 
@@ -51,7 +51,7 @@ def topic(*partitions: dict[str, Any], name: str = "t", topic_id: uuid.UUID | No
 
 
 class ScriptedBroker:
-    """Serves ApiVersions, and of `topics` and `brokers` in Metadata what it is asked for, changed by `distort`."""
+    """Serves ApiVersions, and the requested part of `topics` and `brokers` in Metadata, changed by `distort`."""
 
     def __init__(self) -> None:
         self.topics: Sequence[dict[str, Any]] = ()
@@ -129,7 +129,7 @@ class ScriptedBroker:
 
 
 class Followed:
-    """A source that follows a scripted broker, read anew on demand; `now` is what its clock says."""
+    """A source that follows a scripted broker, read anew on demand; `now` is the time of its clock."""
 
     def __init__(
         self, broker: ScriptedBroker, *others: ScriptedBroker, interval_s: float = 3600, timeout_s: float = 2
@@ -196,7 +196,7 @@ async def test_an_unchanged_owner_keeps_its_revision() -> None:
     async with followed() as table:
         await table.read(topic(partition(0, 1, 5), partition(1, 1, 5)))
         revision, version = table.topology.owner_revision(b"t", 0), table.topology.version
-        # Elected again under a higher epoch: still where requests go.
+        # The leader is elected again under a higher epoch: requests still go to it.
         await table.read(topic(partition(0, 1, 6), partition(1, 1, 5)))
         assert (table.topology.owner_revision(b"t", 0), table.topology.version) == (revision, version)
         await table.read(topic(partition(0, 1, 6), partition(1, 2, 6)))
@@ -294,7 +294,7 @@ async def test_a_partition_without_a_leader_has_no_owner() -> None:
         assert await table.read(topic(partition(0, -1, 6, LEADER_NOT_AVAILABLE), partition(1, 2, 5))) == {1: 2}
         assert await table.read(topic(partition(0, 1, 5), partition(1, 2, 5))) == {1: 2}, "the earlier leader lags"
         assert await table.read(topic(partition(0, 3, 7), partition(1, 2, 5))) == {0: 3, 1: 2}
-        # A replica that is down is none of a producer's business; a leader that the broker does not stand by is.
+        # A missing replica does not concern a producer, but a leader that the broker reports with an error does.
         assert await table.read(topic(partition(0, 1, 8, REPLICA_NOT_AVAILABLE))) == {0: 1}
         assert await table.read(topic(partition(0, 1, 8, UNKNOWN_TOPIC_OR_PARTITION))) == {}
 
@@ -428,7 +428,7 @@ async def test_only_doubted_topics_are_requested() -> None:
         assert (table.owners(), table.owners(b"u")) == ({0: 2}, {0: 3}), "of the other one nothing was said"
         await asyncio.wait_for(table.source.refresh(b"new", 7, 0), 60)
         assert table.broker.asked_for[-1] == ["new"]
-        # Gone from the cluster is gone, whoever asked.
+        # A topic that the cluster no longer has is removed, whichever request showed it.
         table.broker.topics = [other]
         await asyncio.wait_for(table.source.refresh(b"t", 0, table.topology.owner_revision(b"t", 0)), 60)
         assert (table.owners(), table.owners(b"u")) == ({}, {0: 3})
@@ -544,7 +544,7 @@ async def test_another_cluster_begins_anew() -> None:
 
 
 async def test_lagging_broker_is_not_asked_repeatedly() -> None:
-    """One that is cut off from the controllers answers for ever what was true once."""
+    """A broker that is cut off from the controllers repeats an old state for ever."""
     cut_off, current = ScriptedBroker(), ScriptedBroker()
     cut_off.topics, current.topics = [topic(partition(0, 1, 5))], [topic(partition(0, 2, 6))]
     async with cut_off.serve(), current.serve():
@@ -556,7 +556,7 @@ async def test_lagging_broker_is_not_asked_repeatedly() -> None:
             for _ in range(2):
                 await asyncio.wait_for(table.source.refresh(b"t", 0, table.topology.owner_revision(b"t", 0)), 60)
             assert table.owners() == {0: 2}
-            # Nor does it bring back what was.
+            # It does not bring back the old state either.
             for _ in range(4):
                 await table.reread()
                 assert table.owners() == {0: 2}

@@ -56,7 +56,7 @@ def test_pages_repeat_the_etcd_order_on_each_walk() -> None:
 def test_load_uses_little_memory_beyond_the_table() -> None:
     leases, topology = table()
     kvs = pages(ROWS)
-    # What is made once, whatever the size, is not what is measured.
+    # A first load makes all objects that do not depend on the size, which are not measured.
     asyncio.run(leases.on_snapshot(Snapshot(PARTITIONS, 1, pages(PARTITIONS))))
     tracemalloc.start()
     try:

@@ -1,4 +1,4 @@
-"""An audit asks again for the ends of logs while readers do not see records that one replica has acknowledged."""
+"""An audit requests the ends of logs again while readers do not see records acknowledged by one replica."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ZERO, ONE, OTHER = TopicPartition("t", 0), TopicPartition("t", 1), TopicPartitio
 
 
 class Site:
-    """Answers one after the other, the last one for ever; its time passes in sleep alone."""
+    """Gives its answers one after another, and then repeats the last; its time passes only in sleep."""
 
     def __init__(self, answers: Sequence[Mapping[TopicPartition, int]]) -> None:
         self._answers = answers

@@ -1,4 +1,4 @@
-"""The audit reports what a trail does not prove: missing rows, and trails without an end."""
+"""The audit reports the times that a trail does not prove, by missing rows and trails without an end."""
 
 from __future__ import annotations
 
@@ -108,14 +108,14 @@ CASES: dict[str, tuple[list[Row], list[tuple[Any, ...]]]] = {
         shared_names(),
         [("gap", 0, 1, *seconds(-61, 25)), tail(1, 20_000 - INTERVAL_MS, READ_AT // 1000)],
     ),
-    # Nobody knows any more how long it kept what it had to tell.
+    # It is unknown how long this proxy kept a row open.
     "killed, and its begin is lost": (
         without(long_trail("p", 200, ends=False), 0),
         [("gap", 0, 1, *seconds(-61, 1)), tail(199, 199_000 - 61_000, READ_AT // 1000)],
     ),
 }
 
-# Those in which a proxy lives, which is how far everything else is judged as well.
+# Cases in which a proxy lives, whose time bounds the judgement of all else.
 LIVING: dict[str, tuple[list[Row], list[tuple[Any, ...]]]] = {
     "lives, heard of a moment ago": (marked(READ_AT - 9_000).rows, []),
     "lives, and another was killed": (
@@ -152,7 +152,7 @@ def unproven_of(rows: list[Row], split: random.Random | None = None, **judged: A
 
 
 def all_cases(split: random.Random | None = None) -> dict[str, list[tuple[Any, ...]]]:
-    """Of all cases at once: a proxy's name begins with its case's."""
+    """The findings of all cases judged together; a proxy's name begins with that of its case."""
     rows = [{**row, "proxy": f"{name}/{row['proxy']}"} for name, (told, _) in CASES.items() for row in told]
     found: dict[str, list[tuple[Any, ...]]] = {name: [] for name in CASES}
     for each in missing_in(rows, split):

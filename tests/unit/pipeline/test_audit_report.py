@@ -1,7 +1,7 @@
 """An audit's report has every finding and nothing else, and is one file that loads nothing.
 
-How it looks is for people to judge; here is what a program can: its structure, its words and numbers, and what it must
-not contain, whatever topics are called.
+People judge its appearance. These tests check its structure, its words and numbers, and that it lacks forbidden
+content, whatever names topics have.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A report takes a fixed number of rows from an audit's tables, however large: the worst; it counts the rest."""
+"""A report takes a fixed number of rows, the worst, from an audit's tables of any size, and counts the rest."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_each_table_enters_the_report_unchanged() -> None:
         present=43,
         lost=2,
         unclaimed=4,
-        # Of all, however few are listed.
+        # The count is of all findings, not only of the listed ones.
         corrupt=7,
         unchecked=6,
         unsequenced=5,

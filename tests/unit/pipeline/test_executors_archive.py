@@ -1,4 +1,4 @@
-"""The archive for executors: its content, that Python runs it as it is, and that it is never there in parts."""
+"""The archive for executors has the right content, runs in Python as it is, and is never incomplete."""
 
 from __future__ import annotations
 

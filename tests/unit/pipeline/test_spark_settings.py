@@ -50,7 +50,7 @@ def test_no_setting_of_another_spark_reaches_ours() -> None:
     assert changes == {
         **dict.fromkeys(foreign),
         "SPARK_HOME": str(pyspark_home()),
-        # Spark's scripts take the Java in PATH.
+        # Spark's scripts then use the Java in PATH.
         "JAVA_HOME": None,
         "PATH": f"/opt/bin{os.pathsep}{os.defpath}",
         "SPARK_LOCAL_IP": "127.0.0.1",

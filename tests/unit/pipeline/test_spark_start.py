@@ -1,4 +1,4 @@
-"""A JVM that does not start: its reason is named, its log is kept, and nothing else is left of it."""
+"""If a JVM does not start, the error names the reason, its log is kept, and no other file remains."""
 
 from __future__ import annotations
 

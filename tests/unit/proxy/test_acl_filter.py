@@ -1,4 +1,4 @@
-"""Rules on control requests: what a request costs that names as much as fits into it."""
+"""The cost of applying rules to control requests that name as many resources as they can."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def request(api_key: int, version: int, **fields: object) -> memoryview:
 
 @pytest.fixture
 def access() -> ClientAccess:
-    """That of a client that may do nothing."""
+    """The access of a client that may do nothing."""
     rules = Rules([])
     return AccessControl(lambda: rules, Counter()).client()
 
@@ -303,7 +303,7 @@ async def test_a_topic_is_named_or_has_an_id() -> None:
 
 
 class Told(SecurityEvents):
-    """Keeps the denials that it is told of."""
+    """Keeps the reported denials."""
 
     def __init__(self) -> None:
         super().__init__(None, Counter())

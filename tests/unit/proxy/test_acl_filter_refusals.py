@@ -1,4 +1,4 @@
-"""What each control request needs, and its answer where that is missing: the table of kproxy.proxy.acl_filter."""
+"""The operations that control requests need, and the refusals without them: the table of kproxy.proxy.acl_filter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gate of one client by itself: whom it lets in, when it closes and whom it lets go; its session is a recorder."""
+"""One client's gate: which clients it admits, when it closes, and which clients it drops. Its session is a recorder."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Slot:
 
 
 class Session:
-    """The session behind the gate: what the gate has it do. `judge` stands for the brokers."""
+    """The session behind the gate, which records its calls. `judge` stands for the brokers."""
 
     def __init__(self) -> None:
         self.peer = "192.0.2.1:50000"
@@ -138,7 +138,7 @@ async def test_client_with_password_is_let_in_once() -> None:
         answer(session, 1, keys.SASL_AUTHENTICATE, 2).error_code,
     ] == [0, 0]
     assert site.counters == {"sasl.succeeded.PLAIN": 1}
-    # It is open: the time to authenticate is no matter any more.
+    # The gate is open: the time to authenticate no longer matters.
     gate.look(site.clock() + 1e6)
     assert session.refusals == []
     assert session.done == ["admit"]
@@ -203,7 +203,7 @@ async def test_client_has_time_to_authenticate() -> None:
     gate.look(site.clock() + 4.1)
     assert session.refusals == ["it has not authenticated within 4 s"]
     assert site.counters == {"sasl.timed_out.": 1}
-    # It is counted once, and its credential comes too late.
+    # The client is counted once, and its credential comes too late.
     gate.look(site.clock() + 5)
     assert site.counters == {"sasl.timed_out.": 1}
     await log_in(gate)
@@ -385,7 +385,7 @@ def test_connections_elsewhere_count_too() -> None:
     assert len(here.elsewhere) == 2
     here.by_address["192.0.2.1"] = 1
     assert (here.of_address("192.0.2.1"), here.of_address("alice")) == (4, 0)
-    # Those with the most were told.
+    # The addresses and principals with the most clients were reported.
     assert (here.of_principal("alice"), here.of_principal("bob")) == (2, 0)
     here.elsewhere = there.counts(3)
     assert here.of_principal("bob") == 1

@@ -27,7 +27,7 @@ def cut_after(bytes_per_s: float, *, first: int = 0, seconds: float = 60.0, pres
         (500, 4, False, USUAL.window_s),
         (1100, 4, False, None),
         (1 << 20, 4, False, None),
-        # What came quickly at first does not excuse standing still for ever.
+        # A quick start does not excuse a stop for ever.
         (0, 50 << 20, False, 2 * USUAL.window_s),
         (1100, 4, True, PRESSED.window_s),
         (200 << 10, 4, True, PRESSED.window_s),

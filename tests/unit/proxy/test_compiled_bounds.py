@@ -1,6 +1,6 @@
 """The compiled plain path checks each index, size and view from Python: it raises, and touches no other memory.
 
-Each call runs in a copy of this process, because one without its check may end the interpreter.
+Each call runs in a copy of this process, because a call without its check may end the interpreter.
 """
 
 from __future__ import annotations

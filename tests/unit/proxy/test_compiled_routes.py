@@ -1,4 +1,4 @@
-"""Which plain path runs, and which routes the compiled one keeps: only proven ones, and a bounded number."""
+"""The choice of the plain path, and the routes that the compiled one keeps: only proven ones, and a bounded number."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ MOST_BYTES = OUTBOXES * (20 << 10) + (16 << 20)
 
 
 class Transport:
-    """What an outbox needs of one."""
+    """The part of a transport that an outbox needs."""
 
     def __init__(self) -> None:
         self.written: list[bytes] = []

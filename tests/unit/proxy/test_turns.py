@@ -12,7 +12,7 @@ STEPS = 3 * MOST_STEPS + 1
 
 
 class Clock:
-    """It moves when a step takes time."""
+    """A clock that moves when a step takes time."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -22,7 +22,7 @@ class Clock:
 
 
 async def taken_by_turn(clock: Clock, step_s: float) -> list[list[int]]:
-    """What is taken in each turn of the steps that are handed in together, each of `step_s`."""
+    """The number of steps in each turn, if all are given at once and each takes `step_s`."""
     turns, taken = Turns(clock), list[int]()
 
     def step(number: int) -> None:

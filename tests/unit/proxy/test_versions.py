@@ -105,13 +105,13 @@ CAN_ANSWER = (keys.INIT_PRODUCER_ID, keys.FIND_COORDINATOR)
         ([KAFSCALE], CAN_ANSWER, CAN_ANSWER),
         ([KAFSCALE], (), ()),
         ([KAFSCALE], (keys.INIT_PRODUCER_ID,), (keys.INIT_PRODUCER_ID,)),
-        # Who gives out producer ids knows a batch again; who has no groups says so in its own words.
+        # Brokers that assign producer ids recognize batches; brokers without groups answer so themselves.
         ([REFERENCE], CAN_ANSWER, ()),
         # One that does not is enough.
         ([REFERENCE, KAFSCALE], CAN_ANSWER, (keys.INIT_PRODUCER_ID,)),
         # Transactions have coordinators that only brokers know.
         ([NEW], CAN_ANSWER, ()),
-        # Of those that have not said nothing is known.
+        # Nothing is known of brokers that have not answered.
         ([], CAN_ANSWER, ()),
         ([NEW.without([keys.INIT_PRODUCER_ID])], CAN_ANSWER, (keys.INIT_PRODUCER_ID,)),
     ],

@@ -1,4 +1,4 @@
-"""What several workers share, and what they report as one."""
+"""The state that several workers share, and the figures that they report together."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_shares_of_a_limit_add_up_to_it(workers: int) -> None:
         assert sum(parts) == getattr(limits, name)
         assert max(parts) - min(parts) <= 1
     for share in shares:
-        # Whatever is not about all connections is the same for each.
+        # Every limit that is not for all connections together is the same for each worker.
         alike = {name: getattr(limits, name) for name in SHARED_LIMITS}
         assert msgspec.structs.replace(share, **alike) == limits
 
@@ -104,7 +104,7 @@ def test_labels_are_distinct_in_any_order() -> None:
 
 
 def collector_of(tally: Tally, *, splits: int = 0, **vitals: Any) -> ProxyCollector:
-    """One that shows every family that there is."""
+    """A collector that shows every family of metrics."""
     return ProxyCollector(
         tally=tally,
         counters={"splits": splits},
@@ -115,7 +115,7 @@ def collector_of(tally: Tally, *, splits: int = 0, **vitals: Any) -> ProxyCollec
 
 
 def page_of(collector: ProxyCollector) -> list[Metric]:
-    """What a supervisor reads of it."""
+    """The metrics that a supervisor reads from it."""
     return parse(render((*own_process(), collector), "")[0])
 
 

@@ -1,4 +1,4 @@
-"""When a broker hangs, when one that is down is dialled again, and when a connection is cut off."""
+"""The times at which a broker counts as hung, a failed broker is dialled again, and a connection is cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts for the fan-out: brokers' answers, how they are merged and handed on, and repeated reads."""
+"""Scripts for the fan-out: merging and forwarding brokers' answers, and repeated reads."""
 
 from __future__ import annotations
 

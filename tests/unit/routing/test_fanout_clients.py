@@ -1,4 +1,4 @@
-"""Scripts for the fan-out: the client leaves, or another client takes what it had claimed."""
+"""Scripts for the fan-out: the client leaves, or another client takes its claims."""
 
 from __future__ import annotations
 

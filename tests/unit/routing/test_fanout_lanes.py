@@ -121,7 +121,7 @@ def test_success_under_earlier_ownership_proves_no_route() -> None:
     play.moves("t-0", 2, 1)
     assert play.submits(2, "t-0") == []
     assert play.submits(3, "t-0") == []
-    # What goes next goes first on the new route, alone.
+    # The next batch is the first on the new route, and is sent alone.
     assert play.answers(1, "t-0") == ["answer 1: t-0@10", "send #2 b1/c1: 2 t-0"]
     assert not play.proven("t-0")
     assert play.answers(2, "t-0") == ["answer 2: t-0@20", "send #3 b1/c1: 3 t-0"]
@@ -166,7 +166,7 @@ def test_batches_behind_refused_batch_are_resent_behind_it(behind: int) -> None:
     assert play.answers(3, f"t-0={behind}") == []
     assert play.answers(4, f"t-0={behind}") == []
     assert play.wakes() == ["send #5 b2/c2: 2 t-0"]
-    # Alone, until it has succeeded; what comes meanwhile waits behind.
+    # The retry is alone in flight until it has succeeded; later batches wait.
     assert play.submits(5, "t-0") == []
     assert play.answers(5, "t-0") == [
         "answer 2: t-0@50",
@@ -395,7 +395,7 @@ def test_split_request_waits_only_for_blocked_partition() -> None:
 
 
 def test_unowned_partition_goes_to_live_broker_in_order() -> None:
-    """First touch: the broker may refuse one batch, become the owner, and then accept the next."""
+    """The broker may refuse one batch, become the owner at that request, and then accept the next batch."""
     play = Playbook({"t": [None]})
     (first,) = play.submits(1, "t-0")
     assert play.submits(2, "t-0") == []
@@ -450,7 +450,7 @@ def test_unowned_partition_stays_with_accepting_broker() -> None:
 
 
 def test_broker_denying_ownership_gets_one_batch_first() -> None:
-    """Whether or not the refused batch is its client's to send again."""
+    """This holds whether or not the client must resend the refused batch."""
     play = piped(2)
     assert play.proven("t-0")
     for piece in (2, 3, 4):

@@ -15,7 +15,7 @@ LATE_MS = round(1000 * LATE_AFTER_S)
 
 
 def found(play: Playbook, sequence: int, asked: str, answers: dict[int, str], **limits: int) -> list[int]:
-    """A fetch, with what each broker finds: the bytes of records by partition that its client gets."""
+    """Run a fetch with the brokers' results; return the bytes of records that the client gets by partition."""
     for send in play.fetches(sequence, asked, until_s=0.01, **limits):
         piece, broker = int(send[6 : send.index(" b")]), int(send[send.index(" b") + 2])
         play.answers(piece, answers[broker])

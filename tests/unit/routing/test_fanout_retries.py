@@ -73,7 +73,7 @@ def test_every_row_of_every_table_is_tested() -> None:
 
 
 def meets(play: Playbook, event: int, offset: int = -1) -> list[str]:
-    """The event meets what is under way, one piece."""
+    """Let the event happen to the only piece under way."""
     (piece,) = play.pieces.values()
     connection = piece.connection.number
     if event == CONNECTION_LOST:
@@ -342,7 +342,7 @@ def test_batch_waiting_past_deadline_is_not_sent() -> None:
 
 
 def test_batch_released_after_deadline_is_answered_unsent() -> None:
-    """What stands behind it is given up with it, and what came before it is answered as it was."""
+    """Later batches are given up with it, and earlier ones keep their answers."""
     play = Playbook()
     play.submits(1, "t-0")
     play.submits(2, "t-0")

@@ -1,7 +1,7 @@
-"""For each rule of the fan-out a switch that breaks it, and a script that then fails.
+"""Each rule of the fan-out has a switch that breaks it, and a script that then fails.
 
-The rules are the numbered invariants of kproxy.routing's modules. A script that stayed green with its rule broken would
-show nothing.
+The rules are the numbered invariants of kproxy.routing's modules. A script that passes with its rule broken would prove
+nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Script = Callable[[], None]
 
 
 def nothing(*_: object, **__: object) -> None:
-    """Not done at all."""
+    """Do nothing."""
 
 
 def says(answer: object) -> Callable[..., Any]:
@@ -66,19 +66,19 @@ _conclude = OpenExchanges.conclude
 
 
 def held_and_sent(core: Fanout, exchange: Exchange, refused: Mapping[Entry, int]) -> set[Entry]:
-    """What waits in a lane is sent as well."""
+    """Send also the batches that wait in a lane."""
     _hold_back(core, exchange, refused)
     return set()
 
 
 def send_in_the_midst(core: Fanout, piece: Piece, entry: Entry) -> None:
-    """What a success releases is sent at once."""
+    """Send the batches that a success releases at once."""
     _succeeded(core, piece, entry)
     core._send_released()
 
 
 def follow_owners_alone(core: Fanout) -> None:
-    """An owner that has left and come back is taken for one that never left."""
+    """Treat an owner that has left and come back like one that never left."""
     core.routes.forget_outdated(core._topology.moved_since(core.version))
     core.version = core._topology.version
     for piece in core._in_flight.ordered():
@@ -93,21 +93,21 @@ def note_twice(core: Fanout, piece: Piece, frame: memoryview, matched: Matched) 
 
 
 def fail_without_a_deadline(core: Fanout, exchange: Exchange, entry: Entry, *event: Any) -> None:
-    """A retry may come whenever its back-off is over."""
+    """Allow a retry after its back-off, whatever the deadline."""
     deadline, exchange.deadline = exchange.deadline, inf
     _failed(core, exchange, entry, *event)
     exchange.deadline = deadline
 
 
 def prove_without_a_success(core: Fanout, piece: Piece, frame: memoryview, matched: Matched) -> None:
-    """Whatever the answer says."""
+    """Prove the route by any answer."""
     for entry, *_ in matched:
         core.routes.prove(*piece.exchange.partition(entry), piece.connection.number, piece.routed_at)
     _take_results(core, piece, frame, matched)
 
 
 def fences_of_the_first_time(core: Fanout, exchange: Exchange, selection: Selection) -> list[Fenced]:
-    """An entry keeps the fence with which it was sent first."""
+    """Keep the fence with which an entry was first sent."""
     return [(partition, 7) for partition, _ in _fences(core, exchange, selection)]
 
 
@@ -124,12 +124,12 @@ def count_no_failure(self: Actions, action: Action) -> None:
 def conclude_in_own_words(
     self: OpenExchanges, exchange: Exchange, entry: Entry, error_code: int, result: Buffer | None = None
 ) -> None:
-    """The broker's own entry is not handed on."""
+    """Do not pass on the broker's own entry."""
     _conclude(self, exchange, entry, error_code)
 
 
 def take_again(self: Exchange, entry: Entry, result: Buffer) -> None:
-    """A second result takes the place of the first."""
+    """Let a second result replace the first."""
     if self._results is None:
         self._results = [[None] * len(topic.partitions) for topic in self.request.topics]
     self._results[entry[0]][entry[1]] = result
@@ -141,7 +141,7 @@ def throttle_of_the_last(self: Exchange, response: PartitionedResponse) -> None:
 
 
 def wait_for_time_alone(lane: Any) -> bool:
-    """A lane's timer rings whatever is unanswered elsewhere."""
+    """Let a lane's timer fire whatever is unanswered elsewhere."""
     return bool(lane.waiting) and lane.state is LaneState.BLOCKED
 
 
@@ -166,7 +166,7 @@ def note_all(self: in_flight.RecentBatches, partition: tuple[bytes, int], routed
 
 
 def new_nowhere(self: Routes, topic: Any, ordinals: Iterable[int], connection: int) -> list[int]:
-    """A route that is proven on one connection is taken for proven on all."""
+    """Treat a route that is proven on one connection as proven on all."""
     proven = self._proven.get(topic.name, {})
     return [ordinal for ordinal in ordinals if topic.partitions[ordinal] not in proven]
 

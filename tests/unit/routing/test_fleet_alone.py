@@ -1,4 +1,4 @@
-"""Which proxies are named to clients: spread, stable, and the same on every proxy."""
+"""The proxies that clients see are spread, stable, and the same on every proxy."""
 
 from __future__ import annotations
 

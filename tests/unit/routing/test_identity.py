@@ -1,4 +1,4 @@
-"""What identifies a batch to a broker that has it already, and a batch's place among those of its producer."""
+"""The identity of a batch, by which a broker recognizes it, and its place among its producer's batches."""
 
 from __future__ import annotations
 

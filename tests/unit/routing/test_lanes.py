@@ -1,4 +1,4 @@
-"""Lanes by themselves, for rules that cannot be told apart on the wire."""
+"""Lanes without the core, for rules that messages cannot distinguish."""
 
 from __future__ import annotations
 

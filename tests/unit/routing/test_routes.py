@@ -16,7 +16,7 @@ WAYS: Ways = {(b"a", 0): EVEN, (b"a", 1): ODD, (b"a", 2): EVEN, (b"b", 0): EVEN}
 
 
 def _proven() -> tuple[Topology, Routes]:
-    """All PARTITIONS are proven: even ones on one connection, odd ones on another."""
+    """Prove all PARTITIONS, the even ones on one connection, the odd ones on another."""
     topology = Topology()
     for broker in (1, 2):
         topology.set_broker(broker, Address("localhost", broker))

@@ -66,7 +66,7 @@ def test_any_writable_topic_is_detected(allowed: list[str], denied: list[str], a
 
 
 def _model(acls: list[Acl], principal: Principal, operation: Operation, resource: Resource, name: str) -> bool:
-    """Kafka's rule as its documentation words it, one acl after the other."""
+    """Kafka's rule as in its documentation, one ACL after another."""
     implies = {Operation.DESCRIBE: {Operation.READ, Operation.WRITE, Operation.DELETE, Operation.ALTER}}
     is_allowed = False
     for acl in acls:

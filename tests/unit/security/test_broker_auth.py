@@ -226,6 +226,6 @@ def test_error_of_plain_dial_is_unchanged() -> None:
         assert BrokerAuth(sasl=OWN).explain(error, "b") is error
     with_tls = BrokerAuth.once(BrokerTls(), None)
     refused = ConnectionRefusedError("refused")
-    # Nothing was connected: it is not about TLS.
+    # No connection was made, so the error is not about TLS.
     assert with_tls.explain(refused, "b") is refused
     assert isinstance(with_tls.explain(ConnectionResetError("reset"), "b"), AccessRefused)

@@ -1,4 +1,4 @@
-"""Users and rules in etcd: their keys and values, and what stays when a value is invalid."""
+"""Users and rules in etcd: their keys and values, and what stays in force when a value is invalid."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_an_invalid_rule_is_refused_with_a_reason(value: bytes, word: str) -> No
 
 
 class Copy:
-    """A copy that the test tells what etcd has."""
+    """A copy that gets the content of etcd from the test."""
 
     def __init__(self) -> None:
         self.counters = Counter[str]()

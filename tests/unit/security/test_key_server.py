@@ -25,7 +25,7 @@ HOURS = 10_000.0
 
 
 class Issuer:
-    """Answers with `content`, or not at all where that is None."""
+    """Answers with `content`, or not at all if `content` is None."""
 
     def __init__(self, content: bytes | None) -> None:
         self.content = content
@@ -60,7 +60,7 @@ def accepts(server: KeyServer, number: int = 0) -> bool:
 
 
 async def asked(issuer: Issuer, more: int) -> None:
-    """Until it has been asked so often from now on."""
+    """Wait until it has received `more` further requests."""
     before = issuer.asked
     await eventually(lambda: issuer.asked >= before + more, "the issuer is asked")
 

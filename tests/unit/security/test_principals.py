@@ -1,4 +1,4 @@
-"""Principals of client certificates: a name that differs from another's is not made into it."""
+"""Principals of client certificates: different names do not become the same principal."""
 
 from __future__ import annotations
 

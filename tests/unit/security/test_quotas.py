@@ -130,7 +130,7 @@ def test_account_outlasts_unrelated_quota_reload() -> None:
     assert first.requests is not None
     assert first.requests.rate == 95
     assert read({"client_id": "other", "produce_bytes_per_s": 1}, alice | {"connections": 3}) is first
-    # Another rate is another account, which begins with the equal part.
+    # A changed rate opens a new account, which begins with an equal share.
     other = read(alice | {"requests_per_s": 50})
     assert other is not first
     assert other.requests is not None

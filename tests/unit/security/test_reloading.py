@@ -1,4 +1,4 @@
-"""Values made from files: when they are made again."""
+"""Values made from files are made again when the files change."""
 
 from __future__ import annotations
 

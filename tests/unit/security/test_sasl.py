@@ -28,7 +28,7 @@ from tests.support.security import sasl_client as client
 
 
 def receive(exchange: SaslExchange, frame: bytes) -> Outcome:
-    """What comes of a frame, with any step of a mechanism."""
+    """The outcome of a frame, after any step of a mechanism."""
     outcome = exchange.receive(memoryview(bytearray(frame)))
     return exchange.resume(outcome.step()) if isinstance(outcome, Pending) else outcome
 
@@ -52,7 +52,7 @@ def answer_to(exchange: SaslExchange, message: bytes) -> Any:
 
 
 def authenticated(exchange: SaslExchange, version: int = 2) -> Any:
-    """Alice by PLAIN; the last answer."""
+    """Authenticate alice by PLAIN; return the last answer."""
     read(receive(exchange, client.handshake("PLAIN")), SASL_HANDSHAKE, 1)
     message = client.authenticate(client.plain("alice", "alice-secret"), version)
     return read(receive(exchange, message), SASL_AUTHENTICATE, version)
@@ -282,7 +282,7 @@ def test_other_first_bytes_end_it_without_answer(frame: bytes) -> None:
     outcome = receive(exchange, frame)
     assert isinstance(outcome, Failure)
     assert (outcome.frame, outcome.is_refusal) == (b"", False)
-    # Nothing revives it.
+    # No message reopens a failed exchange.
     assert isinstance(receive(exchange, client.handshake("PLAIN")), Failure)
 
 

@@ -57,7 +57,7 @@ def test_plain_sends_user_and_password_once() -> None:
     assert first == b"\0kproxy\0" + SECRET.encode()
     assert client.receive(answer(session_lifetime_ms=5_000)) is None
     assert (client.state, client.session_lifetime_ms) == (State.AUTHENTICATED, 5_000)
-    # A broker's nonsense is not carried further.
+    # Senseless values from a broker are not passed on.
     for told, taken in ((-5, 0), (1 << 62, 31_536_000_000)):
         client, _ = begun("PLAIN")
         client.receive(answer(session_lifetime_ms=told))

@@ -1,4 +1,4 @@
-"""One listener's acceptor on this event loop: who is let in, who is not, and how often that is counted."""
+"""One listener's acceptor on this event loop: which clients it admits or refuses, and the counts of both."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Session(asyncio.Protocol):
 
 
 class Site:
-    """An acceptor, and what it has let in."""
+    """An acceptor, and the connections that it has admitted."""
 
     def __init__(self, tls: Loaded | None, **options: Any) -> None:
         self.counters = Counter[str]()
@@ -64,7 +64,7 @@ class Site:
         self.welcomed += 1
 
     async def tell(self, data: bytes, context: ssl.SSLContext | None = None) -> bytes:
-        """What a client gets for this until the connection ends, or as much as it has sent."""
+        """The bytes that a client receives for `data` until the connection ends, at most as many as it has sent."""
         async with asyncio.timeout(60):
             name = "localhost" if context is not None else None
             reader, writer = await asyncio.open_connection(self.host, self.port, ssl=context, server_hostname=name)

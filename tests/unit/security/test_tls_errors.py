@@ -1,4 +1,4 @@
-"""Failed handshakes in words, and which names a certificate is for."""
+"""The texts for failed handshakes, and the names that a certificate is for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes are measured by package, and each that differs from its budget is named."""
+"""Sizes are measured by package, and each package that differs from its budget is named."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Files of deploy/ name only flags, options, variables, metrics and ports that exist, and all have one version.
 
-The files are read as text: what checks them with tools of their own is `make check-deploy`.
+The files are read as text; `make check-deploy` checks them with their own tools.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def test_alarming_metrics_have_an_alert() -> None:
 
 
 def parsed(arguments: list[str]) -> dict[str, object]:
-    """What click makes of a command's name and arguments. Raises what it says of wrong ones."""
+    """Click's parse of a command's name and arguments. Raises click's errors."""
     return dict(command_named(arguments[0]).make_context(arguments[0], arguments[1:]).params)
 
 
@@ -235,7 +235,7 @@ def test_compose_gives_options_that_the_commands_take(path: Path) -> None:
             assert config.admin is not None
             published = re.findall(r'"127\.0\.0\.1:(\d+):(\d+)"', service)
             assert {int(inner) for _, inner in published} == {config.listen.port, config.admin.port}
-            # What clients are told leads to the proxy from this machine.
+            # The advertised address leads to the proxy from this machine.
             assert config.advertise is not None
             assert (str(config.advertise.port), str(config.listen.port)) in published
             assert float(re.findall(r"stop_grace_period: (\d+)s", text)[0]) >= (
@@ -308,7 +308,7 @@ def test_broker_unit_and_its_environment_are_accepted() -> None:
 def test_units_use_readiness_and_exit_status(name: str) -> None:
     service = unit(name)
     assert service["Type"] == "notify"
-    # What refuses to start ends with it.
+    # A process that refuses to start exits with this status.
     assert service["RestartPreventExitStatus"] == "2"
     assert int(service["LimitNOFILE"]) >= 23_000
 

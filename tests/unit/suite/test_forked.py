@@ -1,4 +1,4 @@
-"""A forked process equals one of `python -m`, as far as a command and its test can see."""
+"""For a command and its test, a forked process equals one started by `python -m`."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def test_tests_that_import_a_module_come_first() -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A module, and a command that fails where it does not give 3."""
+    """A module, and a command that fails if the module's result is not 3."""
     directory = tmp_path / "checkout"
     directory.mkdir()
     (directory / "module.py").write_text("def f() -> int:\n    return 3\n")

@@ -18,7 +18,7 @@ INVERTED = frozenset(f"{RELATIVES} {PRONOUNS} {CONJUNCTIONS} {PREPOSITIONS}".spl
 
 
 def problem(name: str) -> str | None:
-    """What is wrong with the name of a test function."""
+    """The fault in the name of a test function, if any."""
     _, *words = name.split("_")
     if len(words) > MOST_WORDS:
         return f"{len(words)} words"

@@ -1,4 +1,4 @@
-"""The table of lanes is that of the tests: nothing else shows that two Sparks or Kafkas run side by side."""
+"""The table of lanes matches the tests, because no other check shows that two Sparks or Kafkas run side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trail in files: written rows are there, whole, in files that sort; a full disk damages nothing."""
+"""A trail in files has all written rows, complete and in files that sort by time; a full disk damages none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An offset that is assigned twice is reported, with both owners; a resend, or what only looks like it, is not."""
+"""An offset that is assigned twice is reported, with both owners; a resent batch, real or apparent, is not."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def judged(*looks: Sequence[tuple[Origin, Chunk]], topic_id: bytes | None = TOPI
     writers = {origin: writer(origin, topic_id) for look in looks for origin, _ in look}
     for look in looks:
         for origin, each in look:
-            # The detector extends what it is given.
+            # Pass a copy, because the detector changes its argument.
             given.add(writers[origin], each.copy())
         overlaps += given.judge()
     return overlaps

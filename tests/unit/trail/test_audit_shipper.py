@@ -113,7 +113,7 @@ async def test_first_page_is_not_held_back() -> None:
 
 @asynccontextmanager
 async def under_way(sink: Scripted) -> AsyncIterator[Shipper]:
-    """Something has been shipped, and is forgotten here."""
+    """A running shipper that has shipped a first message, which the sink has forgotten."""
     async with shipping(sink) as (shipper, _):
         shipper.offer(PAGE, 0, 0)
         await eventually(lambda: len(sink.taken) == 1)
