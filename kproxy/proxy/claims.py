@@ -21,7 +21,6 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
-from math import inf
 from typing import Final, Protocol
 
 import structlog
@@ -32,6 +31,7 @@ from kproxy.claims.release import Release
 from kproxy.claims.service import OwnService
 from kproxy.config import ProxyConfig
 from kproxy.etcd import EtcdClient, connect
+from kproxy.proxy.answer_reader import QuietTicket
 from kproxy.proxy.broker_connection import Lost, Upstream, ask
 from kproxy.proxy.connections import Connections, NoAddress
 from kproxy.proxy.context import ProxyContext
@@ -292,27 +292,15 @@ def _request(correlation_id: int, bindings: Sequence[FenceBinding]) -> list[Buff
     return with_length([head, encode_bind_fences_request(bindings)])
 
 
-class _BindingTicket:
+class _BindingTicket(QuietTicket):
     """The ticket of a binding before a batch. Its answer is ignored: the batch's own answer says more."""
-
-    expects_answer = True
-    may_wait_until = -inf
 
     def __init__(self, upstream: Upstream, bindings: Sequence[FenceBinding]) -> None:
         self._upstream = upstream
         self._bindings = bindings
 
-    def sent(self) -> None:
-        """Never called: a binding has an answer."""
-
-    def unconfirmed(self) -> None:
-        """Never called, for the same reason."""
-
     def answered(self, frame: memoryview) -> None:
         _record(self._upstream, self._bindings, _codes(self._upstream, frame))
-
-    def lost(self, *, written: bool) -> None:
-        """Do nothing: the bindings end with the connection."""
 
 
 def _codes(upstream: Upstream, frame: memoryview) -> dict[Partition, int]:
