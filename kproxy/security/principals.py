@@ -18,6 +18,7 @@ from kproxy.config.principal_rules import GROUP_IN_REPLACEMENT, SUBJECT, Mapping
 
 USER: Final = "User:"
 GROUP: Final = "Group:"
+EVERY_USER: Final = "User:*"
 # A certificate's names are at most as long as the certificate that a TLS handshake admits; those in logs and rules are
 # not.
 MOST_NAME_CHARACTERS: Final = 1_000
