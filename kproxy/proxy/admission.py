@@ -137,7 +137,7 @@ def _key_of(kind: str, name: str) -> bytes:
     return digest_of(kind, name)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Admission:
     """A listener's requirements for clients: SASL by `servers`, or else a TLS certificate.
 
