@@ -16,6 +16,7 @@ from uuid import UUID
 import msgspec
 import structlog
 
+from kproxy.config.parsing import is_topic_name
 from kproxy.etcd import KeyValue
 from kproxy.routing.topology import MAX_PARTITION_INDEX, Address
 from kproxy_codec.partitioned import TOPIC_ID_BYTES
@@ -30,7 +31,6 @@ MAX_SNAPSHOT_BROKERS = 10_000
 MAX_REASONS = 1_000
 MAX_GROUP_ID_BYTES = 1_000
 
-_TOPIC = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 _DECIMAL = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
@@ -49,11 +49,6 @@ def _decimal(text: str, highest: int, reason: str) -> int:
     return int(text)
 
 
-def is_topic_name(name: str) -> bool:
-    return _TOPIC.fullmatch(name) is not None and name not in (".", "..")
-
-
-# The same few topics, partition indexes and broker ids recur: cached, they cost a tenth.
 @lru_cache(maxsize=1 << 10)
 def _topic(name: str) -> bytes:
     if not is_topic_name(name):

@@ -34,6 +34,7 @@ from itertools import islice
 
 import structlog
 
+from kproxy.config.parsing import is_topic_name
 from kproxy.etcd import (
     EtcdClient,
     EtcdError,
@@ -49,7 +50,6 @@ from kproxy.ownership.lease_keys import (
     InvalidEntry,
     Partition,
     SkippedKeys,
-    is_topic_name,
     parse_lease_key,
     parse_owner,
 )
