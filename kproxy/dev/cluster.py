@@ -22,7 +22,7 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Literal, NamedTuple, Self
@@ -45,9 +45,9 @@ class Layout(msgspec.Struct):
     brokers: int
 
 
-def default_data_dir(environ: Mapping[str, str] = os.environ) -> Path:
+def default_data_dir() -> Path:
     """Per user: in XDG_DATA_HOME if set, else ~/Library/Application Support on macOS, else ~/.local/share."""
-    configured = environ.get("XDG_DATA_HOME", "")
+    configured = os.environ.get("XDG_DATA_HOME", "")
     if configured and Path(configured).is_absolute():
         return Path(configured) / "kproxy" / "dev"
     if sys.platform == "darwin":

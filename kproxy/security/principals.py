@@ -84,6 +84,7 @@ def _filled(replacement: str, match: re.Match[str]) -> str:
     return GROUP_IN_REPLACEMENT.sub(lambda found: match[int(found[1])] or "", replacement)
 
 
+_GROUP_ATTRIBUTE: Final = "organizationalUnitName"
 _SHORT: Final = {
     "commonName": "CN",
     "countryName": "C",
@@ -115,12 +116,10 @@ def _escaped(value: str) -> str:
     return value[:-1] + "\\ " if value.endswith(" ") and not value.endswith("\\ ") else value
 
 
-def principal_of(
-    certificate: Mapping[str, Any], mapping: PrincipalMapping, group_attribute: str = "organizationalUnitName"
-) -> Principal:
+def principal_of(certificate: Mapping[str, Any], mapping: PrincipalMapping) -> Principal:
     """The principal of a verified certificate, as `getpeercert` returns it. Raises NoPrincipal.
 
-    Its groups are the values of `group_attribute` in the subject, if its name is from there: an authority that vouches
+    Its groups are its organizational units in the subject, if its name is from there: an authority that vouches
     for alternative names may have copied the subject from a request.
     """
     kind, names = _counted(certificate, mapping.kinds)
@@ -137,7 +136,7 @@ def principal_of(
     if len(name) > MOST_NAME_CHARACTERS or name == "*":
         raise NoPrincipal("its certificate's name gives no valid principal")
     attributes = (pair for part in certificate.get("subject", ()) for pair in part if is_subject)
-    return Principal(name, frozenset(value for key, value in attributes if key == group_attribute))
+    return Principal(name, frozenset(value for key, value in attributes if key == _GROUP_ATTRIBUTE))
 
 
 def _counted(certificate: Mapping[str, Any], kinds: tuple[str, ...]) -> tuple[str, list[str]]:
