@@ -50,7 +50,7 @@ from kproxy_codec.error_codes import (
     UNKNOWN_TOPIC_OR_PARTITION,
 )
 from kproxy_codec.errors import CodecError
-from kproxy_codec.framing import RequestHeader, request_header, response_header
+from kproxy_codec.framing import RequestHeader, request_header
 from kproxy_codec.own import (
     BIND_FENCES_VERSION,
     MAX_RESOURCES,
@@ -195,8 +195,8 @@ class ClientClaims:
             reason = "its claims may be others' by now: the proxy's lease in etcd is not certain to live"
             self.connection.sever(reason)
 
-    async def answer(self, frame: memoryview, header: RequestHeader, client: str) -> list[Buffer]:
-        """Return the whole answer to an Own request; `client` is the client's name. Raises CodecError, NoClaims."""
+    async def answer(self, frame: memoryview, header: RequestHeader, client: str) -> Buffer:
+        """Return the body of an answer to Own; `client` is the client's name. Raises CodecError, NoClaims."""
         if self._own is None:
             raise NoClaims("there is nothing that keeps claims")
         if self.connection is None:
@@ -210,8 +210,7 @@ class ClientClaims:
             pending, self._pending_reads = self._pending_reads, ()
             for respond in pending:
                 respond()
-        body = encode_own_response(response, header.api_version)
-        return with_length([response_header(header.api_key, header.api_version, header.correlation_id), body])
+        return encode_own_response(response, header.api_version)
 
     async def _bind(self, bindings: list[FenceBinding], deadline: float) -> dict[tuple[str, int], int]:
         await self._context.brokers.current()
