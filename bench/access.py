@@ -219,7 +219,7 @@ def _charge_ns(client_id: str | None) -> float:
     some = Quotas(parse_quotas([rates | ({"client_id": client_id} if client_id is not None else {})], "the benchmark"))
     context: Any = SimpleNamespace(clock=time.monotonic, tally=Tally(), budget=Budget(1 << 30))
     answers = AnswerOrder(context, None)  # type: ignore[arg-type]
-    meter = Meter(lambda: some, ANONYMOUS, _Unthrottled(), answers, lambda slow: None, time.monotonic, Counter())
+    meter = Meter(lambda: some, ANONYMOUS, _exceed, answers, lambda slow: None, time.monotonic, Counter())
     frame = memoryview(produce_frame(SHAPES[0]))
     least = {False: float("inf"), True: float("inf")}
     for charges in (False, True) * LOOPS:
@@ -234,11 +234,8 @@ def _charge_ns(client_id: str | None) -> float:
     return (least[True] - least[False]) / CHARGES
 
 
-class _Unthrottled:
-    """The session of a client that is far from its quota."""
-
-    def take_throttled(self, frame: memoryview, first_byte_at: float, throttle_ms: int) -> None:
-        raise SystemExit("the benchmark exceeds its quota")
+def _exceed(frame: memoryview, first_byte_at: float, throttle_ms: int) -> None:
+    raise SystemExit("the benchmark exceeds its quota")
 
 
 def authenticate(client: socket.socket, user: str = USER) -> None:

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import structlog
@@ -30,13 +31,25 @@ EVENTS_AT_ONCE = 1_000
 LOOK_AHEAD = 64
 
 
+class _Table(LeaseTable):
+    """Calls `on_change` after each message of the watch."""
+
+    def __init__(self, client: EtcdClient, prefix: str, topology: Topology, on_change: Callable[[], None]) -> None:
+        super().__init__(client, prefix, topology)
+        self._on_change = on_change
+
+    def on_events(self, events: list[WatchEvent], revision: int) -> None:
+        super().on_events(events, revision)
+        self._on_change()
+
+
 class Follower:
     def __init__(self, client: EtcdClient, prefix: str, shape: Shape) -> None:
         self._client = client
         self._prefix = prefix
         self._shape = shape
         self._topology = Topology()
-        self._table = LeaseTable(client, prefix, self._topology, on_change=self._on_change)
+        self._table = _Table(client, prefix, self._topology, self._on_change)
         self._following: asyncio.Task[None] | None = None
         self._longest_stall = 0.0
         self._awaited_revision = 0

@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 from kproxy.config.etcd import EtcdOptions
 from kproxy.config.tls import ListenerTls, ReplicationTls
@@ -102,11 +102,6 @@ class BrokerConfig:
     etcd_timeout_s: float = 5.0
     etcd_options: EtcdOptions = field(default_factory=EtcdOptions)
 
-    @property
-    def log_options(self) -> LogOptions:
-        """The log options of a topic without its own."""
-        return LogOptions(self.segment_bytes, self.flush, self.retention_bytes, self.retention_ms)
-
 
 MIN_INSYNC_REPLICAS = "min.insync.replicas"
 RETENTION_BYTES = "retention.bytes"
@@ -137,15 +132,6 @@ _REPLICAS_FOR_TWO_IN_SYNC = 3
 
 class InvalidConfig(ValueError):
     """A configuration is refused; the message gives the reason in a sentence."""
-
-
-class TopicSettings(NamedTuple):
-    """The effective settings of a topic's partitions. Sizes in bytes, times in milliseconds; -1 means no limit."""
-
-    min_insync_replicas: int
-    retention_ms: int
-    retention_bytes: int
-    segment_bytes: int
 
 
 def check_configs(asked: Mapping[str, str | None]) -> dict[str, str]:
@@ -197,12 +183,12 @@ def topic_config_values(
     return sorted((values | dict(configs)).items())
 
 
-def topic_settings(configs: Mapping[str, str], replication_factor: int, config: BrokerConfig) -> TopicSettings:
-    """Compute the settings of a topic from its checked configurations and number of replicas."""
+def topic_settings(configs: Mapping[str, str], replication_factor: int, config: BrokerConfig) -> tuple[int, LogOptions]:
+    """Compute min.insync.replicas and the logs' options of a topic, from its checked configurations."""
     min_insync_replicas = int(configs.get(MIN_INSYNC_REPLICAS, default_min_insync_replicas(replication_factor, config)))
-    return TopicSettings(
-        min(min_insync_replicas, replication_factor),
-        int(configs.get(RETENTION_MS, config.retention_ms)),
-        max(int(configs.get(RETENTION_BYTES, config.retention_bytes)), -1),
+    return min(min_insync_replicas, replication_factor), LogOptions(
         int(configs.get(SEGMENT_BYTES, config.segment_bytes)),
+        config.flush,
+        max(int(configs.get(RETENTION_BYTES, config.retention_bytes)), NO_RETENTION_LIMIT),
+        int(configs.get(RETENTION_MS, config.retention_ms)),
     )

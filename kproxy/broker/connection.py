@@ -78,7 +78,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         self._queued_bytes = 0
         self._reading_paused = False
         self._writable: asyncio.Future[None] | None = None
-        self._task: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[None] | None = None
 
     # Called by the transport
 
@@ -94,8 +94,8 @@ class ClientConnection(asyncio.BufferedProtocol):
         self._transport = None
         self._closing = True
         self._queue.clear()
-        if self._task is not None:
-            self._task.cancel()
+        if self.task is not None:
+            self.task.cancel()
         if self._writable is not None and not self._writable.done():
             self._writable.set_result(None)
         self._on_closed(self)
@@ -112,11 +112,11 @@ class ClientConnection(asyncio.BufferedProtocol):
         for frame in frames:
             if self._closing:
                 return
-            if self._task is None and self._writable is None:
+            if self.task is None and self._writable is None:
                 self._begin(frame)
             else:
                 self._enqueue(frame)
-        if self._queue and self._task is None and not self._closing:
+        if self._queue and self.task is None and not self._closing:
             self._start(self._serve_queue())
 
     def eof_received(self) -> bool:
@@ -135,11 +135,6 @@ class ClientConnection(asyncio.BufferedProtocol):
     def admit(self, max_frame_bytes: int) -> None:
         """Change the limit on the client's frames."""
         self._reader.admit(max_frame_bytes)
-
-    @property
-    def task(self) -> asyncio.Task[None] | None:
-        """The task that works on a request; None if no request is being served."""
-        return self._task
 
     def _begin(self, frame: memoryview) -> None:
         """Serve a request in this step if it needs no wait."""
@@ -162,7 +157,7 @@ class ClientConnection(asyncio.BufferedProtocol):
             raise
 
     def _start(self, work: Awaitable[None]) -> None:
-        self._task = asyncio.ensure_future(self._guard(work))
+        self.task = asyncio.ensure_future(self._guard(work))
 
     async def _guard(self, work: Awaitable[None]) -> None:
         """Run this connection's one task; its exceptions end only this connection."""
@@ -174,7 +169,7 @@ class ClientConnection(asyncio.BufferedProtocol):
             _logger.exception("request failed", client=self._peer)
             self.abort()
         finally:
-            self._task = None
+            self.task = None
 
     async def _serve_waiting(self, request: Request, result: Awaitable[Body | None]) -> None:
         self._answer(request, await result)
@@ -237,7 +232,7 @@ class ClientConnection(asyncio.BufferedProtocol):
             protocol=stranger.protocol,
             reason=str(stranger),
         )
-        if stranger.reply and self._task is None and self._writable is None:
+        if stranger.reply and self.task is None and self._writable is None:
             self._transport.write(stranger.reply)
         self.close()
 

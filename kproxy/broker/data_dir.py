@@ -53,22 +53,21 @@ _logger = structlog.get_logger(__name__)
 class DataDir:
     """An open data directory; close it last. `log_id` is the directory's own."""
 
-    def __init__(self, path: Path, lock_fd: int, log_options: LogOptions, log_id: uuid.UUID) -> None:
+    def __init__(self, path: Path, lock_fd: int, log_id: uuid.UUID) -> None:
         self.path = path
         self.log_id = log_id
         self._lock_fd = lock_fd
         self._threads = DiskThreads(THREADS, "data-dir")
-        self._log_options = log_options
         # Held from reading a directory's partition.json to renaming it: when a topic is recreated at once, one thread
         # removes the old log while another creates the new one.
         self._rename_lock = threading.Lock()
         self._deleted_topics: set[str] = set()
 
     @classmethod
-    def open(cls, path: Path, node_id: int, *, log_options: LogOptions | None = None) -> DataDir:
+    def open(cls, path: Path, node_id: int) -> DataDir:
         """Lock the directory and check its owner, creating it if needed.
 
-        Raises StartupError. `log_options` apply to logs opened without their own.
+        Raises StartupError.
         """
         lock_fd = -1
         try:
@@ -90,7 +89,7 @@ class DataDir:
                 f"the data directory {path} cannot be used ({error.strerror or error}): "
                 "give another with --data-dir, or make it one that this user can write to"
             ) from error
-        return cls(path, lock_fd, log_options or LogOptions(), log_id)
+        return cls(path, lock_fd, log_id)
 
     async def in_thread(self, work: Callable[[], _Result]) -> _Result:
         """Run work that blocks on the disk in a thread of this directory."""
@@ -133,7 +132,7 @@ class DataDir:
                 raise
         elif was_here:
             self.log_id_of(topic_id, partition_index)  # before the log is touched
-        options = options or self._log_options
+        options = options or LogOptions()
         log = Log.open(directory, options=options, is_only_replica=is_only_replica)
         if is_new and options.flush != "never":
             sync_directory(self.path)

@@ -92,8 +92,9 @@ class Log:
         # The end of the snapshot in the file: the base offset and a position of its segment, and the offset.
         self._snapshot_at = (-1, 0, -1)
         self._last_append = 0
-        self._failure: Exception | None = None
-        self._closed = False
+        # The reason why the log must be reopened before use; None while it works.
+        self.failure: Exception | None = None
+        self.is_closed = False
         self.flushed_offset = 0
         # Segments whose names may not be on the disk: their directory, and the base offset of the first one.
         self._changed_names: ChangedNames | None = None
@@ -268,15 +269,6 @@ class Log:
         return sum(segment.size_in_bytes for segment in self._segments)
 
     @property
-    def is_closed(self) -> bool:
-        return self._closed
-
-    @property
-    def failure(self) -> Exception | None:
-        """The reason why the log must be reopened before use; None while it works."""
-        return self._failure
-
-    @property
     def is_dirty(self) -> bool:
         """Whether `flush` would write to the disk."""
         return self._changed_names is not None or any(segment.is_dirty for segment in list(self._segments))
@@ -342,7 +334,7 @@ class Log:
                 segment = self._create_segment(base_offset)
             segment.append(records, batches, base_offset)
         except LogFailed as error:
-            self._failure = error
+            self.failure = error
             raise
         except OSError as error:
             self._outdate_snapshot()
@@ -371,7 +363,7 @@ class Log:
             try:
                 self._rebuild_producers()
             except (OSError, LogFailed) as error:
-                self._failure = error  # with only some producers, a resend would become a second record
+                self.failure = error  # with only some producers, a resend would become a second record
                 raise
         self.leader_epochs.truncate_from_end(self.log_end_offset)
 
@@ -390,7 +382,7 @@ class Log:
             self._segments[-1].truncate_to(offset)
             self._lower_flushed_offset(self.log_end_offset)
         except LogFailed as error:
-            self._failure = error
+            self.failure = error
             raise
         except OSError as error:
             raise self._failed(disk_error(error, self.directory)) from error
@@ -597,9 +589,9 @@ class Log:
     def close(self) -> None:
         """Close the files; offsets can still be read. May be called twice."""
         with self._close_lock:
-            if not self._closed:
-                self._closed = True
-                self._failure = self._failure or LogFailed("the log is closed")
+            if not self.is_closed:
+                self.is_closed = True
+                self.failure = self.failure or LogFailed("the log is closed")
                 for segment in self._segments:
                     segment.close()
                 with self._flushed_lock:
@@ -609,12 +601,12 @@ class Log:
 
     def _failed(self, error: DiskError) -> LogFailed:
         """Mark the log as failed for good."""
-        self._failure = error
+        self.failure = error
         return LogFailed(f"{self.directory.name}: {error}")
 
     def _check(self) -> None:
-        if self._failure is not None:
-            raise LogFailed(f"{self.directory.name}: {self._failure}") from self._failure
+        if self.failure is not None:
+            raise LogFailed(f"{self.directory.name}: {self.failure}") from self.failure
 
 
 class Checkpoint(NamedTuple):

@@ -86,7 +86,7 @@ class Unreadable(NamedTuple):
 class ReplicaSettings(NamedTuple):
     """The settings of a replica, in seconds.
 
-    `log_options` None: the data directory's own. `flush_threads` None: the event loop's own.
+    `log_options` None: the defaults. `flush_threads` None: the event loop's own.
     """
 
     node_id: int

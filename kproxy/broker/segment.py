@@ -74,7 +74,8 @@ class Segment:
         self._positions = array("q")
         self._timestamps_before = array("q")
         self._newest = _Place(base_offset, 0)
-        self._dirty = False
+        # Whether `flush` has bytes to write to the disk.
+        self.is_dirty = False
         # Whether its index is in a file.
         self.is_indexed = False
         # Held while the descriptor is closed or a flush takes it.
@@ -95,11 +96,6 @@ class Segment:
         if not base_offset.isdecimal():
             raise LogFailed(f"{path} is not a segment: move it elsewhere")
         return cls(path, int(base_offset), os.open(path, _OPEN_FLAGS))
-
-    @property
-    def is_dirty(self) -> bool:
-        """Whether `flush` has bytes to write to the disk."""
-        return self._dirty
 
     def length_in_bytes(self) -> int:
         """Return the length of the file, partial batches included. Raises OSError."""
@@ -193,7 +189,7 @@ class Segment:
             self._note(batch, batch.base_offset)
             on_batch(batch)
         # It is unknown how much of the rest the last process flushed.
-        self._dirty = length > 0 and self.next_offset > recovery_point
+        self.is_dirty = length > 0 and self.next_offset > recovery_point
         return length - self.size_in_bytes
 
     def _scan(self, length: int) -> Iterator[tuple[RecordBatch, memoryview]]:
@@ -224,7 +220,7 @@ class Segment:
 
     def truncate_tail(self) -> None:
         """Cut the file off behind the last whole batch."""
-        self._dirty = True
+        self.is_dirty = True
         os.ftruncate(self._fd, self.size_in_bytes)
 
     def append(self, records: Buffer, batches: Sequence[RecordBatch], base_offset: int) -> None:
@@ -241,7 +237,7 @@ class Segment:
             self._cut_off()
             raise
         # Set after the write: a flush that ends in between does not include it.
-        self._dirty = True
+        self.is_dirty = True
         self._note(batches[0], base_offset)
         for batch in batches[1:]:
             self._note(batch, batch.base_offset)
@@ -386,9 +382,9 @@ class Segment:
         process without free ones loses no log.
         """
         with self._close_lock:
-            if not self._dirty or self._fd < 0:
+            if not self.is_dirty or self._fd < 0:
                 return
-            fd, self._dirty, self._is_flushing = self._fd, False, True
+            fd, self.is_dirty, self._is_flushing = self._fd, False, True
         try:
             with FLUSHES.timed():
                 _sync_data(fd)

@@ -32,7 +32,7 @@ from kproxy.address import Address
 from kproxy.broker.apis import registry
 from kproxy.broker.broker_lease import BrokerLease, IdInUse
 from kproxy.broker.cluster import Change, ClusterView, Kind, Topic, get_or_put
-from kproxy.broker.config import BrokerConfig, LogOptions, topic_settings
+from kproxy.broker.config import BrokerConfig, topic_settings
 from kproxy.broker.connection import ClientConnection
 from kproxy.broker.context import Body, Broker, Request
 from kproxy.broker.data_dir import DataDir
@@ -86,7 +86,7 @@ async def run_broker(config: BrokerConfig) -> None:
     """Run a reference broker until SIGTERM or SIGINT. Raises StartupError."""
     _check(config)
     raise_open_file_limit()
-    data_dir = DataDir.open(config.data_dir, config.node_id, log_options=config.log_options)
+    data_dir = DataDir.open(config.data_dir, config.node_id)
     client = EtcdClient(config.etcd, config.etcd_options, timeout_s=config.etcd_timeout_s)
     try:
         await _Server(config, data_dir, client).run()
@@ -323,15 +323,9 @@ class _Server:
         return (await get_or_put(self._client, self._keys.cluster_id, chosen)).decode()
 
     def _settings_of(self, topic: Topic, partition_index: int) -> ReplicaSettings:
-        settings = topic_settings(topic.configs, len(topic.replicas[partition_index]), self._config)
-        return ReplicaSettings(
-            self._config.node_id,
-            lease_clock,
-            self._config.isr_lag_s,
-            settings.min_insync_replicas,
-            LogOptions(settings.segment_bytes, self._config.flush, settings.retention_bytes, settings.retention_ms),
-            self._flush_threads,
-        )
+        config = self._config
+        of_topic = topic_settings(topic.configs, len(topic.replicas[partition_index]), config)
+        return ReplicaSettings(config.node_id, lease_clock, config.isr_lag_s, *of_topic, self._flush_threads)
 
     def _assemble(self, cluster_id: str) -> Broker:
         return Broker(

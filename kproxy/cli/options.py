@@ -147,7 +147,7 @@ _ADMIN_FLAGS = (
 )
 
 
-def admin_place(asked: Asked, flags: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> AdminPlace:
+def admin_place(asked: Asked, flags: Mapping[str, object]) -> AdminPlace:
     """Return the requested admin page. `flags`, such as `admin_ca`, override the environment. Raises StartupError."""
     scheme, separator, rest = asked.text.partition("://")
     if separator and scheme not in ("http", "https"):
@@ -164,8 +164,8 @@ def admin_place(asked: Asked, flags: Mapping[str, object], environ: Mapping[str,
     for key, value in given.items():
         variable = f"{ADMIN_VARIABLES}{key.upper()}"
         sources[key] = variable if value is None else f"{ADMIN_FLAGS}{key}".replace("_", "-")
-        if value is not None or variable in environ:
-            text = environ[variable] if value is None else value
+        if value is not None or variable in os.environ:
+            text = os.environ[variable] if value is None else value
             values[key] = parse_value(keys_of(_PageAccess)[key][0], text, sources[key], strict=False)
     tls = _PageAccess(enabled=True, **values).checked(sources)
     return AdminPlace(address, tls, None if tls is None else load_broker_tls(tls).context)
@@ -254,15 +254,15 @@ def asked_place(admin: Asked, etcd: str | None, prefix: str | None, **access: st
     return place
 
 
-def broker_auth(flags: Mapping[str, str | bool | None], environ: Mapping[str, str] = os.environ) -> BrokerAuth:
+def broker_auth(flags: Mapping[str, str | bool | None]) -> BrokerAuth:
     """Return the access to brokers for a command without a configuration file.
 
     `flags`, such as `broker_tls_ca`, override the environment (KPROXY_BROKER_TLS__CA). Raises StartupError.
     """
     from kproxy.security.broker_auth import BrokerAuth
 
-    given_tls, tls_sources = parse_section(BrokerTls, "broker_tls", flags, environ)
-    given_sasl, sasl_sources = parse_section(BrokerSasl, "broker_sasl", flags, environ)
+    given_tls, tls_sources = parse_section(BrokerTls, "broker_tls", flags, os.environ)
+    given_sasl, sasl_sources = parse_section(BrokerSasl, "broker_sasl", flags, os.environ)
     tls = given_tls.checked(tls_sources)
     return BrokerAuth.once(tls, given_sasl.checked(sasl_sources, with_tls=tls is not None))
 
@@ -276,14 +276,12 @@ def listener_tls_from(flags: Mapping[str, str | None]) -> ListenerTls | None:
     return given.checked(sources)
 
 
-def replication_tls_from(
-    flags: Mapping[str, str | None], environ: Mapping[str, str] = os.environ
-) -> ReplicationTls | None:
+def replication_tls_from(flags: Mapping[str, str | None]) -> ReplicationTls | None:
     """Return the TLS options between reference brokers; None without TLS.
 
     `flags`, such as `replication_tls_ca`, override the environment (KPROXY_REPLICATION_TLS__CA). Raises StartupError.
     """
-    return replication_tls(*parse_section(ReplicationTlsSection, "replication_tls", flags, environ))
+    return replication_tls(*parse_section(ReplicationTlsSection, "replication_tls", flags, os.environ))
 
 
 def _with(command: Command, flags: Sequence[Decorator]) -> Command:

@@ -6,7 +6,6 @@ import sys
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import click
@@ -187,9 +186,7 @@ class LiveTable:
         self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._live.stop()
 
     def update(self, table: TablePage) -> None:

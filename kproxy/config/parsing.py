@@ -351,8 +351,6 @@ def _words(info: msgspec.inspect.Type) -> str:
         return " ".join([number, *(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)])
     if isinstance(info, msgspec.inspect.StructType):
         return "a table"
-    if isinstance(info, msgspec.inspect.StructType):
-        return "a table"
     if isinstance(info, msgspec.inspect.CustomType) and info.cls is Texts:
         return "a text or a list of texts"
     return "a list of texts" if isinstance(info, msgspec.inspect.ListType) else "a text"

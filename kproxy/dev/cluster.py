@@ -23,9 +23,8 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Literal, NamedTuple, Self
 
 import msgspec
@@ -46,9 +45,9 @@ class Layout(msgspec.Struct):
     brokers: int
 
 
-def default_data_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the user's: in XDG_DATA_HOME if set, else ~/Library/Application Support (macOS) or ~/.local/share."""
-    configured = environ.get("XDG_DATA_HOME", "")
+def default_data_dir() -> Path:
+    """Return the user's: in XDG_DATA_HOME if set, else ~/Library/Application Support on macOS, else ~/.local/share."""
+    configured = os.environ.get("XDG_DATA_HOME", "")
     if configured and Path(configured).is_absolute():
         return Path(configured) / "kproxy" / "dev"
     if sys.platform == "darwin":
@@ -230,9 +229,7 @@ class DevCluster:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     async def start(self) -> None:

@@ -73,12 +73,10 @@ class Restarter:
         say: Callable[[str], None],
         *,
         restart: bool = True,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cluster = cluster
         self._say = say
         self._restart = restart
-        self._clock = clock
 
     async def keep(self) -> None:
         """Run until cancelled. Raises ChildEnded (invariant 5)."""
@@ -93,9 +91,9 @@ class Restarter:
     async def _keep(self, part: Part) -> None:
         back_off = BackOff()
         while True:
-            ready_at = self._clock()
+            ready_at = time.monotonic()
             end = await self._cluster.ended(part)
-            pause_s = back_off.pause_s(ran_s=self._clock() - ready_at, least_s=self._least_pause_s(part, end))
+            pause_s = back_off.pause_s(ran_s=time.monotonic() - ready_at, least_s=self._least_pause_s(part, end))
             if not self._restart or pause_s is None:
                 self._leave(part, end, in_vain=self._restart)
                 return

@@ -91,12 +91,9 @@ class Token:
         self,
         options: EtcdOptions,
         authenticate: Callable[[str, str], Awaitable[str]],
-        *,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._options = options
         self._authenticate = authenticate
-        self._clock = clock
         self._asking = asyncio.Lock()
         self._token = ""
         self._off = not options.username
@@ -122,7 +119,7 @@ class Token:
         return True
 
     async def _ask(self) -> None:
-        if self._refusal and self._clock() < self._not_before:
+        if self._refusal and time.monotonic() < self._not_before:
             raise EtcdMisused(self._refusal)
         try:
             password = await asyncio.to_thread(self._options.read_password)
@@ -143,5 +140,5 @@ class Token:
         longest = min(REFUSAL_PAUSE_S * 2.0 ** min(self._refusals, 10), LONGEST_PAUSE_S)
         self._refusals += 1
         self._refusal = str(refusal)
-        self._not_before = self._clock() + longest * random.uniform(0.5, 1.0)  # noqa: S311 - jitter, not a secret
+        self._not_before = time.monotonic() + longest * random.uniform(0.5, 1.0)  # noqa: S311 - jitter, not a secret
         return refusal

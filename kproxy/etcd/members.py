@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -133,7 +133,7 @@ class _Channel:
 class Member:
     """One member.
 
-    `failed_at` is when it last failed, on the clock of `Members`.
+    `failed_at` is when it last failed, on the monotonic clock.
     """
 
     def __init__(self, endpoint: Endpoint, members: Members) -> None:
@@ -259,11 +259,9 @@ class Members:
         named: str,
         server_name: str,
         max_message_bytes: int,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.endpoints = named
         self._credentials = credentials
-        self._clock = clock
         self._closed = False
         self._options: tuple[tuple[str, str | int], ...] = (
             *_CHANNEL_OPTIONS,
@@ -283,7 +281,7 @@ class Members:
 
     def failed(self, member: Member) -> None:
         """Put the member last."""
-        member.failed_at = self._clock()
+        member.failed_at = time.monotonic()
 
     async def open_channel(self, endpoint: Endpoint, *, window_bytes: int = 0) -> Any:
         """Open a channel that shares no connection with others. Raises EtcdError.

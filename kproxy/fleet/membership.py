@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from types import TracebackType
 from typing import Self
 
 import structlog
@@ -95,7 +94,7 @@ class Membership:
         try:
             self._synced = await in_time(self._view.wait_synced(), self._following, PATIENCE_S)
         except BaseException:
-            await self.__aexit__(None, None, None)
+            await self.__aexit__()
             raise
         if not self._synced:
             log.warning(
@@ -103,9 +102,7 @@ class Membership:
             )
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for task in (self._registering, self._following):
             if task is not None:
                 await cancel(task)

@@ -34,7 +34,7 @@ import asyncio
 import enum
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated
 
@@ -129,7 +129,7 @@ class Registrar:
     `run` is one coroutine that the caller owns.
 
     `listeners` are the addresses of its named listeners. `prefix` is that of all keys; `ttl_s` the lease's TTL in
-    seconds, of which etcd may grant more; `clock` in seconds.
+    seconds, of which etcd may grant more.
     """
 
     def __init__(
@@ -140,7 +140,6 @@ class Registrar:
         port: int,
         *,
         ttl_s: int,
-        clock: Callable[[], float] = time.monotonic,
         listeners: Listeners = NO_LISTENERS,
     ) -> None:
         self._listeners = listeners
@@ -150,7 +149,6 @@ class Registrar:
         self._port = port
         self._ttl_s = ttl_s
         self._look_s = ttl_s / LOOKS_PER_TTL
-        self._clock = clock
         self._lease_id = 0
         self._key = ""
         self._entered = asyncio.Event()
@@ -256,7 +254,7 @@ class Registrar:
     async def _hold(self) -> bool:
         """Wait until the entry is no longer ours; return whether it may be taken over from its owner."""
         keeper = asyncio.create_task(
-            lease_keep_alive(self._client, self._lease_id, clock=self._clock, on_renewed=lambda *_: None)
+            lease_keep_alive(self._client, self._lease_id, clock=time.monotonic, on_renewed=lambda *_: None)
         )
         looker = asyncio.create_task(self._until_another_is_seen())
         try:

@@ -23,9 +23,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 import structlog
@@ -53,7 +52,7 @@ class FleetView:
     """Feeds `fleet` from etcd. `run` is one coroutine that the caller owns.
 
     `listeners` are the advertised addresses of this proxy's named listeners; `by_listener` the fleets that their
-    clients see. `prefix` is that of all keys, `host` and `port` are advertised by this proxy, `clock` is in seconds.
+    clients see. `prefix` is that of all keys, `host` and `port` are advertised by this proxy.
     Skipped entries are counted in `counters` as `fleet.skipped.{reason}`.
     """
 
@@ -66,7 +65,6 @@ class FleetView:
         port: int,
         *,
         counters: Counter[str] | None = None,
-        clock: Callable[[], float] = time.monotonic,
         listeners: Listeners = NO_LISTENERS,
         by_listener: Mapping[str, Fleet] = MappingProxyType({}),
     ) -> None:
@@ -77,7 +75,7 @@ class FleetView:
         self._fleet = fleet
         self._alone = alone(host, port)
         self._prefix = proxies_prefix(prefix)
-        self._mirror = PrefixMirror(client, [self._prefix], self, clock=clock)
+        self._mirror = PrefixMirror(client, [self._prefix], self)
         self._found: dict[str, Proxy] = {}
         self._listeners = listeners
         self._by_listener = by_listener

@@ -395,10 +395,8 @@ def _claims(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric]:
         "Unsettled partitions: an earlier claimant may still write to them.",
         vitals.own_unsettled,
     )
-    outcomes = CounterMetricFamily("kproxy_own_requests", "Requested resources, by outcome.", labels=["outcome"])
-    for outcome in _OWN_OUTCOMES:
-        outcomes.add_metric([outcome], counters.get(f"own.{outcome}", 0))
-    yield outcomes
+    text = "Requested resources, by outcome."
+    yield _by("outcome", _OWN_OUTCOMES, "kproxy_own_requests", text, counters, "own.")
     yield counter(
         "kproxy_own_severed", "Client connections severed because they lost a claim.", counters.get("own.severed", 0)
     )

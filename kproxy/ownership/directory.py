@@ -61,36 +61,27 @@ class Overlay(Generic[Key, Value]):
         self._listed: Mapping[Key, Value] = {}
         self._told: dict[Key, Value] = {}
 
-    def set_own(self, key: Key, value: Value | None) -> bool:
-        """Set the key's own value; None if its entry is gone.
-
-        Return whether the present value changes.
-        """
+    def set_own(self, key: Key, value: Value | None) -> None:
+        """Set the key's own value; None if its entry is gone."""
         if value is None:
             self._own.pop(key, None)
             value = self._listed.get(key)
         else:
             self._own[key] = value
         if value == self._told.get(key):
-            return False
+            return
         if value is None:
             del self._told[key]
         else:
             self._told[key] = value
         self._tell(key, value)
-        return True
 
-    def set_listed(self, listed: Mapping[Key, Value]) -> bool:
-        """Replace the values listed by the snapshot.
-
-        Return whether any present value changes.
-        """
+    def set_listed(self, listed: Mapping[Key, Value]) -> None:
+        """Replace the values listed by the snapshot."""
         self._listed = listed
         standing = {**listed, **self._own}
-        if standing == self._told:
-            return False
-        self._settle(standing, {key for key in standing if standing[key] != self._told.get(key)})
-        return True
+        if standing != self._told:
+            self._settle(standing, {key for key in standing if standing[key] != self._told.get(key)})
 
     def load(self, own: dict[Key, Value], listed: Mapping[Key, Value] | None) -> None:
         """Replace both sources; `listed` None keeps the listed values.
@@ -191,15 +182,15 @@ class Directory:
     def keys(self) -> tuple[str, ...]:
         return (self._snapshot_key,)
 
-    def take(self, event: WatchEvent) -> bool:
-        """Apply a change; return whether it changed a broker's address."""
+    def take(self, event: WatchEvent) -> None:
+        """Apply a change."""
         said = self._read(event.kv, deleted=event.deleted)
         if said is None:
-            return False
+            return
         kind, key, value = said
         if kind is _Kind.BROKER:
-            return self._addresses.set_own(key, value)
-        if kind is _Kind.TOPIC:
+            self._addresses.set_own(key, value)
+        elif kind is _Kind.TOPIC:
             self._topic_ids.set_own(key, value)
         elif kind is _Kind.GROUP:
             if value is None:
@@ -209,8 +200,7 @@ class Directory:
         elif value is not None or event.deleted:
             listed = NO_SNAPSHOT if value is None else value
             self._topic_ids.set_listed(listed.topic_ids)
-            return self._addresses.set_listed(listed.addresses)
-        return False
+            self._addresses.set_listed(listed.addresses)
 
     async def load(self, kvs: Sequence[KeyValue]) -> None:
         """Replace all entries by those of these keys."""

@@ -16,6 +16,7 @@ from uuid import UUID
 import msgspec
 import structlog
 
+from kproxy.config.parsing import is_topic_name
 from kproxy.etcd import KeyValue
 from kproxy.routing.topology import MAX_PARTITION_INDEX, Address
 from kproxy_codec.partitioned import TOPIC_ID_BYTES
@@ -30,7 +31,6 @@ MAX_SNAPSHOT_BROKERS = 10_000
 MAX_REASONS = 1_000
 MAX_GROUP_ID_BYTES = 1_000
 
-_TOPIC = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 _DECIMAL = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
@@ -49,18 +49,6 @@ def _decimal(text: str, highest: int, reason: str) -> int:
     return int(text)
 
 
-def is_topic_name(name: str) -> bool:
-    return _TOPIC.fullmatch(name) is not None and name not in (".", "..")
-
-
-# The same few topics, partition indexes and broker ids recur: from the cache they cost a tenth.
-@lru_cache(maxsize=1 << 10)
-def _topic(name: str) -> bytes:
-    if not is_topic_name(name):
-        raise InvalidEntry("not a topic name")
-    return name.encode("ascii")
-
-
 @lru_cache(maxsize=1 << 14)
 def _partition_index(text: str) -> int:
     return _decimal(text, MAX_PARTITION_INDEX, "not a partition index")
@@ -69,7 +57,7 @@ def _partition_index(text: str) -> int:
 def parse_lease_key(rest: str) -> tuple[bytes, int]:
     """Parse `{topic}/{partition}`, the part of a lease's key after the prefix."""
     topic, _, partition = rest.rpartition("/")
-    return _topic(topic), _partition_index(partition)
+    return parse_topic_key(topic), _partition_index(partition)
 
 
 @lru_cache(maxsize=1 << 10)
@@ -105,6 +93,7 @@ def _address(host: object, port: object) -> Address:
     return Address(host, port)
 
 
+@lru_cache(maxsize=1 << 10)
 def parse_topic_key(rest: str) -> bytes:
     if not is_topic_name(rest):
         raise InvalidEntry("not a topic name")
@@ -164,7 +153,7 @@ def parse_snapshot(value: bytes) -> ClusterSnapshot:
             if isinstance(entry, _SnapshotBroker):
                 addresses[_node_id(entry.NodeID)] = _address(entry.Host, entry.Port)
             elif any(entry.TopicID or ()):
-                topic_ids[_topic_name(entry.Topic)] = _topic_id_of(entry.TopicID or ())
+                topic_ids[parse_topic_key(entry.Topic or "")] = _topic_id_of(entry.TopicID or ())
         except InvalidEntry as reason:
             if len(invalid) < MAX_REASONS:
                 invalid.append(reason)
@@ -175,10 +164,6 @@ def _node_id(node_id: int) -> int:
     if not 0 <= node_id <= MAX_BROKER_ID:
         raise InvalidEntry("not a broker id")
     return node_id
-
-
-def _topic_name(name: str | None) -> bytes:
-    return parse_topic_key(name or "")
 
 
 def _topic_id_of(numbers: Sequence[int]) -> bytes:

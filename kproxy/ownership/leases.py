@@ -34,6 +34,7 @@ from itertools import islice
 
 import structlog
 
+from kproxy.config.parsing import is_topic_name
 from kproxy.etcd import (
     EtcdClient,
     EtcdError,
@@ -49,7 +50,6 @@ from kproxy.ownership.lease_keys import (
     InvalidEntry,
     Partition,
     SkippedKeys,
-    is_topic_name,
     parse_lease_key,
     parse_owner,
 )
@@ -128,8 +128,8 @@ log = structlog.get_logger(__name__)
 class LeaseTable:
     """Feeds `topology` from etcd. `run` is one coroutine that the caller owns.
 
-    `prefix` begins all keys, such as `/kafscale`. `on_change` is called, on the loop, after owners or addresses
-    changed. `clock` and `stale_after_s` are in seconds. `access` opens connections to brokers while etcd is silent.
+    `prefix` is that of all keys, such as `/kafscale`. `clock` and `stale_after_s` are in seconds. `access`
+    opens connections to brokers while etcd is silent.
     """
 
     def __init__(
@@ -138,14 +138,12 @@ class LeaseTable:
         prefix: str,
         topology: Topology,
         *,
-        on_change: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         stale_after_s: float = STALE_AFTER_S,
         access: BrokerAuth | None = None,
     ) -> None:
         self._client = client
         self._topology = topology
-        self._on_change = on_change
         self._clock = clock
         self._stale_after_s = stale_after_s
         self._leases_prefix = f"{prefix.rstrip('/')}/partition-leases/"
@@ -243,7 +241,6 @@ class LeaseTable:
         for _ in load.end():
             await asyncio.sleep(0)
         log.info("lease table loaded", revision=snapshot.revision, partitions=load.count)
-        self._tell()
 
     async def _is_contradicted_by(self, snapshot: Snapshot) -> bool:
         """Whether the snapshot breaks invariant 5; the first load, the longest, is not checked."""
@@ -268,20 +265,17 @@ class LeaseTable:
         return kv.mod_revision < self._topology.owner_revision(*partition) <= as_of
 
     def on_events(self, events: list[WatchEvent], revision: int) -> None:
-        changed = False
         for event in events:
             try:
                 if event.kv.key.startswith(self._leases_prefix):
                     partition = parse_lease_key(event.kv.key.removeprefix(self._leases_prefix))
-                    changed |= self._set_owner(partition, None if event.deleted else event.kv, event.kv.mod_revision)
+                    self._set_owner(partition, None if event.deleted else event.kv, event.kv.mod_revision)
                 else:
-                    changed |= self.directory.take(event)
+                    self.directory.take(event)
             except InvalidEntry as reason:
                 self._skip(event.kv, reason)
-        if changed:
-            self._tell()
 
-    def _set_owner(self, partition: tuple[bytes, int], kv: KeyValue | None, revision: int) -> bool:
+    def _set_owner(self, partition: tuple[bytes, int], kv: KeyValue | None, revision: int) -> None:
         """Set the owner in `kv`, the key of `partition` as of `revision`; None if the key is gone."""
         owner = NO_OWNER
         if kv is not None:
@@ -289,14 +283,9 @@ class LeaseTable:
                 owner = parse_owner(kv.value)
             except InvalidEntry as reason:
                 self._skip(kv, reason)
-        if owner == NO_OWNER == self._topology.owner(*partition):
-            # There is nothing to remove, and requests for arbitrary partitions must not create rows.
-            return False
-        return self._topology.set_owner(*partition, owner, revision)
-
-    def _tell(self) -> None:
-        if self._on_change is not None:
-            self._on_change()
+        # Where there is nothing to remove, arbitrary partitions must not create rows.
+        if owner != NO_OWNER or self._topology.owner(*partition) != NO_OWNER:
+            self._topology.set_owner(*partition, owner, revision)
 
     # Re-reads
 
@@ -317,10 +306,7 @@ class LeaseTable:
         if not self._asks_brokers.is_set():
             log.warning("lease table stale", consequence="brokers are asked for owners", age_s=round(self.age_s, 1))
             self._asks_brokers.set()
-        changed = await self._hints.ask(partitions, lambda: self.stale and self._asks_brokers.is_set())
-        if changed:
-            self._tell()
-        return changed
+        return await self._hints.ask(partitions, lambda: self.stale and self._asks_brokers.is_set())
 
     async def _drop_hints_in_time(self) -> None:
         while True:
@@ -330,7 +316,6 @@ class LeaseTable:
             self._asks_brokers.clear()
             log.info("lease table current", consequence="brokers are not asked any more")
             self._topology.drop_hints()
-            self._tell()
 
     async def _reread(self, partitions: Sequence[Partition]) -> None:
         # A linearizable read that begins now is at or above every revision seen so far.
@@ -351,9 +336,6 @@ class LeaseTable:
         if result.revision < self._loaded_revision:
             # A load overtook this read. If the load lacks a partition, no entry would make an older read lose.
             return
-        changed = False
         for partition, response in zip(partitions, result.responses, strict=True):
             kv = response.kvs[0] if response.kvs else None
-            changed |= self._set_owner(partition, kv, result.revision if kv is None else kv.mod_revision)
-        if changed:
-            self._tell()
+            self._set_owner(partition, kv, result.revision if kv is None else kv.mod_revision)

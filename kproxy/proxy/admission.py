@@ -30,6 +30,7 @@ import functools
 import heapq
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Final, Protocol
 
 import structlog
@@ -136,6 +137,7 @@ def _key_of(kind: str, name: str) -> bytes:
     return digest_of(kind, name)
 
 
+@dataclass(eq=False)
 class Admission:
     """A listener's requirements for clients: SASL by `servers`, or else a TLS certificate.
 
@@ -146,36 +148,20 @@ class Admission:
     name in `events`.
     """
 
-    def __init__(
-        self,
-        servers: Servers | None,
-        times: Times,
-        *,
-        timeout_s: float = 10.0,
-        mapping: PrincipalMapping = DEFAULT_MAPPING,
-        counters: Counter[str],
-        users: Callable[[], Users | None] = lambda: None,
-        quotas: Callable[[], Quotas] | None = None,
-        most_of_an_address: int = 0,
-        connections: OpenConnections | None = None,
-        carries: bool,
-        allows_v0: bool = False,
-        listener: str = "",
-        events: SecurityEvents = NO_EVENTS,
-    ) -> None:
-        self.listener = listener
-        self.events = events
-        self.carries = carries
-        self.allows_v0 = allows_v0
-        self.servers = servers
-        self.times = times
-        self.timeout_s = timeout_s
-        self.mapping = mapping
-        self.counters = counters
-        self.users = users
-        self.quotas = quotas
-        self.most_of_an_address = most_of_an_address
-        self.connections = connections or OpenConnections()
+    servers: Servers | None
+    times: Times
+    _: KW_ONLY
+    counters: Counter[str]
+    carries: bool
+    timeout_s: float = 10.0
+    mapping: PrincipalMapping = DEFAULT_MAPPING
+    users: Callable[[], Users | None] = lambda: None
+    quotas: Callable[[], Quotas] | None = None
+    most_of_an_address: int = 0
+    connections: OpenConnections = field(default_factory=OpenConnections)
+    allows_v0: bool = False
+    listener: str = ""
+    events: SecurityEvents = NO_EVENTS
 
     def gate(self, client: Guarded, on_pressure: Callable[[bool], None]) -> Gate:
         """Make the gate of one client; `on_pressure` stops and resumes reading."""

@@ -11,6 +11,7 @@ The compiled plain path (kproxy.plain) has a twin of the class here, which is us
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import TYPE_CHECKING, Protocol
 
 from kproxy.plain import AwaitedAnswers, FrameReader, compiled
@@ -50,6 +51,25 @@ class Ticket(Protocol):
     def lost(self, *, written: bool) -> None:
         """No answer will come; `written` says whether the broker may have seen the request."""
         ...
+
+
+class QuietTicket:
+    """The ticket of a request with an answer; ignores its outcome."""
+
+    expects_answer = True
+    may_wait_until = -inf
+
+    def sent(self) -> None:
+        """Never called: the request has an answer."""
+
+    def unconfirmed(self) -> None:
+        """Never called, for the same reason."""
+
+    def answered(self, frame: memoryview) -> None:
+        """Ignore the answer."""
+
+    def lost(self, *, written: bool) -> None:
+        """Ignore the loss."""
 
 
 class AnswerReader:

@@ -48,7 +48,7 @@ import structlog
 
 from kproxy.plain import FrameReader
 from kproxy.proxy.answer_memory import LARGE_BYTES, AnswerBuffer, ClientMemory
-from kproxy.proxy.answer_reader import AnswerReader, Ticket
+from kproxy.proxy.answer_reader import AnswerReader, QuietTicket, Ticket
 from kproxy.proxy.dialling import BrokerDials, reason_of
 from kproxy.proxy.outbox import Outbox, flushes_of
 from kproxy.runtime.sockets import Delivery, delivery, discard_at_close, keep_alive, watch_path
@@ -611,20 +611,11 @@ class Lost(Exception):
         self.written = written
 
 
-class Question:
+class Question(QuietTicket):
     """The ticket of one request whose sender awaits the answer."""
-
-    expects_answer = True
-    may_wait_until = -inf
 
     def __init__(self) -> None:
         self.answer: asyncio.Future[memoryview] = asyncio.get_running_loop().create_future()
-
-    def sent(self) -> None:
-        """Never called: every question has an answer."""
-
-    def unconfirmed(self) -> None:
-        """Never called, for the same reason."""
 
     def answered(self, frame: memoryview) -> None:
         if not self.answer.done():

@@ -21,7 +21,6 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
-from math import inf
 from typing import Final, Protocol
 
 import structlog
@@ -32,6 +31,7 @@ from kproxy.claims.release import Release
 from kproxy.claims.service import OwnService
 from kproxy.config import ProxyConfig
 from kproxy.etcd import EtcdClient, connect
+from kproxy.proxy.answer_reader import QuietTicket
 from kproxy.proxy.broker_connection import Lost, Upstream, ask
 from kproxy.proxy.connections import Connections, NoAddress
 from kproxy.proxy.context import ProxyContext
@@ -50,7 +50,7 @@ from kproxy_codec.error_codes import (
     UNKNOWN_TOPIC_OR_PARTITION,
 )
 from kproxy_codec.errors import CodecError
-from kproxy_codec.framing import RequestHeader, request_header, response_header
+from kproxy_codec.framing import RequestHeader, request_header
 from kproxy_codec.own import (
     BIND_FENCES_VERSION,
     MAX_RESOURCES,
@@ -195,8 +195,8 @@ class ClientClaims:
             reason = "its claims may be others' by now: the proxy's lease in etcd is not certain to live"
             self.connection.sever(reason)
 
-    async def answer(self, frame: memoryview, header: RequestHeader, client: str) -> list[Buffer]:
-        """Return the whole answer to an Own request; `client` is the client's name. Raises CodecError, NoClaims."""
+    async def answer(self, frame: memoryview, header: RequestHeader, client: str) -> Buffer:
+        """Return the body of an answer to Own; `client` is the client's name. Raises CodecError, NoClaims."""
         if self._own is None:
             raise NoClaims("there is nothing that keeps claims")
         if self.connection is None:
@@ -210,8 +210,7 @@ class ClientClaims:
             pending, self._pending_reads = self._pending_reads, ()
             for respond in pending:
                 respond()
-        body = encode_own_response(response, header.api_version)
-        return with_length([response_header(header.api_key, header.api_version, header.correlation_id), body])
+        return encode_own_response(response, header.api_version)
 
     async def _bind(self, bindings: list[FenceBinding], deadline: float) -> dict[tuple[str, int], int]:
         await self._context.brokers.current()
@@ -292,27 +291,15 @@ def _request(correlation_id: int, bindings: Sequence[FenceBinding]) -> list[Buff
     return with_length([head, encode_bind_fences_request(bindings)])
 
 
-class _BindingTicket:
+class _BindingTicket(QuietTicket):
     """The ticket of a binding before a batch. Its answer is ignored: the batch's own answer says more."""
-
-    expects_answer = True
-    may_wait_until = -inf
 
     def __init__(self, upstream: Upstream, bindings: Sequence[FenceBinding]) -> None:
         self._upstream = upstream
         self._bindings = bindings
 
-    def sent(self) -> None:
-        """Never called: a binding has an answer."""
-
-    def unconfirmed(self) -> None:
-        """Never called, for the same reason."""
-
     def answered(self, frame: memoryview) -> None:
         _record(self._upstream, self._bindings, _codes(self._upstream, frame))
-
-    def lost(self, *, written: bool) -> None:
-        """Do nothing: the bindings end with the connection."""
 
 
 def _codes(upstream: Upstream, frame: memoryview) -> dict[Partition, int]:

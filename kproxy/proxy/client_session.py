@@ -237,7 +237,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
             self._meter = Meter(
                 context.quotas,
                 principal,
-                self,
+                self._take,
                 self._answers,
                 self.broker_presses,
                 context.clock,
@@ -275,10 +275,6 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         answers.in_flight_bytes += slot.weight
         self._budget.held += slot.weight
         return slot
-
-    def take_throttled(self, frame: memoryview, first_byte_at: float, throttle_ms: int) -> None:
-        """Begin a request of a client over its quota. Raises CodecError."""
-        self._take(frame, first_byte_at, throttle_ms)
 
     # Requests
 
@@ -577,7 +573,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         if self._meter is not None:
             self._meter.close()
         self._fanout.part()
-        self._control.end()
+        self._fanout.claims.end()
         self._let_go()
         self._on_closed(self)
 

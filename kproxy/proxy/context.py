@@ -11,6 +11,7 @@ from typing import Protocol
 
 from kproxy.claims.service import OwnService
 from kproxy.config import Limits
+from kproxy.etcd import IdBlocks
 from kproxy.observe.tally import Tally
 from kproxy.plain import ReceiveArena
 from kproxy.proxy.access import AccessControl
@@ -31,14 +32,6 @@ from kproxy.security.quotas import Quotas
 from kproxy.trail.trail import Trail
 from kproxy_codec.api_keys import FIND_COORDINATOR, INIT_PRODUCER_ID, OWN
 from kproxy_codec.primitives import Buffer
-
-
-class ProducerIds(Protocol):
-    """The allocator of producer ids."""
-
-    def allocate(self) -> Awaitable[int]:
-        """Return an id that no other producer has. Raises EtcdError."""
-        ...
 
 
 class OwnershipSource(Protocol):
@@ -70,7 +63,7 @@ class ProxyContext:
     # Highest versions by API key that the ownership source allows, if lower than those that the proxy serves.
     version_caps: Mapping[int, int] = field(default_factory=lambda: NO_CAPS)
     # The proxy's source of answers that brokers do not give (kproxy.proxy.apis).
-    producer_ids: ProducerIds | None = None
+    producer_ids: IdBlocks | None = None
     coordinators: Coordinators | LeasedCoordinators = field(default_factory=Coordinators)
     # The Own API's service; None without an etcd for the claims.
     own: OwnService | None = None

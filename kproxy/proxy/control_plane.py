@@ -219,7 +219,7 @@ class ControlRequests:
                 if not self._access.allows(Operation.OWN, Resource.GROUP, group):
                     refusal = encode_own_response(OwnResponse(GROUP_AUTHORIZATION_FAILED, group), header.api_version)
                     return _framed(header, refusal)
-            return await self._claims.answer(frame, header, f"{called}@{self._client.peer}")
+            return _framed(header, await self._claims.answer(frame, header, f"{called}@{self._client.peer}"))
         except NoClaims as error:
             raise Unanswerable(str(error)) from error
         finally:
@@ -234,10 +234,6 @@ class ControlRequests:
     def connections(self) -> Sequence[Connections]:
         """Its connections to brokers."""
         return () if self._made is None else self._made.connections
-
-    def end(self) -> None:
-        """Free the claims of a client that is gone."""
-        self._claims.end()
 
     async def close(self) -> None:
         """Cancel open requests, and close the connections to brokers."""

@@ -24,10 +24,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from kproxy.ownership.directory import GroupLeases
 from kproxy.proxy.apis import APIS, KEY_TYPES
 from kproxy.proxy.broker_connection import Lost, Upstream, ask
 from kproxy.routing.rendezvous import preferred
@@ -114,14 +115,6 @@ class Coordinators:
             self.forget(key_type, found.key)
 
 
-class Holders(Protocol):
-    """The leases of groups."""
-
-    def holder(self, group: str) -> int | None:
-        """Return the broker that holds the group's lease."""
-        ...
-
-
 class LeasedCoordinators:
     """Read the coordinators of groups only from their leases.
 
@@ -132,7 +125,7 @@ class LeasedCoordinators:
 
     are_leased = True
 
-    def __init__(self, leases: Holders, topology: Topology) -> None:
+    def __init__(self, leases: GroupLeases, topology: Topology) -> None:
         self._leases = leases
         self._topology = topology
         self._refused_by: dict[str, frozenset[int]] = {}

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 from kproxy.proxy.answer_order import AnswerOrder, Slot
 from kproxy.security.principals import Principal
@@ -42,22 +42,17 @@ SHORTEST_WAIT_S: Final = 0.001
 _AT_BEGINNING_FROM: Final = {FETCH: 1, LIST_OFFSETS: 2}
 
 
-class Metered(Protocol):
-    """The session of a meter."""
-
-    def take_throttled(self, frame: memoryview, first_byte_at: float, throttle_ms: int) -> None:
-        """Begin a request whose answer states how long its client is throttled. Raises CodecError."""
-        ...
-
-
 class Meter:
-    """The meter of one connection. `quotas` returns the current quotas, `on_pressure` stops reading."""
+    """The meter of one connection. `quotas` returns the current quotas, `on_pressure` stops reading.
+
+    `begin` begins a request whose answer states for how many ms its client is throttled; it raises CodecError.
+    """
 
     def __init__(
         self,
         quotas: Callable[[], Quotas],
         principal: Principal,
-        session: Metered,
+        begin: Callable[[memoryview, float, int], None],
         answers: AnswerOrder,
         on_pressure: Callable[[bool], None],
         clock: Callable[[], float],
@@ -66,7 +61,7 @@ class Meter:
         self._answers = answers
         self._quotas = quotas
         self._principal = principal
-        self._session = session
+        self._begin = begin
         self._now = clock
         self._on_pressure = on_pressure
         self._counters = counters
@@ -143,7 +138,7 @@ class Meter:
         self._exceeded = account
         self._ends_at = self._now() + LONGEST_WAIT_S
         self._timer = asyncio.get_running_loop().call_later(wait, self._go_on)
-        self._session.take_throttled(frame, first_byte_at, max(1, round(wait * 1000)))
+        self._begin(frame, first_byte_at, max(1, round(wait * 1000)))
 
     def _go_on(self) -> None:
         account, now = self._exceeded, self._now()

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
-from math import inf
 from typing import Final, Protocol
 
 from kproxy.plain import compiled
-from kproxy.proxy.answer_reader import Ticket
+from kproxy.proxy.answer_reader import QuietTicket, Ticket
 from kproxy.proxy.broker_connection import Upstream
 from kproxy.proxy.claims import Respond
 from kproxy.proxy.request_reader import Taker
@@ -66,26 +65,8 @@ class PlainPiece(Ticket, Protocol):
     part: Selection | None
 
 
-class _Forgotten:
-    """The ticket of a part whose client is gone; ignores its answer."""
-
-    expects_answer = True
-    may_wait_until = -inf
-
-    def sent(self) -> None:
-        """Never called: the part has an answer."""
-
-    def unconfirmed(self) -> None:
-        """Never called, for the same reason."""
-
-    def answered(self, frame: memoryview) -> None:
-        """Ignore the answer."""
-
-    def lost(self, *, written: bool) -> None:
-        """Ignore the loss: the client sends the request again."""
-
-
-_FORGOTTEN: Final = _Forgotten()
+# The ticket of a part whose client is gone: it sends the request again.
+_FORGOTTEN: Final = QuietTicket()
 _PIECES: Final[tuple[type[PlainPiece], ...]] = () if compiled is None else (compiled.CompiledPiece,)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -103,41 +103,8 @@ class OwnPages:
         return Readiness(True, "alive")
 
 
-class ProcessHost(Protocol):
-    """The reports of one process; `worker` is its number if other processes listen on the same port."""
-
-    worker: int | None
-
-    async def open(self, pages: OwnPages, site: AdminSite | None) -> None:
-        """Show `pages` on the admin page, if there is a `site`. Raises StartupError."""
-        ...
-
-    def waits(self, sentence: str) -> None:
-        """Report the reason why startup waits; called when it changes, and periodically."""
-        ...
-
-    def share(self, accounts: Accounts, connections: OpenConnections) -> asyncio.Task[None] | None:
-        """Share these limits with other processes on the port from now on; None if no process shares it.
-
-        The caller ends the task.
-        """
-        ...
-
-    def ready(self, kafka: str, source: str) -> None:
-        """Report that clients are served at `kafka`; `source` is the ready line's part about the ownership source."""
-        ...
-
-    def stops(self) -> None:
-        """Report that the process stops, before clients see it."""
-        ...
-
-    async def close(self) -> None:
-        """End the reports."""
-        ...
-
-
-class OwnHost:
-    """The host of a process that serves alone."""
+class ProcessHost:
+    """The reports of one process that serves alone. `worker`: its number, if others listen on the same port."""
 
     worker: int | None = None
 
@@ -147,19 +114,27 @@ class OwnHost:
         self._said = ""
 
     async def open(self, pages: OwnPages, site: AdminSite | None) -> None:
+        """Show `pages` on the admin page, if there is a `site`. Raises StartupError."""
         if site is not None:
             self._admin, self._said = await site.start(AdminPage(pages, self._replicas.page, site.guard))
 
     def waits(self, sentence: str) -> None:
+        """Report the reason why startup waits; called when it changes, and periodically."""
         say_waiting(sentence)
 
     def share(self, accounts: Accounts, connections: OpenConnections) -> asyncio.Task[None] | None:
+        """Share these limits with other processes on the port from now on; None if no process shares it.
+
+        The caller ends the task.
+        """
         return None
 
     def ready(self, kafka: str, source: str) -> None:
+        """Report that clients are served at `kafka`; `source` is the ready line's part about the ownership source."""
         say_ready(f"kafka={kafka}{self._said}{source}")
 
     def stops(self) -> None:
+        """Report that the process stops, before clients see it."""
         say_stopping()
 
     async def close(self) -> None:

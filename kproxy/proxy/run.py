@@ -42,7 +42,7 @@ from kproxy.proxy.admission import Admission, OpenConnections
 from kproxy.proxy.apis import NO_RANGES
 from kproxy.proxy.claims import attach, open_own
 from kproxy.proxy.context import ProxyContext
-from kproxy.proxy.process_host import AdminSite, OwnHost, OwnPages, ProcessHost
+from kproxy.proxy.process_host import AdminSite, OwnPages, ProcessHost
 from kproxy.proxy.server import Listener
 from kproxy.proxy.sources import OpenSource, Source, open_source
 from kproxy.routing.topology import Topology
@@ -75,7 +75,7 @@ log = structlog.get_logger(__name__)
 
 async def run_proxy(config: ProxyConfig, host: ProcessHost | None = None) -> None:
     """Serve until SIGTERM or SIGINT; alone if no `host` is given. Raises StartupError."""
-    host = host or OwnHost(config)
+    host = host or ProcessHost(config)
     await until_stopped(lambda signals: _Proxy(config, signals, host).serve())
 
 

@@ -19,7 +19,7 @@ from kproxy.ownership.kafka_metadata import KafkaMetadata
 from kproxy.ownership.leases import LeaseTable
 from kproxy.ownership.static_table import StaticTable
 from kproxy.proxy.api_versions import NO_CAPS
-from kproxy.proxy.context import ProducerIds, ProxyContext
+from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.coordinators import Coordinators, LeasedCoordinators
 from kproxy.routing import retry
 from kproxy.routing.topology import Topology
@@ -84,7 +84,7 @@ class OpenSource:
     following: asyncio.Task[None]
     ready: str
     version_caps: Mapping[int, int]
-    producer_ids: ProducerIds | None = None
+    producer_ids: IdBlocks | None = None
     coordinators: Coordinators | LeasedCoordinators = field(default_factory=Coordinators)
     broker_lost: Callable[[], None] = lambda: None
 

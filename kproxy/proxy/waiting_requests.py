@@ -99,10 +99,4 @@ class Waiting:
         """
         patience_s = self._brokers.limits.probe_timeout_s
         told = upstream.delivery() if waits_s >= patience_s else None
-        return told is not None and is_cut_off(
-            unacknowledged=told.unacknowledged,
-            retransmits=told.retransmits,
-            probes=told.probes,
-            silent_s=told.silent_s,
-            patience_s=patience_s,
-        )
+        return told is not None and is_cut_off(**told._asdict(), patience_s=patience_s)

@@ -20,10 +20,9 @@ from enum import Enum
 from typing import Final, NamedTuple
 
 from kproxy.config.access import AclSection
-from kproxy.security.principals import GROUP, USER, Principal
+from kproxy.security.principals import EVERY_USER, GROUP, USER, Principal
 
 MOST_PRINCIPALS: Final = 1_000
-EVERY_USER: Final = "User:*"
 
 
 class Operation(Enum):

@@ -19,7 +19,7 @@ import ssl
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from random import Random
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, Self, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, Self
 
 from kproxy.errors import StartupError
 from kproxy.runtime.request_protocol import ConnectionEnded, RequestProtocol
@@ -90,14 +90,6 @@ class Identity(Protocol):
 
     def refused(self, error: IdentityRefused) -> None:
         """Note that a broker has refused the identity."""
-        ...
-
-
-class Renewable(Protocol):
-    """A connection that renews its session."""
-
-    def session_began(self, session: Session) -> None:
-        """Note when the session is to be renewed."""
         ...
 
 
@@ -250,8 +242,10 @@ class BrokerAuth:
         protocol.connection_made(transport)
         if not transport.is_closing():
             transport.resume_reading()
-            if self._has_sasl and hasattr(protocol, "session_began"):
-                cast(Renewable, protocol).session_began(session)
+            # A connection that renews its session notes when it began.
+            session_began: Callable[[Session], None] | None = getattr(protocol, "session_began", None)
+            if self._has_sasl and session_began is not None:
+                session_began(session)
         return transport
 
     async def introduce(self, exchange: Exchange, on_reached: Callable[[], None] = lambda: None) -> Session:

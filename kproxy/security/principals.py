@@ -18,7 +18,9 @@ from kproxy.config.principal_rules import GROUP_IN_REPLACEMENT, SUBJECT, Mapping
 
 USER: Final = "User:"
 GROUP: Final = "Group:"
-# A TLS handshake bounds a certificate's names only by the certificate's size; names in logs and rules are shorter.
+EVERY_USER: Final = "User:*"
+# A certificate's names are at most as long as the certificate that a TLS handshake admits; those in logs and rules are
+# not.
 MOST_NAME_CHARACTERS: Final = 1_000
 # The time of a rule's pattern may grow much faster than the names; kproxy.proxy.admission limits it too. Both bounds
 # are for the names of one kind together.
@@ -82,6 +84,7 @@ def _filled(replacement: str, match: re.Match[str]) -> str:
     return GROUP_IN_REPLACEMENT.sub(lambda found: match[int(found[1])] or "", replacement)
 
 
+_GROUP_ATTRIBUTE: Final = "organizationalUnitName"
 _SHORT: Final = {
     "commonName": "CN",
     "countryName": "C",
@@ -113,13 +116,11 @@ def _escaped(value: str) -> str:
     return value[:-1] + "\\ " if value.endswith(" ") and not value.endswith("\\ ") else value
 
 
-def principal_of(
-    certificate: Mapping[str, Any], mapping: PrincipalMapping, group_attribute: str = "organizationalUnitName"
-) -> Principal:
-    """Return the principal of a verified certificate, as `getpeercert` returns it. Raises NoPrincipal.
+def principal_of(certificate: Mapping[str, Any], mapping: PrincipalMapping) -> Principal:
+    """The principal of a verified certificate, as `getpeercert` returns it. Raises NoPrincipal.
 
-    Its groups are the values of `group_attribute` in the subject, but only if its name is from the subject: an
-    authority that vouches for alternative names may have copied the subject from a request.
+    Its groups are its organizational units in the subject, if its name is from there: an authority that vouches
+    for alternative names may have copied the subject from a request.
     """
     kind, names = _counted(certificate, mapping.kinds)
     if len(names) > MOST_NAMES or sum(map(len, names)) > MOST_NAMES_CHARACTERS:
@@ -135,7 +136,7 @@ def principal_of(
     if len(name) > MOST_NAME_CHARACTERS or name == "*":
         raise NoPrincipal("its certificate's name gives no valid principal")
     attributes = (pair for part in certificate.get("subject", ()) for pair in part if is_subject)
-    return Principal(name, frozenset(value for key, value in attributes if key == group_attribute))
+    return Principal(name, frozenset(value for key, value in attributes if key == _GROUP_ATTRIBUTE))
 
 
 def _counted(certificate: Mapping[str, Any], kinds: tuple[str, ...]) -> tuple[str, list[str]]:

@@ -27,7 +27,7 @@ from weakref import WeakValueDictionary
 
 from kproxy.config.quotas import QuotaSection
 from kproxy.plain import compiled
-from kproxy.security.principals import USER, Principal
+from kproxy.security.principals import EVERY_USER, USER, Principal
 
 BURST_S: Final = 1.0
 # The longest wait at a time; a client may have to wait again.
@@ -42,7 +42,6 @@ _KINDS: Final = ("produced", "fetched", "requests")
 _NEARLY_ALL: Final = 0.9
 _MOST_PARTS: Final = 1_000_000_000
 _LEAST_INTERVAL_S: Final = 0.01
-_EVERY_USER: Final = "User:*"
 
 
 class Bucket:
@@ -219,23 +218,19 @@ class Quotas:
 
     def limits(self, principal: Principal) -> bool:
         """Whether a rate of a principal is limited, for some client id."""
-        return any(
-            quota.produce_bytes_per_s or quota.fetch_bytes_per_s or quota.requests_per_s
-            for quota in self._fitting(principal)
-        )
+        return any(quota.has_rates for quota in self._fitting(principal))
 
     def connections(self, principal: Principal) -> int | None:
         """Return the greatest number of connections of a principal; None if it is unlimited."""
         found = [quota for quota in self._fitting(principal) if quota.connections is not None]
-        return min(found, key=lambda quota: quota.principal == _EVERY_USER).connections if found else None
+        return min(found, key=lambda quota: quota.principal == EVERY_USER).connections if found else None
 
     def account(self, principal: Principal, client_id: str) -> Account | None:
         """Return the account of a client; None if no quota limits the client."""
         fitting = [
-            (quota.principal == _EVERY_USER, quota.client_id is None, place)
+            (quota.principal == EVERY_USER, quota.client_id is None, place)
             for place, quota in enumerate(self._quotas)
-            if self._fits(quota, principal) and quota.client_id in (None, client_id)
-            if quota.produce_bytes_per_s or quota.fetch_bytes_per_s or quota.requests_per_s
+            if self._fits(quota, principal) and quota.client_id in (None, client_id) and quota.has_rates
         ]
         if not fitting:
             return None
@@ -246,4 +241,4 @@ class Quotas:
         return [quota for quota in self._quotas if self._fits(quota, principal)]
 
     def _fits(self, quota: QuotaSection, principal: Principal) -> bool:
-        return quota.principal in (_EVERY_USER, USER + principal.name)
+        return quota.principal in (EVERY_USER, USER + principal.name)

@@ -53,7 +53,6 @@ SASL_APIS: Final = MappingProxyType({SASL_HANDSHAKE: (0, 1), SASL_AUTHENTICATE: 
 SASL_WITHOUT_V0: Final = MappingProxyType({**SASL_APIS, SASL_HANDSHAKE: (1, 1)})
 RENEWAL_PAUSE_S: Final = 1.0
 _LIFETIME_FROM: Final = 1
-_BEFORE: Final = frozenset({API_VERSIONS, SASL_HANDSHAKE})
 
 
 class State(Enum):

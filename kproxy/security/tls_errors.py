@@ -96,13 +96,9 @@ def client_failure(
     `names` are those of the listener's certificate; `asked_for` the server name of the client, or empty.
     """
     if isinstance(error, ssl.SSLCertVerificationError):
-        code = error.verify_code
-        if code in _UNTRUSTED:
+        if error.verify_code in _UNTRUSTED:
             return Failure("untrusted", f"its certificate is not signed by an authority of {words.client_ca}")
-        word, text = _OF_CERTIFICATE.get(
-            code, ("certificate", f"its certificate is not accepted: {error.verify_message}")
-        )
-        return Failure(word, text)
+        return _certificate_failure(error)
     reason = _reason(error)
     if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
         return Failure(
@@ -113,21 +109,18 @@ def client_failure(
     if reason == "NO_SHARED_CIPHER":
         return Failure("cipher", "it offers no cipher that fits this listener's certificate")
     if reason == "CALLBACK_FAILED":
-        return Failure("server_name", _name_text(names, asked_for))
+        return Failure("server_name", f"it asks for {_names(names, asked_for)}")
     alert = _alert(reason)
     if alert is not None:
         word, text = alert
         about_names = word in ("alert_bad_certificate", "alert_unknown_ca")
-        return Failure(word, f"it {text.format(whose=_OURS)}" + (_hint(names, asked_for) if about_names else ""))
+        hint = f"; it asked for {_names(names, asked_for)}" if about_names else ""
+        return Failure(word, f"it {text.format(whose=_OURS)}{hint}")
     return _transport_failure(error, reason)
 
 
-def _name_text(names: tuple[str, ...], asked_for: str) -> str:
-    return f"it asks for {asked_for or 'no name'}, and the certificate is for {', '.join(names[:10]) or 'no name'}"
-
-
-def _hint(names: tuple[str, ...], asked_for: str) -> str:
-    return f"; it asked for {asked_for or 'no name'}, and the certificate is for {', '.join(names[:10]) or 'no name'}"
+def _names(names: tuple[str, ...], asked_for: str) -> str:
+    return f"{asked_for or 'no name'}, and the certificate is for {', '.join(names[:10]) or 'no name'}"
 
 
 def broker_failure(
@@ -144,10 +137,7 @@ def broker_failure(
         if code in _UNTRUSTED:
             whom = f"by the authorities in {words.ca}" if has_ca else "by an authority that this machine trusts"
             return Failure("untrusted", f"its certificate is not signed {whom}: set {words.ca} to its authority")
-        word, text = _OF_CERTIFICATE.get(
-            code, ("certificate", f"its certificate is not accepted: {error.verify_message}")
-        )
-        return Failure(word, text)
+        return _certificate_failure(error)
     reason = _reason(error)
     if reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "UNKNOWN_PROTOCOL"):
         return Failure("plain_text", f"it does not speak TLS there: {words.no_tls}")
@@ -158,6 +148,11 @@ def broker_failure(
             return Failure(word, f"it requires a client certificate: set {words.pair}")
         return Failure(word, f"it {text.format(whose=words.whose)}")
     return _transport_failure(error, reason)
+
+
+def _certificate_failure(error: ssl.SSLCertVerificationError) -> Failure:
+    other = "certificate", f"its certificate is not accepted: {error.verify_message}"
+    return Failure(*_OF_CERTIFICATE.get(error.verify_code, other))
 
 
 def _transport_failure(error: BaseException, reason: str) -> Failure:

@@ -52,9 +52,8 @@ class ParquetSink:
         began_ms: int,
         *,
         file_bytes: int = FILE_BYTES,
-        file_s: float = PARQUET_FILE_S,
     ) -> None:
-        self.preference = BatchPreference(file_bytes, file_s)
+        self.preference = BatchPreference(file_bytes, PARQUET_FILE_S)
         self._directory = directory
         self._files = TrailFiles(directory, incarnation, began_ms, "parquet")
 

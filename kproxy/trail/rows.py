@@ -15,40 +15,35 @@ from collections.abc import Iterable
 import msgspec
 
 
-class Begin(msgspec.Struct, kw_only=True, tag="begin", tag_field="kind"):
+class _Row(msgspec.Struct, kw_only=True, tag_field="kind"):
+    """What every row begins with."""
+
+    proxy: str
+    incarnation: str
+    sequence: int
+    at: int
+
+
+class Begin(_Row, kw_only=True, tag="begin"):
     """The first row: the process begins to serve.
 
     An acknowledgement is in a row that is closed at most `interval_ms` later. Without acknowledgements a mark comes at
     least every `mark_ms`.
     """
 
-    proxy: str
-    incarnation: str
-    sequence: int
-    at: int
     interval_ms: int
     mark_ms: int
 
 
-class Mark(msgspec.Struct, kw_only=True, tag="mark", tag_field="kind"):
+class Mark(_Row, kw_only=True, tag="mark"):
     """Every acknowledgement before `at` is in a row before this one."""
 
-    proxy: str
-    incarnation: str
-    sequence: int
-    at: int
 
-
-class End(msgspec.Struct, kw_only=True, tag="end", tag_field="kind"):
+class End(_Row, kw_only=True, tag="end"):
     """The last row of a process that stopped cleanly: the trail is complete."""
 
-    proxy: str
-    incarnation: str
-    sequence: int
-    at: int
 
-
-class Range(msgspec.Struct, kw_only=True, tag="range", tag_field="kind"):
+class Range(_Row, kw_only=True, tag="range"):
     """Batches that one client connection wrote to one partition under one ownership, all acknowledged.
 
     `spans` are their offsets: first offset and number of records, alternating, in the order of the answers; batches
@@ -61,10 +56,6 @@ class Range(msgspec.Struct, kw_only=True, tag="range", tag_field="kind"):
     samples of the time from a request's first byte to the broker's answer, in microseconds.
     """
 
-    proxy: str
-    incarnation: str
-    sequence: int
-    at: int
     topic: str
     topic_id: str | None
     partition: int

@@ -17,7 +17,7 @@ from pathlib import Path
 from kproxy.errors import StartupError
 from kproxy.observe.page import AdminPage
 from kproxy.proxy.admission import OpenConnections
-from kproxy.proxy.process_host import AdminSite, OwnHost, OwnPages
+from kproxy.proxy.process_host import AdminSite, OwnPages, ProcessHost
 from kproxy.proxy.run import run_proxy
 from kproxy.runtime.tasks import cancel
 from kproxy.security.quotas import Accounts
@@ -62,8 +62,8 @@ async def run_worker(channel_fd: int, page: Path | None) -> int:
     return 0
 
 
-class WorkerHost(OwnHost):
-    """The host of a worker, which reports to the supervisor."""
+class WorkerHost(ProcessHost):
+    """Reports to the supervisor."""
 
     def __init__(self, assignment: Assignment, channel: Channel, page: Path | None) -> None:
         super().__init__(assignment.config)

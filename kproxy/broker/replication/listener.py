@@ -82,7 +82,7 @@ class ReplicationListener:
         self._secret = secret
         self._acceptor = encryption.acceptor(self._connection)
         self._presence = presence
-        self._arena = arena
+        self.arena = arena
         self._server: asyncio.Server | None = None
         self._broker: Broker | None = None
         self._unauthenticated: dict[_Session, None] = {}
@@ -131,10 +131,6 @@ class ReplicationListener:
     @property
     def secret(self) -> Secret:
         return self._secret()
-
-    @property
-    def arena(self) -> ReceiveArena:
-        return self._arena
 
     @property
     def broker(self) -> Broker:

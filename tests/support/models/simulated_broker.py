@@ -101,7 +101,7 @@ class SimulatedProcess:
         # A reload begins another one; changes on their way on an earlier one are dropped.
         self._stream = 0
         self._on_left_behind = on_left_behind
-        self._data_dir = DataDir.open(directory, node_id, log_options=log_options)
+        self._data_dir = DataDir.open(directory, node_id)
         self.log_id = self._data_dir.log_id
         self.leases = ReplicaManager(
             self.client,

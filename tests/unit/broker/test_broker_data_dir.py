@@ -115,8 +115,8 @@ def test_log_that_could_not_begin_leaves_no_trace(tmp_path: Path, monkeypatch: p
 
 def lose_committed(tmp_path: Path, lost: str) -> Path:
     """A log of three segments, of one batch each, of which the last ones are gone; its directory."""
-    data_dir = DataDir.open(tmp_path, 1, log_options=LogOptions(segment_bytes=100))
-    log = data_dir.open_log("t", 0, FIRST)
+    data_dir = DataDir.open(tmp_path, 1)
+    log = data_dir.open_log("t", 0, FIRST, LogOptions(segment_bytes=100))
     append_values(log, 100, 100, 100)
     log.checkpoint(3, NO_LEADERSHIP)
     log.close()

@@ -12,7 +12,7 @@ from kproxy.broker.cluster import ClusterView
 from kproxy.broker.config import (
     BrokerConfig,
     InvalidConfig,
-    TopicSettings,
+    LogOptions,
     check_configs,
     topic_config_values,
     topic_settings,
@@ -77,18 +77,18 @@ def test_invalid_configuration_is_named_with_valid_ones(name: str, value: str | 
 @pytest.mark.parametrize(
     ("configs", "replication_factor", "settings"),
     [
-        ({}, 1, TopicSettings(1, 9000, 7000, 5000)),
-        ({}, 2, TopicSettings(1, 9000, 7000, 5000)),
-        ({}, 3, TopicSettings(2, 9000, 7000, 5000)),
-        ({}, 5, TopicSettings(2, 9000, 7000, 5000)),
-        ({"min.insync.replicas": "1"}, 3, TopicSettings(1, 9000, 7000, 5000)),
-        ({"min.insync.replicas": "9"}, 3, TopicSettings(3, 9000, 7000, 5000)),
-        ({"retention.ms": "-1", "retention.bytes": "-5"}, 1, TopicSettings(1, -1, -1, 5000)),
-        ({"segment.bytes": "2000000", "retention.ms": "0"}, 1, TopicSettings(1, 0, 7000, 2_000_000)),
+        ({}, 1, (1, LogOptions(5000, "interval", 7000, 9000))),
+        ({}, 2, (1, LogOptions(5000, "interval", 7000, 9000))),
+        ({}, 3, (2, LogOptions(5000, "interval", 7000, 9000))),
+        ({}, 5, (2, LogOptions(5000, "interval", 7000, 9000))),
+        ({"min.insync.replicas": "1"}, 3, (1, LogOptions(5000, "interval", 7000, 9000))),
+        ({"min.insync.replicas": "9"}, 3, (3, LogOptions(5000, "interval", 7000, 9000))),
+        ({"retention.ms": "-1", "retention.bytes": "-5"}, 1, (1, LogOptions(5000, "interval", -1, -1))),
+        ({"segment.bytes": "2000000", "retention.ms": "0"}, 1, (1, LogOptions(2_000_000, "interval", 7000, 0))),
     ],
 )
 def test_topic_settings_precede_broker_settings(
-    configs: dict[str, str], replication_factor: int, settings: TopicSettings
+    configs: dict[str, str], replication_factor: int, settings: tuple[int, LogOptions]
 ) -> None:
     assert topic_settings(configs, replication_factor, CONFIG) == settings
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -21,9 +20,9 @@ LEASES, BROKERS = "/p/partition-leases/", "/p/brokers/"
 class Table:
     """A lease table that gets the calls of a mirror."""
 
-    def __init__(self, on_change: Callable[[], None] | None = None) -> None:
+    def __init__(self) -> None:
         self.topology = Topology()
-        self.table = LeaseTable(EtcdClient(["127.0.0.1"]), "/p", self.topology, on_change=on_change)
+        self.table = LeaseTable(EtcdClient(["127.0.0.1"]), "/p", self.topology)
 
     def by_snapshot(self, key: str, value: bytes) -> Topology:
         asyncio.run(self.table.on_snapshot(Snapshot(100, 1, [KeyValue(key, value, 50, 50, 1, 0)])))
@@ -165,19 +164,6 @@ def test_snapshot_removes_missing_entries() -> None:
     asyncio.run(table.table.on_snapshot(Snapshot(100, 1, [])))
     assert table.topology.brokers == {}
     assert list(table.topology.ownerships()) == []
-
-
-def test_callback_follows_changes_only() -> None:
-    told: list[int] = []
-    table = Table(lambda: told.append(table.topology.owner(b"t", 0)))
-    table.by_event(f"{LEASES}t/0", b"5", 101)
-    table.by_event(f"{LEASES}t/0", b"5", 101)
-    table.by_event(f"{LEASES}t/no", b"5", 102)
-    table.by_deletion(f"{LEASES}other/0", 103)
-    assert told == [5]
-    table.by_event(f"{BROKERS}1", broker(), 104)
-    table.by_event(f"{BROKERS}1", broker(), 105)
-    assert told == [5, 5]
 
 
 def test_restored_etcd_empties_the_table_first() -> None:

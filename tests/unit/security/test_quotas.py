@@ -352,7 +352,7 @@ async def test_meter_takes_reloaded_quotas_at_a_tick() -> None:
         return quotas({"principal": "User:alice", "client_id": "a", "requests_per_s": rate})
 
     current, session, pressure = of(1.0), _Session(), list[bool]()
-    meter = Meter(lambda: current, ALICE, session, _answers(), pressure.append, lambda: 10.0, Counter())
+    meter = Meter(lambda: current, ALICE, session.take_throttled, _answers(), pressure.append, lambda: 10.0, Counter())
     assert [meter.take(_frame(PRODUCE, b"b"), 0.0) for _ in range(3)] == [False] * 3
     assert [meter.take(_frame(PRODUCE, b"a"), 0.0) for _ in range(2)] == [False, True]
     current = of(3.0)
@@ -371,7 +371,7 @@ async def test_wait_follows_rate_changes(monkeypatch: pytest.MonkeyPatch) -> Non
     accounts = Accounts(0.5)
     some = Quotas(parse_quotas([{"produce_bytes_per_s": 2_000}], "here"), accounts)
     session, pressure, now = _Session(), list[bool](), 100.0
-    meter = Meter(lambda: some, ALICE, session, _answers(), pressure.append, lambda: now, Counter())
+    meter = Meter(lambda: some, ALICE, session.take_throttled, _answers(), pressure.append, lambda: now, Counter())
     frame = memoryview(frame_message(request_header(PRODUCE, 9, 1, b"a"), bytes(990)))
     # A few bytes more than may be used at once.
     assert meter.take(frame, 0.0)
