@@ -16,7 +16,9 @@ from random import Random
 
 import pytest
 
-from tests.support.models.replication_model import FENCE_STEPS, LEADER, STEPS, Setting, Taken, broken_by
+from tests.support.models.broken_rules import truncate_to_high_watermark
+from tests.support.models.replication_model import FENCE_STEPS, LEADER, STEPS, Setting, Taken
+from tests.support.models.replication_recovery import broken_by
 from tests.support.models.replication_rules_off import (
     A_LEASE,
     A_SECOND,
@@ -26,7 +28,6 @@ from tests.support.models.replication_rules_off import (
     SOME_SECONDS,
     THREE,
     RuleOff,
-    truncate_to_high_watermark,
 )
 from tests.support.models.replication_search import search
 
