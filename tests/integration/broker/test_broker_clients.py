@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,6 @@ from tests.support.waiting import PATIENCE_S, wait_for
 pytest_plugins = ["tests.support.etcd.embedded", "tests.support.brokers.reference_broker"]
 
 RECORDS = 300
-
-
-@pytest.fixture
-def topic() -> str:
-    return f"c-{uuid.uuid4().hex[:12]}"
 
 
 def expected(topic: str) -> set[tuple[bytes, bytes]]:

@@ -37,17 +37,6 @@ Grant = Callable[[], Awaitable[int]]
 
 
 @pytest.fixture
-def topic() -> str:
-    return f"t-{uuid.uuid4().hex[:12]}"
-
-
-@pytest.fixture
-def leader(cluster: Cluster, topic: str) -> BrokerProcess:
-    """The broker that leads partition 0 of `topic`."""
-    return cluster.leader(topic)
-
-
-@pytest.fixture
 def grant(etcd_client: EtcdClient, etcd_prefix: str) -> Grant:
     """A revision higher than all before, like a claim's."""
     return lambda: etcd_client.put(f"{etcd_prefix}/kproxy/own/writers/claim", b"{}")
