@@ -229,19 +229,6 @@ async def test_leader_cut_off_from_etcd_is_replaced(trio: Trio, how: str) -> Non
 # Brokers that die and return
 
 
-async def test_killed_follower_catches_up_and_rejoins_isr(trio: Trio) -> None:
-    topic = await trio.topic("follower")
-    follower = trio.site.brokers[3]
-    async with trio.direct(topic) as writer:
-        await acked_since(writer, 0.0)
-        await follower.down()
-        await trio.site.in_sync(topic, 0, [1, 2])
-        await acked_since(writer, time.monotonic())
-        await follower.up()
-        await trio.site.in_sync(topic, 0, IDS)
-    await trio.recovered(topic, writer)
-
-
 async def test_three_killed_brokers_lose_no_acknowledged_record(trio: Trio) -> None:
     topic = await trio.topic("blackout")
     async with trio.direct(topic) as writer:
