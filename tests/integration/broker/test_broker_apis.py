@@ -12,25 +12,11 @@ import pytest
 
 from kproxy_codec import api_keys, control, error_codes
 from kproxy_codec.record_batch import iterate_batches
-from tests.support.brokers.reference_broker import ANSWER_TIMEOUT_S, BrokerProcess, Cluster, RawClient
+from tests.support.brokers.reference_broker import ANSWER_TIMEOUT_S, BrokerProcess, Cluster, fetch, send_fetch
 from tests.support.waiting import PATIENCE_S, wait_for
 from tests.support.wire.record_batches import build_batch, with_attributes
 
 pytest_plugins = ["tests.support.etcd.embedded", "tests.support.brokers.reference_broker"]
-
-
-def fetch(client: RawClient, topic: str, offset: int = 0, *, version: int = 11, **fields: Any) -> Any:
-    send_fetch(client, topic, offset, version=version, **fields)
-    return client.receive().responses[0].partitions[0]
-
-
-def send_fetch(
-    client: RawClient, topic: str, offset: int = 0, *, version: int = 11, max_bytes: int = 1 << 20, **fields: Any
-) -> None:
-    partition = {"partition": 0, "fetch_offset": offset, "partition_max_bytes": max_bytes}
-    defaults: dict[str, Any] = {"max_wait_ms": 100, "min_bytes": 1, "max_bytes": 50 << 20}
-    topics = [{"topic": topic, "partitions": [partition]}]
-    client.send(api_keys.FETCH, version, **(defaults | fields), topics=topics)
 
 
 def base_offsets(records: bytes | None) -> list[int]:

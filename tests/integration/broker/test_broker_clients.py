@@ -15,8 +15,7 @@ from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic  # type:
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy_codec.record_batch import iterate_batches
-from tests.integration.broker.test_broker_apis import fetch
-from tests.support.brokers.reference_broker import Cluster, start_broker
+from tests.support.brokers.reference_broker import Cluster, fetch, start_broker
 from tests.support.clients.attempts import log_bytes
 from tests.support.clients.idempotent_writers import IdempotentWriter
 from tests.support.waiting import PATIENCE_S

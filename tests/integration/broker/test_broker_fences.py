@@ -19,8 +19,7 @@ from kproxy.etcd import EtcdClient
 from kproxy_codec import error_codes
 from kproxy_codec.api_keys import API_VERSIONS, BIND_FENCES, DELETE_TOPICS
 from kproxy_codec.own import NO_FENCE, BoundFence, FenceBinding
-from tests.integration.broker.test_broker_apis import fetch
-from tests.support.brokers.reference_broker import BrokerProcess, Cluster, RawClient, start_broker, start_brokers
+from tests.support.brokers.reference_broker import BrokerProcess, Cluster, RawClient, fetch, start_broker, start_brokers
 from tests.support.clients.attempts import stored
 from tests.support.etcd.embedded import freeze, kill, own_etcd
 from tests.support.waiting import wait_for

@@ -26,12 +26,14 @@ from kproxy.etcd import EtcdClient, KeyValue
 from kproxy_codec import error_codes
 from kproxy_codec.api_keys import DESCRIBE_TOPIC_PARTITIONS
 from kproxy_codec.record_batch import iterate_batches
-from tests.integration.broker.test_broker_apis import fetch
 from tests.support.brokers.reference_broker import (
     END_TIMEOUT_S,
     LASTING_TTL_S,
     BrokerProcess,
     RawClient,
+    create_topic,
+    fetch,
+    send_fetch,
     start_broker,
     start_brokers,
 )
@@ -207,14 +209,7 @@ async def test_a_graceful_stop_gives_everything_up_at_once(etcd: EmbeddedEtcd, k
 
 async def test_sigterm_stops_broker_despite_waiting_fetch(broker: BrokerProcess) -> None:
     with broker.client() as client:
-        client.send(
-            1,
-            11,
-            max_wait_ms=round(3000 * END_TIMEOUT_S),
-            min_bytes=1,
-            max_bytes=100,
-            topics=[{"topic": TOPIC, "partitions": [{"partition": 0, "fetch_offset": 0, "partition_max_bytes": 10}]}],
-        )
+        send_fetch(client, TOPIC, max_wait_ms=round(3000 * END_TIMEOUT_S))
         assert client.silent_for(0.1)
         assert broker.terminate() == 0
         assert client.receive().responses[0].partitions[0].error_code == 0, "it was answered, not cut off"
@@ -302,8 +297,7 @@ async def test_broker_stopped_past_ttl_acknowledges_nothing(mortal: BrokerProces
     with broker.client() as client, broker.client() as reader:
         broker.signal(signal.SIGSTOP)
         client.send_produce(TOPIC, 0, build_batch([b"zombie"]))
-        partition = {"partition": 0, "fetch_offset": 0, "partition_max_bytes": 100}
-        reader.send(1, 11, max_wait_ms=0, topics=[{"topic": TOPIC, "partitions": [partition]}])
+        send_fetch(reader, TOPIC, max_wait_ms=0)
         while await keys.lease() is not None:
             await asyncio.sleep(0.1)
         await keys.client.put(keys.lease_key(), b"99")
@@ -383,9 +377,7 @@ async def test_recreated_topic_keeps_nothing_of_the_deleted_one(broker: BrokerPr
 
 async def test_damaged_log_disables_only_its_partition(broker: BrokerProcess, keys: Keys) -> None:
     with broker.client() as client:
-        client.request(
-            19, 7, topics=[{"name": "fine", "num_partitions": 1, "replication_factor": 1}], timeout_ms=30_000
-        )
+        create_topic(client, "fine", [[1]])
     assert produce(broker) == (0, 0)
     assert broker.terminate() == 0
     directory = broker.data_dir / f"{TOPIC}-0"
