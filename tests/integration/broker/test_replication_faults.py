@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import shutil
 import signal
 import time
@@ -83,12 +82,6 @@ async def acked_since(writer: Writer, since: float) -> Attempt:
     return await asyncio.to_thread(writer.next_ack, since, PATIENCE_S)
 
 
-def longest_pause_s(writer: Writer, since: float) -> float:
-    """Between two acknowledgements, from `since` on."""
-    times = [since, *(each.answered_at for each in writer.acked if each.answered_at >= since)]
-    return max(later - earlier for earlier, later in itertools.pairwise(times))
-
-
 # Owners that die or leave
 
 
@@ -111,7 +104,7 @@ async def test_dead_or_released_partition_is_soon_written_again(
             led_at = time.monotonic()
             await asyncio.gather(*(acked_since(writer, led_at + 0.2) for writer in (direct, proxied)))
             for writer in (direct, proxied):
-                pause_s = longest_pause_s(writer, began)
+                pause_s = writer.longest_pause_s(began)
                 record_property(f"{how}, {writer.name}: longest pause, s", round(pause_s, 3))
                 print(f"{how}, {writer.name}: longest pause {pause_s:.3f} s, a new leader after {led_at - began:.3f} s")
                 assert pause_s < PATIENCE_S

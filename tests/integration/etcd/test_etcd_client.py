@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import (
@@ -258,17 +256,3 @@ async def test_other_server_is_not_taken_for_etcd() -> None:
         await client.connect()
     await client.close()
     server.close()
-
-
-@pytest.mark.parametrize("loop_factory", [asyncio.SelectorEventLoop, uvloop.new_event_loop])
-def test_client_works_on_both_event_loops(
-    etcd: EmbeddedEtcd, etcd_prefix: str, loop_factory: Callable[[], asyncio.AbstractEventLoop]
-) -> None:
-    async def talk() -> bytes:
-        async with connected(EtcdClient([etcd.endpoint])) as client:
-            await client.put(f"{etcd_prefix}/a", b"both")
-            found = await client.get(f"{etcd_prefix}/a")
-        return found.value if found else b""
-
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
-        assert runner.run(talk()) == b"both"

@@ -15,8 +15,6 @@ from kproxy.etcd import (
     EtcdClient,
     EtcdUnavailable,
     PrefixMirror,
-    Snapshot,
-    WatchEvent,
     delete_op,
     put_op,
 )
@@ -27,6 +25,7 @@ from tests.support.brokers.scripted_upstream import answers_everything
 from tests.support.clients.raw_client import RawClient, batch, produce_frame
 from tests.support.etcd.embedded import compact, connected, put_many, running
 from tests.support.etcd.etcd_cluster import EtcdCluster, running_cluster
+from tests.support.etcd.etcd_history import Hearing
 from tests.support.etcd.leases import Owners, lease_key, owners, owners_in_etcd
 from tests.support.processes.dev import KproxyProcess, serving
 from tests.support.processes.served import ServedBroker, page, port_of
@@ -98,24 +97,11 @@ async def test_proxy_stopped_for_long_learns_missed_changes(
             await broker.stop()
 
 
-class Deaf:
-    """A mirror's listener that does not care."""
-
-    def on_restored(self) -> None:
-        pass
-
-    def on_snapshot(self, snapshot: Snapshot) -> None:
-        pass
-
-    def on_events(self, events: list[WatchEvent], revision: int) -> None:
-        pass
-
-
 async def test_idle_etcd_still_counts_as_alive(etcd_cluster: EtcdCluster, etcd_prefix: str) -> None:
     """etcd sends no progress until a watcher's start revision, the one after the load's, exists."""
     async with connected(EtcdClient(etcd_cluster.endpoints)) as client:
         written = await client.put(f"{etcd_prefix}/a", b"")
-        mirror = PrefixMirror(client, [f"{etcd_prefix}/"], Deaf(), progress_interval_s=0.1)
+        mirror = PrefixMirror(client, [f"{etcd_prefix}/"], Hearing(), progress_interval_s=0.1)
         async with running(mirror.run()):
             await mirror.wait_synced()
             loaded = mirror.last_heard
