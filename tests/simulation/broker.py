@@ -64,7 +64,6 @@ class BrokerConnection:
             self.cut_short()
         if reset and not self._has_ended:
             self._drop()
-            self.broker.connections.pop(self, None)
         self._has_ended = True
         self.serve()
 
@@ -77,6 +76,7 @@ class BrokerConnection:
                 for _, _, batch in self._cluster.batches_of(wire.read_produce_request(frame)):
                     batch.is_excused = True
         self._queue.clear()
+        self.broker.connections.pop(self, None)
 
     def serve(self) -> None:
         """Serve waiting requests, one after another, as far as possible now."""
@@ -112,7 +112,6 @@ class BrokerConnection:
         if self._queue or not self._has_ended:
             self.cut_short()
         self._drop()
-        self.broker.connections.pop(self, None)
         if self.transport is not None:
             self.transport.end()
 
@@ -124,7 +123,6 @@ class BrokerConnection:
     def reset(self) -> None:
         self.cut_short()
         self._drop()
-        self.broker.connections.pop(self, None)
         if self.transport is not None:
             self.transport.reset()
 

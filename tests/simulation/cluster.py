@@ -25,7 +25,6 @@ from tests.simulation.partitions import POLICY_VIOLATION, Batch, Partition
 from tests.simulation.setting import REREAD_S, Move, Setting, Trouble
 
 NOT_LEADER: Final = 6
-UNKNOWN_TOPIC_ID: Final = 100
 STORAGE_ERROR: Final = 56
 REFUSED_BEFORE_APPEND: Final = (5, 6, 19)
 # Perhaps appended, if acks=all and if brokers may answer it afterwards; otherwise refused before the append.
@@ -37,11 +36,6 @@ REFUSED_FOR_GOOD: Final = (2, 10, 29, 87)
 LONG_PAUSE_S: Final = 1.35
 # The share of slowly served claimants' requests that lose their connection meanwhile.
 CUT_AMID: Final = 0.5
-
-
-def _be_done(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 class Fate(Enum):
@@ -170,10 +164,6 @@ class Cluster:
             else:
                 topology.set_broker(broker.node_id, broker.address)
 
-    def _remove(self, broker: Broker) -> None:
-        for topology in self.topologies:
-            topology.remove_broker(broker.node_id)
-
     # Serving
 
     def accept(self, broker: Broker) -> BrokerConnection:
@@ -256,8 +246,6 @@ class Cluster:
                 batch.is_excused = True
 
     def _fate_of(self, node_id: int, first: Batch) -> Fate | None:
-        if not self._fates:
-            return None
         drawn = self.dice.at(What.FATE, node_id, first.id, first.arrivals)
         if drawn >= self._fates:
             return None
@@ -298,10 +286,9 @@ class Cluster:
                 self._note(f"{connection.broker.node_id}: {batch}: code {code}, offset {offset}, {fate}")
             if code:
                 has_failed, leader = True, partition.owner
-            if results and results[-1][0] == topic:
-                results[-1][1].append((partition.index, code, offset))
-            else:
-                results.append((topic, [(partition.index, code, offset)]))
+            if not results or results[-1][0] != topic:
+                results.append((topic, []))
+            results[-1][1].append((partition.index, code, offset))
         if request.acks != 0:
             self._answer(connection, request, results, leader, fate, batches[0][2])
         elif has_failed:
@@ -371,8 +358,6 @@ class Cluster:
         if self._is_fenced and partition in self.gated and not partition.fence.lets(connection.bindings.get(partition)):
             self.happened["fenced"] += 1
             return POLICY_VIOLATION, wire.NO_OFFSET
-        if not self._codes:
-            return partition.append(batch)
         drawn = self.dice.at(What.CODE, node_id, batch.id, batch.arrivals)
         if drawn >= self._codes:
             return partition.append(batch)
@@ -466,11 +451,9 @@ class Cluster:
             # It learns that by itself.
             return
         partition.refreshes += 1
-        took = self.loop.create_future()
         drawn = self.dice.at(What.REFRESH, partition.number, self.loop.now)
         reread_s = REREAD_S if self.setting.slow_rereads else 0.0005 + drawn**4 * 0.3
-        self.loop.call_later(reread_s, _be_done, took)
-        await took
+        await asyncio.sleep(reread_s)
         self._tell(partition.number, partition.owner, partition.revision)
 
     def _release(self, move: Move) -> None:
@@ -534,7 +517,8 @@ class Cluster:
         elif trouble.kind == "deaf":
             broker.is_deaf = True
         elif trouble.kind == "leave":
-            self._remove(broker)
+            for topology in self.topologies:
+                topology.remove_broker(broker.node_id)
         elif trouble.kind == "readdress":
             broker.address = Address(broker.address.host, broker.address.port + 1)
             self._place(broker, trouble.lasts_s)
