@@ -1,7 +1,7 @@
 """Idempotent producers through `kproxy serve` to a real Apache Kafka cluster whose leaders move every second.
 
-In `make test` a batch that overtakes another at a move is caught by the simulated worlds and by test_proxy_random, and
-what Apache Kafka itself does at a move by test_planned_moves and test_rolled_cluster, which read everything back.
+In `make test` a batch that overtakes another at a move is caught by the simulated worlds, and what Apache Kafka itself
+does at a move by test_planned_moves and test_rolled_cluster, which read everything back.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ import pytest
 
 from kproxy_codec.api_keys import (
     ALTER_PARTITION_REASSIGNMENTS,
-    CREATE_TOPICS,
     DELETE_TOPICS,
     DESCRIBE_QUORUM,
     ELECT_LEADERS,
@@ -31,7 +30,7 @@ from kproxy_codec.api_keys import (
 )
 from tests.support.brokers.oracle import NODES, Outcome, RealSide, outcome
 from tests.support.brokers.real_kafka import RealKafka
-from tests.support.brokers.reference_broker import RawClient
+from tests.support.brokers.reference_broker import RawClient, create_topic
 from tests.support.processes.dev import KproxyProcess
 from tests.support.processes.served import kafka_proxy, port_of
 from tests.support.waiting import wait_for
@@ -69,11 +68,9 @@ class Topic:
         self._partitions = list(range(partitions))
         self._side = side
         self._brokers = {broker.node_id: broker for broker in kafka.brokers}
-        assignments = [{"partition_index": each, "broker_ids": list(replicas)} for each in self._partitions]
-        named = [{"name": name.replace("_", "."), "value": value} for name, value in configs.items()]
-        asked = {"name": self.name, "num_partitions": -1, "replication_factor": -1, "assignments": assignments}
+        named = {name.replace("_", "."): value for name, value in configs.items()}
         with side.client(replicas[0]) as client:
-            [created] = client.request(CREATE_TOPICS, 7, topics=[{**asked, "configs": named}], timeout_ms=10_000).topics
+            created = create_topic(client, self.name, [replicas] * partitions, named)
             assert created.error_code == 0, created
         self.wait_in_sync(*replicas)
         with side.client(replicas[0]) as client:

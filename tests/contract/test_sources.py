@@ -23,6 +23,7 @@ from kproxy_codec.api_keys import PRODUCE
 from tests.support.brokers.kafscale import snapshot_value
 from tests.support.brokers.real_kafka import RealKafka
 from tests.support.brokers.reference_broker import RawClient
+from tests.support.etcd.embedded import connected
 from tests.support.waiting import PATIENCE_S, eventually
 
 PARTITIONS = 7
@@ -187,12 +188,8 @@ class Leases(World):
         await self._txn([put_op(key, value) for key, value in items])
 
     async def _txn(self, operations: list[TxnOp]) -> None:
-        client = EtcdClient([self._etcd.endpoint])
-        await client.connect()
-        try:
+        async with connected(EtcdClient([self._etcd.endpoint])) as client:
             await client.txn([], operations)
-        finally:
-            await client.close()
 
 
 class KafScale(Leases):

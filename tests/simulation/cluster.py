@@ -1,33 +1,30 @@
 """Simulate brokers: one log per partition, Kafka's rules for appending to it, and all faults of brokers.
 
-Replication is perfect. In worlds whose brokers recognize resent batches, a new owner knows every producer's last
-batches, like a broker that rebuilds this state from the log. In other worlds it knows nothing, and accepts any sequence
-number first.
-
-A connection's requests are served one after another. Requests that are not being served yet are lost with it.
+A model, not a broker: replication is perfect. In a world whose brokers recognize resent batches a new owner knows
+every producer's last batches, as brokers do that rebuild that state from the log; in the others it knows nothing, and
+accepts any sequence number first.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Final
 
 from kproxy.proxy.apis import proxy_ranges
-from kproxy.proxy.client_session import ClientSession
 from kproxy.routing.topology import NO_OWNER, Address, Topology
 from kproxy_codec import api_keys, control
 from tests.simulation import wire
+from tests.simulation.broker import DOUBTED_S, Broker, BrokerConnection
 from tests.simulation.dice import Dice, What
-from tests.simulation.network import NetworkLoop, SimulatedTransport
+from tests.simulation.network import NetworkLoop
 from tests.simulation.partitions import POLICY_VIOLATION, Batch, Partition
 from tests.simulation.setting import REREAD_S, Move, Setting, Trouble
 
 NOT_LEADER: Final = 6
-UNKNOWN_TOPIC_ID: Final = 100
 STORAGE_ERROR: Final = 56
 REFUSED_BEFORE_APPEND: Final = (5, 6, 19)
 # With acks=all a batch may have been appended before brokers answer these codes; otherwise it was not.
@@ -39,13 +36,6 @@ REFUSED_FOR_GOOD: Final = (2, 10, 29, 87)
 LONG_PAUSE_S: Final = 1.35
 # The share of slowly served claimants' requests that lose their connection meanwhile.
 CUT_AMID: Final = 0.5
-# An acks=0 request written longer ago may be lost unnoticed: kproxy doubts only those of the last second.
-DOUBTED_S: Final = 0.9
-
-
-def _be_done(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 class Fate(Enum):
@@ -66,126 +56,6 @@ class Fate(Enum):
 
 HONEST: Final = (Fate.RESET_BEFORE, Fate.RESET_AFTER, Fate.CLOSED_AFTER, Fate.SLOW, Fate.SLOW, Fate.HALVES)
 FATES: Final = tuple(Fate)
-
-
-class BrokerConnection:
-    """A broker's end of one connection (`FarEnd`)."""
-
-    def __init__(self, cluster: Cluster, broker: Broker) -> None:
-        self.broker = broker
-        self.is_open = True
-        # The client session that the connection belongs to, if any, and the session's number.
-        self.session: ClientSession | None = None
-        self.whose = 0
-        self.transport: SimulatedTransport | None = None
-        self._cluster = cluster
-        self._bytes = b""
-        # Waiting requests, with their arrival and write times; and the write time of the request being served.
-        self._queue: deque[tuple[bytes, float, float]] = deque()
-        self.written_at = 0.0
-        # The fences that bind writes on this connection.
-        self.bindings: dict[Partition, int] = {}
-        self._is_busy = False
-        self._has_ended = False
-
-    def fed(self, total: int, now: float) -> None:
-        """Never called."""
-
-    def got(self, data: bytes, written_at: float) -> None:
-        if not self.is_open:
-            return
-        data = self._bytes + data if self._bytes else data
-        at, now = 0, self._cluster.loop.now
-        while len(data) >= at + 4:
-            end = at + 4 + int.from_bytes(data[at : at + 4], "big")
-            if end > len(data):
-                break
-            self._queue.append((data[at:end], now, written_at))
-            at = end
-        self._bytes = data[at:]
-        self.serve()
-
-    def ended(self, *, reset: bool) -> None:
-        if not self.is_open:
-            self.cut_short()
-        if reset and not self._has_ended:
-            self._drop()
-            self.broker.connections.pop(self, None)
-        self._has_ended = True
-        self.serve()
-
-    def _drop(self) -> None:
-        """Drop the connection, with all requests that are not being served yet."""
-        self.is_open = False
-        now = self._cluster.loop.now
-        for frame, came_at, _ in self._queue:
-            if now - came_at > DOUBTED_S and wire.head_of(frame)[0] == wire.PRODUCE:
-                for _, _, batch in self._cluster.batches_of(wire.read_produce_request(frame)):
-                    batch.is_excused = True
-        self._queue.clear()
-
-    def serve(self) -> None:
-        """Serve waiting requests, one after another, as far as possible now."""
-        while self._queue and self.is_open and not self._is_busy and not self.broker.is_hung:
-            frame, _, self.written_at = self._queue.popleft()
-            self._cluster.serve(self, frame)
-        if self._has_ended and self.is_open and not self._queue and not self._is_busy:
-            self.close()
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether a request waits to be served."""
-        return self._is_busy or bool(self._queue)
-
-    def pause(self, seconds: float, then: Callable[[], object] = lambda: None) -> None:
-        """Serve nothing for `seconds`, and then call `then` first."""
-        self._is_busy = True
-        self._cluster.pauses += 1
-        self._cluster.loop.call_later(seconds, self._go_on, then)
-
-    def _go_on(self, then: Callable[[], object]) -> None:
-        self._is_busy = False
-        self._cluster.pauses -= 1
-        then()
-        self.serve()
-
-    def write(self, data: bytes) -> None:
-        if self.transport is not None:
-            self.transport.send(data)
-
-    def close(self) -> None:
-        """Close the connection after the bytes already written."""
-        if self._queue or not self._has_ended:
-            self.cut_short()
-        self._drop()
-        self.broker.connections.pop(self, None)
-        if self.transport is not None:
-            self.transport.end()
-
-    def cut_short(self) -> None:
-        """Note it if the client has left, because its proxy then no longer reads this connection."""
-        if self.session is not None and self.session.closed:
-            self._cluster.cut_short.add(self.whose)
-
-    def reset(self) -> None:
-        self.cut_short()
-        self._drop()
-        self.broker.connections.pop(self, None)
-        if self.transport is not None:
-            self.transport.reset()
-
-
-class Broker:
-    """One broker. If `is_up` it accepts dials, unless it `is_deaf`; if `is_hung` it serves nothing."""
-
-    def __init__(self, node_id: int, address: Address) -> None:
-        self.node_id = node_id
-        self.address = address
-        self.is_up = True
-        self.is_hung = False
-        self.is_deaf = False
-        self.is_stalled = False
-        self.connections: dict[BrokerConnection, None] = {}
 
 
 @functools.cache
@@ -294,10 +164,6 @@ class Cluster:
             else:
                 topology.set_broker(broker.node_id, broker.address)
 
-    def _remove(self, broker: Broker) -> None:
-        for topology in self.topologies:
-            topology.remove_broker(broker.node_id)
-
     # Serving
 
     def accept(self, broker: Broker) -> BrokerConnection:
@@ -380,8 +246,6 @@ class Cluster:
                 batch.is_excused = True
 
     def _fate_of(self, node_id: int, first: Batch) -> Fate | None:
-        if not self._fates:
-            return None
         drawn = self.dice.at(What.FATE, node_id, first.id, first.arrivals)
         if drawn >= self._fates:
             return None
@@ -422,10 +286,9 @@ class Cluster:
                 self._note(f"{connection.broker.node_id}: {batch}: code {code}, offset {offset}, {fate}")
             if code:
                 has_failed, leader = True, partition.owner
-            if results and results[-1][0] == topic:
-                results[-1][1].append((partition.index, code, offset))
-            else:
-                results.append((topic, [(partition.index, code, offset)]))
+            if not results or results[-1][0] != topic:
+                results.append((topic, []))
+            results[-1][1].append((partition.index, code, offset))
         if request.acks != 0:
             self._answer(connection, request, results, leader, fate, batches[0][2])
         elif has_failed:
@@ -495,8 +358,6 @@ class Cluster:
         if self._is_fenced and partition in self.gated and not partition.fence.lets(connection.bindings.get(partition)):
             self.happened["fenced"] += 1
             return POLICY_VIOLATION, wire.NO_OFFSET
-        if not self._codes:
-            return partition.append(batch)
         drawn = self.dice.at(What.CODE, node_id, batch.id, batch.arrivals)
         if drawn >= self._codes:
             return partition.append(batch)
@@ -590,11 +451,9 @@ class Cluster:
             # The proxy learns this by itself.
             return
         partition.refreshes += 1
-        took = self.loop.create_future()
         drawn = self.dice.at(What.REFRESH, partition.number, self.loop.now)
         reread_s = REREAD_S if self.setting.slow_rereads else 0.0005 + drawn**4 * 0.3
-        self.loop.call_later(reread_s, _be_done, took)
-        await took
+        await asyncio.sleep(reread_s)
         self._tell(partition.number, partition.owner, partition.revision)
 
     def _release(self, move: Move) -> None:
@@ -658,7 +517,8 @@ class Cluster:
         elif trouble.kind == "deaf":
             broker.is_deaf = True
         elif trouble.kind == "leave":
-            self._remove(broker)
+            for topology in self.topologies:
+                topology.remove_broker(broker.node_id)
         elif trouble.kind == "readdress":
             broker.address = Address(broker.address.host, broker.address.port + 1)
             self._place(broker, trouble.lasts_s)

@@ -26,9 +26,8 @@ from tests.support.models.simulated_loop import NeverRests, SimulatedLoop
 TICKS_PER_S: Final = 10_000_000
 # The limit of callbacks in one moment, more than any needs.
 MOST_AT_ONCE: Final = 50_000
-# As asyncio's: above the first limit a transport asks for a pause, below the second the pause ends.
+# As asyncio's: above it a transport asks for a pause.
 HIGH_WATER_BYTES: Final = 64 << 10
-LOW_WATER_BYTES: Final = 16 << 10
 
 
 class _Call:

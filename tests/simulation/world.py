@@ -24,9 +24,10 @@ from kproxy.proxy.client_session import ClientSession
 from kproxy.proxy.connections import NumberedConnections
 from kproxy.routing.topology import Address, Topology
 from kproxy.trail.rows import Range, decode_page
+from tests.simulation.broker import Broker, BrokerConnection
 from tests.simulation.claimants import KINDS
 from tests.simulation.clients import TICK_S, Client, Connection
-from tests.simulation.cluster import Broker, BrokerConnection, Cluster
+from tests.simulation.cluster import Cluster
 from tests.simulation.dice import Dice, What
 from tests.simulation.etcd import WorldEtcd
 from tests.simulation.grants import Grants, Holder

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from kproxy_codec import error_codes
-from tests.integration.broker.test_broker_apis import fetch
 from tests.support.brokers.faulty_site import FaultyBroker, FaultySite, faulty_site
+from tests.support.brokers.reference_broker import fetch
 from tests.support.clients.attempts import Writer, judge, stored
 from tests.support.etcd.etcd_cluster import EtcdCluster, running_cluster
 from tests.support.waiting import PATIENCE_S, eventually

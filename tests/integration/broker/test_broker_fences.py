@@ -19,8 +19,7 @@ from kproxy.etcd import EtcdClient
 from kproxy_codec import error_codes
 from kproxy_codec.api_keys import API_VERSIONS, BIND_FENCES, DELETE_TOPICS
 from kproxy_codec.own import NO_FENCE, BoundFence, FenceBinding
-from tests.integration.broker.test_broker_apis import fetch
-from tests.support.brokers.reference_broker import BrokerProcess, Cluster, RawClient, start_broker, start_brokers
+from tests.support.brokers.reference_broker import BrokerProcess, Cluster, RawClient, fetch, start_broker, start_brokers
 from tests.support.clients.attempts import stored
 from tests.support.etcd.embedded import freeze, kill, own_etcd
 from tests.support.waiting import wait_for
@@ -34,17 +33,6 @@ NOT_LEADER = error_codes.NOT_LEADER_OR_FOLLOWER
 UNKNOWN = error_codes.UNKNOWN_TOPIC_OR_PARTITION
 
 Grant = Callable[[], Awaitable[int]]
-
-
-@pytest.fixture
-def topic() -> str:
-    return f"t-{uuid.uuid4().hex[:12]}"
-
-
-@pytest.fixture
-def leader(cluster: Cluster, topic: str) -> BrokerProcess:
-    """The broker that leads partition 0 of `topic`."""
-    return cluster.leader(topic)
 
 
 @pytest.fixture

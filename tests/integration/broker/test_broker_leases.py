@@ -108,16 +108,6 @@ async def topic_id(etcd_client: EtcdClient, etcd_prefix: str) -> uuid.UUID:
     return await put_topic(etcd_client, keys, TOPIC, [ANYBODYS] * 20, log_ids=LOG_IDS, leader_epoch=0)
 
 
-async def test_free_partition_goes_to_one_of_many_brokers(join: Join, topic_id: uuid.UUID) -> None:
-    members = [await join(node_id) for node_id in (1, 2, 3, 4)]
-    for member in members:
-        await member.begin()
-    taken = await asyncio.gather(*(member.take(*range(20)) for member in members))
-    assert sorted(partition for each in taken for partition in each) == list(range(20))
-    owners = [int(kv.value) for kv in (await members[0].client.get_prefix(members[0].keys.leases)).kvs]
-    assert [owners.count(node_id) for node_id in (1, 2, 3, 4)] == [len(each) for each in taken]
-
-
 async def test_concurrent_takers_of_a_partition_share_one_transaction(join: Join, topic_id: uuid.UUID) -> None:
     member = await join(1)
     await member.begin()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import resource
 import shutil
 import signal
@@ -27,18 +26,19 @@ from kproxy.etcd import EtcdClient, KeyValue
 from kproxy_codec import error_codes
 from kproxy_codec.api_keys import DESCRIBE_TOPIC_PARTITIONS
 from kproxy_codec.record_batch import iterate_batches
-from tests.integration.broker.test_broker_apis import fetch
 from tests.support.brokers.reference_broker import (
     END_TIMEOUT_S,
     LASTING_TTL_S,
     BrokerProcess,
     RawClient,
+    create_topic,
+    fetch,
+    send_fetch,
     start_broker,
     start_brokers,
 )
 from tests.support.brokers.replica_group import broker_value
 from tests.support.brokers.topics import DEAD, put_topic
-from tests.support.etcd.embedded import own_etcd
 from tests.support.waiting import PATIENCE_S, eventually, wait_for
 from tests.support.wire.record_batches import build_batch
 
@@ -209,14 +209,7 @@ async def test_a_graceful_stop_gives_everything_up_at_once(etcd: EmbeddedEtcd, k
 
 async def test_sigterm_stops_broker_despite_waiting_fetch(broker: BrokerProcess) -> None:
     with broker.client() as client:
-        client.send(
-            1,
-            11,
-            max_wait_ms=round(3000 * END_TIMEOUT_S),
-            min_bytes=1,
-            max_bytes=100,
-            topics=[{"topic": TOPIC, "partitions": [{"partition": 0, "fetch_offset": 0, "partition_max_bytes": 10}]}],
-        )
+        send_fetch(client, TOPIC, max_wait_ms=round(3000 * END_TIMEOUT_S))
         assert client.silent_for(0.1)
         assert broker.terminate() == 0
         assert client.receive().responses[0].partitions[0].error_code == 0, "it was answered, not cut off"
@@ -304,8 +297,7 @@ async def test_broker_stopped_past_ttl_acknowledges_nothing(mortal: BrokerProces
     with broker.client() as client, broker.client() as reader:
         broker.signal(signal.SIGSTOP)
         client.send_produce(TOPIC, 0, build_batch([b"zombie"]))
-        partition = {"partition": 0, "fetch_offset": 0, "partition_max_bytes": 100}
-        reader.send(1, 11, max_wait_ms=0, topics=[{"topic": TOPIC, "partitions": [partition]}])
+        send_fetch(reader, TOPIC, max_wait_ms=0)
         while await keys.lease() is not None:
             await asyncio.sleep(0.1)
         await keys.client.put(keys.lease_key(), b"99")
@@ -314,30 +306,6 @@ async def test_broker_stopped_past_ttl_acknowledges_nothing(mortal: BrokerProces
         assert reader.receive().responses[0].partitions[0].error_code == NOT_LEADER
     await keys.client.delete(keys.lease_key())
     wait_for(lambda: produce(broker) == (0, 1), what="the zombie's write is not in the log")
-
-
-async def test_broker_cut_off_from_etcd_stops_and_recovers(keys: Keys, tmp_path: Path) -> None:
-    async with own_etcd(tmp_path / "etcd") as (server, _):
-        with start_broker(1, tmp_path / "1", server.endpoint, keys.prefix, lease_ttl_s=TTL_S) as broker:
-            with broker.client() as client:
-                client.leaders(TOPIC)
-            assert accepted(broker) == (0, 0)
-            os.kill(server.pid, signal.SIGSTOP)
-            silent_since = time.monotonic()
-            taken = 0
-            while True:
-                sent_at = time.monotonic()
-                if (code := produce(broker)[0]) != error_codes.NONE:
-                    break
-                taken += 1
-                assert sent_at - silent_since < TTL_S + 0.5, "it went on past its lease"
-            os.kill(server.pid, signal.SIGCONT)
-            wait_for(lambda: produce(broker)[0] == 0, what="etcd is back")
-            offsets = wait_for(lambda: values_read(broker))
-            # The lease may end between the write and its answer, which then reports an unknown outcome.
-            may_be_there = code == error_codes.REQUEST_TIMED_OUT and len(offsets) > taken + 2
-            expected = list(range(taken + 2 + may_be_there))
-            assert offsets == expected, f"an acknowledged record is gone, or one that was refused with {code} is there"
 
 
 # Duplicates
@@ -409,9 +377,7 @@ async def test_recreated_topic_keeps_nothing_of_the_deleted_one(broker: BrokerPr
 
 async def test_damaged_log_disables_only_its_partition(broker: BrokerProcess, keys: Keys) -> None:
     with broker.client() as client:
-        client.request(
-            19, 7, topics=[{"name": "fine", "num_partitions": 1, "replication_factor": 1}], timeout_ms=30_000
-        )
+        create_topic(client, "fine", [[1]])
     assert produce(broker) == (0, 0)
     assert broker.terminate() == 0
     directory = broker.data_dir / f"{TOPIC}-0"

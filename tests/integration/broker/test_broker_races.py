@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from kproxy.broker.keys import Keys, PartitionKey, StateValue, decode_value, node_ids
+from kproxy.etcd import EtcdClient
 from kproxy_codec.record_batch import iterate_batches
 from tests.integration.broker.test_broker_leases import ANYBODYS, LOG_IDS, TOPIC, Member
 from tests.support.brokers.topics import put_topic
+from tests.support.etcd.embedded import connected
 from tests.support.etcd.etcd_cluster import EtcdCluster
-from tests.support.etcd.etcd_history import connected, history
+from tests.support.etcd.etcd_history import history
 from tests.support.wire.record_batches import build_batch
 
 RACES = 200
@@ -31,7 +33,7 @@ async def racers(etcd_cluster: EtcdCluster, etcd_prefix: str, tmp_path: Path) ->
     async with AsyncExitStack() as stack:
         members = []
         for node_id in RACERS:
-            client = await stack.enter_async_context(connected(etcd_cluster))
+            client = await stack.enter_async_context(connected(EtcdClient(etcd_cluster.endpoints, timeout_s=20.0)))
             member = Member(node_id, client, etcd_prefix, tmp_path, TTL_S)
             stack.push_async_callback(member.leave)
             await member.join()

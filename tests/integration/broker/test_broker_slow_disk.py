@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy_codec import api_keys, error_codes
-from tests.support.brokers.reference_broker import BrokerProcess, RawClient, start_brokers
+from kproxy_codec import error_codes
+from tests.support.brokers.reference_broker import BrokerProcess, RawClient, create_topic, start_brokers
 from tests.support.waiting import wait_for
 from tests.support.wire.record_batches import build_batch
 
@@ -47,15 +47,7 @@ class Site:
         self._stack = stack
         with brokers[0].client() as client:
             orders = [[*IDS[first:], *IDS[:first]] for first in range(3)]
-            assignments = [{"partition_index": place, "broker_ids": order} for place, order in enumerate(orders)]
-            created = {"name": topic, "num_partitions": -1, "replication_factor": -1, "assignments": assignments}
-            client.request(
-                api_keys.CREATE_TOPICS,
-                5,
-                topics=[{**created, "configs": []}],
-                timeout_ms=10_000,
-                validate_only=False,
-            )
+            create_topic(client, topic, orders)
             wait_for(lambda: client.leaders(topic) == {0: 1, 1: 2, 2: 3})
             wait_for(lambda: all(sorted(each.isr_nodes) == list(IDS) for each in self.partitions(client)))
         # Each leader has written in its epoch, and all replicas have it on the disk.

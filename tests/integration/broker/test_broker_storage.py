@@ -14,7 +14,14 @@ from kproxy.broker.snapshot import read_snapshot
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy_codec import api_keys, error_codes
 from kproxy_codec.record_batch import iterate_batches
-from tests.support.brokers.reference_broker import LASTING_TTL_S, BrokerProcess, RawClient, start_broker
+from tests.support.brokers.reference_broker import (
+    LASTING_TTL_S,
+    BrokerProcess,
+    RawClient,
+    create_topic,
+    fetch,
+    start_broker,
+)
 from tests.support.brokers.small_disk import small_disk
 from tests.support.waiting import PATIENCE_S, wait_for
 from tests.support.wire.record_batches import build_batch
@@ -29,28 +36,7 @@ def read_values(client: RawClient, topic: str, offset: int = 0) -> list[int]:
     """The base offsets of everything from `offset` on."""
     found: list[int] = []
     while True:
-        partition = {
-            "partition": 0,
-            "current_leader_epoch": -1,
-            "fetch_offset": offset,
-            "log_start_offset": -1,
-            "partition_max_bytes": 10 << 20,
-        }
-        answer = client.request(
-            api_keys.FETCH,
-            11,
-            replica_id=-1,
-            max_wait_ms=0,
-            min_bytes=0,
-            max_bytes=10 << 20,
-            isolation_level=0,
-            session_id=0,
-            session_epoch=-1,
-            forgotten_topics_data=[],
-            rack_id="",
-            topics=[{"topic": topic, "partitions": [partition]}],
-        )
-        (result,) = answer.responses[0].partitions
+        result = fetch(client, topic, offset, max_bytes=10 << 20, max_wait_ms=0, min_bytes=0)
         assert result.error_code == error_codes.NONE
         batches = list(iterate_batches(bytes(result.records or b"")))
         if not batches:
@@ -224,15 +210,7 @@ def test_follower_without_room_delays_no_one_and_recovers(etcd: EmbeddedEtcd, tm
             broker.start(wait=False)
         leader, follower, _ = (broker.wait_ready() for broker in brokers)
         client = stack.enter_context(leader.client())
-        replicas = [{"partition_index": 0, "broker_ids": [1, 2, 3]}]
-        created = {
-            "name": topic,
-            "num_partitions": -1,
-            "replication_factor": -1,
-            "assignments": replicas,
-            "configs": [],
-        }
-        client.request(api_keys.CREATE_TOPICS, 5, topics=[created], timeout_ms=10_000, validate_only=False)
+        create_topic(client, topic, [[1, 2, 3]])
         wait_for(lambda: client.leaders(topic)[0] == 1 and in_sync(client, topic) == [1, 2, 3])
         disk.confine(follower.process.pid)
         for offset in range(2 * DISK_BYTES // len(VALUE)):

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy_codec import api_keys, error_codes
+from kproxy_codec import error_codes
 from kproxy_codec.record_batch import iterate_batches
 from tests.support.brokers.broker_hooks import build_unreadable
-from tests.support.brokers.reference_broker import BrokerProcess, RawClient, start_broker
+from tests.support.brokers.reference_broker import BrokerProcess, RawClient, fetch, start_broker
 from tests.support.waiting import wait_for
 from tests.support.wire.record_batches import build_batch
 
@@ -59,30 +59,9 @@ def site(etcd: EmbeddedEtcd, tmp_path: Path, request: pytest.FixtureRequest) -> 
         yield Site(broker, tell)
 
 
-def fetch(client: RawClient, topic: str, offset: int) -> tuple[int, list[int]]:
+def fetched(client: RawClient, topic: str, offset: int) -> tuple[int, list[int]]:
     """Return the error code and the base offsets of the batches."""
-    partition = {
-        "partition": 0,
-        "current_leader_epoch": -1,
-        "fetch_offset": offset,
-        "log_start_offset": -1,
-        "partition_max_bytes": 1 << 20,
-    }
-    answer = client.request(
-        api_keys.FETCH,
-        11,
-        replica_id=-1,
-        max_wait_ms=0,
-        min_bytes=0,
-        max_bytes=1 << 20,
-        isolation_level=0,
-        session_id=0,
-        session_epoch=-1,
-        forgotten_topics_data=[],
-        rack_id="",
-        topics=[{"topic": topic, "partitions": [partition]}],
-    )
-    (result,) = answer.responses[0].partitions
+    result = fetch(client, topic, offset, max_wait_ms=0, min_bytes=0)
     records, found = bytes(result.records or b""), []
     while len(records) >= 61 and len(records) >= 12 + int.from_bytes(records[8:12], "big"):
         batch = next(iterate_batches(records))
@@ -105,7 +84,7 @@ def test_unreadable_file_keeps_one_partition_closed(site: Site, name: str, posit
     site.restart()
     with site.broker.client() as client:
         wait_for(lambda: client.leaders(WELL) == {0: 1})
-        assert fetch(client, WELL, 0) == (error_codes.NONE, list(range(BATCHES)))
+        assert fetched(client, WELL, 0) == (error_codes.NONE, list(range(BATCHES)))
         assert client.produce(WELL, 0, build_batch([VALUE])).base_offset == BATCHES
         line = wait_for(lambda: site.log_line("log not opened"))
         assert str(site.path(name)) in line
@@ -122,11 +101,11 @@ def test_sector_that_breaks_later_fails_its_reads_alone(site: Site) -> None:
     sector = SECTOR // len(build_batch([VALUE]))
     site.break_sector("00000000000000000000.log", SECTOR)
     with site.broker.client() as client:
-        error_code, found = fetch(client, BAD, 0)
+        error_code, found = fetched(client, BAD, 0)
         assert (error_code, found) == (error_codes.NONE, list(range(sector))), "batches before it are well"
-        assert fetch(client, BAD, sector) == (error_codes.KAFKA_STORAGE_ERROR, [])
-        assert fetch(client, BAD, BATCHES - 2) == (error_codes.NONE, [BATCHES - 2, BATCHES - 1])
-        assert fetch(client, WELL, 0) == (error_codes.NONE, list(range(BATCHES)))
+        assert fetched(client, BAD, sector) == (error_codes.KAFKA_STORAGE_ERROR, [])
+        assert fetched(client, BAD, BATCHES - 2) == (error_codes.NONE, [BATCHES - 2, BATCHES - 1])
+        assert fetched(client, WELL, 0) == (error_codes.NONE, list(range(BATCHES)))
         assert client.produce(BAD, 0, build_batch([VALUE])).base_offset == BATCHES
         assert "00000000000000000000.log cannot be read at byte" in site.log_line("read failed")
     assert site.broker.process.poll() is None

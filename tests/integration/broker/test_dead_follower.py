@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import statistics
 import time
@@ -26,12 +25,6 @@ IDS = (1, 2, 3)
 TTL_S = 90
 # Many times the expected second: a busy machine stalls all processes now and then.
 LIMIT_S = 45.0
-
-
-def longest_pause_s(writer: Writer, since: float) -> float:
-    """The longest gap between acknowledgements, starting at the last one before `since`."""
-    times = [each.answered_at for each in writer.acked]
-    return max(later - max(earlier, since) for earlier, later in itertools.pairwise(times) if later > since)
 
 
 @pytest.mark.timeout(300 + 60 * KILLS)
@@ -62,7 +55,7 @@ async def test_dead_broker_stops_no_partition_of_others(
                     await site.in_sync("t", index, set(IDS) - {victim}, TTL_S)
                 for writer in writers:
                     await asyncio.to_thread(writer.next_ack, time.monotonic(), TTL_S)
-            pauses += [longest_pause_s(writer, killed_at) for writer in writers]
+            pauses += [writer.longest_pause_s(killed_at) for writer in writers]
             # So that it need not wait for its predecessor.
             await site.end_lease(victim)
             await site.heal()

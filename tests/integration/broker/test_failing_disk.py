@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy_codec import api_keys, error_codes
+from kproxy_codec import error_codes
 from tests.support.brokers.faulty_disk import HANGS, FaultyDisk, build_shim
-from tests.support.brokers.reference_broker import BrokerProcess
+from tests.support.brokers.reference_broker import BrokerProcess, create_topic
 from tests.support.clients.idempotent_writers import IdempotentWriter
 from tests.support.waiting import wait_for
 from tests.support.wire.record_batches import build_batch
@@ -44,10 +44,7 @@ class Site:
         self.brokers = brokers
         self.disk = disk
         with brokers[0].client() as client:
-            partition = {"partition_index": 0, "broker_ids": list(IDS)}
-            created = {"name": TOPIC, "num_partitions": -1, "replication_factor": -1, "assignments": [partition]}
-            topics = [{**created, "configs": []}]
-            client.request(api_keys.CREATE_TOPICS, 5, topics=topics, timeout_ms=10_000, validate_only=False)
+            create_topic(client, TOPIC, [IDS])
         wait_for(lambda: self.leader() == 1 and self.in_sync() == [*IDS])
 
     @property

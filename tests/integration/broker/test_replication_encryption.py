@@ -25,10 +25,10 @@ from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.errors import StartupError
 from kproxy.security.reloading import Reloads
 from kproxy_codec import error_codes
-from kproxy_codec.api_keys import API_VERSIONS, CREATE_TOPICS
+from kproxy_codec.api_keys import API_VERSIONS
 from tests.support.brokers.broker_logs import read_all
 from tests.support.brokers.follower_client import FollowerClient, Replication, replication_of
-from tests.support.brokers.reference_broker import BrokerProcess, Closed, start_brokers
+from tests.support.brokers.reference_broker import BrokerProcess, Closed, create_topic, start_brokers
 from tests.support.brokers.replicating import LEADER, FollowerSide, append, fetching, pair
 from tests.support.processes.dev import serving
 from tests.support.processes.served import page, port_of, samples
@@ -214,16 +214,8 @@ class Brokers:
         self.etcd, self.prefix = etcd, prefix
 
     def create(self, min_insync_replicas: int) -> None:
-        configs = [{"name": "min.insync.replicas", "value": str(min_insync_replicas)}]
-        topic = {
-            "name": TOPIC,
-            "num_partitions": -1,
-            "replication_factor": -1,
-            "assignments": [{"partition_index": 0, "broker_ids": list(IDS)}],
-            "configs": configs,
-        }
         with self.brokers[0].client() as client:
-            created = client.request(CREATE_TOPICS, 7, topics=[topic], timeout_ms=5000, validate_only=False).topics[0]
+            created = create_topic(client, TOPIC, [IDS], {"min.insync.replicas": min_insync_replicas})
         assert created.error_code == error_codes.NONE, created
         self.wait_in_sync(*IDS)
 

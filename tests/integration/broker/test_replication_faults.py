@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import shutil
 import signal
 import time
@@ -83,12 +82,6 @@ async def acked_since(writer: Writer, since: float) -> Attempt:
     return await asyncio.to_thread(writer.next_ack, since, PATIENCE_S)
 
 
-def longest_pause_s(writer: Writer, since: float) -> float:
-    """Between two acknowledgements, from `since` on."""
-    times = [since, *(each.answered_at for each in writer.acked if each.answered_at >= since)]
-    return max(later - earlier for earlier, later in itertools.pairwise(times))
-
-
 # Owners that die or leave
 
 
@@ -111,7 +104,7 @@ async def test_dead_or_released_partition_is_soon_written_again(
             led_at = time.monotonic()
             await asyncio.gather(*(acked_since(writer, led_at + 0.2) for writer in (direct, proxied)))
             for writer in (direct, proxied):
-                pause_s = longest_pause_s(writer, began)
+                pause_s = writer.longest_pause_s(began)
                 record_property(f"{how}, {writer.name}: longest pause, s", round(pause_s, 3))
                 print(f"{how}, {writer.name}: longest pause {pause_s:.3f} s, a new leader after {led_at - began:.3f} s")
                 assert pause_s < PATIENCE_S
@@ -227,19 +220,6 @@ async def test_leader_cut_off_from_etcd_is_replaced(trio: Trio, how: str) -> Non
 
 
 # Brokers that die and return
-
-
-async def test_killed_follower_catches_up_and_rejoins_isr(trio: Trio) -> None:
-    topic = await trio.topic("follower")
-    follower = trio.site.brokers[3]
-    async with trio.direct(topic) as writer:
-        await acked_since(writer, 0.0)
-        await follower.down()
-        await trio.site.in_sync(topic, 0, [1, 2])
-        await acked_since(writer, time.monotonic())
-        await follower.up()
-        await trio.site.in_sync(topic, 0, IDS)
-    await trio.recovered(topic, writer)
 
 
 async def test_three_killed_brokers_lose_no_acknowledged_record(trio: Trio) -> None:

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy_codec.api_keys import CREATE_TOPICS, LIST_OFFSETS
-from tests.integration.broker.test_broker_apis import base_offsets, fetch
-from tests.support.brokers.reference_broker import BrokerProcess, RawClient, start_brokers
+from kproxy_codec.api_keys import LIST_OFFSETS
+from tests.integration.broker.test_broker_apis import base_offsets
+from tests.support.brokers.reference_broker import BrokerProcess, RawClient, create_topic, fetch, start_brokers
 from tests.support.waiting import wait_for
 from tests.support.wire.record_batches import build_batch
 
@@ -55,14 +55,7 @@ KEPT: list[tuple[dict[str, int], list[int]]] = [
 def create(client: RawClient, configs: dict[str, int]) -> str:
     """Create a topic with one partition on all three brokers, led by the first, and write its records."""
     topic = f"settings-{uuid.uuid4().hex[:10]}"
-    asked = {
-        "name": topic,
-        "num_partitions": -1,
-        "replication_factor": -1,
-        "assignments": [{"partition_index": 0, "broker_ids": [1, 2, 3]}],
-        "configs": [{"name": name, "value": str(value)} for name, value in configs.items()],
-    }
-    assert client.request(CREATE_TOPICS, 7, topics=[asked], timeout_ms=10_000).topics[0].error_code == 0
+    assert create_topic(client, topic, [[1, 2, 3]], configs).error_code == 0
     for _ in range(BATCHES):
         assert client.produce(topic, 0, build_batch([b"x" * BATCH_BYTES])).error_code == 0
     return topic

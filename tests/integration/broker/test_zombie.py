@@ -25,10 +25,9 @@ import pytest_asyncio
 
 from kproxy.etcd import EtcdError
 from kproxy_codec import error_codes
-from kproxy_codec.api_keys import FETCH
 from tests.support.brokers.broker_hooks import AFTER_THE_APPEND, AFTER_THE_WRITE, BEFORE_THE_WRITE
 from tests.support.brokers.faulty_site import FaultyBroker, FaultySite, faulty_site
-from tests.support.brokers.reference_broker import Closed, RawClient
+from tests.support.brokers.reference_broker import Closed, RawClient, send_fetch
 from tests.support.clients.attempts import Stored
 from tests.support.etcd.etcd_cluster import EtcdCluster
 from tests.support.waiting import eventually
@@ -101,8 +100,7 @@ class Zombie:
         assert self._reader is not None
         more = build_batch([self._stamp + b" more"])
         self._writer.send_produce(self.topic, self.partition, more, acks=self.acks, answered=self.acks != 0)
-        partition = {"partition": self.partition, "fetch_offset": 0, "partition_max_bytes": 1 << 20}
-        self._reader.send(FETCH, 11, max_wait_ms=0, topics=[{"topic": self.topic, "partitions": [partition]}])
+        send_fetch(self._reader, self.topic, partition=self.partition, max_wait_ms=0)
 
     def what_it_says(self) -> tuple[list[int], list[int]]:
         """Return the error codes of its answers to the produces and to the fetch."""

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -27,6 +27,7 @@ from kproxy.etcd import EtcdClient, put_op
 from kproxy.observe.table import MAX_CLAIM_ROWS, ClaimRow, ClaimsPage, FreeOrder
 from kproxy_codec.error_codes import NONE, POLICY_VIOLATION, REQUEST_TIMED_OUT
 from tests.support.claims.own_client import OwnClient
+from tests.support.etcd.embedded import connected
 from tests.support.processes.dev import KproxyProcess, run_kproxy
 from tests.support.processes.served import counted, page, port_of
 from tests.support.waiting import PATIENCE_S, eventually
@@ -35,7 +36,6 @@ from tests.support.waiting import PATIENCE_S, eventually
 OWN_TIMEOUT_S = 4.0
 TOPIC = "gated"
 HOST = "127.0.0.1"
-_Client = TypeVar("_Client", bound=EtcdClient)
 
 
 class Site(NamedTuple):
@@ -100,15 +100,6 @@ async def client(proxy: KproxyProcess, name: str) -> AsyncIterator[OwnClient]:
         yield made
     finally:
         await made.close()
-
-
-@asynccontextmanager
-async def connected(etcd: _Client) -> AsyncIterator[_Client]:
-    await etcd.connect()
-    try:
-        yield etcd
-    finally:
-        await etcd.close()
 
 
 async def claimed(owner: OwnClient, group: str, resources: Sequence[tuple[str, int]] | None) -> None:

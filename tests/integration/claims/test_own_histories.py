@@ -25,6 +25,7 @@ from tests.support.claims.own_histories import GOES_ON_S, History, Member, close
 from tests.support.claims.own_model import OwnModel, operations, places
 from tests.support.claims.own_site import UNBOUND, OwnSite, own_site, with_proxies
 from tests.support.claims.own_troubles import Trouble, Troublemaker, troubles
+from tests.support.etcd.embedded import connected
 from tests.support.models.linearizability import check
 from tests.support.waiting import eventually
 
@@ -42,14 +43,10 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 async def site(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[OwnSite]:
     """One site for all histories; each has its own topic and writer group."""
     groups = {topic_of(number): group_of(number) for number in range(-TOLD, HISTORIES)}
-    client = EtcdClient([etcd.endpoint])
-    await client.connect()
-    try:
+    async with connected(EtcdClient([etcd.endpoint])) as client:
         prefix, directory = f"/histories-{os.getpid()}", tmp_path_factory.mktemp("histories")
         async with own_site(etcd.endpoint, client, prefix, directory, groups) as site:
             yield site
-    finally:
-        await client.close()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -15,7 +15,7 @@ from kproxy.etcd import EtcdClient
 from kproxy_codec.error_codes import FENCED_INSTANCE_ID, INVALID_REQUEST, NONE, THROTTLING_QUOTA_EXCEEDED
 from kproxy_codec.own import FenceBinding, OwnRequest, OwnResource
 from tests.support.claims.own_services import own_service
-from tests.support.etcd.embedded import running
+from tests.support.etcd.embedded import connected, running
 from tests.support.waiting import PATIENCE_S
 
 GROUP = "g"
@@ -24,15 +24,11 @@ MOST = 5
 
 @asynccontextmanager
 async def claims(etcd: EmbeddedEtcd, prefix: str) -> AsyncIterator[OwnService]:
-    client = EtcdClient([etcd.endpoint])
-    await client.connect()
-    own = own_service(client, prefix, timeout_s=PATIENCE_S)
-    try:
+    async with connected(EtcdClient([etcd.endpoint])) as client:
+        own = own_service(client, prefix, timeout_s=PATIENCE_S)
         async with running(own.run()):
             await asyncio.wait_for(own.wait_ready(), PATIENCE_S)
             yield own
-    finally:
-        await client.close()
 
 
 def connection(own: OwnService, severed: list[str]) -> ClaimingConnection:

@@ -19,7 +19,7 @@ from kproxy.etcd.mirror import CHUNK_EVENTS
 from kproxy_codec.error_codes import FENCED_INSTANCE_ID, NONE
 from kproxy_codec.own import FenceBinding, OwnRequest, OwnResource
 from tests.support.claims.own_services import own_service
-from tests.support.etcd.embedded import Relay, running
+from tests.support.etcd.embedded import Relay, connected, running
 from tests.support.processes.dev import KproxyProcess
 from tests.support.waiting import eventually
 
@@ -98,13 +98,8 @@ async def test_keys_of_ended_lease_are_released_by_others(site: Site) -> None:
 
 @asynccontextmanager
 async def behind(etcd: EmbeddedEtcd) -> AsyncIterator[tuple[Relay, EtcdClient]]:
-    async with Relay(etcd.endpoint) as relay:
-        client = EtcdClient([relay.endpoint])
-        await client.connect()
-        try:
-            yield relay, client
-        finally:
-            await client.close()
+    async with Relay(etcd.endpoint) as relay, connected(EtcdClient([relay.endpoint])) as client:
+        yield relay, client
 
 
 async def test_claim_reported_in_fragments_is_confirmed(site: Site, etcd: EmbeddedEtcd) -> None:

@@ -27,6 +27,7 @@ from tests.support.brokers.held_bytes import HOST, Way
 from tests.support.brokers.real_kafka import RealKafka
 from tests.support.claims.own_client import OwnClient
 from tests.support.clients.kafka_io import read_partition
+from tests.support.etcd.embedded import connected
 from tests.support.processes.dev import KproxyProcess
 from tests.support.processes.served import port_of
 from tests.support.waiting import PATIENCE_S, eventually
@@ -162,10 +163,8 @@ async def test_writes_of_dead_proxy_precede_next_owners(site: Site) -> None:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def etcd_here(etcd: EmbeddedEtcd) -> AsyncIterator[EtcdClient]:
-    client = EtcdClient([etcd.endpoint])
-    await client.connect()
-    yield client
-    await client.close()
+    async with connected(EtcdClient([etcd.endpoint])) as client:
+        yield client
 
 
 @pytest.mark.long

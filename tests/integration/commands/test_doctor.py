@@ -33,7 +33,7 @@ from kproxy_codec.control import decode_request
 from kproxy_codec.error_codes import UNKNOWN_TOPIC_OR_PARTITION
 from tests.support.brokers.scripted_upstream import Asked, ScriptedUpstream
 from tests.support.clients.kafka_io import read_partition
-from tests.support.etcd.embedded import QUICK
+from tests.support.etcd.embedded import QUICK, connected
 from tests.support.etcd.etcd_cluster import ETCD_VERSION, EtcdCluster
 from tests.support.etcd.etcd_secured import PASSWORD, Authority, enable_users, tls_etcd
 from tests.support.processes.dev import KproxyProcess, run_kproxy, serving
@@ -128,11 +128,9 @@ async def fill(client: EtcdClient) -> None:
 async def test_an_alarm_is_a_failure(tmp_path: Path) -> None:
     arguments = [*QUICK, "--quota-backend-bytes", "100000"]
     async with EmbeddedEtcd(tmp_path, extra_arguments=arguments) as server:
-        client = EtcdClient([server.endpoint])
-        await client.connect()
-        with pytest.raises(EtcdError, match="space exceeded"):
-            await fill(client)
-        await client.close()
+        async with connected(EtcdClient([server.endpoint])) as client:
+            with pytest.raises(EtcdError, match="space exceeded"):
+                await fill(client)
         findings = await examine_etcd([server.endpoint], EtcdOptions(), "/kafscale")
         assert any(finding.mark == "FAIL" and "NOSPACE" in finding.text for finding in findings)
 

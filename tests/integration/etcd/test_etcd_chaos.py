@@ -19,10 +19,10 @@ import pytest
 from kproxy.etcd import EtcdClient, EtcdUnavailable, PrefixMirror
 from kproxy.ownership.leases import LeaseTable
 from kproxy.routing.topology import Topology
-from tests.support.etcd.embedded import running
+from tests.support.etcd.embedded import connected, running
 from tests.support.etcd.etcd_chaos import Content, Step, Story, Trouble, steps
 from tests.support.etcd.etcd_cluster import running_cluster
-from tests.support.etcd.etcd_history import Change, Churn, connected, history
+from tests.support.etcd.etcd_history import Change, Churn, history
 from tests.support.waiting import PATIENCE_S, eventually
 
 MINUTES = float(os.environ.get("KPROXY_CHAOS_MINUTES", "0"))
@@ -142,8 +142,8 @@ async def test_table_is_right_after_random_etcd_faults(tmp_path: Path, capsys: p
     done: list[Step] = []
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(running_cluster(tmp_path, ARGUMENTS))
-        client = await stack.enter_async_context(connected(cluster, timeout_s=20))
-        writer = await stack.enter_async_context(connected(cluster, timeout_s=1))
+        client = await stack.enter_async_context(connected(EtcdClient(cluster.endpoints, timeout_s=20)))
+        writer = await stack.enter_async_context(connected(EtcdClient(cluster.endpoints, timeout_s=1)))
         trouble = Trouble(cluster, client, LEASES)
         for relay in trouble.relays:
             await stack.enter_async_context(relay)

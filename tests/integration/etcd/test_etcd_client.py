@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import (
@@ -30,7 +28,7 @@ from kproxy.etcd import (
     value_is,
 )
 from kproxy.etcd import client as client_module
-from tests.support.etcd.embedded import compact, freeze, kill, own_etcd, put_many
+from tests.support.etcd.embedded import compact, connected, freeze, kill, own_etcd, put_many
 
 
 async def test_a_key_is_put_read_changed_and_deleted(etcd_client: EtcdClient, etcd_prefix: str) -> None:
@@ -104,9 +102,7 @@ async def test_late_page_is_requested_again_and_earlier_kept(
     monkeypatch.setattr(client_module, "PAGE_KEYS", 2)
     items = [(f"{etcd_prefix}/{n}", b"") for n in range(10)]
     await put_many(etcd_client, items)
-    client = Late(etcd_client.endpoints.split(","))
-    await client.connect()
-    try:
+    async with connected(Late(etcd_client.endpoints.split(","))) as client:
         client.reads = 0
         if reads is None:
             with pytest.raises(EtcdUnavailable):
@@ -115,22 +111,18 @@ async def test_late_page_is_requested_again_and_earlier_kept(
         else:
             found = (await client.get_prefix(f"{etcd_prefix}/")).kvs
             assert ([(kv.key, kv.value) for kv in found], client.reads) == (items, reads)
-    finally:
-        await client.close()
 
 
 async def test_oversized_page_is_read_in_smaller_ones(etcd_client: EtcdClient, etcd_prefix: str) -> None:
-    client = EtcdClient(etcd_client.endpoints.split(","), max_message_bytes=50_000)
-    await client.connect()
-    items = [(f"{etcd_prefix}/{n:03d}", bytes(10_000)) for n in range(100)]
-    await put_many(client, items)
-    assert [(kv.key, kv.value) for kv in (await client.get_prefix(f"{etcd_prefix}/")).kvs] == items
-    await client.put(f"{etcd_prefix}/100", bytes(60_000))
-    with pytest.raises(TooLarge):
-        await client.get(f"{etcd_prefix}/100")
-    with pytest.raises(TooLarge):
-        await client.get_prefix(f"{etcd_prefix}/")
-    await client.close()
+    async with connected(EtcdClient(etcd_client.endpoints.split(","), max_message_bytes=50_000)) as client:
+        items = [(f"{etcd_prefix}/{n:03d}", bytes(10_000)) for n in range(100)]
+        await put_many(client, items)
+        assert [(kv.key, kv.value) for kv in (await client.get_prefix(f"{etcd_prefix}/")).kvs] == items
+        await client.put(f"{etcd_prefix}/100", bytes(60_000))
+        with pytest.raises(TooLarge):
+            await client.get(f"{etcd_prefix}/100")
+        with pytest.raises(TooLarge):
+            await client.get_prefix(f"{etcd_prefix}/")
 
 
 async def test_transaction_takes_one_branch_and_returns_results(etcd_client: EtcdClient, etcd_prefix: str) -> None:
@@ -247,11 +239,9 @@ async def test_hung_etcd_is_unavailable_within_the_deadline(tmp_path: Path) -> N
 
 
 async def test_any_of_several_members_will_do(etcd: EmbeddedEtcd, etcd_prefix: str) -> None:
-    client = EtcdClient(["127.0.0.1:1", etcd.endpoint], timeout_s=30)
-    await client.connect()
-    for _ in range(20):
-        await client.put(f"{etcd_prefix}/a", b"")
-    await client.close()
+    async with connected(EtcdClient(["127.0.0.1:1", etcd.endpoint], timeout_s=30)) as client:
+        for _ in range(20):
+            await client.put(f"{etcd_prefix}/a", b"")
 
 
 async def test_other_server_is_not_taken_for_etcd() -> None:
@@ -266,19 +256,3 @@ async def test_other_server_is_not_taken_for_etcd() -> None:
         await client.connect()
     await client.close()
     server.close()
-
-
-@pytest.mark.parametrize("loop_factory", [asyncio.SelectorEventLoop, uvloop.new_event_loop])
-def test_client_works_on_both_event_loops(
-    etcd: EmbeddedEtcd, etcd_prefix: str, loop_factory: Callable[[], asyncio.AbstractEventLoop]
-) -> None:
-    async def talk() -> bytes:
-        client = EtcdClient([etcd.endpoint])
-        await client.connect()
-        await client.put(f"{etcd_prefix}/a", b"both")
-        found = await client.get(f"{etcd_prefix}/a")
-        await client.close()
-        return found.value if found else b""
-
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
-        assert runner.run(talk()) == b"both"

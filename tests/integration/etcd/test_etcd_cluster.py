@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from kproxy.etcd import PrefixMirror
+from kproxy.etcd import EtcdClient, PrefixMirror
 from kproxy.ownership.leases import LeaseTable
 from kproxy.routing.topology import Topology
-from tests.support.etcd.embedded import running
+from tests.support.etcd.embedded import connected, running
 from tests.support.etcd.etcd_cluster import EtcdCluster, Member, running_cluster
-from tests.support.etcd.etcd_history import Churn, Hearing, connected, history
+from tests.support.etcd.etcd_history import Churn, Hearing, history
 from tests.support.waiting import eventually
 
 # The longest silence of etcd before a table must report it.
@@ -35,7 +35,10 @@ async def test_no_change_is_lost_whichever_member_fails(
     etcd_cluster: EtcdCluster, etcd_prefix: str, trouble: Callable[..., Awaitable[None]]
 ) -> None:
     prefix = f"{etcd_prefix}/"
-    async with connected(etcd_cluster) as client, connected(etcd_cluster, timeout_s=1.0) as writer:
+    async with (
+        connected(EtcdClient(etcd_cluster.endpoints, timeout_s=20.0)) as client,
+        connected(EtcdClient(etcd_cluster.endpoints, timeout_s=1.0)) as writer,
+    ):
         hearing = Hearing()
         began = await client.put(f"{prefix}first", b"")
         mirror = PrefixMirror(client, [prefix], hearing)
@@ -73,7 +76,7 @@ async def take_down(member: Member, *, hangs: bool) -> None:
 )
 async def test_table_without_etcd_majority_is_stale_and_recovers(tmp_path: Path, hang: bool) -> None:
     """The remaining member answers what it can alone: that must not count as etcd's answer."""
-    async with running_cluster(tmp_path) as cluster, connected(cluster) as client:
+    async with running_cluster(tmp_path) as cluster, connected(EtcdClient(cluster.endpoints, timeout_s=20.0)) as client:
         await client.put("/p/partition-leases/t/0", b"1")
         topology = Topology()
         table = LeaseTable(client, "/p", topology)
@@ -99,7 +102,7 @@ async def test_table_without_etcd_majority_is_stale_and_recovers(tmp_path: Path,
                 else:
                     cluster.start_member(member)
             await cluster.healthy()
-            async with connected(cluster) as other:
+            async with connected(EtcdClient(cluster.endpoints, timeout_s=20.0)) as other:
                 await other.put("/p/partition-leases/t/0", b"2")
             await eventually(lambda: topology.owner(b"t", 0) == 2, what="it follows again")
             await eventually(lambda: not table.stale, what="not stale")

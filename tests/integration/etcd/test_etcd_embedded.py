@@ -20,7 +20,7 @@ from kproxy.dev.embedded_etcd import EmbeddedEtcd, find_etcd
 from kproxy.errors import StartupError
 from kproxy.etcd import EtcdClient
 from kproxy.installed import install_command
-from tests.support.etcd.embedded import QUICK, kill
+from tests.support.etcd.embedded import QUICK, connected, kill
 
 
 def alive(pid: int) -> bool:
@@ -43,17 +43,13 @@ def gone_within(pid: int, timeout_s: float) -> bool:
 
 
 async def put_and_close(endpoint: str) -> None:
-    client = EtcdClient([endpoint])
-    await client.connect()
-    await client.put("/a", b"kept")
-    await client.close()
+    async with connected(EtcdClient([endpoint])) as client:
+        await client.put("/a", b"kept")
 
 
 async def read_and_close(endpoint: str) -> bytes:
-    client = EtcdClient([endpoint])
-    await client.connect()
-    found = await client.get("/a")
-    await client.close()
+    async with connected(EtcdClient([endpoint])) as client:
+        found = await client.get("/a")
     return found.value if found else b""
 
 

@@ -13,7 +13,7 @@ import uvloop
 from kproxy.etcd import EtcdClient, EtcdUnavailable, PrefixMirror, Snapshot, WatchEvent, get_op, put_op
 from kproxy.etcd import members as members_module
 from kproxy.etcd.lease import lease_keep_alive
-from tests.support.etcd.embedded import Relay, running
+from tests.support.etcd.embedded import Relay, connected, running
 from tests.support.etcd.etcd_cluster import EtcdCluster
 from tests.support.waiting import PATIENCE_S, eventually
 
@@ -95,9 +95,10 @@ def used_by(client: EtcdClient) -> int:
 async def test_calls_renewals_and_watches_survive_a_member(
     etcd_cluster: EtcdCluster, etcd_prefix: str, how: str
 ) -> None:
-    async with failures(etcd_cluster) as members:
-        client = EtcdClient(members.endpoints, timeout_s=TIMEOUT_S)
-        await client.connect()
+    async with (
+        failures(etcd_cluster) as members,
+        connected(EtcdClient(members.endpoints, timeout_s=TIMEOUT_S)) as client,
+    ):
         key = f"{etcd_prefix}/seen"
         await client.put(key, b"")
         lease = await client.lease_grant(24)
@@ -132,7 +133,6 @@ async def test_calls_renewals_and_watches_survive_a_member(
             finally:
                 await members.mend(how, failing)
             assert await client.get(f"{etcd_prefix}/leased") is not None
-        await client.close()
 
 
 @pytest.mark.parametrize(
@@ -142,14 +142,11 @@ def test_client_fails_over_on_both_event_loops(
     etcd_cluster: EtcdCluster, etcd_prefix: str, loop_factory: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
     async def fail_over() -> None:
-        async with failures(etcd_cluster) as members:
-            client = EtcdClient(members.endpoints)
-            await client.connect()
+        async with failures(etcd_cluster) as members, connected(EtcdClient(members.endpoints)) as client:
             used = used_by(client)
             members.relays[used].blackhole()
             assert await client.get(f"{etcd_prefix}/a") is None
             assert used_by(client) != used
-            await client.close()
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(fail_over())
@@ -157,9 +154,10 @@ def test_client_fails_over_on_both_event_loops(
 
 async def test_transaction_during_failure_runs_at_most_once(etcd_cluster: EtcdCluster, etcd_prefix: str) -> None:
     """Each adds one to the version of one key, so the version counts their executions."""
-    async with failures(etcd_cluster) as members:
-        client = EtcdClient(members.endpoints, timeout_s=TIMEOUT_S)
-        await client.connect()
+    async with (
+        failures(etcd_cluster) as members,
+        connected(EtcdClient(members.endpoints, timeout_s=TIMEOUT_S)) as client,
+    ):
         key = f"{etcd_prefix}/count"
         done = unknown = refused = 0
         is_over = False
@@ -194,7 +192,6 @@ async def test_transaction_during_failure_runs_at_most_once(etcd_cluster: EtcdCl
         assert done <= found.version <= done + unknown
         assert unknown > 0, "no transaction met a failure"
         assert refused == 0, "where nothing was done it is done at another member"
-        await client.close()
 
 
 async def test_write_during_election_is_soon_uncertain(etcd_cluster: EtcdCluster, etcd_prefix: str) -> None:
@@ -207,49 +204,43 @@ async def test_write_during_election_is_soon_uncertain(etcd_cluster: EtcdCluster
 
 async def said_of_a_write_amid_an_election(etcd_cluster: EtcdCluster, etcd_prefix: str) -> str:
     leader, follower = etcd_cluster.leader(), etcd_cluster.followers()[0]
-    client = EtcdClient([follower.endpoint], timeout_s=TIMEOUT_S)
-    await client.connect()
-    await leader.freeze()
-    try:
-        # The follower forwards it to the known leader and gets no answer; etcd itself gives up after 6 s.
-        with pytest.raises(EtcdUnavailable) as raised:
-            await client.put(f"{etcd_prefix}/a", b"")
-        assert raised.value.maybe_applied
-        assert await client.put(f"{etcd_prefix}/a", b"again") > 0
-    finally:
-        leader.thaw()
-        await etcd_cluster.healthy()
-    await client.close()
+    async with connected(EtcdClient([follower.endpoint], timeout_s=TIMEOUT_S)) as client:
+        await leader.freeze()
+        try:
+            # The follower forwards it to the known leader and gets no answer; etcd itself gives up after 6 s.
+            with pytest.raises(EtcdUnavailable) as raised:
+                await client.put(f"{etcd_prefix}/a", b"")
+            assert raised.value.maybe_applied
+            assert await client.put(f"{etcd_prefix}/a", b"again") > 0
+        finally:
+            leader.thaw()
+            await etcd_cluster.healthy()
     return str(raised.value)
 
 
 async def test_calls_without_majority_end_in_time_and_recover(etcd_cluster: EtcdCluster) -> None:
-    client = EtcdClient(etcd_cluster.endpoints, timeout_s=3)
-    await client.connect()
-    stopped = etcd_cluster.members[:2]
-    for member in stopped:
-        await member.freeze()
-    try:
-        for call in (client.put("/a", b""), client.get("/a")):
-            began = time.monotonic()
-            with pytest.raises(EtcdUnavailable):
-                await call
-            assert time.monotonic() - began < SOON_S
-    finally:
+    async with connected(EtcdClient(etcd_cluster.endpoints, timeout_s=3)) as client:
+        stopped = etcd_cluster.members[:2]
         for member in stopped:
-            member.thaw()
-        await etcd_cluster.healthy()
-    await eventually(lambda: client.put("/a", b""), ignored=(EtcdUnavailable,))
-    await client.close()
+            await member.freeze()
+        try:
+            for call in (client.put("/a", b""), client.get("/a")):
+                began = time.monotonic()
+                with pytest.raises(EtcdUnavailable):
+                    await call
+                assert time.monotonic() - began < SOON_S
+        finally:
+            for member in stopped:
+                member.thaw()
+            await etcd_cluster.healthy()
+        await eventually(lambda: client.put("/a", b""), ignored=(EtcdUnavailable,))
 
 
 async def test_slow_live_member_is_waited_for(etcd_cluster: EtcdCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     # So short that no call is answered within it: each time the member's status is requested, and it answers.
     monkeypatch.setattr(members_module, "PATIENCE_S", 0.0)
-    client = EtcdClient(etcd_cluster.endpoints)
-    await client.connect()
-    used = used_by(client)
-    for _ in range(20):
-        await client.get("/a")
-    assert used_by(client) == used
-    await client.close()
+    async with connected(EtcdClient(etcd_cluster.endpoints)) as client:
+        used = used_by(client)
+        for _ in range(20):
+            await client.get("/a")
+        assert used_by(client) == used

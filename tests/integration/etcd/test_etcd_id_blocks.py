@@ -9,7 +9,7 @@ import pytest
 
 from kproxy.etcd import EtcdClient, EtcdError, EtcdUnavailable, IdBlocks, TxnCompare, TxnOp, TxnResult
 from kproxy.etcd.id_blocks import BLOCK
-from tests.support.etcd.embedded import Relay
+from tests.support.etcd.embedded import Relay, connected
 
 
 class Meddled(EtcdClient):
@@ -49,21 +49,17 @@ async def test_concurrent_takers_get_different_numbers(etcd_client: EtcdClient, 
 
 @pytest.mark.parametrize("applies", [True, False])
 async def test_uncertain_block_is_left_unused(etcd_client: EtcdClient, key: str, applies: bool) -> None:
-    client = Meddled(etcd_client.endpoints.split(","))
-    await client.connect()
-    blocks, other = IdBlocks(client, key), IdBlocks(etcd_client, key)
-    client.fails, client.applies = 1, applies
-    with pytest.raises(EtcdUnavailable):
-        await blocks.allocate()
-    # If the swap succeeded, no process gets its block.
-    assert [await other.allocate(), await blocks.allocate()] == [BLOCK * applies, BLOCK * (applies + 1)]
-    await client.close()
+    async with connected(Meddled(etcd_client.endpoints.split(","))) as client:
+        blocks, other = IdBlocks(client, key), IdBlocks(etcd_client, key)
+        client.fails, client.applies = 1, applies
+        with pytest.raises(EtcdUnavailable):
+            await blocks.allocate()
+        # If the swap succeeded, no process gets its block.
+        assert [await other.allocate(), await blocks.allocate()] == [BLOCK * applies, BLOCK * (applies + 1)]
 
 
 async def test_waiters_fail_with_the_failed_attempt(etcd_client: EtcdClient, key: str) -> None:
-    async with Relay(etcd_client.endpoints) as relay:
-        client = EtcdClient([relay.endpoint], timeout_s=3.0)
-        await client.connect()
+    async with Relay(etcd_client.endpoints) as relay, connected(EtcdClient([relay.endpoint], timeout_s=3.0)) as client:
         await relay.shut()
         blocks = IdBlocks(client, key)
         started = asyncio.get_running_loop().time()
@@ -72,13 +68,10 @@ async def test_waiters_fail_with_the_failed_attempt(etcd_client: EtcdClient, key
         assert asyncio.get_running_loop().time() - started < 60, "a hundred attempts of three seconds each"
         await relay.open()
         assert await blocks.allocate() == 0
-        await client.close()
 
 
 async def test_cancelled_waiter_does_not_block_others(etcd_client: EtcdClient, key: str) -> None:
-    async with Relay(etcd_client.endpoints) as relay:
-        client = EtcdClient([relay.endpoint], timeout_s=60.0)
-        await client.connect()
+    async with Relay(etcd_client.endpoints) as relay, connected(EtcdClient([relay.endpoint], timeout_s=60.0)) as client:
         blocks = IdBlocks(client, key)
         relay.freeze()
         waiting = [asyncio.create_task(blocks.allocate()) for _ in range(2)]
@@ -87,7 +80,6 @@ async def test_cancelled_waiter_does_not_block_others(etcd_client: EtcdClient, k
         # The silent connection is replaced by a working one.
         await relay.cut()
         assert await asyncio.wait_for(waiting[1], 60) % BLOCK == 0
-        await client.close()
 
 
 @pytest.mark.parametrize("value", [b"", b"x", b"-1", b" 1", b"1.0", b"9" * 19, b"1" * 4000, b"\xff"])

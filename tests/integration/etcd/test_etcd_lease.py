@@ -15,7 +15,7 @@ import pytest
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import EtcdClient, LeaseLost, lease_keep_alive
 from kproxy.etcd import lease as lease_module
-from tests.support.etcd.embedded import Relay, freeze, kill, own_etcd, running
+from tests.support.etcd.embedded import Relay, connected, freeze, kill, own_etcd, running
 from tests.support.waiting import PATIENCE_S, eventually
 
 
@@ -81,9 +81,11 @@ async def are_in_time(client: EtcdClient) -> bool:
 
 
 async def test_silently_dead_connection_does_not_cost_the_lease(tmp_path: Path) -> None:
-    async with own_etcd(tmp_path) as (server, direct), Relay(server.endpoint) as relay:
-        client = EtcdClient([relay.endpoint])
-        await client.connect()
+    async with (
+        own_etcd(tmp_path) as (server, direct),
+        Relay(server.endpoint) as relay,
+        connected(EtcdClient([relay.endpoint])) as client,
+    ):
         lease = await client.lease_grant(16)
         await direct.put("/kept", b"", lease_id=lease.lease_id)
         renewals = Renewals()
@@ -94,7 +96,6 @@ async def test_silently_dead_connection_does_not_cost_the_lease(tmp_path: Path) 
             await asyncio.wait_for(renewals.next(), PATIENCE_S)
             assert renewals.sent_at[-1] > frozen
             assert await direct.get("/kept") is not None
-        await client.close()
 
 
 async def test_send_time_precedes_the_request(tmp_path: Path) -> None:
@@ -147,15 +148,13 @@ async def test_renewals_continue_after_etcd_restart(tmp_path: Path) -> None:
 
 
 async def test_lease_that_ended_during_outage_is_lost(etcd: EmbeddedEtcd) -> None:
-    client = EtcdClient([etcd.endpoint])
-    await client.connect()
-    lease = await client.lease_grant(2)
-    await client.lease_revoke(lease.lease_id)
-    renewals = Renewals()
-    with pytest.raises(LeaseLost):
-        await lease_keep_alive(client, lease.lease_id, clock=time.monotonic, on_renewed=renewals)
-    assert renewals.sent_at == []
-    await client.close()
+    async with connected(EtcdClient([etcd.endpoint])) as client:
+        lease = await client.lease_grant(2)
+        await client.lease_revoke(lease.lease_id)
+        renewals = Renewals()
+        with pytest.raises(LeaseLost):
+            await lease_keep_alive(client, lease.lease_id, clock=time.monotonic, on_renewed=renewals)
+        assert renewals.sent_at == []
 
 
 async def test_cancelled_renewals_let_the_lease_expire(etcd_client: EtcdClient) -> None:

@@ -8,8 +8,10 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +20,7 @@ from kproxy.etcd import EtcdClient, EtcdUnavailable, PrefixMirror, Snapshot, Wat
 from kproxy.etcd import mirror as mirror_module
 from kproxy.etcd.messages import Pages
 from kproxy.etcd.mirror import MirrorState, WatchMessage, WatchStream
-from tests.support.etcd.embedded import Relay, compact, kill, own_etcd, put_many, running
+from tests.support.etcd.embedded import Relay, compact, connected, kill, own_etcd, put_many, running
 from tests.support.waiting import PATIENCE_S, eventually
 
 
@@ -57,6 +59,16 @@ class Copy:
         assert revision >= self._told[prefix]
         self._told[prefix] = revision
         self.batches.append((len(events), events[-1].kv.mod_revision, revision))
+
+
+@asynccontextmanager
+async def mirrored(client: EtcdClient, *prefixes: str, **options: Any) -> AsyncIterator[tuple[PrefixMirror, Copy]]:
+    """A mirror that has loaded these prefixes, and its listener."""
+    copy = Copy(*prefixes)
+    mirror = PrefixMirror(client, prefixes, copy, **options)
+    async with running(mirror.run()):
+        await mirror.wait_synced()
+        yield mirror, copy
 
 
 async def content(client: EtcdClient, *prefixes: str) -> dict[str, tuple[bytes, int]]:
@@ -121,10 +133,7 @@ async def test_a_busy_loop_hears_of_changes_soon(etcd_client: EtcdClient, etcd_p
         time.sleep(0.002)
         burning = loop.call_soon(turn)
 
-    copy = Copy(etcd_prefix)
-    mirror = PrefixMirror(etcd_client, [etcd_prefix], copy)
-    async with running(mirror.run()):
-        await mirror.wait_synced()
+    async with mirrored(etcd_client, etcd_prefix) as (_, copy):
         await asyncio.sleep(0.1)
         command = [sys.executable, "-c", PUT_ONE_BY_ONE, etcd_client.endpoints, f"{etcd_prefix}/", str(changes)]
         # The loop is blocked meanwhile.
@@ -155,16 +164,13 @@ async def test_change_between_load_and_watch_is_seen(etcd_client: EtcdClient, et
 
     for each in (first, second):
         await etcd_client.put(f"{each}old", b"")
-    client = Meddling(etcd_client.endpoints.split(","))
-    await client.connect()
-    copy = Copy(first, second)
-    mirror = PrefixMirror(client, [first, second], copy)
-    async with running(mirror.run()):
-        await mirror.wait_synced()
+    async with (
+        connected(Meddling(etcd_client.endpoints.split(","))) as client,
+        mirrored(client, first, second) as (_, copy),
+    ):
         assert set(copy.kvs) >= {f"{first}old", f"{second}old"}, "both prefixes are read at one revision"
         wanted = {f"{each}during-{n}" for each in (first, second) for n in (1, 2)}
         await eventually(lambda: set(copy.kvs) == wanted)
-    await client.close()
 
 
 class Churn:
@@ -240,36 +246,32 @@ async def _equals_a_final_read(directory: Path) -> bool:
 
 async def test_changes_during_disconnection_arrive_afterwards(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     prefix = f"{etcd_prefix}/"
-    async with Relay(etcd_client.endpoints) as relay:
-        client = EtcdClient([relay.endpoint], timeout_s=3)
-        await client.connect()
-        copy = Copy(prefix)
-        mirror = PrefixMirror(client, [prefix], copy)
-        async with running(mirror.run()):
-            await mirror.wait_synced()
-            await eventually(lambda: mirror.state is MirrorState.WATCHING)
-            await relay.shut()
-            await eventually(lambda: mirror.state is MirrorState.RESUMING)
-            await put_many(etcd_client, [(f"{prefix}{n}", b"x") for n in range(50)])
-            await asyncio.sleep(0.2)
-            assert copy.kvs == {}
-            assert isinstance(mirror.last_error, EtcdUnavailable)
-            await relay.open()
-            await eventually(lambda: len(copy.kvs) == 50)
-            assert len(copy.snapshots) == 1
-            await eventually(lambda: mirror.last_error is None)
-        await client.close()
+    async with (
+        Relay(etcd_client.endpoints) as relay,
+        connected(EtcdClient([relay.endpoint], timeout_s=3)) as client,
+        mirrored(client, prefix) as (mirror, copy),
+    ):
+        await eventually(lambda: mirror.state is MirrorState.WATCHING)
+        await relay.shut()
+        await eventually(lambda: mirror.state is MirrorState.RESUMING)
+        await put_many(etcd_client, [(f"{prefix}{n}", b"x") for n in range(50)])
+        await asyncio.sleep(0.2)
+        assert copy.kvs == {}
+        assert isinstance(mirror.last_error, EtcdUnavailable)
+        await relay.open()
+        await eventually(lambda: len(copy.kvs) == 50)
+        assert len(copy.snapshots) == 1
+        await eventually(lambda: mirror.last_error is None)
 
 
 async def test_compaction_during_disconnection_causes_reload(tmp_path: Path) -> None:
-    async with own_etcd(tmp_path) as (server, writer), Relay(server.endpoint) as relay:
-        client = EtcdClient([relay.endpoint], timeout_s=3)
-        await client.connect()
+    async with (
+        own_etcd(tmp_path) as (server, writer),
+        Relay(server.endpoint) as relay,
+        connected(EtcdClient([relay.endpoint], timeout_s=3)) as client,
+    ):
         await put_many(writer, [(f"/a/{n}", b"old") for n in range(10)])
-        copy = Copy("/a/", "/b/")
-        mirror = PrefixMirror(client, ["/a/", "/b/"], copy)
-        async with running(mirror.run()):
-            await mirror.wait_synced()
+        async with mirrored(client, "/a/", "/b/") as (_, copy):
             await relay.shut()
             for n in range(5):
                 await writer.delete(f"/a/{n}")
@@ -284,7 +286,6 @@ async def test_compaction_during_disconnection_causes_reload(tmp_path: Path) -> 
             await writer.put("/a/after", b"")
             await eventually(lambda: "/a/after" in copy.kvs)
             assert len(copy.snapshots) == 2
-        await client.close()
 
 
 LONG = "t" * 200
@@ -311,10 +312,7 @@ async def test_fragmented_revision_is_seen_after_last_fragment(tmp_path: Path, m
     monkeypatch.setattr(mirror_module, "WatchStream", Recording)
     async with own_etcd(tmp_path, extra_arguments=FRAGMENTS) as (_, client):
         lease_id = await lease_with_many_keys(client, "/a/", 5000)
-        copy = Copy("/a/")
-        mirror = PrefixMirror(client, ["/a/"], copy, fragments=True)
-        async with running(mirror.run()):
-            await mirror.wait_synced()
+        async with mirrored(client, "/a/", fragments=True) as (_, copy):
             assert len(copy.kvs) == 5000
             await client.lease_revoke(lease_id)
             await eventually(lambda: copy.kvs == {})
@@ -332,10 +330,7 @@ async def test_end_of_large_lease_arrives_in_small_portions(tmp_path: Path) -> N
         lease = await client.lease_grant(60)
         keys = [f"/a/topic-{n // 1000}/{n % 1000}" for n in range(40_000)]
         await put_many(client, [(key, b"1") for key in keys], lease.lease_id)
-        copy = Copy("/a/")
-        mirror = PrefixMirror(client, ["/a/"], copy)
-        async with running(mirror.run()):
-            await mirror.wait_synced()
+        async with mirrored(client, "/a/") as (_, copy):
             assert len(copy.kvs) == 40_000
             await client.lease_revoke(lease.lease_id)
             # If fragmented, etcd 3.5 would take 6 s for this.
@@ -349,23 +344,18 @@ async def test_end_of_large_lease_arrives_in_small_portions(tmp_path: Path) -> N
 
 async def test_revision_too_large_for_message_causes_reload(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     prefix = f"{etcd_prefix}/"
-    client = EtcdClient(etcd_client.endpoints.split(","), max_message_bytes=100_000)
-    await client.connect()
-    lease_id = await lease_with_many_keys(client, prefix, 1000)
-    await client.put(f"{prefix}kept", b"")
-    copy = Copy(prefix)
-    mirror = PrefixMirror(client, [prefix], copy)
-    async with running(mirror.run()):
-        await mirror.wait_synced()
-        assert len(copy.kvs) == 1001
-        await client.lease_revoke(lease_id)
-        await eventually(lambda: list(copy.kvs) == [f"{prefix}kept"])
-        assert len(copy.snapshots) == 2
-        assert copy.restored == 0
-        await client.put(f"{prefix}after", b"")
-        await eventually(lambda: f"{prefix}after" in copy.kvs)
-        assert len(copy.snapshots) == 2
-    await client.close()
+    async with connected(EtcdClient(etcd_client.endpoints.split(","), max_message_bytes=100_000)) as client:
+        lease_id = await lease_with_many_keys(client, prefix, 1000)
+        await client.put(f"{prefix}kept", b"")
+        async with mirrored(client, prefix) as (_, copy):
+            assert len(copy.kvs) == 1001
+            await client.lease_revoke(lease_id)
+            await eventually(lambda: list(copy.kvs) == [f"{prefix}kept"])
+            assert len(copy.snapshots) == 2
+            assert copy.restored == 0
+            await client.put(f"{prefix}after", b"")
+            await eventually(lambda: f"{prefix}after" in copy.kvs)
+            assert len(copy.snapshots) == 2
 
 
 class BreakingOnce(WatchStream):
@@ -393,10 +383,7 @@ async def test_break_between_fragments_repeats_the_revision(tmp_path: Path, monk
     stream = breaking_once(monkeypatch, lambda message: message.fragment)
     async with own_etcd(tmp_path, extra_arguments=FRAGMENTS) as (_, client):
         lease_id = await lease_with_many_keys(client, "/a/", 5000)
-        copy = Copy("/a/")
-        mirror = PrefixMirror(client, ["/a/"], copy, fragments=True)
-        async with running(mirror.run()):
-            await mirror.wait_synced()
+        async with mirrored(client, "/a/", fragments=True) as (_, copy):
             await client.lease_revoke(lease_id)
             await eventually(lambda: copy.kvs == {})
             assert stream.broken
@@ -420,47 +407,40 @@ async def test_break_while_catching_up_loses_nothing(
     after: Callable[[WatchMessage], bool],
 ) -> None:
     stream = breaking_once(monkeypatch, after)
-    async with own_etcd(tmp_path, extra_arguments=FRAGMENTS) as (server, writer), Relay(server.endpoint) as relay:
-        client = EtcdClient([relay.endpoint], timeout_s=3)
-        await client.connect()
-        copy = Copy("/a/")
-        mirror = PrefixMirror(client, ["/a/"], copy, fragments=True)
-        async with running(mirror.run()):
-            await mirror.wait_synced()
-            await relay.shut()
-            for n in range(changes):
-                await writer.put(f"/a/{n}", bytes(value_bytes))
-            final = await content(writer, "/a/")
-            await relay.open()
-            await eventually(lambda: copy.kvs == final)
-            assert stream.broken
-            assert len(copy.snapshots) == 1
-        await client.close()
+    async with (
+        own_etcd(tmp_path, extra_arguments=FRAGMENTS) as (server, writer),
+        Relay(server.endpoint) as relay,
+        connected(EtcdClient([relay.endpoint], timeout_s=3)) as client,
+        mirrored(client, "/a/", fragments=True) as (_, copy),
+    ):
+        await relay.shut()
+        for n in range(changes):
+            await writer.put(f"/a/{n}", bytes(value_bytes))
+        final = await content(writer, "/a/")
+        await relay.open()
+        await eventually(lambda: copy.kvs == final)
+        assert stream.broken
+        assert len(copy.snapshots) == 1
 
 
 async def test_a_watch_that_goes_quiet_is_replaced(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     prefix = f"{etcd_prefix}/"
-    async with Relay(etcd_client.endpoints) as relay:
-        client = EtcdClient([relay.endpoint], timeout_s=3)
-        await client.connect()
-        copy = Copy(prefix)
-        mirror = PrefixMirror(client, [prefix], copy, progress_interval_s=0.1, quiet_limit_s=0.5)
-        async with running(mirror.run()):
-            await mirror.wait_synced()
-            await eventually(lambda: mirror.state is MirrorState.WATCHING)
-            relay.freeze()
-            await etcd_client.put(f"{prefix}a", b"")
-            await eventually(lambda: mirror.state is MirrorState.RESUMING, what="silence is noticed")
-            # The connection for calls is also frozen; gRPC's own ping would end it in some seconds.
-            await relay.cut()
-            await eventually(lambda: f"{prefix}a" in copy.kvs)
-        await client.close()
+    async with (
+        Relay(etcd_client.endpoints) as relay,
+        connected(EtcdClient([relay.endpoint], timeout_s=3)) as client,
+        mirrored(client, prefix, progress_interval_s=0.1, quiet_limit_s=0.5) as (mirror, copy),
+    ):
+        await eventually(lambda: mirror.state is MirrorState.WATCHING)
+        relay.freeze()
+        await etcd_client.put(f"{prefix}a", b"")
+        await eventually(lambda: mirror.state is MirrorState.RESUMING, what="silence is noticed")
+        # The connection for calls is also frozen; gRPC's own ping would end it in some seconds.
+        await relay.cut()
+        await eventually(lambda: f"{prefix}a" in copy.kvs)
 
 
 async def test_quiet_prefix_still_gets_progress(etcd_client: EtcdClient, etcd_prefix: str) -> None:
-    mirror = PrefixMirror(etcd_client, [f"{etcd_prefix}/"], Copy(f"{etcd_prefix}/"), progress_interval_s=0.1)
-    async with running(mirror.run()):
-        await mirror.wait_synced()
+    async with mirrored(etcd_client, f"{etcd_prefix}/", progress_interval_s=0.1) as (mirror, _):
         first = mirror.last_heard
         await eventually(lambda: mirror.last_heard > first + 0.3)
         assert mirror.state is MirrorState.WATCHING
@@ -468,23 +448,21 @@ async def test_quiet_prefix_still_gets_progress(etcd_client: EtcdClient, etcd_pr
 
 async def test_progress_moves_quiet_prefix_past_compaction(tmp_path: Path) -> None:
     arguments = ("--experimental-watch-progress-notify-interval", "200ms")
-    async with own_etcd(tmp_path, extra_arguments=arguments) as (server, writer), Relay(server.endpoint) as relay:
-        client = EtcdClient([relay.endpoint], timeout_s=3)
-        await client.connect()
-        copy = Copy("/quiet/")
-        mirror = PrefixMirror(client, ["/quiet/"], copy)
-        async with running(mirror.run()):
-            await mirror.wait_synced()
-            for n in range(5):
-                revision = await writer.put("/other", b"%d" % n)
-            await eventually(lambda: mirror._watched[1].seen >= revision, what="progress")
-            await relay.shut()
-            await compact(writer, revision)
-            await writer.put("/quiet/a", b"")
-            await relay.open()
-            await eventually(lambda: "/quiet/a" in copy.kvs)
-            assert len(copy.snapshots) == 1, "it knew that it had missed nothing, and resumed"
-        await client.close()
+    async with (
+        own_etcd(tmp_path, extra_arguments=arguments) as (server, writer),
+        Relay(server.endpoint) as relay,
+        connected(EtcdClient([relay.endpoint], timeout_s=3)) as client,
+        mirrored(client, "/quiet/") as (mirror, copy),
+    ):
+        for n in range(5):
+            revision = await writer.put("/other", b"%d" % n)
+        await eventually(lambda: mirror._watched[1].seen >= revision, what="progress")
+        await relay.shut()
+        await compact(writer, revision)
+        await writer.put("/quiet/a", b"")
+        await relay.open()
+        await eventually(lambda: "/quiet/a" in copy.kvs)
+        assert len(copy.snapshots) == 1, "it knew that it had missed nothing, and resumed"
 
 
 async def test_different_cluster_at_address_is_reloaded_and_reported(tmp_path: Path) -> None:
@@ -492,19 +470,16 @@ async def test_different_cluster_at_address_is_reloaded_and_reported(tmp_path: P
         await put_many(one, [(f"/a/{n}", b"one") for n in range(5)])
         for n in range(50):
             await two.put("/a/0", b"%d" % n)
-        async with Relay(first.endpoint) as relay:
-            client = EtcdClient([relay.endpoint], timeout_s=3)
-            await client.connect()
-            copy = Copy("/a/")
-            mirror = PrefixMirror(client, ["/a/"], copy)
-            async with running(mirror.run()):
-                await mirror.wait_synced()
-                relay.target(second.endpoint)
-                await relay.cut()
-                final = await content(two, "/a/")
-                await eventually(lambda: copy.kvs == final)
-                assert copy.restored == 1
-            await client.close()
+        async with (
+            Relay(first.endpoint) as relay,
+            connected(EtcdClient([relay.endpoint], timeout_s=3)) as client,
+            mirrored(client, "/a/") as (_, copy),
+        ):
+            relay.target(second.endpoint)
+            await relay.cut()
+            final = await content(two, "/a/")
+            await eventually(lambda: copy.kvs == final)
+            assert copy.restored == 1
 
 
 async def test_cluster_restored_to_earlier_revision_is_reloaded(tmp_path: Path) -> None:
@@ -513,10 +488,7 @@ async def test_cluster_restored_to_earlier_revision_is_reloaded(tmp_path: Path) 
         await server.stop()
         shutil.copytree(tmp_path / "data", tmp_path / "backup")
         await server.start()
-        copy = Copy("/a/")
-        mirror = PrefixMirror(client, ["/a/"], copy)
-        async with running(mirror.run()):
-            await mirror.wait_synced()
+        async with mirrored(client, "/a/") as (_, copy):
             for n in range(20):
                 await client.put("/a/lost", b"%d" % n)
             await eventually(lambda: "/a/lost" in copy.kvs)
@@ -529,24 +501,21 @@ async def test_cluster_restored_to_earlier_revision_is_reloaded(tmp_path: Path) 
 
 
 async def test_closing_the_client_ends_a_waiting_read(etcd: EmbeddedEtcd) -> None:
-    client = EtcdClient([etcd.endpoint])
-    await client.connect()
-    stream = WatchStream(client, write_timeout_s=PATIENCE_S)
-    await stream.watch(1, "/k", 0, exact=True, fragments=False)
-    created = await stream.read(PATIENCE_S)
-    assert created is not None
-    reading = asyncio.create_task(stream.read(PATIENCE_S))
-    await asyncio.sleep(0.1)
-    await client.close()
+    async with connected(EtcdClient([etcd.endpoint])) as client:
+        stream = WatchStream(client, write_timeout_s=PATIENCE_S)
+        await stream.watch(1, "/k", 0, exact=True, fragments=False)
+        created = await stream.read(PATIENCE_S)
+        assert created is not None
+        reading = asyncio.create_task(stream.read(PATIENCE_S))
+        await asyncio.sleep(0.1)
     with pytest.raises(EtcdUnavailable):
         await reading
 
 
 async def test_cancelling_it_leaves_no_task_behind(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     before = asyncio.all_tasks()
-    mirror = PrefixMirror(etcd_client, [f"{etcd_prefix}/"], Copy(f"{etcd_prefix}/"))
-    async with running(mirror.run()):
-        await mirror.wait_synced()
+    async with mirrored(etcd_client, f"{etcd_prefix}/"):
+        pass
     await asyncio.sleep(0.05)
     assert asyncio.all_tasks() <= before
 

@@ -26,7 +26,7 @@ from kproxy_codec.error_codes import NONE
 from tests.support.claims.own_client import OwnClient
 from tests.support.clients.kafka_io import produce, read_partition
 from tests.support.clients.raw_client import RawClient
-from tests.support.etcd.embedded import QUICK
+from tests.support.etcd.embedded import QUICK, connected
 from tests.support.etcd.etcd_secured import PASSWORD
 from tests.support.processes.dev import KproxyProcess, run_kproxy, serving
 from tests.support.processes.served import counted, page, port_of
@@ -168,17 +168,15 @@ NOBODYS_KEYS = (f"{PREFIX}/metadata/snapshot", f"{PREFIX}/group-leases/g", f"{PR
 async def test_each_role_writes_its_own_keys_alone(
     user: str, may: tuple[str, ...], may_not: tuple[str, ...], guarded: Guarded
 ) -> None:
-    client = guarded.client(user)
-    await client.connect()
-    for key in may:
-        await client.put(key, b"1")
-        await client.delete(key)
-    for key in may_not:
-        with pytest.raises(EtcdDenied):
+    async with connected(guarded.client(user)) as client:
+        for key in may:
             await client.put(key, b"1")
-        with pytest.raises(EtcdDenied):
             await client.delete(key)
-    await client.close()
+        for key in may_not:
+            with pytest.raises(EtcdDenied):
+                await client.put(key, b"1")
+            with pytest.raises(EtcdDenied):
+                await client.delete(key)
 
 
 async def test_proxy_reads_users_and_rules_of_administrator(
@@ -209,11 +207,9 @@ async def test_proxy_reads_users_and_rules_of_administrator(
 
 
 async def test_proxy_cannot_read_the_replication_secret(guarded: Guarded) -> None:
-    client = guarded.client(PROXY)
-    await client.connect()
-    with pytest.raises(EtcdDenied):
-        await client.get(KEYS.replication_secret)
-    await client.close()
+    async with connected(guarded.client(PROXY)) as client:
+        with pytest.raises(EtcdDenied):
+            await client.get(KEYS.replication_secret)
 
 
 @pytest.mark.parametrize(

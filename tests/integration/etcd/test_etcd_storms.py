@@ -15,8 +15,6 @@ from kproxy.etcd import (
     EtcdClient,
     EtcdUnavailable,
     PrefixMirror,
-    Snapshot,
-    WatchEvent,
     delete_op,
     put_op,
 )
@@ -25,8 +23,9 @@ from kproxy.routing.topology import Topology
 from kproxy_codec.api_keys import PRODUCE
 from tests.support.brokers.scripted_upstream import answers_everything
 from tests.support.clients.raw_client import RawClient, batch, produce_frame
-from tests.support.etcd.embedded import compact, put_many, running
+from tests.support.etcd.embedded import compact, connected, put_many, running
 from tests.support.etcd.etcd_cluster import EtcdCluster, running_cluster
+from tests.support.etcd.etcd_history import Hearing
 from tests.support.etcd.leases import Owners, lease_key, owners, owners_in_etcd
 from tests.support.processes.dev import KproxyProcess, serving
 from tests.support.processes.served import ServedBroker, page, port_of
@@ -65,67 +64,50 @@ async def test_proxy_stopped_for_long_learns_missed_changes(
     etcd_cluster: EtcdCluster, etcd_prefix: str, tmp_path: Path
 ) -> None:
     """SIGSTOP; meanwhile owners move, leave and come, and etcd compacts the history of it."""
-    client = EtcdClient(etcd_cluster.endpoints)
-    await client.connect()
-    brokers = [await ServedBroker(node_id, answers_everything).start() for node_id in (1, 2)]
-    for broker in brokers:
-        value = {"node_id": broker.node_id, "host": "127.0.0.1", "port": broker.port}
-        await client.put(f"{etcd_prefix}/brokers/{broker.node_id}", json.dumps(value).encode())
-    await put_many(client, [(lease_key(etcd_prefix, "t", index), b"1") for index in range(100)])
-    arguments = ["serve", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--prefix", etcd_prefix]
-    with serving([*arguments, "--etcd", ",".join(etcd_cluster.endpoints)], tmp_path / "stderr") as process:
-        assert await asked_of(process, *brokers) == 1
-        process.signal(signal.SIGSTOP)
-        try:
-            await client.txn([], [delete_op(lease_key(etcd_prefix, "t", index)) for index in range(50, 100)])
-            moved = [put_op(lease_key(etcd_prefix, "t", index), b"2") for index in range(0, 50, 2)]
-            revision = (await client.txn([], [*moved, put_op(lease_key(etcd_prefix, "new", 0), b"2")])).revision
-            await compact(client, revision)
-            await asyncio.sleep(STOPPED_S)
-        finally:
-            process.signal(signal.SIGCONT)
-        wanted = await owners_in_etcd(client, etcd_prefix)
-        assert len(wanted) == 51
+    async with connected(EtcdClient(etcd_cluster.endpoints)) as client:
+        brokers = [await ServedBroker(node_id, answers_everything).start() for node_id in (1, 2)]
+        for broker in brokers:
+            value = {"node_id": broker.node_id, "host": "127.0.0.1", "port": broker.port}
+            await client.put(f"{etcd_prefix}/brokers/{broker.node_id}", json.dumps(value).encode())
+        await put_many(client, [(lease_key(etcd_prefix, "t", index), b"1") for index in range(100)])
+        arguments = ["serve", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--prefix", etcd_prefix]
+        with serving([*arguments, "--etcd", ",".join(etcd_cluster.endpoints)], tmp_path / "stderr") as process:
+            assert await asked_of(process, *brokers) == 1
+            process.signal(signal.SIGSTOP)
+            try:
+                await client.txn([], [delete_op(lease_key(etcd_prefix, "t", index)) for index in range(50, 100)])
+                moved = [put_op(lease_key(etcd_prefix, "t", index), b"2") for index in range(0, 50, 2)]
+                revision = (await client.txn([], [*moved, put_op(lease_key(etcd_prefix, "new", 0), b"2")])).revision
+                await compact(client, revision)
+                await asyncio.sleep(STOPPED_S)
+            finally:
+                process.signal(signal.SIGCONT)
+            wanted = await owners_in_etcd(client, etcd_prefix)
+            assert len(wanted) == 51
 
-        async def catches_up() -> None:
-            while (await asyncio.to_thread(told, process)) != (wanted, False):
-                await asyncio.sleep(0.05)
+            async def catches_up() -> None:
+                while (await asyncio.to_thread(told, process)) != (wanted, False):
+                    await asyncio.sleep(0.05)
 
-        async with asyncio.timeout(PATIENCE_S):
-            await catches_up()
-        assert await asked_of(process, *brokers) == 2
-        assert "etcd restored" not in process.stderr()
-    for broker in brokers:
-        await broker.stop()
-    await client.close()
-
-
-class Deaf:
-    """A mirror's listener that does not care."""
-
-    def on_restored(self) -> None:
-        pass
-
-    def on_snapshot(self, snapshot: Snapshot) -> None:
-        pass
-
-    def on_events(self, events: list[WatchEvent], revision: int) -> None:
-        pass
+            async with asyncio.timeout(PATIENCE_S):
+                await catches_up()
+            assert await asked_of(process, *brokers) == 2
+            assert "etcd restored" not in process.stderr()
+        for broker in brokers:
+            await broker.stop()
 
 
 async def test_idle_etcd_still_counts_as_alive(etcd_cluster: EtcdCluster, etcd_prefix: str) -> None:
     """etcd sends no progress until a watcher's start revision, the one after the load's, exists."""
-    client = EtcdClient(etcd_cluster.endpoints)
-    await client.connect()
-    written = await client.put(f"{etcd_prefix}/a", b"")
-    mirror = PrefixMirror(client, [f"{etcd_prefix}/"], Deaf(), progress_interval_s=0.1)
-    async with running(mirror.run()):
-        await mirror.wait_synced()
-        loaded = mirror.last_heard
-        await eventually(lambda: mirror.last_heard > loaded + 1, what="signs of life")
-        assert mirror.last_error is None
-    assert (await client.get_snapshot(f"{etcd_prefix}/a")).revision == written, "nobody wrote"
-    await client.close()
+    async with connected(EtcdClient(etcd_cluster.endpoints)) as client:
+        written = await client.put(f"{etcd_prefix}/a", b"")
+        mirror = PrefixMirror(client, [f"{etcd_prefix}/"], Hearing(), progress_interval_s=0.1)
+        async with running(mirror.run()):
+            await mirror.wait_synced()
+            loaded = mirror.last_heard
+            await eventually(lambda: mirror.last_heard > loaded + 1, what="signs of life")
+            assert mirror.last_error is None
+        assert (await client.get_snapshot(f"{etcd_prefix}/a")).revision == written, "nobody wrote"
 
 
 class LongestStall:
@@ -146,35 +128,35 @@ class LongestStall:
 async def test_many_leases_ending_at_once_reach_the_table(
     etcd_cluster: EtcdCluster, etcd_prefix: str, capsys: pytest.CaptureFixture[str], count: int
 ) -> None:
-    client = EtcdClient(etcd_cluster.endpoints, timeout_s=60)
-    await client.connect()
-    lease = await client.lease_grant(120)
-    items = [(lease_key(etcd_prefix, f"topic-{n // 1000}", n % 1000), b"1") for n in range(count)]
-    await put_many(client, items, lease.lease_id)
-    topology = Topology()
-    table = LeaseTable(client, etcd_prefix, topology)
-    stall = LongestStall()
-    async with running(table.run()):
-        await asyncio.wait_for(table.wait_synced(), 2 * PATIENCE_S)
-        assert topology.owned_count == count
-        async with running(stall.watch()):
-            began = time.monotonic()
-            with suppress(EtcdUnavailable):
-                # A busy machine may exceed etcd's request timeout; the lease ends anyway.
-                await client.lease_revoke(lease.lease_id)
-            # Owners that take over right after it must not count as ended.
-            taken = [(lease_key(etcd_prefix, f"topic-{n}", n), b"2") for n in range(100)]
-            await put_many(client, taken)
-            await eventually(lambda: topology.owned_count == 100, timeout_s=2 * PATIENCE_S, what="all others are gone")
-            took = time.monotonic() - began
-        assert owners(topology) == {(f"topic-{n}", n): 2 for n in range(100)}
-        assert owners(topology) == await owners_in_etcd(client, etcd_prefix)
-        assert not table.skipped
-    with capsys.disabled():
-        print(f"\n{count} leases gone after {took:.2f} s, longest stall of the loop {stall.seconds * 1000:.0f} ms")
-    # A noticeable stall on a slow machine; the value is printed.
-    assert stall.seconds < 4
-    await client.close()
+    async with connected(EtcdClient(etcd_cluster.endpoints, timeout_s=60)) as client:
+        lease = await client.lease_grant(120)
+        items = [(lease_key(etcd_prefix, f"topic-{n // 1000}", n % 1000), b"1") for n in range(count)]
+        await put_many(client, items, lease.lease_id)
+        topology = Topology()
+        table = LeaseTable(client, etcd_prefix, topology)
+        stall = LongestStall()
+        async with running(table.run()):
+            await asyncio.wait_for(table.wait_synced(), 2 * PATIENCE_S)
+            assert topology.owned_count == count
+            async with running(stall.watch()):
+                began = time.monotonic()
+                with suppress(EtcdUnavailable):
+                    # A busy machine may exceed etcd's request timeout; the lease ends anyway.
+                    await client.lease_revoke(lease.lease_id)
+                # Owners that take over right after it must not count as ended.
+                taken = [(lease_key(etcd_prefix, f"topic-{n}", n), b"2") for n in range(100)]
+                await put_many(client, taken)
+                await eventually(
+                    lambda: topology.owned_count == 100, timeout_s=2 * PATIENCE_S, what="all others are gone"
+                )
+                took = time.monotonic() - began
+            assert owners(topology) == {(f"topic-{n}", n): 2 for n in range(100)}
+            assert owners(topology) == await owners_in_etcd(client, etcd_prefix)
+            assert not table.skipped
+        with capsys.disabled():
+            print(f"\n{count} leases gone after {took:.2f} s, longest stall of the loop {stall.seconds * 1000:.0f} ms")
+        # A noticeable stall on a slow machine; the value is printed.
+        assert stall.seconds < 4
 
 
 @pytest.mark.parametrize(
@@ -189,9 +171,7 @@ async def test_many_leases_ending_at_once_reach_the_table(
 async def test_etcd_restored_from_snapshot_restores_the_table(
     tmp_path: Path, same_cluster: bool, bump_revision: int
 ) -> None:
-    async with running_cluster(tmp_path / "etcd") as cluster:
-        client = EtcdClient(cluster.endpoints)
-        await client.connect()
+    async with running_cluster(tmp_path / "etcd") as cluster, connected(EtcdClient(cluster.endpoints)) as client:
         await put_many(client, [(lease_key("/p", "t", index), b"1") for index in range(10)])
         await cluster.snapshot(tmp_path / "snapshot")
         topology = Topology()
@@ -213,4 +193,3 @@ async def test_etcd_restored_from_snapshot_restores_the_table(
             # It then follows the new history.
             await client.put(lease_key("/p", "t", 0), b"4")
             await eventually(lambda: topology.owner(b"t", 0) == 4)
-        await client.close()

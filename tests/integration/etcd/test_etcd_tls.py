@@ -13,7 +13,7 @@ import pytest_asyncio
 from kproxy.config.etcd import EtcdOptions
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import EtcdClient, EtcdMisused, lease_keep_alive
-from tests.support.etcd.embedded import running, written
+from tests.support.etcd.embedded import connected, running, written
 from tests.support.etcd.etcd_cluster import etcd_binaries
 from tests.support.etcd.etcd_secured import Authority, Pair, TlsCluster, tls_etcd
 
@@ -36,23 +36,21 @@ async def secured(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sec
 
 
 async def test_both_sides_show_their_certificates(secured: Secured) -> None:
-    client = EtcdClient([secured.url], EtcdOptions(ca=secured.authority.ca, **secured.client._asdict()))
-    await client.connect()
-    assert await client.put("/a", b"1") > 0
-    lease = await client.lease_grant(5)
-    renewed = asyncio.Event()
-    keeping = lease_keep_alive(client, lease.lease_id, clock=lambda: 0.0, on_renewed=lambda *_: renewed.set())
-    async with running(keeping):
-        await asyncio.wait_for(renewed.wait(), 30)
-    await client.close()
+    async with connected(
+        EtcdClient([secured.url], EtcdOptions(ca=secured.authority.ca, **secured.client._asdict()))
+    ) as client:
+        assert await client.put("/a", b"1") > 0
+        lease = await client.lease_grant(5)
+        renewed = asyncio.Event()
+        keeping = lease_keep_alive(client, lease.lease_id, clock=lambda: 0.0, on_renewed=lambda *_: renewed.set())
+        async with running(keeping):
+            await asyncio.wait_for(renewed.wait(), 30)
 
 
 async def test_certificate_name_may_differ_from_configured_name(secured: Secured) -> None:
     options = EtcdOptions(ca=secured.authority.ca, server_name="localhost", **secured.client._asdict())
-    client = EtcdClient([secured.url.replace("localhost", "127.0.0.1")], options)
-    await client.connect()
-    assert await client.get("/nothing") is None
-    await client.close()
+    async with connected(EtcdClient([secured.url.replace("localhost", "127.0.0.1")], options)) as client:
+        assert await client.get("/nothing") is None
 
 
 @pytest.mark.parametrize(
@@ -107,15 +105,13 @@ async def test_each_member_certificate_names_only_its_member(tmp_path: Path) -> 
             alone = EtcdClient([url], EtcdOptions(ca=authority.ca))
             await alone.connect()
             await alone.close()
-        client = EtcdClient(cluster.tls_endpoints, EtcdOptions(ca=authority.ca))
-        await client.connect()
-        # Whichever it uses, the next one verifies too.
-        for member in cluster.members:
-            member.kill()
-            assert await written(client, "/a")
-            cluster.start_member(member)
-            await cluster.healthy(member)
-        await client.close()
+        async with connected(EtcdClient(cluster.tls_endpoints, EtcdOptions(ca=authority.ca))) as client:
+            # Whichever it uses, the next one verifies too.
+            for member in cluster.members:
+                member.kill()
+                assert await written(client, "/a")
+                cluster.start_member(member)
+                await cluster.healthy(member)
     finally:
         cluster.kill()
 
@@ -125,13 +121,13 @@ async def test_certificates_replaced_on_disk_are_used_on_reconnect(tmp_path: Pat
     directory, pair = tmp_path / "etcd", authority.issue("localhost")
     async with tls_etcd(directory, pair, authority.ca) as (server, port):
         own = authority.issue("client")
-        client = EtcdClient([f"https://localhost{port}"], EtcdOptions(ca=authority.ca, cert=own.cert, key=own.key))
-        await client.connect()
-        await server.stop()
-        for old, new in ((pair, successor.issue("localhost")), (own, successor.issue("client"))):
-            old.cert.write_bytes(new.cert.read_bytes())
-            old.key.write_bytes(new.key.read_bytes())
-        authority.ca.write_bytes(successor.ca.read_bytes())
-        await server.start()
-        assert await client.put("/a", b"1") > 0
-        await client.close()
+        async with connected(
+            EtcdClient([f"https://localhost{port}"], EtcdOptions(ca=authority.ca, cert=own.cert, key=own.key))
+        ) as client:
+            await server.stop()
+            for old, new in ((pair, successor.issue("localhost")), (own, successor.issue("client"))):
+                old.cert.write_bytes(new.cert.read_bytes())
+                old.key.write_bytes(new.key.read_bytes())
+            authority.ca.write_bytes(successor.ca.read_bytes())
+            await server.start()
+            assert await client.put("/a", b"1") > 0

@@ -24,7 +24,7 @@ from kproxy.etcd import (
     put_op,
 )
 from kproxy.etcd.lease import RENEWALS_PER_TTL
-from tests.support.etcd.embedded import QUICK, running, written
+from tests.support.etcd.embedded import QUICK, connected, running, written
 from tests.support.etcd.etcd_cluster import EtcdCluster, running_cluster
 from tests.support.etcd.etcd_secured import PASSWORD, ask_gateway, enable_users
 from tests.support.waiting import PATIENCE_S, eventually
@@ -73,20 +73,18 @@ async def guarded(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Emb
 
 
 async def test_expired_token_is_replaced_unnoticed(guarded: EmbeddedEtcd) -> None:
-    client = Asked([guarded.endpoint])
-    await client.connect()
-    await client.put("/kproxy/a", b"1")
-    await asyncio.sleep(TOKEN_TTL_S + 1.5)
-    before = client.times
-    # Many need a new token at once; one requests it. None of the transactions ran twice.
-    counts = [client.txn([], [put_op("/kproxy/count", b"")], [get_op("/kproxy/count")]) for _ in range(20)]
-    await asyncio.gather(*counts)
-    found = await client.get("/kproxy/count")
-    assert found is not None
-    assert found.version == 20
-    # Retried if the machine stalls for a token's lifetime.
-    assert before < client.times <= before + 3
-    await client.close()
+    async with connected(Asked([guarded.endpoint])) as client:
+        await client.put("/kproxy/a", b"1")
+        await asyncio.sleep(TOKEN_TTL_S + 1.5)
+        before = client.times
+        # Many need a new token at once; one requests it. None of the transactions ran twice.
+        counts = [client.txn([], [put_op("/kproxy/count", b"")], [get_op("/kproxy/count")]) for _ in range(20)]
+        await asyncio.gather(*counts)
+        found = await client.get("/kproxy/count")
+        assert found is not None
+        assert found.version == 20
+        # Retried if the machine stalls for a token's lifetime.
+        assert before < client.times <= before + 3
 
 
 async def test_renewals_and_watches_survive_expiring_tokens(guarded: EmbeddedEtcd) -> None:
@@ -115,13 +113,11 @@ async def test_user_change_makes_client_fetch_new_tokens(tmp_path: Path) -> None
     arguments = [*QUICK, "--bcrypt-cost", "4", "--auth-token", f"jwt,priv-key={secret},sign-method=HS256"]
     async with EmbeddedEtcd(tmp_path / "etcd", extra_arguments=arguments) as server:
         await enable_users(server.endpoint, prefix="/kproxy")
-        client = Asked([server.endpoint])
-        await client.connect()
-        root = await ask_gateway(server.endpoint, "auth/authenticate", {"name": "root", "password": PASSWORD})
-        await ask_gateway(server.endpoint, "auth/role/add", {"name": "another"}, root["token"])
-        assert await client.put("/kproxy/a", b"2") > 0
-        assert client.times == 2
-        await client.close()
+        async with connected(Asked([server.endpoint])) as client:
+            root = await ask_gateway(server.endpoint, "auth/authenticate", {"name": "root", "password": PASSWORD})
+            await ask_gateway(server.endpoint, "auth/role/add", {"name": "another"}, root["token"])
+            assert await client.put("/kproxy/a", b"2") > 0
+            assert client.times == 2
 
 
 @pytest.mark.parametrize(
@@ -143,21 +139,17 @@ async def test_rejected_user_is_reported_at_once(guarded: EmbeddedEtcd, options:
 
 
 async def test_missing_permission_is_named(guarded: EmbeddedEtcd) -> None:
-    client = Asked([guarded.endpoint])
-    await client.connect()
-    with pytest.raises(EtcdDenied, match="does not permit Put"):
-        await client.put("/elsewhere", b"")
-    with pytest.raises(EtcdDenied, match="does not permit Range"):
-        await client.get_prefix("/")
-    await client.close()
+    async with connected(Asked([guarded.endpoint])) as client:
+        with pytest.raises(EtcdDenied, match="does not permit Put"):
+            await client.put("/elsewhere", b"")
+        with pytest.raises(EtcdDenied, match="does not permit Range"):
+            await client.get_prefix("/")
 
 
 async def test_unneeded_password_does_no_harm(etcd: EmbeddedEtcd, etcd_prefix: str) -> None:
-    client = Asked([etcd.endpoint])
-    await client.connect()
-    await client.put(f"{etcd_prefix}/a", b"")
-    assert client.times == 1
-    await client.close()
+    async with connected(Asked([etcd.endpoint])) as client:
+        await client.put(f"{etcd_prefix}/a", b"")
+        assert client.times == 1
 
 
 async def test_wrong_password_is_retried_with_growing_pauses(
@@ -165,33 +157,31 @@ async def test_wrong_password_is_retried_with_growing_pauses(
 ) -> None:
     file = tmp_path / "password"
     file.write_text(f"{PASSWORD}\n")
-    client = Asked([guarded.endpoint], EtcdOptions(username="kproxy", password_file=file))
-    await client.connect()
-    file.write_text("outdated\n")
-    await asyncio.sleep(TOKEN_TTL_S + 1.5)
-    began = time.monotonic()
-    refused = 0
-    while time.monotonic() < began + 1.5 or refused <= 3 * client.times:
-        with pytest.raises(EtcdMisused, match="authentication failed"):
-            await client.get("/kproxy/a")
-        refused += 1
-        await asyncio.sleep(0.01)
-        assert time.monotonic() < began + PATIENCE_S, "it tries each time"
-    # After 0.1 s, and then after increasing pauses.
-    assert client.times <= 6 + (time.monotonic() - began) / 1.5
-    file.write_text(f"{PASSWORD}\n")
-
-    async def taken() -> None:
-        while True:
-            try:
+    async with connected(Asked([guarded.endpoint], EtcdOptions(username="kproxy", password_file=file))) as client:
+        file.write_text("outdated\n")
+        await asyncio.sleep(TOKEN_TTL_S + 1.5)
+        began = time.monotonic()
+        refused = 0
+        while time.monotonic() < began + 1.5 or refused <= 3 * client.times:
+            with pytest.raises(EtcdMisused, match="authentication failed"):
                 await client.get("/kproxy/a")
-            except EtcdMisused:
-                await asyncio.sleep(0.05)
-            else:
-                return
+            refused += 1
+            await asyncio.sleep(0.01)
+            assert time.monotonic() < began + PATIENCE_S, "it tries each time"
+        # After 0.1 s, and then after increasing pauses.
+        assert client.times <= 6 + (time.monotonic() - began) / 1.5
+        file.write_text(f"{PASSWORD}\n")
 
-    await asyncio.wait_for(taken(), PATIENCE_S)
-    await client.close()
+        async def taken() -> None:
+            while True:
+                try:
+                    await client.get("/kproxy/a")
+                except EtcdMisused:
+                    await asyncio.sleep(0.05)
+                else:
+                    return
+
+        await asyncio.wait_for(taken(), PATIENCE_S)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -203,31 +193,27 @@ async def etcd_users(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
 
 
 async def test_tokens_forgotten_by_members_are_replaced(etcd_users: EtcdCluster) -> None:
-    client = Asked(etcd_users.endpoints)
-    await client.connect()
-    for member in etcd_users.members:
-        member.kill()
-        assert await written(client, "/kproxy/a")
-        etcd_users.start_member(member)
-        while not await takes(member.endpoint):
-            await asyncio.sleep(0.05)
-    await client.close()
+    async with connected(Asked(etcd_users.endpoints)) as client:
+        for member in etcd_users.members:
+            member.kill()
+            assert await written(client, "/kproxy/a")
+            etcd_users.start_member(member)
+            while not await takes(member.endpoint):
+                await asyncio.sleep(0.05)
 
 
 async def test_renewals_survive_token_expiry_between_them(etcd_users: EtcdCluster) -> None:
     """A current etcd checks a stream's token again at each renewal."""
-    client = Asked(etcd_users.endpoints)
-    await client.connect()
-    # So rare that nothing keeps the token alive.
-    lease = await client.lease_grant(round((TOKEN_TTL_S + 2) * RENEWALS_PER_TTL))
-    renewed: list[float] = []
-    keeping = lease_keep_alive(
-        client, lease.lease_id, clock=time.monotonic, on_renewed=lambda sent_at, _: renewed.append(sent_at)
-    )
-    async with running(keeping):
-        await eventually(lambda: len(renewed) >= 2)
-    assert client.times >= 2
-    await client.close()
+    async with connected(Asked(etcd_users.endpoints)) as client:
+        # So rare that nothing keeps the token alive.
+        lease = await client.lease_grant(round((TOKEN_TTL_S + 2) * RENEWALS_PER_TTL))
+        renewed: list[float] = []
+        keeping = lease_keep_alive(
+            client, lease.lease_id, clock=time.monotonic, on_renewed=lambda sent_at, _: renewed.append(sent_at)
+        )
+        async with running(keeping):
+            await eventually(lambda: len(renewed) >= 2)
+        assert client.times >= 2
 
 
 async def takes(endpoint: str) -> bool:

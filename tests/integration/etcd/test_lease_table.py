@@ -36,7 +36,7 @@ from kproxy.ownership.lease_keys import MAX_TOPIC_VALUE_BYTES
 from kproxy.ownership.leases import REREAD_KEYS, LeaseTable
 from kproxy.routing.topology import NO_OWNER, Address, Topology
 from kproxy.security.broker_auth import BrokerAuth
-from tests.support.etcd.embedded import Relay, compact, kill, own_etcd, put_many, running
+from tests.support.etcd.embedded import Relay, compact, connected, kill, own_etcd, put_many, running
 from tests.support.etcd.leases import lease_key, owners
 from tests.support.waiting import PATIENCE_S, eventually
 from tests.unit.ownership.test_kafka_metadata import ScriptedBroker, partition, topic
@@ -101,9 +101,7 @@ async def test_topic_ids_follow_topics_of_reference_brokers(etcd_client: EtcdCli
 
 
 async def test_refusal_is_answered_by_current_etcd_state(etcd_client: EtcdClient, etcd_prefix: str) -> None:
-    async with Relay(etcd_client.endpoints) as relay:
-        client = EtcdClient([relay.endpoint], timeout_s=3)
-        await client.connect()
+    async with Relay(etcd_client.endpoints) as relay, connected(EtcdClient([relay.endpoint], timeout_s=3)) as client:
         first = await etcd_client.put(lease_key(etcd_prefix, "t", 0), b"1")
         async with table_of(client, etcd_prefix) as (table, topology):
             assert not await table.refresh(b"t", 0, first), "the owner is who it was: nothing to retry with"
@@ -120,7 +118,6 @@ async def test_refusal_is_answered_by_current_etcd_state(etcd_client: EtcdClient
             for topic, partition_index in ((b"never", 0), (b"a/b", 0), (b"\xff", 0), (b"t", -1), (b"t", 2**31 - 1)):
                 assert not await table.refresh(topic, partition_index, 0)
         assert not await table.refresh(b"t", 1, 0), "a table that is not kept current says so at once"
-        await client.close()
 
 
 class CountingReads(EtcdClient):
@@ -138,33 +135,29 @@ class CountingReads(EtcdClient):
 
 
 async def test_refusals_at_one_time_share_their_reads(etcd_client: EtcdClient, etcd_prefix: str) -> None:
-    client = CountingReads(etcd_client.endpoints.split(","))
-    await client.connect()
-    revision = await put_many(etcd_client, [(lease_key(etcd_prefix, "t", n), b"1") for n in range(300)])
-    async with table_of(client, etcd_prefix) as (table, _):
-        found = await asyncio.gather(*(table.refresh(b"t", n % 300, revision) for n in range(3000)))
-        assert not any(found)
-        assert sum(client.keys_read) == 300
-        assert max(client.keys_read) == REREAD_KEYS
-        assert len(client.keys_read) == 3
-    await client.close()
+    async with connected(CountingReads(etcd_client.endpoints.split(","))) as client:
+        revision = await put_many(etcd_client, [(lease_key(etcd_prefix, "t", n), b"1") for n in range(300)])
+        async with table_of(client, etcd_prefix) as (table, _):
+            found = await asyncio.gather(*(table.refresh(b"t", n % 300, revision) for n in range(3000)))
+            assert not any(found)
+            assert sum(client.keys_read) == 300
+            assert max(client.keys_read) == REREAD_KEYS
+            assert len(client.keys_read) == 3
 
 
 async def test_refresh_during_a_read_gets_a_later_read(etcd_client: EtcdClient, etcd_prefix: str) -> None:
-    client = CountingReads(etcd_client.endpoints.split(","))
-    await client.connect()
-    revision = await etcd_client.put(lease_key(etcd_prefix, "t", 0), b"1")
-    async with table_of(client, etcd_prefix) as (table, _):
-        early = asyncio.ensure_future(table.refresh(b"t", 0, revision))
-        await eventually(lambda: len(client.keys_read) == 1)
-        late = [asyncio.ensure_future(table.refresh(b"t", 0, revision)) for _ in range(5)]
-        # A caller that stops waiting does not affect the others.
-        await asyncio.sleep(0)
-        late[0].cancel()
-        await asyncio.gather(early, *late, return_exceptions=True)
-        assert client.keys_read == [1, 1]
-        assert [each.result() for each in late[1:]] == [False] * 4
-    await client.close()
+    async with connected(CountingReads(etcd_client.endpoints.split(","))) as client:
+        revision = await etcd_client.put(lease_key(etcd_prefix, "t", 0), b"1")
+        async with table_of(client, etcd_prefix) as (table, _):
+            early = asyncio.ensure_future(table.refresh(b"t", 0, revision))
+            await eventually(lambda: len(client.keys_read) == 1)
+            late = [asyncio.ensure_future(table.refresh(b"t", 0, revision)) for _ in range(5)]
+            # A caller that stops waiting does not affect the others.
+            await asyncio.sleep(0)
+            late[0].cancel()
+            await asyncio.gather(early, *late, return_exceptions=True)
+            assert client.keys_read == [1, 1]
+            assert [each.result() for each in late[1:]] == [False] * 4
 
 
 async def test_table_without_etcd_serves_on_and_reports_age(tmp_path: Path) -> None:
@@ -287,14 +280,11 @@ async def test_refresh_detects_restored_etcd_before_watch(tmp_path: Path) -> Non
 
         await old.put(lease_key("/k", "t", 0), b"1")
         await restored.put(lease_key("/k", "t", 0), b"2")
-        client = Divided([server.endpoint])
-        await client.connect()
-        async with table_of(client, "/k") as (table, topology):
+        async with connected(Divided([server.endpoint])) as client, table_of(client, "/k") as (table, topology):
             before = topology.revision
             assert not await table.refresh(b"t", 0, before)
             assert topology.owner(b"t", 0) == 1, "revisions of another history are not applied"
             await eventually(lambda: table.restores == 1)
-        await client.close()
 
 
 async def test_table_follows_etcd_restored_to_earlier_state(tmp_path: Path) -> None:
@@ -323,9 +313,10 @@ async def test_refresh_detects_restored_etcd_with_newer_revision(tmp_path: Path)
         await server.stop()
         shutil.copytree(tmp_path / "data", tmp_path / "backup")
         await server.start()
-        client = EtcdClient([relay.endpoint], timeout_s=3)
-        await client.connect()
-        async with table_of(client, "/k") as (table, topology):
+        async with (
+            connected(EtcdClient([relay.endpoint], timeout_s=3)) as client,
+            table_of(client, "/k") as (table, topology),
+        ):
             for owner in (b"2", b"3"):
                 await writer.put(lease_key("/k", "t", 0), owner)
             await eventually(lambda: topology.owner(b"t", 0) == 3)
@@ -344,7 +335,6 @@ async def test_refresh_detects_restored_etcd_with_newer_revision(tmp_path: Path)
             await table.refresh(b"t", 0, topology.owner_revision(b"t", 0))
             await eventually(lambda: topology.owner(b"t", 0) == 1)
             assert (topology.owner(b"other", 0), table.restores) == (1, 1)
-        await client.close()
 
 
 @pytest.mark.parametrize("loop_factory", [asyncio.SelectorEventLoop, uvloop.new_event_loop])
@@ -352,22 +342,20 @@ def test_leases_and_table_work_on_both_event_loops(
     etcd: EmbeddedEtcd, etcd_prefix: str, loop_factory: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
     async def broker_and_proxy() -> None:
-        client = EtcdClient([etcd.endpoint])
-        await client.connect()
-        lease = await client.lease_grant(8)
-        renewed: list[float] = []
-        keep_alive = lease_keep_alive(
-            client, lease.lease_id, clock=time.monotonic, on_renewed=lambda sent_at, ttl_s: renewed.append(sent_at)
-        )
-        renewing = asyncio.ensure_future(keep_alive)
-        async with table_of(client, etcd_prefix) as (_, topology):
-            await client.put(lease_key(etcd_prefix, "t", 0), b"1", lease_id=lease.lease_id)
-            await eventually(lambda: owners(topology) == {("t", 0): 1} and len(renewed) > 1)
-            await client.lease_revoke(lease.lease_id)
-            await eventually(lambda: owners(topology) == {})
-            with pytest.raises(LeaseLost):
-                await renewing
-        await client.close()
+        async with connected(EtcdClient([etcd.endpoint])) as client:
+            lease = await client.lease_grant(8)
+            renewed: list[float] = []
+            keep_alive = lease_keep_alive(
+                client, lease.lease_id, clock=time.monotonic, on_renewed=lambda sent_at, ttl_s: renewed.append(sent_at)
+            )
+            renewing = asyncio.ensure_future(keep_alive)
+            async with table_of(client, etcd_prefix) as (_, topology):
+                await client.put(lease_key(etcd_prefix, "t", 0), b"1", lease_id=lease.lease_id)
+                await eventually(lambda: owners(topology) == {("t", 0): 1} and len(renewed) > 1)
+                await client.lease_revoke(lease.lease_id)
+                await eventually(lambda: owners(topology) == {})
+                with pytest.raises(LeaseLost):
+                    await renewing
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(broker_and_proxy())

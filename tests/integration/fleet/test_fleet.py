@@ -19,7 +19,7 @@ from kproxy.etcd import EtcdClient, TxnCompare, TxnOp, TxnResult
 from kproxy.fleet.registration import Registrar, RegistrarState, proxies_prefix
 from kproxy.fleet.view import FleetView, alone
 from kproxy.routing.fleet import FIRST_NODE_ID, Fleet, Proxy
-from tests.support.etcd.embedded import Relay, own_etcd, running
+from tests.support.etcd.embedded import Relay, connected, own_etcd, running
 from tests.support.waiting import PATIENCE_S, eventually
 
 TTL_S = 8
@@ -212,14 +212,12 @@ async def test_entry_taken_by_another_is_left_alone(
     key = f"{proxies_prefix(etcd_prefix)}{FIRST}"
     if before is not None:
         await etcd_client.put(key, before)
-    client = Outrun(etcd.endpoint, lambda: etcd_client.put(key, entry(FIRST, 2)))
-    await client.connect()
-    try:
-        async with member(client, etcd_prefix, 1) as one:
-            assert one.registrar.node_id == SECOND
-            assert await entries(etcd_client, etcd_prefix) == {FIRST: 2, SECOND: 1}
-    finally:
-        await client.close()
+    async with (
+        connected(Outrun(etcd.endpoint, lambda: etcd_client.put(key, entry(FIRST, 2)))) as client,
+        member(client, etcd_prefix, 1) as one,
+    ):
+        assert one.registrar.node_id == SECOND
+        assert await entries(etcd_client, etcd_prefix) == {FIRST: 2, SECOND: 1}
 
 
 async def test_leaving_proxy_names_itself_only_when_alone(etcd_client: EtcdClient, etcd_prefix: str) -> None:
@@ -285,13 +283,8 @@ async def test_an_address_that_stands_twice_is_named_once(etcd_client: EtcdClien
 @pytest_asyncio.fixture
 async def relay(etcd: EmbeddedEtcd) -> AsyncIterator[tuple[Relay, EtcdClient]]:
     """A client whose connection to etcd can be cut."""
-    async with Relay(etcd.endpoint) as one:
-        client = EtcdClient([one.endpoint])
-        await client.connect()
-        try:
-            yield one, client
-        finally:
-            await client.close()
+    async with Relay(etcd.endpoint) as one, connected(EtcdClient([one.endpoint])) as client:
+        yield one, client
 
 
 async def test_proxy_cut_off_past_ttl_keeps_naming_others(

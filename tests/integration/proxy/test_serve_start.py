@@ -19,7 +19,7 @@ import pytest
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import EtcdClient
 from tests.support.clients.raw_client import RawClient, batch, produce_frame
-from tests.support.etcd.embedded import QUICK, put_many
+from tests.support.etcd.embedded import QUICK, connected, put_many
 from tests.support.processes.dev import KPROXY, KproxyProcess
 from tests.support.processes.ports import free_port, free_ports
 from tests.support.processes.served import ServedBroker, page, port_of, served, static_proxy
@@ -67,16 +67,16 @@ async def test_proxy_waits_for_an_etcd_started_later(tmp_path: Path) -> None:
         assert status == 503
         assert text.startswith(f"starting: etcd at {endpoint} does not answer")
         broker = await ServedBroker(1).start()
-        async with EmbeddedEtcd(tmp_path / "etcd", client_port=etcd_port, extra_arguments=QUICK) as etcd:
-            client = EtcdClient([etcd.endpoint])
-            await client.connect()
+        async with (
+            EmbeddedEtcd(tmp_path / "etcd", client_port=etcd_port, extra_arguments=QUICK) as etcd,
+            connected(EtcdClient([etcd.endpoint])) as client,
+        ):
             address = b'{"node_id": 1, "host": "127.0.0.1", "port": %d}' % broker.port
             await put_many(client, [("/kafscale/brokers/1", address), ("/kafscale/partition-leases/t/0", b"1")])
             await asyncio.to_thread(process.wait_ready)
             # It may have loaded its table while it was empty.
             await eventually(lambda: is_ready(admin))
             assert await produced(process, broker) == 1
-            await client.close()
         await broker.stop()
 
 

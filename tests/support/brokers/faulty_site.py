@@ -19,9 +19,8 @@ from kproxy.etcd import EtcdClient, EtcdError
 from tests.support.brokers.reference_broker import BrokerProcess
 from tests.support.brokers.topics import put_topic
 from tests.support.clients.attempts import Address, Stored, log_bytes, stored
-from tests.support.etcd.embedded import Relay
+from tests.support.etcd.embedded import Relay, connected
 from tests.support.etcd.etcd_cluster import EtcdCluster
-from tests.support.etcd.etcd_history import connected
 from tests.support.processes.ports import free_port
 from tests.support.waiting import PATIENCE_S, eventually
 
@@ -244,8 +243,8 @@ class FaultySite:
 
 @asynccontextmanager
 async def faulty_site(etcd: EtcdCluster, prefix: str, directory: Path) -> AsyncIterator[FaultySite]:
-    """A site without brokers; all processes are stopped at the end."""
-    async with connected(etcd) as client:
+    """A site without brokers yet; everything is stopped at the end."""
+    async with connected(EtcdClient(etcd.endpoints, timeout_s=20.0)) as client:
         site = FaultySite(etcd, client, prefix, directory)
         try:
             yield site

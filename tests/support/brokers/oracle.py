@@ -16,10 +16,11 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
 from kproxy_codec import error_codes
-from kproxy_codec.api_keys import API_VERSIONS, CREATE_TOPICS, FETCH, LIST_OFFSETS, METADATA, PRODUCE
+from kproxy_codec.api_keys import API_VERSIONS, LIST_OFFSETS, METADATA, PRODUCE
 from kproxy_codec.record_batch import iterate_batches
+from tests.support.brokers import reference_broker
 from tests.support.brokers.real_kafka import RealKafka
-from tests.support.brokers.reference_broker import BrokerProcess, Closed, RawClient
+from tests.support.brokers.reference_broker import BrokerProcess, Closed, RawClient, create_topic
 from tests.support.waiting import wait_for
 from tests.support.wire.record_batches import build_batch
 
@@ -61,12 +62,11 @@ class Side(ABC):
         return RawClient("127.0.0.1", self.port(node_id))
 
     def create(self, topic: str, leader: int = NODES[0], **configs: str) -> None:
-        """Create one partition with a replica on every node, all in sync, led by `leader`."""
-        named = [{"name": name.replace("_", "."), "value": value} for name, value in configs.items()]
-        replicas = [{"partition_index": 0, "broker_ids": sorted(NODES, key=lambda node_id: node_id != leader)}]
-        asked = {"name": topic, "num_partitions": -1, "replication_factor": -1, "assignments": replicas}
+        """One partition with a replica on every node, led by that one, all of them in sync."""
+        named = {name.replace("_", "."): value for name, value in configs.items()}
+        replicas = sorted(NODES, key=lambda node_id: node_id != leader)
         with self.client(NODES[0]) as client:
-            [created] = client.request(CREATE_TOPICS, 7, topics=[{**asked, "configs": named}], timeout_ms=10_000).topics
+            created = create_topic(client, topic, [replicas], named)
         assert created.error_code == 0, f"{self.name}: {created}"
         self.wait_in_sync(topic, len(NODES))
 
@@ -235,9 +235,7 @@ class Read(NamedTuple):
 
 def fetch(client: RawClient, topic: str, offset: int) -> Read:
     """Fetch from an offset on, without waiting for more."""
-    asked = [{"topic": topic, "partitions": [{"partition": 0, "fetch_offset": offset, "partition_max_bytes": 1 << 20}]}]
-    answer = client.request(FETCH, 11, max_wait_ms=0, min_bytes=0, max_bytes=1 << 20, topics=asked)
-    found = answer.responses[0].partitions[0]
+    found = reference_broker.fetch(client, topic, offset, max_wait_ms=0, min_bytes=0)
     base_offsets = [batch.base_offset for batch in iterate_batches(found.records or b"")]
     return Read(error_codes.name_of(found.error_code), found.high_watermark, base_offsets)
 

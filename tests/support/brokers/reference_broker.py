@@ -21,7 +21,7 @@ import pytest
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy_codec import control
-from kproxy_codec.api_keys import API_VERSIONS, BIND_FENCES, METADATA, PRODUCE, is_flexible
+from kproxy_codec.api_keys import API_VERSIONS, BIND_FENCES, CREATE_TOPICS, FETCH, METADATA, PRODUCE, is_flexible
 from kproxy_codec.framing import request_header
 from kproxy_codec.own import (
     BIND_FENCES_VERSION,
@@ -306,6 +306,38 @@ class RawClient:
         """Partition -> leader id, of one topic."""
         found = self.metadata(topic).topics[0]
         return {each.partition_index: each.leader_id for each in found.partitions}
+
+
+def send_fetch(
+    client: RawClient,
+    topic: str,
+    offset: int = 0,
+    *,
+    partition: int = 0,
+    version: int = 11,
+    max_bytes: int = 1 << 20,
+    **fields: Any,
+) -> None:
+    asked = {"partition": partition, "fetch_offset": offset, "partition_max_bytes": max_bytes}
+    defaults: dict[str, Any] = {"max_wait_ms": 100, "min_bytes": 1, "max_bytes": 50 << 20}
+    client.send(FETCH, version, **(defaults | fields), topics=[{"topic": topic, "partitions": [asked]}])
+
+
+def fetch(client: RawClient, topic: str, offset: int = 0, **fields: Any) -> Any:
+    """The partition's result; `fields` as in `send_fetch`."""
+    send_fetch(client, topic, offset, **fields)
+    return client.receive().responses[0].partitions[0]
+
+
+def create_topic(
+    client: RawClient, topic: str, replicas: Sequence[Sequence[int]], configs: Mapping[str, object] | None = None
+) -> Any:
+    """Create a topic with these brokers for each partition; its result."""
+    assignments = [{"partition_index": index, "broker_ids": [*each]} for index, each in enumerate(replicas)]
+    named = [{"name": name, "value": str(value)} for name, value in (configs or {}).items()]
+    asked = {"name": topic, "num_partitions": -1, "replication_factor": -1}
+    topics = [{**asked, "assignments": assignments, "configs": named}]
+    return client.request(CREATE_TOPICS, 7, topics=topics, timeout_ms=10_000).topics[0]
 
 
 class Cluster:

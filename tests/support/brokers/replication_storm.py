@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from kproxy.etcd import EtcdError
 from kproxy_codec import error_codes
-from kproxy_codec.api_keys import FETCH, LIST_OFFSETS
+from kproxy_codec.api_keys import LIST_OFFSETS
 from tests.support.brokers.faulty_site import FaultyBroker, FaultySite
-from tests.support.brokers.reference_broker import Closed, RawClient
+from tests.support.brokers.reference_broker import Closed, RawClient, fetch
 from tests.support.clients.attempts import Address, Stored, ThreadedClient, stored
 
 BROKERS = (1, 2, 3)
@@ -202,10 +202,8 @@ class Reader(ThreadedClient):
             addresses = self._addresses()
             host, port = addresses[self._turn % len(addresses)]
             self._client = RawClient(host, port, timeout_s=2.0)
-        asked = {"partition": self.partition, "fetch_offset": self._offset, "partition_max_bytes": 1 << 18}
-        topics = [{"topic": self.topic, "partitions": [asked]}]
-        answer = self._client.request(FETCH, 11, max_wait_ms=200, min_bytes=1, max_bytes=1 << 20, topics=topics)
-        found = answer.responses[0].partitions[0]
+        place = {"partition": self.partition, "max_bytes": 1 << 18}
+        found = fetch(self._client, self.topic, self._offset, **place, max_wait_ms=200)
         where = f"{self.topic}-{self.partition}"
         assert found.error_code != error_codes.OFFSET_OUT_OF_RANGE, f"{where}: sent back from {self._offset}"
         if found.error_code != error_codes.NONE:

@@ -255,10 +255,6 @@ class ScriptedUpstream:
     def address(self) -> Address:
         return Address(HOST, self.port)
 
-    @property
-    def is_listening(self) -> bool:
-        return self._server is not None
-
     async def start(self, port: int = 0, listener: socket.socket | None = None) -> Self:
         loop = asyncio.get_running_loop()
         if listener is None:

@@ -131,6 +131,11 @@ class Writer(ThreadedClient):
             assert time.monotonic() < deadline, f"nothing acknowledged within {timeout_s} s: {self.codes}"
             time.sleep(0.01)
 
+    def longest_pause_s(self, since: float) -> float:
+        """The longest time between two acknowledgements, from `since` on."""
+        times = [since, *(each.answered_at for each in self.acked if each.answered_at >= since)]
+        return max(later - earlier for earlier, later in itertools.pairwise(times))
+
     def run(self) -> None:
         for number in itertools.count():
             if self._stopping.wait(self._pause_s):

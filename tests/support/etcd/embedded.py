@@ -13,7 +13,7 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 import grpc.aio
 import psutil
@@ -29,6 +29,7 @@ from tests.support.waiting import PATIENCE_S, eventually
 QUICK = ("--heartbeat-interval", "20", "--election-timeout", "200", "--unsafe-no-fsync")
 
 _prefixes = itertools.count(1)
+_Client = TypeVar("_Client", bound=EtcdClient)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
@@ -47,10 +48,18 @@ def etcd_prefix() -> str:
 @pytest_asyncio.fixture
 async def etcd_client(etcd: EmbeddedEtcd) -> AsyncIterator[EtcdClient]:
     # This etcd is always there, but sometimes slow.
-    client = EtcdClient([etcd.endpoint], timeout_s=PATIENCE_S)
+    async with connected(EtcdClient([etcd.endpoint], timeout_s=PATIENCE_S)) as client:
+        yield client
+
+
+@asynccontextmanager
+async def connected(client: _Client) -> AsyncIterator[_Client]:
+    """Connect the client, and close it at the end of the block."""
     await client.connect()
-    yield client
-    await client.close()
+    try:
+        yield client
+    finally:
+        await client.close()
 
 
 @asynccontextmanager
@@ -58,13 +67,11 @@ async def own_etcd(
     data_dir: Path, *, extra_arguments: Sequence[str] = ()
 ) -> AsyncIterator[tuple[EmbeddedEtcd, EtcdClient]]:
     """An etcd of the test's own, and a client of it."""
-    async with EmbeddedEtcd(data_dir, extra_arguments=[*QUICK, *extra_arguments]) as server:
-        client = EtcdClient([server.endpoint])
-        await client.connect()
-        try:
-            yield server, client
-        finally:
-            await client.close()
+    async with (
+        EmbeddedEtcd(data_dir, extra_arguments=[*QUICK, *extra_arguments]) as server,
+        connected(EtcdClient([server.endpoint])) as client,
+    ):
+        yield server, client
 
 
 async def kill(server: EmbeddedEtcd) -> None:

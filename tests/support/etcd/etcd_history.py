@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from kproxy.etcd import EtcdClient, EtcdError, Snapshot, WatchEvent
 from kproxy.etcd.mirror import WatchStream
-from tests.support.etcd.etcd_cluster import EtcdCluster
 from tests.support.waiting import eventually
 
 # A change: its revision, the key, and the value, None for a deletion.
@@ -83,13 +80,3 @@ class Churn:
 
     def stop(self) -> None:
         self._stopped = True
-
-
-@asynccontextmanager
-async def connected(cluster: EtcdCluster, timeout_s: float = 20.0) -> AsyncIterator[EtcdClient]:
-    client = EtcdClient(cluster.endpoints, timeout_s=timeout_s)
-    await client.connect()
-    try:
-        yield client
-    finally:
-        await client.close()

@@ -31,7 +31,6 @@ from kproxy.broker.keys import Keys, ReplicaKey, StateValue, TopicValue, decode_
 from kproxy.broker.partition import ACKS_ALL, Inconsistent, Partition, validate_consistency
 from kproxy.broker.replication.partition_replication import Role
 from kproxy.etcd import put_op
-from kproxy_codec import error_codes
 from kproxy_codec.record_batch import assign_offsets, parse_header
 from tests.support.models.fenced_writers import FencedWriters
 from tests.support.models.replication_checks import Judge, Replica, Rule, Violation, replica_at
@@ -45,8 +44,6 @@ FETCH_INTERVAL_S = 0.5
 MAX_FETCH_BYTES = 1 << 20
 # A few batches of one record.
 SEGMENT_BYTES = 300
-RECOVERY_S = 90.0
-RECOVERY_CHECK_S = 3.0
 # The time until a leader is found, and all are in sync.
 FIRST_STEPS_S = 2.0
 START_TIME_S = 1000.0
@@ -644,113 +641,3 @@ class World:
 
     def replica(self, node_id: int) -> Replica:
         return replica_at(node_id, self._directory / str(node_id) / f"{TOPIC}-{PARTITION_INDEX}")
-
-    # The end
-
-    def _is_whole(self) -> bool:
-        """Whether all brokers run and are in sync."""
-        everybody = self.processes.values()
-        has_begun = all(
-            each.state is State.RUNNING and each.partition is not None and not each.leases.stopping
-            for each in everybody
-        )
-        return has_begun and sum(each.leads for each in everybody) == 1 and sorted(self.isr()) == list(self.processes)
-
-    def recover(self) -> None:
-        """All faults end: the partition must come back, with all promised records."""
-        self.is_over = True
-        self.trace.append("recover()")
-        self.network.mend()
-        self._mend_brokers()
-        leaders = [each.node_id for each in self.processes.values() if each.leads]
-        if len(leaders) != 1 or sorted(self.isr()) != list(self.processes):
-            self.judge.violated(Rule.STUCK, f"leaders are {leaders}, in sync are {self.isr()}")
-        if self.writers.is_claimed:
-            self._claim_and_release()
-        self._produce_until_acknowledged()
-        self._consume_to_the_end()
-
-    def _mend_brokers(self) -> None:
-        end = self.now + RECOVERY_S
-        while self.now < end:
-            for number in range(len(self.processes)):
-                self.thaw(number)
-                self.restart(number)
-                self.link(number, 0)
-                self.broker(number).interrupt_never()
-                self.broker(number).hear_at_once()
-            self.pass_time(RECOVERY_CHECK_S)
-            if self._is_whole():
-                break
-        self.check()
-
-    def _claim_and_release(self) -> None:
-        self.step("claim", LEADER, 0)
-        end, result = self.now + RECOVERY_S, None
-        while self.now < end and (result is None or result.error_code != error_codes.NONE):
-            self.step("bind", LEADER, 0)
-            self.step("advance", 1)
-            if self.writers.writer(0).is_granted:
-                attempt = self.writers.write(0, self.process(LEADER), ACKS_ALL)
-                self.step("advance", 1)
-                result = attempt.result if attempt is not None else None
-        if result is None or result.error_code != error_codes.NONE:
-            self.judge.violated(Rule.STUCK, f"the latest claimant was told {result}")
-        while self.now < end and not self.writers.is_released:
-            self.step("release", LEADER, 0)
-            self.step("advance", 1)
-        if not self.writers.is_released:
-            self.judge.violated(Rule.STUCK, "the claim is not released")
-
-    def _produce_until_acknowledged(self) -> None:
-        for which in range(len(self.clients.producers)):
-            self.step("produce_idempotent", LEADER, which)
-        end = self.now + RECOVERY_S
-        while self.now < end and self.clients.unresolved():
-            self.step("advance", 1)
-            for producer in self.clients.unresolved():
-                if producer.attempts[-1].result is not None:
-                    self.step("produce_idempotent", LEADER, self.clients.producers.index(producer))
-        for producer in self.clients.unresolved():
-            results = [attempt.result for attempt in producer.attempts]
-            self.judge.violated(Rule.STUCK, f"producer {producer.producer_id} got no acknowledgement: {results}")
-
-    def _consume_to_the_end(self) -> None:
-        end, ends = self.now + RECOVERY_S, {}
-        while self.now < end:
-            self.step("consume", LEADER)
-            ends = {node_id: self.replica(node_id).log_end_offset for node_id in self.processes}
-            if set(ends.values()) == {self.clients.position}:
-                return
-            self.step("advance", 0)
-        self.judge.violated(Rule.STUCK, f"logs end at {ends}, the consumer is at {self.clients.position}")
-
-
-def broken_by(setting: Setting, steps: Sequence[Taken]) -> Violation | None:
-    """The violation shown by the steps, or by the recovery after them."""
-    with World(setting) as world:
-        try:
-            world.replay(steps)
-            world.recover()
-        except Violation as violation:
-            return violation
-    return None
-
-
-def shortened(setting: Setting, steps: Sequence[Taken]) -> list[Taken]:
-    """A shorter list of steps that breaks the same rule: no single step can be removed, nor any eight in a row."""
-    found = broken_by(setting, steps)
-    if found is None:
-        raise ValueError("nothing is broken by these steps")
-    left, size = list(steps), 8
-    while size:
-        position = 0
-        while position < len(left):
-            fewer = left[:position] + left[position + size :]
-            again = broken_by(setting, fewer)
-            if again is not None and again.rule is found.rule:
-                left = fewer
-            else:
-                position += size
-        size //= 2
-    return left

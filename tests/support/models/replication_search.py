@@ -11,7 +11,8 @@ from random import Random
 from typing import NamedTuple
 
 from tests.support.models.replication_checks import Violation
-from tests.support.models.replication_model import LEADER, STEPS, Setting, Taken, World, broken_by, shortened
+from tests.support.models.replication_model import LEADER, STEPS, Setting, Taken, World
+from tests.support.models.replication_recovery import broken_by, recover, shortened
 from tests.support.models.simulated_broker import SimulatedProcess, State
 from tests.support.models.simulated_etcd import Link
 
@@ -42,7 +43,7 @@ def run(seed: int, setting: Setting, weights: Weights, steps: int) -> tuple[list
         try:
             for _ in range(steps):
                 _step(world, random, weights)
-            world.recover()
+            recover(world)
         except Violation as violation:
             return world.taken, violation
         return world.taken, None

@@ -7,8 +7,8 @@ import errno
 import os
 import resource
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,24 @@ class Disk:
         self.before_sync()
         self._sync(fd)
         self.syncs += 1
+
+    @asynccontextmanager
+    async def at_work(self, flush: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+        """While the block runs the disk is at work for this flush, which has ended behind it."""
+        begun, go_on = threading.Event(), threading.Event()
+
+        def wait() -> None:
+            begun.set()
+            assert go_on.wait(60)
+
+        self.before_sync = wait
+        flushing = asyncio.create_task(flush)
+        await asyncio.to_thread(begun.wait, 60)
+        try:
+            yield
+        finally:
+            go_on.set()
+        await flushing
 
 
 @pytest.fixture
@@ -163,20 +181,10 @@ async def test_truncated_records_do_not_count_as_flushed(broker: Broker, disk: D
     append_values(log, 10, 10, 10)
     log.flush()
     append_values(log, 10)
-    at_work, go_on = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        at_work.set()
-        assert go_on.wait(60)
-
-    disk.before_sync = wait
-    flushing = asyncio.create_task(asyncio.to_thread(log.flush))
-    await asyncio.to_thread(at_work.wait, 60)
-    log.truncate_to(2)
-    append_values(log, 10, 10, 10, leader_epoch=1)
-    assert log.flushed_offset == 2
-    go_on.set()
-    await flushing
+    async with disk.at_work(asyncio.to_thread(log.flush)):
+        log.truncate_to(2)
+        append_values(log, 10, 10, 10, leader_epoch=1)
+        assert log.flushed_offset == 2
     assert (log.flushed_offset, log.counted_end_offset, log.log_end_offset) == (2, 2, 5)
     log.flush()
     assert log.flushed_offset == 5
@@ -231,18 +239,8 @@ def test_unflushable_names_fail_the_log(broker: Broker, monkeypatch: pytest.Monk
 async def test_append_during_a_flush_is_flushed_next(broker: Broker, disk: Disk) -> None:
     log = broker.host().log
     append_values(log, 10)
-    at_work, go_on = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        at_work.set()
-        assert go_on.wait(60)
-
-    disk.before_sync = wait
-    flushing = asyncio.create_task(broker.keeper.flush())
-    await asyncio.to_thread(at_work.wait, 60)
-    append_values(log, 10)
-    go_on.set()
-    await flushing
+    async with disk.at_work(broker.keeper.flush()):
+        append_values(log, 10)
     assert log.is_dirty
     await broker.keeper.flush()
     assert (disk.syncs, log.is_dirty) == (2, False)
@@ -261,21 +259,11 @@ async def test_log_closed_during_a_flush_is_no_failure(broker: Broker, disk: Dis
     hosted, other = broker.host("t"), broker.host("u")
     append_values(hosted.log, 10)
     append_values(other.log, 10)
-    at_work, go_on = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        at_work.set()
-        assert go_on.wait(60)
-
-    disk.before_sync = wait
-    flushing = asyncio.create_task(broker.keeper.flush())
-    await asyncio.to_thread(at_work.wait, 60)
-    hosted.log.close()
-    if removed:
-        broker.hosted.remove(hosted)
-        hosted.log.directory.rename(broker.directory / "#deleted")
-    go_on.set()
-    await flushing
+    async with disk.at_work(broker.keeper.flush()):
+        hosted.log.close()
+        if removed:
+            broker.hosted.remove(hosted)
+            hosted.log.directory.rename(broker.directory / "#deleted")
     await broker.keeper.flush()
     assert (broker.failed, disk.syncs, other.log.is_dirty) == ([], 2, False)
 
@@ -283,18 +271,8 @@ async def test_log_closed_during_a_flush_is_no_failure(broker: Broker, disk: Dis
 async def test_segment_removed_during_a_flush_is_no_failure(broker: Broker, disk: Disk) -> None:
     log = broker.host(flush="never").log
     append_values(log, 4000, 4000)
-    at_work, go_on = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        at_work.set()
-        assert go_on.wait(60)
-
-    disk.before_sync = wait
-    flushing = asyncio.create_task(asyncio.to_thread(log.flush))
-    await asyncio.to_thread(at_work.wait, 60)
-    log.truncate_to(1)
-    go_on.set()
-    await flushing
+    async with disk.at_work(asyncio.to_thread(log.flush)):
+        log.truncate_to(1)
     assert (log.failure, disk.syncs) == (None, 1)
 
 

@@ -31,7 +31,7 @@ from kproxy_codec import error_codes
 from kproxy_codec.fetch import EpochEnd
 from kproxy_codec.record_batch import HEADER_BYTES, iterate_batches
 from tests.support.brokers.replica_group import ISR_LAG_S, REPLICAS, Group, append, broker_value, on_disk
-from tests.support.models.replication_rules_off import TruncateToHighWatermark
+from tests.support.models.broken_rules import TruncateToHighWatermark
 from tests.support.models.simulated_etcd import EtcdStore, SimulatedEtcdClient
 from tests.support.models.simulated_loop import SimulatedLoop
 
