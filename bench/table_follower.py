@@ -32,24 +32,22 @@ LOOK_AHEAD = 64
 
 
 class _Table(LeaseTable):
-    """Calls `on_change` after each message of the watch."""
+    """Calls `changed` after each message of the watch."""
 
-    def __init__(self, client: EtcdClient, prefix: str, topology: Topology, on_change: Callable[[], None]) -> None:
-        super().__init__(client, prefix, topology)
-        self._on_change = on_change
+    changed: Callable[[], None]
 
     def on_events(self, events: list[WatchEvent], revision: int) -> None:
         super().on_events(events, revision)
-        self._on_change()
+        self.changed()
 
 
 class Follower:
     def __init__(self, client: EtcdClient, prefix: str, shape: Shape) -> None:
-        self._client = client
         self._prefix = prefix
         self._shape = shape
         self._topology = Topology()
-        self._table = _Table(client, prefix, self._topology, self._on_change)
+        self._table = _Table(client, prefix, self._topology)
+        self._table.changed = self._on_change
         self._following: asyncio.Task[None] | None = None
         self._longest_stall = 0.0
         self._awaited_revision = 0
