@@ -2,7 +2,8 @@
 
 A seed draws the faults (scripts/mutation.py); without one a new seed is drawn and printed. `--patch` also runs faults
 that are unified diffs; a survivor is printed as such a diff. A module's tests come in stages: those that import it,
-then the other unit tests of its package, and with `--integration` the slow ones. The first stage that fails decides.
+then the other unit and property tests of its package, and with `--integration` the slow ones. The first stage that
+fails decides.
 
 Each fault is tried in a copy of the tree: the checkout is only read. A fault is killed if the tests fail or exceed
 their time limit, and survives if they pass. `--record` writes all tests that kill each fault. Exit status: 0 if at
@@ -85,10 +86,13 @@ def stages_of(package: str, *, integration: bool = False) -> dict[str, list[list
         if path.startswith("tests/property/")
     }
     slow = [str(file.relative_to(REPOSITORY)) for each in folders for file in _tests(f"integration/{each}", each)]
+    # A module that its siblings use is tested where they are.
+    modules = {dotted(path) for path in modules_of(package)}
+    mine += [path for path, names in models.items() if not modules.isdisjoint(names | units[path])]
     stages = {}
     for path in modules_of(package):
         near = sorted((test for test in units if dotted(path) in units[test]), key=lambda test: len(units[test]))
-        rest = [test for test in units if test not in near and (test in mine or dotted(path) in models.get(test, ()))]
+        rest = [test for test in mine if test not in near]
         stages[path] = [stage for stage in (near, rest, slow if integration else []) if stage]
     return stages
 

@@ -348,6 +348,16 @@ def test_refusal_of_former_owner_precedes_waiting_batches() -> None:
     assert play.answers(4, "t-0") == ["answer 3: t-0@40", "send #5 b2/c2: 4 t-0"]
 
 
+@pytest.mark.parametrize(("code", "waiting"), [(56, ["answer 3: t-0=6"]), (87, [])])
+def test_batch_behind_former_owners_failure_is_given_up(code: int, waiting: list[str]) -> None:
+    """With 56 the client sends request 2 again, so 3 must not be first at the new owner; with 87 it does not."""
+    play = piped(2)
+    play.moves("t-0", 2)
+    assert play.submits(3, "t-0") == []
+    assert play.answers(2, f"t-0={code}") == [f"answer 2: t-0={code}", *waiting]
+    assert play.lanes == [] if waiting else play.wakes() == ["send #3 b2/c2: 3 t-0"]
+
+
 def test_batch_waits_for_one_under_earlier_ownership() -> None:
     """The broker refuses the first because it is not the owner, becomes it again, and would take the second one."""
     play = piped(2)
