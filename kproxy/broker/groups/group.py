@@ -199,9 +199,7 @@ class Group:
 
     def begin(self, now: float) -> None:
         """Begin with what the journal says: sessions start anew."""
-        self.members = {
-            each.member_id: replace(each, deadline=now + each.session_s) for each in self.members.values()
-        }
+        self.members = {each.member_id: replace(each, deadline=now + each.session_s) for each in self.members.values()}
         if self.state is State.COMPLETING:
             self.unsynced, self.phase_ends_at = set(self.members), now + self._rebalance_s
 

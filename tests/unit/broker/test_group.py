@@ -14,7 +14,9 @@ RANGE = (Protocol("range", b"r"),)
 NOT_DELAYED = Options(initial_delay_s=0.0)
 
 
-def join(member: str = "", *, instance: str | None = None, protocols: tuple[Protocol, ...] = RANGE, **more: Any) -> Join:
+def join(
+    member: str = "", *, instance: str | None = None, protocols: tuple[Protocol, ...] = RANGE, **more: Any
+) -> Join:
     fields = {"session_s": SESSION_S, "rebalance_s": REBALANCE_S, "protocol_type": "consumer", "needs_id": False}
     return Join(member, instance, "client", protocols=protocols, **(fields | more))
 
@@ -285,7 +287,12 @@ def test_restarted_static_member_keeps_its_assignment(
     driver = static_pair()
     old = instance[-1]
     joined = driver.joined(driver.join(join(instance=instance, can_skip=can_skip), f"{old}2"))
-    assert (joined.generation, joined.leader, len(joined.members), joined.skip_assignment) == (1, leader, members, skips)
+    assert (joined.generation, joined.leader, len(joined.members), joined.skip_assignment) == (
+        1,
+        leader,
+        members,
+        skips,
+    )
     assert driver.group.heartbeat(old, instance, 1, driver.now) == codes.FENCED_INSTANCE_ID
     assert driver.code(driver.join(join(old, instance=instance))) == codes.FENCED_INSTANCE_ID
     synced = driver.answers[driver.sync(Sync(f"{old}2", instance, 1, None, None, {}))]
