@@ -125,6 +125,11 @@ class _Shard:
         # The size at which the journal is rewritten; None while that is done.
         self.rewrite_at: int | None = None
 
+    @property
+    def is_long(self) -> bool:
+        """Whether the journal is to be rewritten."""
+        return self.rewrite_at is not None and self.partition.log.size_in_bytes >= self.rewrite_at
+
     def append(self, pairs: Sequence[Pair]) -> tuple[int, int]:
         """Append records in one batch; return the error code and the last offset."""
         records = encode_batch(pairs, wall_ms())
@@ -418,6 +423,8 @@ class GroupCoordinator:
             entry.last_offset = last_offset
             for each in offsets:
                 group.apply_offset(*each)
+            if shard.is_long:
+                self._wake.set()
         return error_code
 
     async def fetch(
@@ -526,7 +533,7 @@ class GroupCoordinator:
                 expiry_at = now + EXPIRY_INTERVAL_S
                 await self._expire()
             for shard in self._serving():
-                if shard.rewrite_at is not None and shard.partition.log.size_in_bytes >= shard.rewrite_at:
+                if shard.is_long:
                     shard.rewrite_at = None
                     self._start(self._rewrite(shard))
 
