@@ -66,6 +66,9 @@ class BrokerConfig:
     - `num_partitions`, `default_replication_factor`: for topics created without a number; the latter is limited by the
       number of live brokers.
     - `min_insync_replicas`: None means 2 with three replicas or more, else 1.
+    - `offsets_topic_partitions`, `offsets_rewrite_bytes`: partitions of `__consumer_offsets`, and by how many bytes one
+      grows before its live records are written again and the older segments removed.
+    - `group_initial_rebalance_delay_s`, `group_min_session_timeout_s`: Kafka's, in seconds.
     - `segment_bytes`, `retention_bytes`, `retention_ms`: for topics without their own; -1 keeps everything.
 
     The rest are Kafka's limits with Kafka's defaults.
@@ -99,6 +102,10 @@ class BrokerConfig:
     retention_bytes: int = NO_RETENTION_LIMIT
     retention_ms: int = NO_RETENTION_LIMIT
     retention_check_interval_s: float = 10.0
+    offsets_topic_partitions: int = 50
+    offsets_rewrite_bytes: int = 32 << 20
+    group_initial_rebalance_delay_s: float = 3.0
+    group_min_session_timeout_s: float = 6.0
     etcd_timeout_s: float = 5.0
     etcd_options: EtcdOptions = field(default_factory=EtcdOptions)
 

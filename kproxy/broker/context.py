@@ -9,6 +9,7 @@ from typing import NamedTuple
 from kproxy.broker.cluster import ClusterView
 from kproxy.broker.config import BrokerConfig
 from kproxy.broker.fence_keeper import FenceKeeper
+from kproxy.broker.groups.coordinator import GroupCoordinator
 from kproxy.broker.keys import PartitionKey
 from kproxy.broker.partition import Partition
 from kproxy.broker.replica_manager import ReplicaManager
@@ -72,6 +73,7 @@ class Broker:
     topics: TopicAdmin
     producer_ids: IdBlocks
     fences: FenceKeeper
+    groups: GroupCoordinator
 
     def refusal(self, topic: str, partition_index: int) -> int:
         """Return the error code for a partition that this broker does not lead."""

@@ -394,6 +394,16 @@ class Partition:
             _logger.error("read failed", **self.log_fields, reason=str(error))
             return ReadResult(error_codes.KAFKA_STORAGE_ERROR)
 
+    def read_whole(self, offset: int, max_bytes: int) -> ReadResult:
+        """Read batches from `offset` up to the log's end: a new leader's log is what will be committed."""
+        return self._read_log(offset, max_bytes, None)
+
+    def remove_before(self, offset: int) -> None:
+        """Remove whole segments below `offset`, which is committed. Raises OSError, LogFailed."""
+        if offset <= self.high_watermark:
+            self.log.advance_log_start(offset)
+            self.log_shortened()
+
     def latest_offset(self) -> int | None:
         """Return the high watermark; None until it has reached this leader's epoch: reads do not go back (KIP-207)."""
         return self.high_watermark if self.high_watermark >= self.replication.epoch_start_offset else None

@@ -38,7 +38,9 @@ from kproxy.broker.context import Body, Broker, Request
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.disk_threads import DiskThreads
 from kproxy.broker.fence_keeper import FenceKeeper
-from kproxy.broker.keys import BrokerValue, Keys, ReplicaKey
+from kproxy.broker.groups.coordinator import GroupCoordinator
+from kproxy.broker.groups.group import Options
+from kproxy.broker.keys import BrokerValue, Keys, PartitionKey, ReplicaKey
 from kproxy.broker.log_maintenance import LogMaintenance
 from kproxy.broker.partition import ReplicaSettings
 from kproxy.broker.replica_manager import ReplicaManager
@@ -128,7 +130,14 @@ class _Server:
             hand_over_after_s=config.leader_rebalance_s,
             # Before the followers leave the ISR of a leader whose log they cannot read.
             disk_patience_s=config.isr_lag_s / 2,
-            on_leaders_changed=lambda key: self._fetchers.wake(key),
+            on_leaders_changed=self._on_leaders_changed,
+        )
+        self._groups = GroupCoordinator(
+            self._view,
+            self._replica_manager.led,
+            time.monotonic,
+            Options(config.group_initial_rebalance_delay_s, config.group_min_session_timeout_s),
+            config.offsets_rewrite_bytes,
         )
         self._presence = FollowerPresence(config.follower_grace_s, config.isr_lag_s)
         self._isr_keeper = IsrKeeper(
@@ -198,6 +207,10 @@ class _Server:
             finally:
                 await self._end(listener, [starting, stopping])
 
+    def _on_leaders_changed(self, key: PartitionKey) -> None:
+        self._fetchers.wake(key)
+        self._groups.leader_changed(key)
+
     # Starting
 
     async def _bind(self) -> asyncio.Server:
@@ -250,6 +263,7 @@ class _Server:
             asyncio.create_task(self._isr_keeper.run()),
             asyncio.create_task(self._log_maintenance.run()),
             asyncio.create_task(self._fetchers.run()),
+            asyncio.create_task(self._groups.run()),
         ]
         await self._replica_manager.settle(OWN_PARTITIONS_TIMEOUT_S)
         kafka = Address(self._config.listen[0], bound_port(listener))
@@ -336,6 +350,7 @@ class _Server:
             TopicAdmin(self._client, self._view, self._config),
             IdBlocks(self._client, self._keys.producer_ids),
             FenceKeeper(self._client, self._view, on_deposed=self._replica_manager.deposed),
+            self._groups,
         )
 
     # The admin page
@@ -469,6 +484,7 @@ class _Server:
         say_stopping()
         await self._stop_listening(listener)
         self._replica_manager.resign_all()
+        self._groups.close()
         loop = asyncio.get_running_loop()
         half_life_s = self._config.lease_ttl_s / 2
         deadline = loop.time() + min(DRAIN_TIMEOUT_S, half_life_s)
@@ -505,6 +521,7 @@ class _Server:
         await self._replication.close()
         await _cancel([*self._tasks, *tasks])
         self._log_maintenance.close()
+        self._groups.close()
         await self._replica_manager.close()
         self._flush_threads.shutdown()
         if self._lease is not None:

@@ -38,6 +38,11 @@ from kproxy.etcd import (
 from kproxy_codec import error_codes
 
 MAX_NAME_LENGTH = 249
+CONSUMER_OFFSETS = "__consumer_offsets"
+"""The internal topic of consumer groups. Clients cannot write to it; it is created on first use."""
+_OFFSETS_MAX_REPLICAS = 3
+# Its records are rewritten, never retired by age or size; followers remove whole segments.
+_OFFSETS_CONFIGS = {"retention.ms": "-1", "retention.bytes": "-1", "segment.bytes": str(16 << 20)}
 _LEGAL_NAME = re.compile(r"[a-zA-Z0-9._-]+")
 # etcd accepts at most 128 operations in a transaction.
 _OPS_PER_TXN = 100
@@ -91,7 +96,8 @@ def plan_topic(asked: NewTopic, view: ClusterView, config: BrokerConfig) -> Topi
     if asked.name in view.topics:
         return TopicOutcome(error_codes.TOPIC_ALREADY_EXISTS, f"topic {asked.name} exists")
     try:
-        configs = check_configs(asked.configs)
+        is_internal = asked.name == CONSUMER_OFFSETS
+        configs = check_configs({**(_OFFSETS_CONFIGS if is_internal else {}), **asked.configs})
     except InvalidConfig as error:
         return TopicOutcome(error_codes.INVALID_CONFIG, str(error))
     topic_id, live = uuid.uuid4(), sorted(view.brokers)
@@ -117,11 +123,13 @@ def _spread(asked: NewTopic, live: list[int], config: BrokerConfig, first: int) 
         return TopicOutcome(error_codes.BROKER_NOT_AVAILABLE, "no broker is live")
     factor = asked.replication_factor
     if factor == -1:
-        factor = min(config.default_replication_factor, len(live))
+        most = _OFFSETS_MAX_REPLICAS if asked.name == CONSUMER_OFFSETS else len(live)
+        factor = min(config.default_replication_factor, len(live), most)
     elif not 1 <= factor <= len(live):
         message = f"replication factor {factor}: it may be from 1 to {len(live)}, the number of live brokers"
         return TopicOutcome(error_codes.INVALID_REPLICATION_FACTOR, message)
-    partitions = config.num_partitions if asked.partitions == -1 else asked.partitions
+    default = config.offsets_topic_partitions if asked.name == CONSUMER_OFFSETS else config.num_partitions
+    partitions = default if asked.partitions == -1 else asked.partitions
     if not 1 <= partitions <= MAX_PARTITIONS_PER_TOPIC:
         return _wrong_partitions(partitions)
     return spread_replicas(live, partitions, factor, first % len(live))

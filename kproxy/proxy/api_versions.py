@@ -120,7 +120,8 @@ def offer(
     capped: clients that have seen the higher level accept a lower one only with a higher epoch.
     """
     ranges = intersect((broker.ranges for broker in brokers), caps)
-    native = frozenset(key for key in can_answer if _ends_here(key, ranges))
+    fences = FENCES if brokers and all(covers(broker.ranges, FENCES) for broker in brokers) else NO_RANGES
+    native = frozenset(key for key in can_answer if _ends_here(key, {**ranges, **fences}))
     ranges |= {key: can_answer[key] for key in native}
     supported = _common_features([broker.supported for broker in brokers])
     latest = max(brokers, key=lambda broker: broker.epoch, default=BrokerApis({}))

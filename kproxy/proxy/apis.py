@@ -163,7 +163,8 @@ APIS: Final[Mapping[int, Api]] = MappingProxyType(
             needs=(_DESCRIBE_GROUP, _DESCRIBE_TRANSACTION),
             names_brokers=True,
             # Clients find the proxy, which knows the holders of the groups' leases. Transactions have no leases.
-            ends_here=lambda common: keys.JOIN_GROUP in common and keys.END_TXN not in common,
+            # Brokers that keep fences, the reference brokers, tell of coordinators themselves.
+            ends_here=lambda common: keys.JOIN_GROUP in common and not common.keys() & {keys.END_TXN, keys.BIND_FENCES},
             note="Ended here where groups have leases in etcd and brokers keep no transactions (KafScale).",
         ),
         keys.JOIN_GROUP: Api(Handling.GROUP_COORDINATOR, (0, 9), needs=(_READ_GROUP,), waits=True),

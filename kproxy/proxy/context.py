@@ -64,7 +64,9 @@ class ProxyContext:
     version_caps: Mapping[int, int] = field(default_factory=lambda: NO_CAPS)
     # The proxy's source of answers that brokers do not give (kproxy.proxy.apis).
     producer_ids: IdBlocks | None = None
-    coordinators: Coordinators | LeasedCoordinators = field(default_factory=Coordinators)
+    # Coordinators by leases in etcd, where brokers do not tell of them.
+    leased_coordinators: LeasedCoordinators | None = None
+    found_coordinators: Coordinators = field(default_factory=Coordinators)
     # The Own API's service; None without an etcd for the claims.
     own: OwnService | None = None
     # The SASL APIs, if a listener authenticates clients by it.
@@ -88,7 +90,7 @@ class ProxyContext:
     def __post_init__(self) -> None:
         own_means = {
             INIT_PRODUCER_ID: self.producer_ids is not None,
-            FIND_COORDINATOR: self.coordinators.are_leased,
+            FIND_COORDINATOR: self.leased_coordinators is not None,
             OWN: self.own is not None,
         }
         can_answer = {key: APIS[key].versions for key, has_means in own_means.items() if has_means}
@@ -104,6 +106,12 @@ class ProxyContext:
         self.turns = Turns(self.clock)
         self.budget = Budget(self.limits.max_in_flight_bytes_total)
         self.answer_memory = AnswerMemory(self.budget, self.clock)
+
+    @property
+    def coordinators(self) -> Coordinators | LeasedCoordinators:
+        """The coordinators by leases, as KafScale has them, or as brokers say: reference brokers, which keep fences."""
+        leased = self.leased_coordinators
+        return self.found_coordinators if leased is None or self.brokers.fenced else leased
 
     @property
     def knows_batches_again(self) -> bool:

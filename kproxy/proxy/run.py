@@ -357,7 +357,7 @@ class _Proxy:
             version_caps=opened.version_caps,
             fleet=membership.fleet,
             producer_ids=opened.producer_ids,
-            coordinators=opened.coordinators,
+            leased_coordinators=opened.leased_coordinators,
             own=own,
             sasl_apis=of_sasl if sasl is not None else NO_RANGES,
             access=self._access_control(security),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Protocol
 
@@ -20,7 +20,7 @@ from kproxy.ownership.leases import LeaseTable
 from kproxy.ownership.static_table import StaticTable
 from kproxy.proxy.api_versions import NO_CAPS
 from kproxy.proxy.context import ProxyContext
-from kproxy.proxy.coordinators import Coordinators, LeasedCoordinators
+from kproxy.proxy.coordinators import LeasedCoordinators
 from kproxy.routing import retry
 from kproxy.routing.topology import Topology
 from kproxy.runtime.tasks import cancel, in_time
@@ -85,7 +85,7 @@ class OpenSource:
     ready: str
     version_caps: Mapping[int, int]
     producer_ids: IdBlocks | None = None
-    coordinators: Coordinators | LeasedCoordinators = field(default_factory=Coordinators)
+    leased_coordinators: LeasedCoordinators | None = None
     broker_lost: Callable[[], None] = lambda: None
 
 

@@ -1,7 +1,7 @@
 """Python's three clients against a running `kproxy dev`, with default settings and the proxy as their only address.
 
-Each writes records with and without keys, gets their offsets, and reads them back. Partitions are assigned by hand:
-the reference brokers keep no consumer groups.
+Each writes records with and without keys, gets their offsets, and reads them back. Partitions are assigned by hand;
+`tests/integration/broker/test_groups.py` has the groups.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def test_confluent_kafka_writes_and_reads(dev_cluster: KproxyProcess, topic: str
     assert producer.flush(TIMEOUT_S) == 0
     assert errors == []
 
-    # Its client insists on a group's name. Without groups there is nowhere to commit to, which closing would wait for.
+    # Its client insists on a group's name.
     consumer = confluent_kafka.Consumer(
         {"bootstrap.servers": dev_cluster.kafka, "group.id": "unused", "enable.auto.commit": False}
     )
@@ -92,7 +92,6 @@ def test_confluent_kafka_writes_and_reads(dev_cluster: KproxyProcess, topic: str
             read += [
                 (message.partition(), message.offset(), message.key(), message.value())
                 for message in consumer.consume(RECORDS, 1.0)
-                # That there are no groups is said once, as an error among the messages.
                 if message.error() is None
             ]
     finally:

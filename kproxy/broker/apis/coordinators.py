@@ -1,11 +1,14 @@
 """FindCoordinator and InitProducerId.
 
-Neither groups nor transactions are offered; idempotent producers are.
+Consumer groups and idempotent producers are offered, transactions are not.
 
 FindCoordinator, versions 0-6
-- No answer names a coordinator: every key gets an error and, from version 1, a sentence with the reason. With these
-  codes clients fail at once and show the sentence (tried with librdkafka 2.16 and kafka-python 3.0): INVALID_REQUEST
-  for groups; CLUSTER_AUTHORIZATION_FAILED for transactions, because librdkafka would retry INVALID_REQUEST for ever.
+- A group's coordinator is the leader of its partition of `__consumer_offsets`, which is created for the first request:
+  the answer waits a few seconds for its leaders. Without a leader, without a lease here, or while the broker stops:
+  COORDINATOR_NOT_AVAILABLE.
+- Other keys get an error and, from version 1, a sentence with the reason. With these codes clients fail at once and
+  show the sentence (tried with librdkafka 2.16 and kafka-python 3.0): CLUSTER_AUTHORIZATION_FAILED for transactions,
+  because librdkafka would retry INVALID_REQUEST for ever; INVALID_REQUEST for the rest.
 
 InitProducerId, versions 0-5
 - Without a transactional id: a producer id that was never assigned before, epoch 0. COORDINATOR_NOT_AVAILABLE, which
@@ -17,9 +20,16 @@ InitProducerId, versions 0-5
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import structlog
 
-from kproxy.broker.context import Body, Broker, Request
+from kproxy.broker.cluster import LiveBroker
+from kproxy.broker.context import LEADERS_TIMEOUT_S, Body, Broker, Request
+from kproxy.broker.groups.coordinator import partition_for
+from kproxy.broker.keys import TopicValue
+from kproxy.broker.topics import CONSUMER_OFFSETS, NewTopic
 from kproxy.etcd import EtcdError
 from kproxy_codec import control, error_codes
 from kproxy_codec.api_keys import FIND_COORDINATOR, INIT_PRODUCER_ID
@@ -31,30 +41,58 @@ _IDENTITY_FROM = 3
 _GROUP = 0
 _CODES = {1: error_codes.CLUSTER_AUTHORIZATION_FAILED}
 _REASONS = {
-    0: "consumer groups are not offered by this broker: assign partitions, or use a cluster that has groups",
     1: "transactions are not offered by this broker: use an idempotent producer without a transactional id",
     2: "share groups are not offered by this broker",
 }
 
 
-def handle_find_coordinator(broker: Broker, request: Request) -> Body:
-    """Answer FindCoordinator: refuse every key, with the reason."""
+async def handle_find_coordinator(broker: Broker, request: Request) -> Body:
+    """Answer FindCoordinator for each key."""
     version = request.header.api_version
     message = control.decode_request(FIND_COORDINATOR, version, request.body)
     key_type = message.key_type if version >= 1 else _GROUP
-    nowhere = {
-        "error_code": _CODES.get(key_type, error_codes.INVALID_REQUEST),
-        "error_message": _REASONS.get(key_type, f"there is no coordinator type {key_type}"),
-        "node_id": -1,
-        "host": "",
-        "port": -1,
-    }
+    keys = message.coordinator_keys if version >= _BATCH_VERSION else [message.key]
+    if key_type == _GROUP:
+        await _make_offsets_topic(broker, keys)
+    found = [_coordinator(broker, key_type, key) for key in keys]
     if version >= _BATCH_VERSION:
-        coordinators = [{"key": key, **nowhere} for key in message.coordinator_keys]
+        coordinators = [{"key": key, **each} for key, each in zip(keys, found, strict=True)]
         return [control.encode_response(control.build_response(FIND_COORDINATOR, version, coordinators=coordinators))]
     if version == 0:
-        del nowhere["error_message"]
-    return [control.encode_response(control.build_response(FIND_COORDINATOR, version, **nowhere))]
+        del found[0]["error_message"]
+    return [control.encode_response(control.build_response(FIND_COORDINATOR, version, **found[0]))]
+
+
+async def _make_offsets_topic(broker: Broker, group_ids: Sequence[str]) -> None:
+    """Create the topic if it does not exist, and wait for the leaders of these groups."""
+    manager = broker.replica_manager
+    if CONSUMER_OFFSETS not in broker.view.topics and manager.holds_lease and not manager.stopping:
+        planned = await broker.topics.plan(NewTopic(CONSUMER_OFFSETS))
+        if isinstance(planned, TopicValue):
+            await broker.topics.create(CONSUMER_OFFSETS, planned)
+        await broker.view.wait_until(
+            lambda: all(_leader(broker, each) is not None for each in group_ids), LEADERS_TIMEOUT_S
+        )
+
+
+def _leader(broker: Broker, group_id: str) -> LiveBroker | None:
+    topic = broker.view.topics.get(CONSUMER_OFFSETS)
+    if topic is None:
+        return None
+    owner = broker.view.owner(CONSUMER_OFFSETS, partition_for(group_id, len(topic.replicas)))
+    return broker.view.brokers.get(owner)
+
+
+def _coordinator(broker: Broker, key_type: int, key: str) -> dict[str, Any]:
+    error_code, reason = _CODES.get(key_type, error_codes.INVALID_REQUEST), None
+    if key_type == _GROUP:
+        leader = _leader(broker, key) if broker.replica_manager.holds_lease else None
+        if leader is not None:
+            place = {"node_id": leader.node_id, "host": leader.host, "port": leader.port}
+            return {"error_code": error_codes.NONE, "error_message": None, **place}
+        error_code, reason = error_codes.COORDINATOR_NOT_AVAILABLE, "the group's partition has no leader"
+    message = reason or _REASONS.get(key_type, f"there is no coordinator type {key_type}")
+    return {"error_code": error_code, "error_message": message, "node_id": -1, "host": "", "port": -1}
 
 
 async def handle_init_producer_id(broker: Broker, request: Request) -> Body:

@@ -38,7 +38,7 @@ from kproxy.broker.cluster import NO_OWNER, Topic
 from kproxy.broker.config import default_min_insync_replicas, topic_config_values
 from kproxy.broker.context import LEADERS_TIMEOUT_S, Body, Broker, Request
 from kproxy.broker.keys import TopicValue
-from kproxy.broker.topics import NewTopic, check_name
+from kproxy.broker.topics import CONSUMER_OFFSETS, NewTopic, check_name
 from kproxy_codec import control, error_codes
 from kproxy_codec.api_keys import DESCRIBE_CLUSTER, DESCRIBE_CONFIGS, DESCRIBE_TOPIC_PARTITIONS, METADATA, is_flexible
 from kproxy_codec.cluster import ASK_ANOTHER
@@ -142,6 +142,8 @@ def _unknown(topic: str) -> int:
 def _topic(broker: Broker, topic: Topic, version: int) -> dict[str, Any]:
     partitions = [describe_partition(broker, topic, index) for index in range(len(topic.replicas))]
     described: dict[str, Any] = {"error_code": error_codes.NONE, "name": topic.name, "partitions": partitions}
+    if version >= 1:
+        described["is_internal"] = topic.name == CONSUMER_OFFSETS
     if version >= 10:
         described["topic_id"] = topic.topic_id
     return described
@@ -262,7 +264,8 @@ def handle_describe_topic_partitions(broker: Broker, request: Request) -> Body:
         indexes = range(first_index, len(found.replicas))
         first_index = 0
         partitions = [describe_partition(broker, found, index) | _NO_ELR for index in indexes[:left]]
-        topics.append({"name": name, "topic_id": found.topic_id, "partitions": partitions})
+        internal = name == CONSUMER_OFFSETS
+        topics.append({"name": name, "topic_id": found.topic_id, "is_internal": internal, "partitions": partitions})
         left -= len(partitions)
         if len(partitions) < len(indexes):
             next_cursor = {"topic_name": name, "partition_index": indexes[len(partitions)]}

@@ -1,4 +1,4 @@
-"""Fetch from clients, and ListOffsets.
+"""Fetch from clients, ListOffsets and OffsetForLeaderEpoch.
 
 Fetch, versions 4-12 (followers fetch in another way: `replication.open_fetches`)
 - Sessionless (KIP-227): every answer says session 0; a request that continues one gets FETCH_SESSION_ID_NOT_FOUND.
@@ -17,6 +17,10 @@ ListOffsets, versions 1-9
   few earlier records.
 - Nothing found: offset -1, timestamp -1, no error. Not the owner: 6. Another leader epoch: 74 or 75 (KIP-320).
 - A partition named twice: INVALID_REQUEST. A request from a replica is answered as a consumer's.
+
+OffsetForLeaderEpoch, versions 2-4 (KIP-320: consumers check their position with it after the leader has changed)
+- The largest epoch up to the requested one, and its end; -1 and -1 for an epoch that is not known yet.
+- Not the owner: 6. Another leader epoch: 74 or 75.
 """
 
 from __future__ import annotations
@@ -29,11 +33,11 @@ from typing import NamedTuple
 import structlog
 
 from kproxy.broker.context import Body, Broker, CloseConnection, Request
-from kproxy.broker.partition import NO_EPOCH, Partition
+from kproxy.broker.partition import NO_EPOCH, Partition, leader_end_for
 from kproxy.broker.replication.open_fetches import MAX_WAIT_MS
 from kproxy.broker.segment import LogFailed, TimestampAndOffset
 from kproxy_codec import control, error_codes
-from kproxy_codec.api_keys import LIST_OFFSETS
+from kproxy_codec.api_keys import LIST_OFFSETS, OFFSET_FOR_LEADER_EPOCH
 from kproxy_codec.fetch import (
     FetchRequest,
     PartitionFetch,
@@ -255,3 +259,26 @@ def _find(partition: Partition, timestamp: int) -> TimestampAndOffset | None:
     if timestamp < 0:
         return _NOTHING
     return partition.find_timestamp(timestamp) or _NOTHING
+
+
+def handle_offset_for_leader_epoch(broker: Broker, request: Request) -> Body:
+    """Answer OffsetForLeaderEpoch."""
+    version = request.header.api_version
+    message = control.decode_request(OFFSET_FOR_LEADER_EPOCH, version, request.body)
+    topics = [
+        {"topic": topic.topic, "partitions": [_epoch_end(broker, topic.topic, each) for each in topic.partitions]}
+        for topic in message.topics
+    ]
+    return [control.encode_response(control.build_response(OFFSET_FOR_LEADER_EPOCH, version, topics=topics))]
+
+
+def _epoch_end(broker: Broker, topic: str, asked: control.Message) -> dict[str, int]:
+    nowhere = {"partition": asked.partition, "leader_epoch": -1, "end_offset": -1}
+    partition = broker.led(topic.encode(), asked.partition)
+    if partition is None or not partition.serves_reads():
+        return nowhere | {"error_code": broker.refusal(topic, asked.partition)}
+    error_code = partition.check_leader_epoch(asked.current_leader_epoch)
+    if error_code != error_codes.NONE or not 0 <= asked.leader_epoch <= partition.leader_epoch:
+        return nowhere | {"error_code": error_code}
+    end = leader_end_for(partition.log, asked.leader_epoch)
+    return nowhere | {"error_code": error_codes.NONE, "leader_epoch": end.leader_epoch, "end_offset": end.end_offset}

@@ -5,6 +5,7 @@
 - Not the owner: 6, before anything is appended; from version 10 with the owner (KIP-951). No such topic or partition:
   3.
 - From version 13 topics are named by id (KIP-516); an unknown one: UNKNOWN_TOPIC_ID.
+- An internal topic: INVALID_TOPIC_EXCEPTION.
 - A partition named twice: every partition gets INVALID_REQUEST. acks other than -1, 0, 1: INVALID_REQUIRED_ACKS.
 - acks=0 is not answered; after an error the connection is closed, as in Kafka, so that the client notices it.
 - A writer that the partition's fence refuses (BindFences): POLICY_VIOLATION, whatever it sent. If the connection's
@@ -26,6 +27,7 @@ from typing import NamedTuple
 from kproxy.broker.context import FENCE_TIMEOUT_S, Bindings, Body, Broker, CloseConnection, Request
 from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition
 from kproxy.broker.producer_state import wall_ms
+from kproxy.broker.topics import CONSUMER_OFFSETS
 from kproxy.broker.validation import Refusal, check_records
 from kproxy.broker.writer_fence import UNBOUND
 from kproxy_codec import error_codes
@@ -37,6 +39,7 @@ from kproxy_codec.produce import parse_produce, records_of, result_entry
 _ACKS = (ACKS_ALL, 0, 1)
 _LEADER_VERSION = 10
 _NODE_ENDPOINTS_TAG = 0
+_CONSUMER_OFFSETS = CONSUMER_OFFSETS.encode()
 
 
 def handle(broker: Broker, request: Request) -> Body | Awaitable[Body | None] | None:
@@ -174,6 +177,8 @@ def _refuse_all(produce: PartitionedRequest) -> AppendResult | None:
 def _append_one(
     broker: Broker, produce: PartitionedRequest, topic: TopicSpan, ordinal: int, bindings: Bindings
 ) -> AppendResult:
+    if topic.name == _CONSUMER_OFFSETS:
+        return AppendResult(error_codes.INVALID_TOPIC_EXCEPTION, -1, "clients do not write to an internal topic")
     index = topic.partitions[ordinal]
     partition = broker.led(topic.name, index)
     if partition is None and produce.is_nameless(topic):

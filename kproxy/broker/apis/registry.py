@@ -12,25 +12,36 @@ from collections.abc import Awaitable, Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from kproxy.broker.apis import bind_fences, coordinators, describe, fetch, produce, topics
+from kproxy.broker.apis import bind_fences, coordinators, describe, fetch, groups, produce, topics
 from kproxy.broker.context import Body, Broker, CloseConnection, Handler, Request
 from kproxy_codec import control, error_codes
 from kproxy_codec.api_keys import (
     API_VERSIONS,
     BIND_FENCES,
     CREATE_TOPICS,
+    DELETE_GROUPS,
     DELETE_TOPICS,
     DESCRIBE_CLUSTER,
     DESCRIBE_CONFIGS,
+    DESCRIBE_GROUPS,
     DESCRIBE_TOPIC_PARTITIONS,
     FETCH,
     FIND_COORDINATOR,
+    HEARTBEAT,
     INIT_PRODUCER_ID,
+    JOIN_GROUP,
+    LEAVE_GROUP,
+    LIST_GROUPS,
     LIST_OFFSETS,
     METADATA,
+    OFFSET_COMMIT,
+    OFFSET_DELETE,
+    OFFSET_FETCH,
+    OFFSET_FOR_LEADER_EPOCH,
     PRODUCE,
     SASL_AUTHENTICATE,
     SASL_HANDSHAKE,
+    SYNC_GROUP,
     name_of,
 )
 from kproxy_codec.fetch import TOPIC_IDS_FROM
@@ -54,8 +65,19 @@ _APIS: dict[int, _Api] = {
     PRODUCE: _Api(3, PRODUCE_MAX_VERSION, produce.handle),
     FETCH: _Api(4, TOPIC_IDS_FROM - 1, fetch.handle),
     LIST_OFFSETS: _Api(1, 9, fetch.handle_list_offsets),
+    OFFSET_FOR_LEADER_EPOCH: _Api(2, 4, fetch.handle_offset_for_leader_epoch),
     METADATA: _Api(0, 13, describe.handle_metadata),
     FIND_COORDINATOR: _Api(0, 6, coordinators.handle_find_coordinator),
+    OFFSET_COMMIT: _Api(2, 9, groups.handle_offset_commit),
+    OFFSET_FETCH: _Api(1, 9, groups.handle_offset_fetch),
+    OFFSET_DELETE: _Api(0, 0, groups.handle_offset_delete),
+    JOIN_GROUP: _Api(0, 9, groups.handle_join_group),
+    SYNC_GROUP: _Api(0, 5, groups.handle_sync_group),
+    HEARTBEAT: _Api(0, 4, groups.handle_heartbeat),
+    LEAVE_GROUP: _Api(0, 5, groups.handle_leave_group),
+    LIST_GROUPS: _Api(0, 5, groups.handle_list_groups),
+    DESCRIBE_GROUPS: _Api(0, 6, groups.handle_describe_groups),
+    DELETE_GROUPS: _Api(0, 2, groups.handle_delete_groups),
     CREATE_TOPICS: _Api(2, 7, topics.handle_create_topics),
     DELETE_TOPICS: _Api(1, 6, topics.handle_delete_topics),
     INIT_PRODUCER_ID: _Api(0, 5, coordinators.handle_init_producer_id),

@@ -333,11 +333,10 @@ def test_producer_ids_are_given_out_once(cluster: Cluster, version: int) -> None
     assert len(set(given)) == len(given)
 
 
-@pytest.mark.parametrize("version", range(7))
+@pytest.mark.parametrize("version", range(1, 7))
 @pytest.mark.parametrize(
     ("key_type", "error_code", "reason"),
     [
-        (0, error_codes.INVALID_REQUEST, "consumer groups are not offered"),
         (1, error_codes.CLUSTER_AUTHORIZATION_FAILED, "transactions are not offered"),
         (9, error_codes.INVALID_REQUEST, "no coordinator type 9"),
     ],
@@ -346,13 +345,11 @@ def test_missing_coordinator_is_explained(
     cluster: Cluster, version: int, key_type: int, error_code: int, reason: str
 ) -> None:
     fields: dict[str, Any] = {"coordinator_keys": ["k"]} if version >= 4 else {"key": "k"}
-    if version >= 1:
-        fields["key_type"] = key_type
     with cluster.brokers[0].client() as client:
-        answer = client.request(api_keys.FIND_COORDINATOR, version, **fields)
+        answer = client.request(api_keys.FIND_COORDINATOR, version, key_type=key_type, **fields)
     found = answer.coordinators[0] if version >= 4 else answer
-    assert found.error_code == (error_code if version >= 1 else error_codes.INVALID_REQUEST)
-    assert version == 0 or reason in found.error_message
+    assert found.error_code == error_code
+    assert reason in found.error_message
 
 
 def test_transactional_ids_are_refused(cluster: Cluster) -> None:

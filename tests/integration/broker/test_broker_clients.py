@@ -110,34 +110,6 @@ async def test_idempotent_producer_survives_restarts_and_kill_9(
 # An unsupported feature fails at once, with the reason
 
 
-def test_a_librdkafka_group_is_refused_with_the_reason(cluster: Cluster, topic: str) -> None:
-    errors: list[Any] = []
-    consumer = confluent_kafka.Consumer(
-        {"bootstrap.servers": cluster.bootstrap, "group.id": "g", "error_cb": errors.append}
-    )
-    consumer.subscribe([topic])
-    deadline = time.monotonic() + PATIENCE_S
-    while not errors and time.monotonic() < deadline:
-        message = consumer.poll(0.2)
-        if message is not None and message.error() is not None:
-            errors.append(message.error())
-    consumer.close()
-    assert errors, "the application heard nothing"
-    assert "consumer groups are not offered" in str(errors[0])
-
-
-def test_a_kafka_python_group_is_refused(cluster: Cluster, topic: str) -> None:
-    cluster.leader(topic)
-    consumer = kafka.KafkaConsumer(topic, group_id="g", bootstrap_servers=cluster.bootstrap.split(","))
-    started = time.monotonic()
-    try:
-        with pytest.raises(kafka.errors.InvalidRequestError):
-            consumer.poll(timeout_ms=3000 * PATIENCE_S)
-    finally:
-        consumer.close(autocommit=False)
-    assert time.monotonic() - started < PATIENCE_S
-
-
 def test_librdkafka_transactions_are_refused(cluster: Cluster) -> None:
     producer = confluent_kafka.Producer({"bootstrap.servers": cluster.bootstrap, "transactional.id": "t"})
     started = time.monotonic()

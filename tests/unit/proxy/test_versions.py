@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kproxy.proxy.api_versions import BrokerApis, covers, intersect, offer
+from kproxy.proxy.api_versions import FENCES, BrokerApis, covers, intersect, offer
 from kproxy.proxy.apis import APIS, SERVED, Ranges, proxy_ranges
 from kproxy_codec import api_keys as keys
 
@@ -95,7 +95,7 @@ def test_announced_versions_are_covered_while_all_offered(offered: Ranges, wante
 
 # KafScale lists what it does not serve with versions -1 to -1.
 KAFSCALE = BrokerApis(ALL | {keys.INIT_PRODUCER_ID: (-1, -1), keys.END_TXN: (-1, -1), keys.FIND_COORDINATOR: (3, 3)})
-REFERENCE = BrokerApis({key: ALL[key] for key in ALL if key not in (keys.JOIN_GROUP, keys.END_TXN)})
+REFERENCE = BrokerApis({key: ALL[key] for key in ALL if key != keys.END_TXN} | FENCES)
 CAN_ANSWER = (keys.INIT_PRODUCER_ID, keys.FIND_COORDINATOR)
 
 
@@ -105,10 +105,10 @@ CAN_ANSWER = (keys.INIT_PRODUCER_ID, keys.FIND_COORDINATOR)
         ([KAFSCALE], CAN_ANSWER, CAN_ANSWER),
         ([KAFSCALE], (), ()),
         ([KAFSCALE], (keys.INIT_PRODUCER_ID,), (keys.INIT_PRODUCER_ID,)),
-        # Brokers that assign producer ids recognize batches; brokers without groups answer so themselves.
+        # Brokers that assign producer ids recognize batches; brokers that keep fences report coordinators themselves.
         ([REFERENCE], CAN_ANSWER, ()),
         # One that does not is enough.
-        ([REFERENCE, KAFSCALE], CAN_ANSWER, (keys.INIT_PRODUCER_ID,)),
+        ([REFERENCE, KAFSCALE], CAN_ANSWER, CAN_ANSWER),
         # Transactions have coordinators that only brokers know.
         ([NEW], CAN_ANSWER, ()),
         # Nothing is known of brokers that have not answered.

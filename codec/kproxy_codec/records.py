@@ -1,0 +1,42 @@
+"""Write and read the records inside a batch, with kafka-python: for a log whose records this project writes itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from kafka.record.default_records import DefaultRecordBatch, DefaultRecordBatchBuilder
+
+from kproxy_codec.errors import InvalidField
+from kproxy_codec.primitives import Buffer
+from kproxy_codec.record_batch import MAGIC, NO_PRODUCER_ID, NO_SEQUENCE, RecordBatch
+
+_FAILURES: tuple[type[Exception], ...] = (IndexError, ValueError, TypeError, OverflowError, AssertionError)
+
+Pair = tuple[bytes, bytes | None]
+"""A record's key and value; without a value it removes what its key names."""
+
+
+def encode_batch(pairs: Sequence[Pair], timestamp_ms: int) -> bytearray:
+    """Encode one batch, from offset 0 on, uncompressed and without a producer."""
+    builder: Any = DefaultRecordBatchBuilder(
+        magic=MAGIC,
+        compression_type=0,
+        is_transactional=False,
+        producer_id=NO_PRODUCER_ID,
+        producer_epoch=-1,
+        base_sequence=NO_SEQUENCE,
+        batch_size=1 << 30,
+    )
+    for offset, (key, value) in enumerate(pairs):
+        builder.append(offset, timestamp_ms, key, value, [])
+    return bytearray(builder.build())
+
+
+def decode_batch(buffer: Buffer, batch: RecordBatch) -> Iterable[Pair]:
+    """Decode the records of a batch whose CRC is valid. Raises InvalidField."""
+    records: Any = DefaultRecordBatch(bytes(memoryview(buffer)[batch.position : batch.end]))
+    try:
+        return [(bytes(record.key), None if record.value is None else bytes(record.value)) for record in records]
+    except _FAILURES as error:
+        raise InvalidField(f"the records of the batch at offset {batch.base_offset}: {error}") from error

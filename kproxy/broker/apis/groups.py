@@ -1,0 +1,291 @@
+"""Consumer groups: the APIs of the classic protocol, answered by a group's coordinator.
+
+JoinGroup 0-9, SyncGroup 0-5, Heartbeat 0-4, LeaveGroup 0-5, OffsetCommit 2-9, OffsetFetch 1-9, OffsetDelete 0,
+ListGroups 0-5, DescribeGroups 0-6, DeleteGroups 0-2
+- Another broker's group: NOT_COORDINATOR; while its journal is read: COORDINATOR_LOAD_IN_PROGRESS. A journal with too
+  few in-sync replicas: COORDINATOR_NOT_AVAILABLE. An empty group id: INVALID_GROUP_ID.
+- JoinGroup from version 4 first gives out a member id (KIP-394); from version 9 a restarted static leader may skip the
+  assignment (KIP-814). `groups.group.Options` bounds a group's members and their metadata.
+- OffsetCommit: for a topic that does not exist UNKNOWN_TOPIC_OR_PARTITION; more than MAX_METADATA_BYTES of metadata
+  OFFSET_METADATA_TOO_LARGE; too many offsets or groups INVALID_COMMIT_OFFSET_SIZE.
+- OffsetFetch: -1 for what is not committed; there are no transactions to wait for (`require_stable`).
+- ListGroups lists the groups of the asked broker. DescribeGroups has no client hosts.
+- The consumer protocol of KIP-848, share groups and transactions are not offered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kproxy.broker.context import Body, Broker, Request
+from kproxy.broker.groups.coordinator import Commit
+from kproxy.broker.groups.group import CommittedOffset, Group, Join, Protocol, Sync
+from kproxy.broker.producer_state import wall_ms
+from kproxy_codec import control, error_codes
+from kproxy_codec.api_keys import (
+    DELETE_GROUPS,
+    DESCRIBE_GROUPS,
+    HEARTBEAT,
+    JOIN_GROUP,
+    LEAVE_GROUP,
+    LIST_GROUPS,
+    OFFSET_COMMIT,
+    OFFSET_DELETE,
+    OFFSET_FETCH,
+    SYNC_GROUP,
+)
+from kproxy_codec.framing import client_id
+
+# Kafka's offset.metadata.max.bytes.
+MAX_METADATA_BYTES = 4096
+_NO_OFFSET = CommittedOffset(-1, -1, "", -1)
+_CLASSIC = "classic"
+
+
+def _answer(request: Request, **fields: Any) -> Body:
+    header = request.header
+    return [control.encode_response(control.build_response(header.api_key, header.api_version, **fields))]
+
+
+def _since(version: int, first: int, **fields: Any) -> dict[str, Any]:
+    """Return the fields if the version has them."""
+    return fields if version >= first else {}
+
+
+async def handle_join_group(broker: Broker, request: Request) -> Body:
+    """Answer JoinGroup when the member's generation begins."""
+    version = request.header.api_version
+    asked = control.decode_request(JOIN_GROUP, version, request.body)
+    session_s = asked.session_timeout_ms / 1000
+    join = Join(
+        asked.member_id,
+        asked.group_instance_id if version >= 5 else None,
+        (client_id(request.frame) or b"").decode(errors="replace"),
+        session_s,
+        asked.rebalance_timeout_ms / 1000 if version >= 1 else session_s,
+        asked.protocol_type,
+        tuple(Protocol(each.name, bytes(each.metadata)) for each in asked.protocols),
+        needs_id=version >= 4,
+        can_skip=version >= 9,
+    )
+    if not asked.group_id:
+        return _answer(request, error_code=error_codes.INVALID_GROUP_ID, member_id=join.member_id, protocol_name="")
+    joined = await broker.groups.join(asked.group_id, join)
+    members = [
+        {"member_id": member_id, "metadata": metadata} | _since(version, 5, group_instance_id=instance_id)
+        for member_id, instance_id, metadata in joined.members
+    ]
+    return _answer(
+        request,
+        error_code=joined.error_code,
+        generation_id=joined.generation,
+        protocol_name=joined.protocol if version >= 7 else joined.protocol or "",
+        leader=joined.leader,
+        member_id=joined.member_id,
+        members=members,
+        **_since(version, 7, protocol_type=joined.protocol_type),
+        **_since(version, 9, skip_assignment=joined.skip_assignment),
+    )
+
+
+async def handle_sync_group(broker: Broker, request: Request) -> Body:
+    """Answer SyncGroup when the leader has assigned."""
+    version = request.header.api_version
+    asked = control.decode_request(SYNC_GROUP, version, request.body)
+    synced = await broker.groups.sync(
+        asked.group_id,
+        Sync(
+            asked.member_id,
+            asked.group_instance_id if version >= 3 else None,
+            asked.generation_id,
+            asked.protocol_type if version >= 5 else None,
+            asked.protocol_name if version >= 5 else None,
+            {each.member_id: bytes(each.assignment) for each in asked.assignments},
+        ),
+    )
+    protocol = _since(version, 5, protocol_type=synced.protocol_type, protocol_name=synced.protocol)
+    return _answer(request, error_code=synced.error_code, assignment=synced.assignment, **protocol)
+
+
+def handle_heartbeat(broker: Broker, request: Request) -> Body:
+    """Answer Heartbeat."""
+    version = request.header.api_version
+    asked = control.decode_request(HEARTBEAT, version, request.body)
+    instance_id = asked.group_instance_id if version >= 3 else None
+    error_code = broker.groups.heartbeat(asked.group_id, asked.member_id, instance_id, asked.generation_id)
+    return _answer(request, error_code=error_code)
+
+
+async def handle_leave_group(broker: Broker, request: Request) -> Body:
+    """Answer LeaveGroup, of one member or (from version 3) several."""
+    version = request.header.api_version
+    asked = control.decode_request(LEAVE_GROUP, version, request.body)
+    if version < 3:
+        error_code, codes = await broker.groups.leave(asked.group_id, [(asked.member_id, None)])
+        return _answer(request, error_code=error_code or codes[0])
+    leaving = [(each.member_id, each.group_instance_id) for each in asked.members]
+    error_code, codes = await broker.groups.leave(asked.group_id, leaving)
+    members = [
+        {"member_id": member_id, "group_instance_id": instance_id, "error_code": code}
+        for (member_id, instance_id), code in zip(leaving, codes, strict=False)
+    ]
+    return _answer(request, error_code=error_code, members=[] if error_code else members)
+
+
+async def handle_offset_commit(broker: Broker, request: Request) -> Body:
+    """Answer OffsetCommit, with the group's error at each partition."""
+    version = request.header.api_version
+    asked = control.decode_request(OFFSET_COMMIT, version, request.body)
+    now_ms = wall_ms()
+    keeps_ms = asked.retention_time_ms if version <= 4 else -1
+    expires_ms = now_ms + keeps_ms if keeps_ms >= 0 else -1
+    commits = [
+        Commit(
+            topic.name,
+            each.partition_index,
+            CommittedOffset(
+                each.committed_offset,
+                each.committed_leader_epoch if version >= 6 else -1,
+                each.committed_metadata or "",
+                now_ms,
+                expires_ms,
+            ),
+            _commit_error(broker, topic.name, each),
+        )
+        for topic in asked.topics
+        for each in topic.partitions
+    ]
+    instance_id = asked.group_instance_id if version >= 7 else None
+    member = (asked.member_id, instance_id, asked.generation_id_or_member_epoch)
+    error_code, results = await broker.groups.commit(asked.group_id, member, commits)
+    codes = {(each.topic, each.partition_index): error_code or each.error_code for each in results}
+    return _answer(request, topics=_by_topic(codes))
+
+
+def _commit_error(broker: Broker, topic: str, asked: control.Message) -> int:
+    found = broker.view.topics.get(topic)
+    if found is None or not 0 <= asked.partition_index < len(found.replicas):
+        return error_codes.UNKNOWN_TOPIC_OR_PARTITION
+    is_long = len((asked.committed_metadata or "").encode()) > MAX_METADATA_BYTES
+    return error_codes.OFFSET_METADATA_TOO_LARGE if is_long else error_codes.NONE
+
+
+def _by_topic(codes: Mapping[tuple[str, int], int]) -> list[dict[str, Any]]:
+    by_topic: dict[str, list[dict[str, Any]]] = {}
+    for (topic, index), code in codes.items():
+        by_topic.setdefault(topic, []).append({"partition_index": index, "error_code": code})
+    return [{"name": topic, "partitions": partitions} for topic, partitions in by_topic.items()]
+
+
+async def handle_offset_fetch(broker: Broker, request: Request) -> Body:
+    """Answer OffsetFetch, for one group or (from version 8) several."""
+    version = request.header.api_version
+    asked = control.decode_request(OFFSET_FETCH, version, request.body)
+    if version >= 8:
+        groups = [{"group_id": each.group_id, **await _fetched(broker, each, version)} for each in asked.groups]
+        return _answer(request, groups=groups)
+    fields = await _fetched(broker, asked, version)
+    if version >= 2:
+        return _answer(request, **fields)
+    if fields["error_code"]:
+        codes = {(each.name, index): fields["error_code"] for each in asked.topics for index in each.partition_indexes}
+        fields["topics"] = [
+            topic | {"partitions": [each | {"committed_offset": -1, "metadata": ""} for each in topic["partitions"]]}
+            for topic in _by_topic(codes)
+        ]
+    return _answer(request, topics=fields["topics"])
+
+
+async def _fetched(broker: Broker, asked: control.Message, version: int) -> dict[str, Any]:
+    wanted = None
+    if asked.topics is not None:
+        wanted = [(topic.name, index) for topic in asked.topics for index in topic.partition_indexes]
+    error_code, found = await broker.groups.fetch(asked.group_id, wanted)
+    return {"error_code": error_code, "topics": [] if error_code else _offsets(found, version)}
+
+
+def _offsets(found: Mapping[tuple[str, int], CommittedOffset | None], version: int) -> list[dict[str, Any]]:
+    by_topic: dict[str, list[dict[str, Any]]] = {}
+    for (topic, index), kept in found.items():
+        committed = kept or _NO_OFFSET
+        by_topic.setdefault(topic, []).append(
+            {
+                "partition_index": index,
+                "committed_offset": committed.offset,
+                "metadata": committed.metadata,
+                "error_code": error_codes.NONE,
+                **_since(version, 5, committed_leader_epoch=committed.leader_epoch),
+            }
+        )
+    return [{"name": topic, "partitions": partitions} for topic, partitions in by_topic.items()]
+
+
+async def handle_offset_delete(broker: Broker, request: Request) -> Body:
+    """Answer OffsetDelete."""
+    asked = control.decode_request(OFFSET_DELETE, request.header.api_version, request.body)
+    wanted = [(topic.name, each.partition_index) for topic in asked.topics for each in topic.partitions]
+    error_code, codes = await broker.groups.delete_offsets(asked.group_id, wanted)
+    return _answer(request, error_code=error_code, topics=[] if error_code else _by_topic(codes))
+
+
+def handle_list_groups(broker: Broker, request: Request) -> Body:
+    """Answer ListGroups with this broker's groups."""
+    version = request.header.api_version
+    asked = control.decode_request(LIST_GROUPS, version, request.body)
+    states = {each.lower() for each in asked.states_filter} if version >= 4 else set()
+    types = {each.lower() for each in asked.types_filter} if version >= 5 else set()
+    error_code, groups = broker.groups.listed()
+    listed = [
+        {"group_id": group.group_id, "protocol_type": group.protocol_type}
+        | _since(version, 4, group_state=group.state.value)
+        | _since(version, 5, group_type=_CLASSIC)
+        for group in groups
+        if (not states or group.state.value.lower() in states) and (not types or _CLASSIC in types)
+    ]
+    return _answer(request, error_code=error_code, groups=listed)
+
+
+def handle_describe_groups(broker: Broker, request: Request) -> Body:
+    """Answer DescribeGroups."""
+    version = request.header.api_version
+    asked = control.decode_request(DESCRIBE_GROUPS, version, request.body)
+    return _answer(request, groups=[_described(broker, group_id, version) for group_id in asked.groups])
+
+
+def _described(broker: Broker, group_id: str, version: int) -> dict[str, Any]:
+    found = broker.groups.described(group_id)
+    if isinstance(found, Group):
+        return {
+            "error_code": error_codes.NONE,
+            "group_id": group_id,
+            "group_state": found.state.value,
+            "protocol_type": found.protocol_type,
+            "protocol_data": found.protocol or "",
+            "members": list(_members(found, version)),
+        }
+    described = {"group_id": group_id, "group_state": "", "protocol_type": "", "protocol_data": "", "members": []}
+    if found == error_codes.GROUP_ID_NOT_FOUND:
+        described["group_state"] = "Dead"
+        message = _since(version, 6, error_message=f"there is no group {group_id}")
+        return described | {"error_code": found if version >= 6 else error_codes.NONE} | message
+    return described | {"error_code": found}
+
+
+def _members(group: Group, version: int) -> Iterable[dict[str, Any]]:
+    for member in group.members.values():
+        yield {
+            "member_id": member.member_id,
+            "client_id": member.client_id,
+            "client_host": "",
+            "member_metadata": member.metadata(group.protocol),
+            "member_assignment": member.assignment,
+            **_since(version, 4, group_instance_id=member.instance_id),
+        }
+
+
+async def handle_delete_groups(broker: Broker, request: Request) -> Body:
+    """Answer DeleteGroups."""
+    asked = control.decode_request(DELETE_GROUPS, request.header.api_version, request.body)
+    results = [{"group_id": each, "error_code": await broker.groups.delete(each)} for each in asked.groups_names]
+    return _answer(request, results=results)

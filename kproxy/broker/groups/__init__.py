@@ -1,0 +1,1 @@
+"""Consumer groups: the state of one group, its journal, and the coordinator of many."""
