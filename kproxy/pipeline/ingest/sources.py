@@ -29,8 +29,8 @@ from kproxy.pipeline.ingest.transforms import (
 )
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure, cause_in
 
-# One task reads one block. Lines are counted within it (`transforms.placed`), so it must not depend on the number of
-# cores. Smaller files are a block each.
+# A partition of the stream is one block. Lines are counted within it (`transforms.placed`), so it must not depend on
+# the number of cores. Smaller files are a block each.
 BLOCK_BYTES: Final = 128 << 20
 # RFC 4180: a quote within quotes is doubled, and newlines are allowed there. A header that does not fit the schema is
 # an error, not a change of the columns' order. A row is always parsed whole, not only the columns in use.
@@ -73,6 +73,9 @@ def own_session(session: SparkSession) -> SparkSession:
         ours.conf.set("spark.sql.files.maxPartitionBytes", str(BLOCK_BYTES))
         ours.conf.set("spark.sql.files.openCostInBytes", str(BLOCK_BYTES))
         ours.conf.unset("spark.sql.files.maxPartitionNum")
+        # Spark looks at a micro-batch's files in a job, by default with a task for each of them.
+        cores = str(session.sparkContext.defaultParallelism)
+        ours.conf.set("spark.sql.sources.parallelPartitionDiscovery.parallelism", cores)
         # Spark has no type for timestamps with nanoseconds. As numbers they keep their digits.
         ours.conf.set("spark.sql.legacy.parquet.nanosAsLong", "true")
         # Use the V2 Kafka sink, as streams do: with the V1 sink observations report nothing.
