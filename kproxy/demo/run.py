@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
@@ -34,8 +35,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
-import msgspec
-from kafka import KafkaConsumer, TopicPartition
 from kafka.admin import KafkaAdminClient
 from kafka.errors import KafkaError
 from rich.console import Console
@@ -51,12 +50,17 @@ from kproxy.dev.cluster import DEFAULT_LEASE_TTL_S, ChildEnded, DevCluster
 from kproxy.errors import StartupError
 from kproxy.etcd import EtcdClient, EtcdError
 from kproxy.pipeline.audit.log_client import LogReadFailed
+from kproxy.pipeline.audit.log_options import Offsets, read_options, written
+from kproxy.pipeline.audit.logs import ends_of
+from kproxy.pipeline.audit.proof import Stamp, TrailName, trail_part, trails
+from kproxy.pipeline.audit.trail_place import SHIPPING_MS
+from kproxy.pipeline.audit.trail_reader import read_topic
 from kproxy.pipeline.java import find_java
+from kproxy.pipeline.kafka_access import NO_OPTIONS
 from kproxy.pipeline.preflight import check_reachable, check_report
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.session import OpenSession, SessionOptions, open_session
 from kproxy.pipeline.spark import SparkFailed, pyspark_home
-from kproxy.trail.rows import Begin, End, Mark, Row, decode_page
 from kproxy.trail.trail import LATE_S, LOOK_S
 
 if TYPE_CHECKING:
@@ -478,97 +482,41 @@ async def partition_owners(endpoints: Sequence[str], prefix: str, topic: str) ->
         await client.close()
 
 
-POLL_MS: Final = 200
-# A trail without rows for this long beyond its promised interval belongs to a dead proxy, and has ended.
-SILENCE_MS: Final = 5_000
-_FOREVER_MS: Final = 1 << 62
+POLL_S: Final = 0.5
 
 
-@dataclass(slots=True)
-class _Trail:
-    """The trail of one incarnation: complete before `complete_ms`; `heard_ms` is the time of its last row."""
-
-    interval_ms: int = 0
-    mark_ms: int = 0
-    complete_ms: int = 0
-    heard_ms: int = 0
-
-    def add(self, row: Row) -> None:
-        self.heard_ms = max(self.heard_ms, row.at)
-        match row:
-            case Begin():
-                self.interval_ms, self.mark_ms = row.interval_ms, row.mark_ms
-                complete_ms = row.at
-            case Mark():
-                complete_ms = row.at
-            case End():
-                complete_ms = _FOREVER_MS
-            case _:
-                complete_ms = row.at - self.interval_ms
-        self.complete_ms = max(self.complete_ms, complete_ms)
-
-    def is_dead(self, now_ms: int) -> bool:
-        return now_ms - self.heard_ms > self.interval_ms + self.mark_ms + SILENCE_MS
-
-
-class TrailCoverage:
-    """The times that the trails in a topic cover, according to the rows read so far."""
-
-    def __init__(self) -> None:
-        self._trails: dict[tuple[str, str], _Trail] = {}
-
-    def add_page(self, page: bytes | None) -> None:
-        try:
-            rows = decode_page(page or b"")
-        except msgspec.DecodeError:
-            # Another client wrote this page. The audit handles such pages; here they are ignored.
-            return
-        for row in rows:
-            self._trails.setdefault((row.proxy, row.incarnation), _Trail()).add(row)
-
-    def cover(self, until_ms: int, now_ms: int) -> bool:
-        """Return whether there is a live trail, and all live ones are complete before `until_ms`."""
-        living = [trail for trail in self._trails.values() if not trail.is_dead(now_ms)]
-        return bool(living) and all(trail.complete_ms >= until_ms for trail in living)
+def cover(stamps: Mapping[TrailName, Sequence[Stamp]], until_ms: int, now_ms: int) -> bool:
+    """Return whether there is a live trail, and all live ones are complete before `until_ms`. Pure."""
+    whole = trails({name: trail_part(each) for name, each in stamps.items()})
+    heard_ms = now_ms - SHIPPING_MS
+    # A trail that is silent for longer belongs to a dead proxy, and ends there.
+    living = [each for each in whole.values() if each.rows.last_at + each.interval_ms + each.mark_ms >= heard_ms]
+    return bool(living) and all(each.whole_until is None or each.whole_until >= until_ms for each in living)
 
 
 def await_trails(
-    bootstrap: str,
-    topic: str,
-    until_ms: int,
-    timeout_s: float,
-    wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
-    client: Mapping[str, Any] = MappingProxyType({}),
+    bootstrap: str, topic: str, until_ms: int, timeout_s: float, kafka: Mapping[str, str] = NO_OPTIONS
 ) -> bool:
     """Wait until the trails in `topic` are complete before `until_ms`.
 
-    Return False if they are not complete in time. Blocks. A proxy that is killed meanwhile is awaited until it counts
-    as dead; the audit reports missing rows. `client` has options of kafka-python.
+    Return False if they are not in time. Blocks. A proxy that is killed meanwhile is awaited until it counts as dead;
+    the audit reports missing rows. `kafka` has options of Kafka's clients.
     """
-    # kafka-python also logs the errors that it raises.
-    logging.getLogger("kafka").setLevel(logging.CRITICAL)
     deadline = time.monotonic() + timeout_s
-    trails = TrailCoverage()
+    stamps: dict[TrailName, list[Stamp]] = defaultdict(list)
+    starts: Offsets = {}
     try:
-        consumer = KafkaConsumer(
-            bootstrap_servers=bootstrap, client_id="kproxy-audit", enable_auto_commit=False, **client
-        )
-        try:
-            partitions = [TopicPartition(topic, index) for index in consumer.partitions_for_topic(topic) or ()]
-            if not partitions:
-                return False
-            consumer.assign(partitions)
-            consumer.seek_to_beginning(*partitions)
-            while not trails.cover(until_ms, wall_ms()):
+        with read_options(written(bootstrap, (topic,), None, {}, kafka)).client() as client:
+            while not cover(stamps, until_ms, time.time_ns() // 1_000_000):
                 if time.monotonic() > deadline:
                     return False
-                for records in consumer.poll(timeout_ms=POLL_MS).values():
-                    for record in records:
-                        trails.add_page(record.value)
+                time.sleep(POLL_S if starts else 0)
+                ends = ends_of(bootstrap, (topic,), kafka)
+                for row in read_topic(client, starts, ends):
+                    stamps[row.proxy, row.incarnation].append(row.stamp())
+                starts = ends
             return True
-        finally:
-            consumer.close()
-    except KafkaError:
+    except LogReadFailed:
         return False
 
 
@@ -595,7 +543,7 @@ def audit_demo(
     from kproxy.pipeline.audit.trail_place import TOPIC, TrailPlace
 
     stage = report.stage("trail", "waiting for the last of it")
-    if not await_trails(bootstrap, DEFAULT_TOPIC, written_ms, TRAIL_TIMEOUT_S, client=secured.python):
+    if not await_trails(bootstrap, DEFAULT_TOPIC, written_ms, TRAIL_TIMEOUT_S, secured.kafka):
         stage.finish(f"the proxy ships none to the topic {DEFAULT_TOPIC}, or not all of it: no audit")
         return None
     stage.finish("tells of all that was acknowledged")

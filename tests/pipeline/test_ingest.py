@@ -22,7 +22,7 @@ from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-def
 from rich.console import Console
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.ingest.job import Stop, run
+from kproxy.pipeline.ingest.job import Stop, run, start
 from kproxy.pipeline.ingest.options import IngestOptions
 from kproxy.pipeline.ingest.progress import Metrics, serving
 from kproxy.pipeline.progress import Report
@@ -201,6 +201,35 @@ def test_file_of_any_age_is_read_or_named(job: Job, tmp_path: Path) -> None:
         job.run(source_options={"maxFileAge": "1d"})
     assert "Wrote 1 row to" in job.run()
     assert sorted(value["id"] for value in values(job.written(at_least=2))) == [1, 2]
+
+
+def test_small_files_share_tasks_and_keep_their_numbers(job: Job, tmp_path: Path) -> None:
+    # More of them than Spark lists without a job.
+    files = 40
+    for number in range(files):
+        write_csv(tmp_path / "in", f"{number:02}.csv", f"{number},a,0", f"{number},b,x", f"{number},a,2")
+    letters = str(tmp_path / "dead")
+    headers = (("row", "_kproxy_row"),)
+    query = start(
+        job.spark,
+        replace(job.options, schema=SCHEMA, key=("id",), headers=headers, dead_letters=f"json:{letters}"),
+    )
+    assert query.awaitTermination(240)
+    tracker = job.spark.sparkContext.statusTracker()
+    stages = [
+        stage for each in tracker.getJobIdsForGroup(str(query.runId)) for stage in tracker.getJobInfo(each).stageIds
+    ]
+    tasks = [tracker.getStageInfo(stage).numTasks for stage in set(stages)]
+    assert tasks
+    assert max(tasks) < files // 2, f"Spark's stages had {tasks} tasks"
+
+    found = {}
+    for record in job.written(at_least=2 * files):
+        value = json.loads(record.value or b"")
+        found[(header(record, "row") or b"").rpartition(b"/")[2].decode()] = (value["id"], value["n"])
+    assert found == {f"{n:02}.csv#0:{k}": (n, k) for n in range(files) for k in (0, 2)}
+    dead = {row["row"].rpartition("/")[2]: row["record"] for row in job.spark.read.json(letters).collect()}
+    assert dead == {f"{n:02}.csv#0:1": f"{n},b,x" for n in range(files)}
 
 
 def test_unwritable_rows_go_to_dead_letters_by_reason(job: Job, tmp_path: Path) -> None:

@@ -39,26 +39,12 @@ from kproxy.pipeline.audit.judge import (
     Told,
 )
 from kproxy.pipeline.audit.proof import Unproven
+from kproxy.pipeline.audit.report_facts import SUMMED
 
 Row = dict[str, Any]
 Ownerships = Mapping[tuple[int, int], Ownership]
 
-_COUNTS: Final = (
-    *(
-        "present",
-        "lost",
-        "removed",
-        "deleted",
-        "gone",
-        "unread",
-        "duplicated",
-        "overlapped",
-        "late",
-        "batches",
-        "bytes",
-    ),
-    *("unclaimed", "corrupt", "unchecked", "unsequenced"),
-)
+_COUNTS: Final = tuple(name for name in SUMMED if name not in ("acked", "ownership_changes"))
 _ACKED: Final = ("present", "lost", "removed", "deleted", "gone", "unread")
 
 

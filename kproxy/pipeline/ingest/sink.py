@@ -38,6 +38,10 @@ NEW_IN_FILE: Final = "new column in a file"
 # Gives records the timestamps that TIMESTAMP_HEADER tells. A test builds the jar from its source and compares.
 INTERCEPTOR_CLASS: Final = "kproxy.KeepTimestamps"
 JAR: Final = "keep_timestamps.jar"
+# A task reads several files: with small ones Spark would spend its time on tasks. There are more tasks than cores, as
+# files differ in size, and a task does not read more than so many blocks, if there are many.
+TASKS_PER_CORE: Final = 4
+BLOCKS_PER_TASK: Final = 16
 OBSERVED_TIMEOUT_S: Final = 10.0
 _POLL_S: Final = 0.005
 # How much of a text that is no JSON an error needs.
@@ -108,7 +112,11 @@ class BatchWriter:
         rows = batch
         if self._options.reads_kafka and self._schema is not None:
             rows = documents.of_records(batch, self._schema, verbatim=self._options.verbatim)
-        return transforms.encoded(transforms.placed(rows), self._options, batch=f"{self._job_id}/{number}")
+        placed = transforms.placed(rows)
+        if self._options.reads_files and not batch.isStreaming:
+            # Rows are numbered by then, each block from 0.
+            placed = placed.coalesce(max(TASKS_PER_CORE * self._tasks, batch.rdd.getNumPartitions() // BLOCKS_PER_TASK))
+        return transforms.encoded(placed, self._options, batch=f"{self._job_id}/{number}")
 
     def _check_files(self, session: SparkSession, number: int) -> None:
         """Check Parquet files themselves: their rows do not show which columns were ignored."""

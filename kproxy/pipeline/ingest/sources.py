@@ -19,32 +19,15 @@ from kproxy.pipeline.ingest import csv_values
 from kproxy.pipeline.ingest.csv_values import TIMESTAMP_FORMAT
 from kproxy.pipeline.ingest.documents import opened
 from kproxy.pipeline.ingest.options import ALL_HEADERS, IngestOptions
-from kproxy.pipeline.ingest.transforms import (
-    BLOCK,
-    CORRUPT,
-    FILE,
-    MODIFIED,
-    TEXT,
-    quoted,
-)
+from kproxy.pipeline.ingest.transforms import BLOCK, CORRUPT, FILE, MODIFIED, TEXT, quoted
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure, cause_in
 
-# One task reads one block. Lines are counted within it (`transforms.placed`), so it must not depend on the number of
-# cores. Smaller files are a block each.
+# A partition of the stream is one block. Lines are counted within it (`transforms.placed`), so it must not depend on
+# the number of cores. Smaller files are a block each.
 BLOCK_BYTES: Final = 128 << 20
 # RFC 4180: a quote within quotes is doubled, and newlines are allowed there. A header that does not fit the schema is
 # an error, not a change of the columns' order. A row is always parsed whole, not only the columns in use.
-_READER_OPTIONS: Final = {
-    "csv": {
-        "header": "true",
-        "escape": '"',
-        "multiLine": "true",
-        "enforceSchema": "false",
-        "columnPruning": "false",
-    },
-    "json": {},
-    "parquet": {},
-}
+_CSV: Final = {"header": "true", "escape": '"', "multiLine": "true", "enforceSchema": "false", "columnPruning": "false"}
 # By default Spark leaves out files a week older than the newest. This is longer than any file is old.
 _MAX_AGE: Final = "100000d"
 # Options that tell which files are the source's.
@@ -73,6 +56,9 @@ def own_session(session: SparkSession) -> SparkSession:
         ours.conf.set("spark.sql.files.maxPartitionBytes", str(BLOCK_BYTES))
         ours.conf.set("spark.sql.files.openCostInBytes", str(BLOCK_BYTES))
         ours.conf.unset("spark.sql.files.maxPartitionNum")
+        # Spark looks at a micro-batch's files in a job, by default with a task for each of them.
+        cores = str(session.sparkContext.defaultParallelism)
+        ours.conf.set("spark.sql.sources.parallelPartitionDiscovery.parallelism", cores)
         # Spark has no type for timestamps with nanoseconds. As numbers they keep their digits.
         ours.conf.set("spark.sql.legacy.parquet.nanosAsLong", "true")
         # Use the V2 Kafka sink, as streams do: with the V1 sink observations report nothing.
@@ -234,7 +220,8 @@ def _documents(lines: DataFrame, schema: StructType, settings: Mapping[str, str]
 
 def reader_options(options: IngestOptions) -> dict[str, str]:
     """Return the options of Spark's reader in lower case; those that are given override the defaults."""
-    settings = {"maxFileAge": _MAX_AGE, **_READER_OPTIONS[options.format], **options.source_options, **_REQUIRED}
+    own = _CSV if options.format == "csv" else {}
+    settings = {"maxFileAge": _MAX_AGE, **own, **options.source_options, **_REQUIRED}
     return {name.lower(): value for name, value in settings.items()}
 
 

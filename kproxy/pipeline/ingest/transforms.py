@@ -97,7 +97,7 @@ def placed(rows: DataFrame) -> DataFrame:
     of their file, so blocks have a fixed size (`sources.BLOCK_BYTES`).
     """
     if FILE in rows.columns:
-        # The id counts within a task, and a task reads one block.
+        # The id counts within a partition, which is one block, whatever the number of tasks is.
         counted = rows.withColumn(ORDER, F.monotonically_increasing_id().bitwiseAND(F.lit(_NUMBER_BITS)))
         name = F.concat(F.col(FILE), F.lit("#"), F.col(BLOCK), F.lit(":"), F.col(ORDER))
         return counted.withColumn(ROW, name).withColumn(ORDER, F.struct(MODIFIED, FILE, BLOCK, ORDER))

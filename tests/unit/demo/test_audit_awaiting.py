@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kproxy.demo.run import SILENCE_MS, TrailCoverage
+from kproxy.demo.run import cover
+from kproxy.pipeline.audit.proof import Stamp, TrailName
+from kproxy.pipeline.audit.trail_place import SHIPPING_MS
+from kproxy.pipeline.audit.trail_rows import rows_in
 from kproxy.trail.rows import Begin, End, Mark, Range, Row, encode_page
 
 UNTIL_MS = 100_000
@@ -39,7 +42,7 @@ def acked(at: int) -> Range:
     [
         pytest.param([], False, id="no trail"),
         pytest.param([begin(90_000)], False, id="one that has begun"),
-        pytest.param([begin(100_000)], True, id="one that began later"),
+        pytest.param([begin(102_000)], True, id="one that began later"),
         pytest.param([begin(90_000), mark(99_999)], False, id="idle before"),
         pytest.param([begin(90_000), mark(100_000)], True, id="idle since"),
         pytest.param([begin(90_000), acked(101_999)], False, id="a row that may have been closed too early"),
@@ -52,24 +55,19 @@ def acked(at: int) -> Range:
     ],
 )
 def test_trails_are_complete_when_each_is_far_enough(rows: list[Row], told: bool) -> None:
-    trails = TrailCoverage()
-    for row in rows:
-        trails.add_page(encode_page([row]))
-    assert trails.cover(UNTIL_MS, now_ms=UNTIL_MS + 1_000) is told
+    assert cover(stamps(rows), UNTIL_MS, now_ms=UNTIL_MS + 1_000) is told
 
 
 def test_overdue_silent_trail_is_not_waited_for() -> None:
-    trails = TrailCoverage()
-    trails.add_page(encode_page([begin(90_000), mark(UNTIL_MS)]))
-    trails.add_page(encode_page([begin(50_000, "killed")]))
-    silent_ms = 50_000 + INTERVAL_MS + MARK_MS + SILENCE_MS
+    read = stamps([begin(90_000), mark(UNTIL_MS), begin(50_000, "killed")])
+    silent_ms = 50_000 + INTERVAL_MS + MARK_MS + SHIPPING_MS
 
-    assert not trails.cover(UNTIL_MS, silent_ms)
-    assert trails.cover(UNTIL_MS, silent_ms + 1)
+    assert not cover(read, UNTIL_MS, silent_ms)
+    assert cover(read, UNTIL_MS, silent_ms + 1)
 
 
-def test_foreign_rows_in_topic_are_ignored() -> None:
-    trails = TrailCoverage()
-    for page in (None, b"", b"hello", b'{"kind":"end"}', b"\xff"):
-        trails.add_page(page)
-    assert not trails.cover(0, 0)
+def stamps(rows: list[Row]) -> dict[TrailName, list[Stamp]]:
+    read: dict[TrailName, list[Stamp]] = {}
+    for row in rows_in(encode_page(rows)):
+        read.setdefault((row.proxy, row.incarnation), []).append(row.stamp())
+    return read
