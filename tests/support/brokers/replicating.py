@@ -84,7 +84,7 @@ class LeaderSide(Side):
             on_identity_lost=lambda _: None,
         )
         nobody = cast(Any, None)
-        self._broker = Broker(config, "cluster", self.view, self.leases, nobody, nobody, nobody)
+        self._broker = Broker(config, "cluster", self.view, self.leases, nobody, nobody, nobody, nobody)
         self.listener = self._listener()
         self.port = 0
 

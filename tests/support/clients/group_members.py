@@ -24,7 +24,7 @@ class Member:
         self.closed_in_s = float("inf")
         self.stopping = threading.Event()
         self._failure: Exception | None = None
-        self._thread = threading.Thread(target=self._guard)
+        self._thread = threading.Thread(target=self._guard, daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()

@@ -128,6 +128,7 @@ class SimulatedProcess:
             nobody,
             nobody,
             FenceKeeper(self.client, self.view, on_deposed=self.leases.deposed),
+            nobody,
         )
         self.keeper = LogMaintenance(
             self.leases.hosted.values,

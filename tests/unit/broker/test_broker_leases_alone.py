@@ -216,7 +216,7 @@ async def test_fence_bind_takes_a_never_taken_partition(stage: Stage) -> None:
     fence = stage.store.revision
     nobody = cast(Any, None)
     keeper = FenceKeeper(stage.client, stage.view, on_deposed=stage.leases.deposed)
-    broker = Broker(BrokerConfig(1, Path(), ()), "cluster", stage.view, stage.leases, nobody, nobody, keeper)
+    broker = Broker(BrokerConfig(1, Path(), ()), "cluster", stage.view, stage.leases, nobody, nobody, keeper, nobody)
     message = request_header(BIND_FENCES, 0, 1, b"") + encode_bind_fences_request([FenceBinding("t", 0, fence)])
     frame = memoryview(INT32.pack(len(message)) + message)
     bindings: Bindings = {}
@@ -254,7 +254,7 @@ async def test_records_for_deleted_topic_id_miss_its_namesake(stage: Stage, monk
 
     monkeypatch.setattr(stage.leases, "take", take_late)
     nobody = cast(Any, None)
-    broker = Broker(BrokerConfig(1, Path(), ()), "cluster", stage.view, stage.leases, nobody, nobody, nobody)
+    broker = Broker(BrokerConfig(1, Path(), ()), "cluster", stage.view, stage.leases, nobody, nobody, nobody, nobody)
     frame = memoryview(produce_frame(records=bytes(build_batch([b"v"])), version=13, acks=1))
     answer = produce.handle(broker, Request(frame, parse_request_header(frame), {}))
     assert isinstance(answer, Awaitable)

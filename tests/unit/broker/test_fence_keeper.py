@@ -66,7 +66,7 @@ class Stage:
         self.keeper = FenceKeeper(self.client, self.view, on_deposed=self.deposed.append)
         nobody = cast(Any, None)
         config = BrokerConfig(1, directory, ())
-        self.broker = Broker(config, "cluster", self.view, self.leases, nobody, nobody, self.keeper)
+        self.broker = Broker(config, "cluster", self.view, self.leases, nobody, nobody, self.keeper, nobody)
         self.bindings: Bindings = {}
         self._directory = directory
 
