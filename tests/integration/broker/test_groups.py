@@ -79,6 +79,7 @@ def write(bootstrap: str, topic: str, first: int, count: int) -> set[bytes]:
     return set(values)
 
 
+@pytest.mark.long(but=4)
 @pytest.mark.parametrize("way", ["direct", "proxy"])
 @pytest.mark.parametrize("client", MEMBERS)
 def test_members_share_partitions_and_continue(site: Site, name: str, client: str, way: str) -> None:
@@ -107,6 +108,7 @@ def shares(first: Member, second: Member) -> bool:
     )
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("client", MEMBERS)
 def test_silent_members_partitions_go_to_another(site: Site, name: str, client: str) -> None:
     """The silent one is a member by hand, which sends nothing after its SyncGroup."""
@@ -152,6 +154,7 @@ def mortal(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path) -> Iterator[Sit
         yield Site(brokers, proxy.kafka)
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("client", MEMBERS)
 def test_members_survive_death_of_coordinator(mortal: Site, name: str, client: str) -> None:
     written, member = write(mortal.direct, name, 0, 30), MEMBERS[client]
