@@ -494,7 +494,7 @@ _FOLLOWER = "a follower's fetch would move the high watermark; followers have a 
 _BY_PARTITION = "an answer that may be merged from several brokers has a broker's error in each partition"
 _MALFORMED = "a count below -1 is malformed; Kafka takes it for -1"
 _KAFKAS_FAULT = "Kafka fails with an internal error"
-_NO_GROUPS = "the reference brokers keep no groups and no transactions, and say so"
+_NO_TRANSACTIONS = "the reference brokers keep no transactions, and say so"
 
 PROXY_DIFFERS: Mapping[str, Differs] = {
     **not_offered(SERVED),
@@ -516,8 +516,7 @@ BROKER_DIFFERS: Mapping[str, Differs] = {
     "ListOffsets v6: isolation level 7": Differs("NONE, offset 1", _KAFKAS_FAULT),
     "Metadata: the id of all zeros": Differs("UNKNOWN_TOPIC_ID", _KAFKAS_FAULT),
     "METADATA: a negative count": Differs(CLOSED, _MALFORMED),
-    "FindCoordinator: an empty group": Differs("INVALID_REQUEST", _NO_GROUPS),
-    "FindCoordinator: an empty transactional id": Differs("CLUSTER_AUTHORIZATION_FAILED", _NO_GROUPS),
+    "FindCoordinator: an empty transactional id": Differs("CLUSTER_AUTHORIZATION_FAILED", _NO_TRANSACTIONS),
     "DescribeConfigs: that broker's loggers": Differs("INVALID_REQUEST", "the reference brokers have no such loggers"),
 }
 
