@@ -1,4 +1,4 @@
-"""Write and read the records inside a batch, with kafka-python: for a log whose records this project writes itself."""
+"""Write and read the records inside a batch, with kafka-python: those that this project writes itself."""
 
 from __future__ import annotations
 
@@ -17,15 +17,22 @@ Pair = tuple[bytes, bytes | None]
 """A record's key and value; without a value it removes what its key names."""
 
 
-def encode_batch(pairs: Sequence[Pair], timestamp_ms: int) -> bytearray:
-    """Encode one batch, from offset 0 on, uncompressed and without a producer."""
+def encode_batch(
+    pairs: Sequence[Pair],
+    timestamp_ms: int,
+    producer_id: int = NO_PRODUCER_ID,
+    producer_epoch: int = -1,
+    base_sequence: int = NO_SEQUENCE,
+) -> bytearray:
+    """Encode one batch, from offset 0 on, uncompressed; by default without a producer."""
     builder: Any = DefaultRecordBatchBuilder(
         magic=MAGIC,
         compression_type=0,
         is_transactional=False,
-        producer_id=NO_PRODUCER_ID,
-        producer_epoch=-1,
-        base_sequence=NO_SEQUENCE,
+        producer_id=producer_id,
+        producer_epoch=producer_epoch,
+        base_sequence=base_sequence,
+        # A smaller limit would leave records out.
         batch_size=1 << 30,
     )
     for offset, (key, value) in enumerate(pairs):

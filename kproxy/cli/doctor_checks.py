@@ -18,8 +18,6 @@ from contextlib import AsyncExitStack
 from types import MappingProxyType
 from typing import NamedTuple
 
-from kafka.record.default_records import DefaultRecordBatchBuilder
-
 from kproxy.cli.options import AdminPlace
 from kproxy.cli.table_sources import NoAnswer, ReplicasUnknown, ask, ask_replication
 from kproxy.config import Address
@@ -43,6 +41,7 @@ from kproxy_codec import error_codes as codes
 from kproxy_codec.control import Message
 from kproxy_codec.errors import CodecError
 from kproxy_codec.record_batch import iterate_batches
+from kproxy_codec.records import encode_batch
 
 # The first releases without the known faults in leases: revoked early (before 3.5.13), renewals confirmed of revoked
 # leases (before 3.5.23, 3.6.5), and later fixes; and in roles: nested transactions (GHSA-rfx7-8w68-q57q), earlier
@@ -523,9 +522,7 @@ class _Probe:
 def _batch(mark: str) -> bytes:
     # The record has a key, because compacted topics accept no record without one.
     value = json.dumps({"written by": "kproxy doctor", "id": mark}).encode()
-    builder = DefaultRecordBatchBuilder(2, 0, False, -1, -1, -1, 1 << 16)
-    builder.append(0, timestamp=time.time_ns() // 1_000_000, key=PROBE_KEY, value=value, headers=[])
-    return bytes(builder.build())
+    return bytes(encode_batch([(PROBE_KEY, value)], time.time_ns() // 1_000_000))
 
 
 def _holds(records: bytes, offset: int, mark: str) -> bool:

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from kafka.partitioner.default import murmur2
-from kafka.record.default_records import DefaultRecordBatchBuilder
 
 from kproxy.address import Address
 from kproxy.ownership.kafka_client import (
@@ -41,6 +40,7 @@ from kproxy_codec import api_keys as keys
 from kproxy_codec import error_codes as codes
 from kproxy_codec.control import Message
 from kproxy_codec.record_batch import add_sequence
+from kproxy_codec.records import encode_batch
 
 T = TypeVar("T")
 
@@ -228,10 +228,5 @@ class TopicSink:
             connection.abort()
 
     def _batch(self, producer: _Producer, pages: Sequence[bytes]) -> bytes:
-        now_ms = time.time_ns() // 1_000_000
-        number, epoch = producer.producer_id, producer.producer_epoch
-        # Its limit would leave records out.
-        builder = DefaultRecordBatchBuilder(2, 0, False, number, epoch, producer.sequence, batch_size=1 << 30)
-        for position, page in enumerate(pages):
-            builder.append(position, timestamp=now_ms, key=self._key, value=page, headers=[])
-        return bytes(builder.build())
+        numbers = producer.producer_id, producer.producer_epoch, producer.sequence
+        return bytes(encode_batch([(self._key, page) for page in pages], time.time_ns() // 1_000_000, *numbers))

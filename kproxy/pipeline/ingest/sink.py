@@ -38,8 +38,8 @@ NEW_IN_FILE: Final = "new column in a file"
 # Gives records the timestamps that TIMESTAMP_HEADER tells. A test builds the jar from its source and compares.
 INTERCEPTOR_CLASS: Final = "kproxy.KeepTimestamps"
 JAR: Final = "keep_timestamps.jar"
-# A task reads several files: with small ones Spark would spend its time on tasks. There are more tasks than cores, as
-# files differ in size, and a task does not read more than so many blocks, if there are many.
+# A task reads several small files, because each task costs more than such a file. There are more tasks than cores,
+# because files differ in size. A micro-batch with many blocks has a task for each BLOCKS_PER_TASK of them.
 TASKS_PER_CORE: Final = 4
 BLOCKS_PER_TASK: Final = 16
 OBSERVED_TIMEOUT_S: Final = 10.0
