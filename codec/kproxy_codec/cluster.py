@@ -1,6 +1,6 @@
 """Copy answers about the cluster and replace the brokers in them.
 
-Metadata (versions 0 to 13), DescribeCluster (0, 1) and DescribeTopicPartitions (0) name brokers in their list, as the
+Metadata (versions 0 to 13), DescribeCluster (0 to 2) and DescribeTopicPartitions (0) name brokers in their list, as the
 controller, and as leaders and replicas of partitions. This module writes other brokers in their place. Each partition
 then has one replica, its leader; leader epochs are -1 (unknown), racks are null. Offline and eligible replicas are
 omitted, and tagged fields, as none are known. Everything else is copied unchanged.
@@ -62,8 +62,9 @@ _NULLABLE_NAME_FROM = 12
 _ERROR_CODE_FROM = 13
 _ALL_TOPICS_NULL_FROM = 1
 _AUTO_CREATION_FROM = 4
-# Version of DescribeCluster.
+# Versions of DescribeCluster.
 _ENDPOINT_TYPE_FROM = 1
+_IS_FENCED_FROM = 2
 
 _HEAD: Final = Struct(">hi")
 # The cost of a topic in a portion, in partitions.
@@ -173,26 +174,28 @@ def _cluster(walk: Walk, version: int, named: Named, out: bytearray) -> Work[Non
     out += encode_string(walk.string(), compact=True)
     walk.skip(INT32.size)
     out += INT32.pack(named.controller_id)
-    yield from _brokers(walk, named, out, has_rack=True)
+    yield from _brokers(walk, named, out, has_rack=True, behind_rack=b"\x00" * (version >= _IS_FENCED_FROM))
     operations = walk.skip(INT32.size)
     out += operations if named.verdict is None else _NO_OPERATIONS
 
 
-def _brokers(walk: Walk, named: Named, out: bytearray, *, has_rack: bool) -> Work[None]:
+def _brokers(walk: Walk, named: Named, out: bytearray, *, has_rack: bool, behind_rack: bytes = b"") -> Work[None]:
+    """Replace the brokers; `behind_rack`: fixed fields with which an entry ends."""
     for _ in range(walk.count(LEAST_BROKER_BYTES)):
         walk.skip(INT32.size)
         walk.string()
         walk.skip(INT32.size)
         if has_rack:
             walk.string(nullable=True)
+        walk.skip(len(behind_rack))
         walk.tags()
         if walk.spend(_TOPIC_COST):
             yield
-    _write_brokers(named, out, compact=walk.compact, has_rack=has_rack)
+    _write_brokers(named, out, compact=walk.compact, has_rack=has_rack, behind_rack=behind_rack)
 
 
-def _write_brokers(named: Named, out: bytearray, *, compact: bool, has_rack: bool) -> None:
-    behind = (encode_string(None, compact=compact) if has_rack else b"") + (_NO_TAGS if compact else b"")
+def _write_brokers(named: Named, out: bytearray, *, compact: bool, has_rack: bool, behind_rack: bytes = b"") -> None:
+    behind = (encode_string(None, compact=compact) if has_rack else b"") + behind_rack + (_NO_TAGS if compact else b"")
     out += encode_count(len(named.brokers), compact=compact)
     for node_id, host, port in named.brokers:
         out += INT32.pack(node_id) + encode_string(host.encode(), compact=compact) + INT32.pack(port) + behind

@@ -81,6 +81,18 @@ def version_range(api_key: int) -> tuple[int, int]:
     return lowest, highest
 
 
+def is_known(api_key: int, api_version: int) -> bool:
+    """Whether this codec supports this version."""
+    lowest, highest = _REQUESTS[api_key].valid_versions if api_key in _REQUESTS else (1, 0)
+    return bool(lowest <= api_version <= highest)
+
+
+def response_fields(api_key: int) -> Mapping[str, Message]:
+    """The schema of each field of a response, by name, whatever the version; one's own fields are its `fields`."""
+    fields: Mapping[str, Message] = _RESPONSES[api_key]._struct.fields
+    return fields
+
+
 def build_request(api_key: int, api_version: int, **fields: Any) -> Message:
     """Build a request from `fields`; nested structures are mappings. Omitted fields take the schema's default."""
     return _build(_class_of(_REQUESTS, api_key, api_version), api_version, fields)

@@ -1,15 +1,16 @@
 """Read and rewrite messages about groups and transactions for a proxy.
 
-It covers the key of a request, the coordinator of each key (FindCoordinator, versions 0 to 6), the error codes in
-answers, the leader epochs in OffsetFetch answers (up to version 7), and refusals, which have an error for each
-partition. The number of keys or partitions in a message has no other limit than its length (see `kproxy_codec.walk`).
+It covers the key of a request, the groups of a request that names several, the coordinator of each key
+(FindCoordinator, versions 0 to 6), the error codes in answers, the leader epochs of commits and of OffsetFetch answers,
+and refusals, which have an error for each partition. The number of keys or partitions in a message has no other limit
+than its length (see `kproxy_codec.walk`).
 
 Tagged fields are skipped; none are known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from struct import Struct
 from typing import Final, NamedTuple
 
@@ -26,6 +27,8 @@ from kproxy_codec.api_keys import (
     is_flexible,
 )
 from kproxy_codec.error_codes import NONE
+from kproxy_codec.errors import InvalidField
+from kproxy_codec.partitioned import TOPIC_ID_BYTES
 from kproxy_codec.primitives import INT8, INT16, INT32, INT64, Buffer, encode_count, encode_string
 from kproxy_codec.walk import Walk, Work
 
@@ -35,6 +38,10 @@ TRANSACTION: Final = 1
 KEY_TYPES_FROM: Final = 1
 # From this version a FindCoordinator request has several keys (KIP-699).
 BATCHED_FROM: Final = 4
+# From this version OffsetFetch names several groups, which may have several coordinators (KIP-709).
+_FETCH_GROUPS_FROM: Final = 8
+# From this version OffsetCommit and OffsetFetch name topics by id (KIP-848).
+OFFSETS_BY_ID_FROM: Final = 10
 
 _NO_TAGS: Final = b"\x00"
 _NO_EPOCH: Final = INT32.pack(-1)
@@ -45,7 +52,10 @@ _KEY_COST: Final = 12
 # Versions of FindCoordinator and OffsetFetch.
 _FIND_MESSAGE_FROM = 1
 _FETCH_ERROR_FROM = 2
-_FETCH_EPOCH_FROM = 5
+FETCH_EPOCH_FROM: Final = 5
+_FETCH_MEMBER_FROM = 9
+# From these versions commits have leader epochs.
+COMMIT_EPOCH_FROM: Final = {OFFSET_COMMIT: 6, TXN_OFFSET_COMMIT: 2}
 
 # The version from which an answer begins with throttle_time_ms.
 _THROTTLE_FROM: Final = {
@@ -69,6 +79,68 @@ def coordination_key(api_key: int, api_version: int, body: Buffer) -> str:
         # Skip the transactional id, because the request goes to the group's coordinator.
         walk.string()
     return walk.text(nullable=True) or ""
+
+
+# Requests about several groups
+
+
+class GroupSpan(NamedTuple):
+    """A group of a request, and the span of its element in the body."""
+
+    group: str
+    start: int
+    end: int
+
+
+def names_groups(api_key: int, api_version: int) -> bool:
+    """Whether the request, an OffsetFetch, may name several groups."""
+    return api_key == OFFSET_FETCH and api_version >= _FETCH_GROUPS_FROM
+
+
+def read_groups(api_key: int, api_version: int, body: Buffer) -> Work[list[GroupSpan]]:
+    """The groups of a request that `names_groups`. Raises CodecError."""
+    walk = Walk(body, compact=is_flexible(api_key, api_version))
+    spans: list[GroupSpan] = []
+    for _ in range(walk.count(2)):
+        start = walk.at
+        group = walk.text() or ""
+        if api_version >= _FETCH_MEMBER_FROM:
+            walk.string(nullable=True)
+            walk.skip(INT32.size)
+        for _ in range(walk.count(3, nullable=True)):
+            _topic(walk, api_key, api_version)
+            walk.skip(walk.count(INT32.size) * INT32.size)
+            walk.tags()
+            if walk.spend(_PARTITION_COST):
+                yield
+        walk.tags()
+        spans.append(GroupSpan(group, start, walk.at))
+        if walk.spend(_KEY_COST):
+            yield
+    walk.skip(INT8.size)
+    walk.end()
+    return spans
+
+
+def about_one(api_key: int, api_version: int, body: memoryview, spans: Sequence[GroupSpan], place: int) -> bytes:
+    """The body of the request for one of its groups."""
+    _, start, end = spans[place]
+    one = encode_count(1, compact=is_flexible(api_key, api_version))
+    return b"".join((one, body[start:end], body[spans[-1].end :]))
+
+
+def merge_groups(api_key: int, api_version: int, bodies: Sequence[memoryview]) -> bytes:
+    """One body of an answer from those about one group each. Raises CodecError."""
+    compact = is_flexible(api_key, api_version)
+    throttle_bytes = len(_throttle(api_key, api_version))
+    one, tail = encode_count(1, compact=compact), _NO_TAGS if compact else b""
+    start = throttle_bytes + len(one)
+    for body in bodies:
+        if body[throttle_bytes:start] != one or body[len(body) - len(tail) :] != tail:
+            raise InvalidField("an answer about one group has another number of them, or unknown fields")
+    throttle = max((bytes(body[:throttle_bytes]) for body in bodies), default=_throttle(api_key, api_version))
+    elements = (body[start : len(body) - len(tail)] for body in bodies)
+    return b"".join((throttle, encode_count(len(bodies), compact=compact), *elements, tail))
 
 
 # FindCoordinator
@@ -193,11 +265,26 @@ def error_codes(api_key: int, api_version: int, body: memoryview, *, without_epo
         walk.skip(INT32.size)
     if api_key not in (OFFSET_COMMIT, OFFSET_FETCH):
         return {walk.fixed(INT16)}
-    fetched = api_key == OFFSET_FETCH
-    has_epoch = fetched and api_version >= _FETCH_EPOCH_FROM
     codes: set[int] = set()
+    if not names_groups(api_key, api_version):
+        yield from _offsets(walk, api_key, api_version, codes, without_epochs=without_epochs)
+    else:
+        for _ in range(walk.count(5)):
+            walk.string()
+            yield from _offsets(walk, api_key, api_version, codes, without_epochs=without_epochs)
+            walk.tags()
+            if walk.spend(_KEY_COST):
+                yield
+    walk.end()
+    return codes
+
+
+def _offsets(walk: Walk, api_key: int, api_version: int, codes: set[int], *, without_epochs: bool) -> Work[None]:
+    """Collect the error codes of one group's topics, and its own."""
+    fetched = api_key == OFFSET_FETCH
+    has_epoch = fetched and api_version >= FETCH_EPOCH_FROM
     for _ in range(walk.count(3)):
-        walk.string()
+        _topic(walk, api_key, api_version)
         for _ in range(walk.count(6)):
             walk.skip(INT32.size + INT64.size * fetched)
             if has_epoch:
@@ -215,8 +302,38 @@ def error_codes(api_key: int, api_version: int, body: memoryview, *, without_epo
             yield
     if fetched and api_version >= _FETCH_ERROR_FROM:
         codes.add(walk.fixed(INT16))
+
+
+def _topic(walk: Walk, api_key: int, api_version: int) -> bytes:
+    """Skip a topic's name or id, and return its bytes."""
+    start = walk.at
+    if api_key in (OFFSET_COMMIT, OFFSET_FETCH) and api_version >= OFFSETS_BY_ID_FROM:
+        walk.skip(TOPIC_ID_BYTES)
+    else:
+        walk.string()
+    return bytes(walk.body[start : walk.at])
+
+
+# Requests that commit offsets
+
+
+def blank_committed_epochs(api_key: int, api_version: int, request_body: memoryview) -> Work[None]:
+    """Overwrite the leader epochs of a version from COMMIT_EPOCH_FROM on with -1 (unknown). Raises CodecError."""
+    walk = Walk(request_body, compact=is_flexible(api_key, api_version))
+    _pass(walk, _BEFORE_TOPICS[api_key], api_version)
+    for _ in range(walk.count(3)):
+        _topic(walk, api_key, api_version)
+        for _ in range(walk.count(18)):
+            walk.skip(INT32.size + INT64.size)
+            walk.skip(INT32.size)[:] = _NO_EPOCH
+            walk.string(nullable=True)
+            walk.tags()
+            if walk.spend(_PARTITION_COST):
+                yield
+        walk.tags()
+        if walk.spend(_PARTITION_COST):
+            yield
     walk.end()
-    return codes
 
 
 # Refusals
@@ -251,12 +368,14 @@ _BEHIND_INDEX: Final[dict[int, tuple[_Field, ...]]] = {
     OFFSET_COMMIT: (_Field(INT64), _Field(INT32, 6), _Field(INT64, 1, 1), _STRING),
 }
 REFUSED_BY_PARTITION: Final = frozenset(_BEFORE_TOPICS)
-"""The APIs whose answers have an error for each partition; OffsetFetch only up to version 1."""
+"""The APIs whose answers have an error for each partition."""
+# The versions from which an answer as a whole has one.
+_ERROR_FROM: Final = {OFFSET_FETCH: _FETCH_ERROR_FROM, ADD_PARTITIONS_TO_TXN: 4}
 
 
 def is_refused_by_partition(api_key: int, api_version: int) -> bool:
     """Whether the answer can report an error only in each partition (`refuse_partitions`)."""
-    return api_key in REFUSED_BY_PARTITION and not (api_key == OFFSET_FETCH and api_version >= _FETCH_ERROR_FROM)
+    return api_key in REFUSED_BY_PARTITION and api_version < _ERROR_FROM.get(api_key, api_version + 1)
 
 
 def refuse_partitions(api_key: int, api_version: int, request_body: Buffer, error_code: int) -> Work[bytearray]:
@@ -274,7 +393,7 @@ def refuse_partitions(api_key: int, api_version: int, request_body: Buffer, erro
     topics = walk.count(3)
     out += encode_count(topics, compact=compact)
     for _ in range(topics):
-        out += encode_string(walk.string(), compact=compact)
+        out += _topic(walk, api_key, api_version)
         partitions = walk.count(INT32.size)
         out += encode_count(partitions, compact=compact)
         for _ in range(partitions):

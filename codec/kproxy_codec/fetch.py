@@ -1,13 +1,16 @@
 """Parse and encode Fetch requests and answers.
 
-Versions 4–13; flexible from 12. Request: replica_id INT32, max_wait_ms INT32, min_bytes INT32, max_bytes INT32,
+Versions 4–18; flexible from 12. Request: replica_id INT32 (to 14), max_wait_ms INT32, min_bytes INT32, max_bytes INT32,
 isolation_level INT8, session_id INT32 (v7), session_epoch INT32 (v7), topics of {name, partitions of {index INT32,
 current_leader_epoch INT32 (v9), fetch_offset INT64, last_fetched_epoch INT32 (v12), log_start_offset INT64 (v5),
-partition_max_bytes INT32}}, forgotten topics (v7), rack_id (v11). Answer: throttle_time_ms INT32, error_code INT16
-(v7), session_id INT32 (v7), topics of {name, partitions of {index INT32, error_code INT16, high_watermark INT64,
-last_stable_offset INT64, log_start_offset INT64 (v5), aborted_transactions, preferred_read_replica INT32 (v11),
-records, tag 0 diverging_epoch {epoch INT32, end_offset INT64} (v12, KIP-595)}}. From 13 on a topic's id, a UUID,
-replaces its name (KIP-516). A follower names its log in tag 0 of a partition: replica_directory_id UUID (KIP-853).
+partition_max_bytes INT32}}, forgotten topics (v7), rack_id (v11), tag 1 replica_state {replica_id INT32, replica_epoch
+INT64} (v15, KIP-903). Answer: throttle_time_ms INT32, error_code INT16 (v7), session_id INT32 (v7), topics of {name,
+partitions of {index INT32, error_code INT16, high_watermark INT64, last_stable_offset INT64, log_start_offset INT64
+(v5), aborted_transactions, preferred_read_replica INT32 (v11), records, tag 0 diverging_epoch {epoch INT32, end_offset
+INT64} (v12, KIP-595), tag 1 current leader (v12)}}, tag 0 node endpoints (v16, KIP-951). From 13 on a topic's id, a
+UUID, replaces its name (KIP-516). A follower names its log in tag 0 of a partition: replica_directory_id UUID
+(KIP-853). Other tagged fields, such as a request's cluster_id and a partition's high_watermark (v18), count only
+between brokers.
 
 Clients have no fetch sessions (KIP-227): every answer has session 0, so that they send whole requests. Followers leave
 their requests open (OPEN_EPOCH). `kproxy_codec.replica_fetch` is the follower's side.
@@ -53,9 +56,10 @@ from kproxy_codec.primitives import (
 )
 
 MIN_VERSION = 4
-MAX_VERSION = 13
-# From this version on topics are named by their ids: followers use it, clients are offered only lower versions.
+MAX_VERSION = 18
+# From this version on topics are named by their ids.
 TOPIC_IDS_FROM = 13
+_REPLICA_STATE_FROM = 15
 NO_SESSION = 0
 # The epochs of a request that belongs to no session (KIP-227): to ask for a session, and to ask for none.
 INITIAL_EPOCH, FINAL_EPOCH = 0, -1
@@ -65,9 +69,11 @@ OPEN_EPOCH = 0
 # replica_id, max_wait_ms, min_bytes, max_bytes, isolation_level; and with session_id, session_epoch from version 7
 _PREAMBLE = Struct(">iiiib")
 SESSION_PREAMBLE = Struct(">iiiibii")
+_WITHOUT_REPLICA = Struct(">iiibii")
 DIVERGING_EPOCH_TAG = 0
 # A tag in a partition of a request; Apache Kafka has it from version 17 on.
 REPLICA_DIRECTORY_ID_TAG = 0
+_REPLICA_STATE_TAG = 1
 _CURRENT_LEADER_TAG = 1
 _NODE_ENDPOINTS_TAG = 0
 # partition_index, current_leader_epoch (v9), fetch_offset, last_fetched_epoch (v12), log_start_offset (v5), max_bytes
@@ -154,14 +160,17 @@ def parse_fetch(frame: memoryview, header: RequestHeader) -> FetchRequest:
     flexible = is_flexible(FETCH, version)
     limit = len(frame)
     request = FetchRequest(frame, header, flexible=flexible)
-    form = SESSION_PREAMBLE if version >= 7 else _PREAMBLE
+    form = _preamble_form(version)
     offset = header.body_offset + form.size
     if offset > limit:
         raise Truncated(f"a fetch request of {limit} bytes is shorter than its fixed part")
     numbers = form.unpack_from(frame, header.body_offset)
-    request.replica_id, request.max_wait_ms, request.min_bytes, request.max_bytes, request.isolation_level = numbers[:5]
+    if version < _REPLICA_STATE_FROM:
+        request.replica_id = numbers[0]
+        numbers = numbers[1:]
+    request.max_wait_ms, request.min_bytes, request.max_bytes, request.isolation_level = numbers[:4]
     if version >= 7:
-        request.session_id, request.session_epoch = numbers[5:]
+        request.session_id, request.session_epoch = numbers[4:]
     request.topics_start = offset
     request.by_id = version >= TOPIC_IDS_FROM
     fixed_bytes = _partition_form(version).size
@@ -181,8 +190,17 @@ def parse_fetch(frame: memoryview, header: RequestHeader) -> FetchRequest:
         rack_start = offset
         _, _, offset = skip_string(frame, offset, limit, compact=flexible)
         request.rack = (rack_start, offset)
-    expect_end(frame, skip_tagged_fields(frame, offset, limit) if flexible else offset)
+    if flexible:
+        fields, offset = read_tagged_fields(frame, offset, limit)
+        for tag, start, end in fields:
+            if tag == _REPLICA_STATE_TAG and version >= _REPLICA_STATE_FROM:
+                request.replica_id, _ = read_fixed(INT32, frame, start, end)
+    expect_end(frame, offset)
     return request
+
+
+def _preamble_form(version: int) -> Struct:
+    return _WITHOUT_REPLICA if version >= _REPLICA_STATE_FROM else SESSION_PREAMBLE if version >= 7 else _PREAMBLE
 
 
 def _read_forgotten_topics(request: FetchRequest, offset: int, limit: int) -> int:
@@ -353,10 +371,12 @@ def _as_fetch(request: PartitionedRequest) -> FetchRequest:
 
 def preamble(request: FetchRequest, max_wait_ms: int, max_bytes: int) -> bytes:
     """The fixed part of a fetch request, without a session, with other limits (milliseconds, bytes)."""
-    numbers = (request.replica_id, max_wait_ms, request.min_bytes, max_bytes, request.isolation_level)
-    if request.header.api_version >= 7:
-        return SESSION_PREAMBLE.pack(*numbers, NO_SESSION, FINAL_EPOCH)
-    return _PREAMBLE.pack(*numbers)
+    version = request.header.api_version
+    replica = (request.replica_id,) if version < _REPLICA_STATE_FROM else ()
+    session = (NO_SESSION, FINAL_EPOCH) if version >= 7 else ()
+    return _preamble_form(version).pack(
+        *replica, max_wait_ms, request.min_bytes, max_bytes, request.isolation_level, *session
+    )
 
 
 def _skip_result(frame: memoryview, offset: int, limit: int, api_version: int) -> tuple[int, int, int]:

@@ -1,8 +1,9 @@
 """Parse and encode ListOffsets requests and answers.
 
-Versions 1–9. Request: replica_id INT32, isolation_level INT8 (v2), topics of {name, partitions of {index INT32,
-current_leader_epoch INT32 (v4), timestamp INT64}}. Answer: throttle_time_ms INT32 (v2), topics of {name, partitions of
-{index INT32, error_code INT16, timestamp INT64, offset INT64, leader_epoch INT32 (v4)}}; flexible from 6.
+Versions 1–11. Request: replica_id INT32, isolation_level INT8 (v2), topics of {name, partitions of {index INT32,
+current_leader_epoch INT32 (v4), timestamp INT64}}, timeout_ms INT32 (v10). Answer: throttle_time_ms INT32 (v2), topics
+of {name, partitions of {index INT32, error_code INT16, timestamp INT64, offset INT64, leader_epoch INT32 (v4)}};
+flexible from 6.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from kproxy_codec.partitioned import (
 from kproxy_codec.primitives import INT8, INT32, Buffer, encode_tagged_fields, read_fixed, skip_tagged_fields
 
 MIN_VERSION = 1
-MAX_VERSION = 9
+MAX_VERSION = 11
+_TIMEOUT_FROM = 10
 
 _NO_TAG = -1
 _CONSUMER = -1
@@ -68,6 +70,8 @@ class ListOffsetsApi:
             frame, offset, flexible=flexible, least_bytes=entry_bytes, read_entries=one_by_one(skip)
         )
         offset = request.topics_end
+        if version >= _TIMEOUT_FROM:
+            _, offset = read_fixed(INT32, frame, offset, len(frame))
         expect_end(frame, skip_tagged_fields(frame, offset, len(frame)) if flexible else offset)
         return request
 

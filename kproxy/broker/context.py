@@ -107,7 +107,7 @@ class Broker:
         An unknown id stays; no topic has such a name. Repeat this after a wait: another topic may have the name by
         then.
         """
-        for topic in request.topics:
+        for topic in request.topics if request.by_id else ():
             found = self.view.topic_by_id(topic.wire)
             topic.name = found.name.encode() if found is not None else topic.wire
 

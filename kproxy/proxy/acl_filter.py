@@ -10,9 +10,11 @@ other place. Topics that the client may not have are cut out, and get 29. These 
 | InitProducerId of an idempotent producer | write any topic, or the cluster | 31 |
 | DeleteTopics by id | delete each topic | 29; 100 for an unknown id; 42 for a name with an id |
 | DescribeConfigs | describe the topic, or the cluster | 29, 31 for a resource |
+| OffsetFetch of several groups | describe each group, and each topic | 30 for a group, 29 for a topic of it |
 | Metadata, DescribeTopicPartitions | describe each topic | 29 for a topic; one that was not named is left out |
 
-OffsetFetch for all topics, too, leaves out those that the client may not see. AddPartitionsToTxn adds all partitions or
+OffsetFetch for all topics, too, leaves out those that the client may not see. A topic that is named by an id which is
+not known here gets 100. AddPartitionsToTxn adds all partitions or
 none: if a topic is refused, all others get 55. To create a topic a permission for the cluster is enough. A client
 without the right to create never creates a topic by asking for its metadata. Brokers page through the topics of
 DescribeTopicPartitions, and name the next one: the proxy asks only for visible topics. Everybody may ask for the
@@ -49,7 +51,15 @@ from kproxy_codec.control import (
     encode_request,
     encode_response,
 )
-from kproxy_codec.coordination import BATCHED_FROM, GROUP, TRANSACTION, is_refused_by_partition, refuse_partitions
+from kproxy_codec.coordination import (
+    BATCHED_FROM,
+    GROUP,
+    OFFSETS_BY_ID_FROM,
+    TRANSACTION,
+    is_refused_by_partition,
+    names_groups,
+    refuse_partitions,
+)
 from kproxy_codec.error_codes import (
     CLUSTER_AUTHORIZATION_FAILED,
     GROUP_AUTHORIZATION_FAILED,
@@ -205,14 +215,31 @@ class AclFilter:
         """Remove the topics that the client may not access."""
         if getattr(self._request, at) is None:
             return Filtered(self._frame, amend=self._hide_topics)
+        return self._cut(at, to, self._code_of_topic(operation), self._refused_topic)
+
+    def _code_of_topic(self, operation: Operation) -> Code:
         allows = self._access.each(operation, Resource.TOPIC)
 
         def code_of(topic: Any) -> int:
-            name = topic if isinstance(topic, str) else topic.name
+            name = self._topic(topic)
+            if name is None:
+                return UNKNOWN_TOPIC_ID if self._access.is_enforced else NONE
             is_allowed = (operation is Operation.CREATE and self._access.may_create(name)) or allows(name)
             return NONE if is_allowed else TOPIC_AUTHORIZATION_FAILED
 
-        return self._cut(at, to, code_of, self._refused_topic)
+        return code_of
+
+    @property
+    def _has_ids(self) -> bool:
+        """Whether the request names the topics of offsets by id."""
+        is_about_offsets = self._header.api_key in (keys.OFFSET_COMMIT, keys.OFFSET_FETCH)
+        return is_about_offsets and self._header.api_version >= OFFSETS_BY_ID_FROM
+
+    def _topic(self, topic: Any) -> str | None:
+        """The name of a topic; None if its id is not known."""
+        if isinstance(topic, str):
+            return topic
+        return self._name_of(topic) if self._has_ids else str(topic.name)
 
     def _cut(self, at: str, to: str, code_of: Code, refused: Refused, *, may_be_empty: bool = False) -> Filtered:
         """Remove elements of the field `at`; their results are added to the answer's field `to`.
@@ -253,7 +280,7 @@ class AclFilter:
         else:
             indexes, rest = [each.partition_index for each in topic.partitions], {}
         return {
-            "name": topic.name,
+            **({"topic_id": _id_of(topic)} if self._has_ids else {"name": topic.name}),
             "partitions": [{"partition_index": each, "error_code": error_code, **rest} for each in indexes],
         }
 
@@ -266,10 +293,55 @@ class AclFilter:
         return memoryview(bytearray(frame_message(self._frame[4 : header.body_offset], encode_request(request))))
 
     def _hide_topics(self, answer: Message) -> None:
-        answer.topics = [each for each in answer.topics if self._sees(each.name)]
+        answer.topics = [each for each in answer.topics if self._sees(self._topic(each))]
 
-    def _sees(self, topic: str) -> bool:
+    def _sees(self, topic: str | None) -> bool:
+        if topic is None:
+            return not self._access.is_enforced
         return self._access.permits(Operation.DESCRIBE, Resource.TOPIC, topic)
+
+    # Offsets of several groups
+
+    def _offset_fetch(self) -> Filtered:
+        if not names_groups(self._header.api_key, self._header.api_version):
+            return self._by_needs()
+        describes, code_of = (
+            self._access.each(Operation.DESCRIBE, Resource.GROUP),
+            self._code_of_topic(Operation.DESCRIBE),
+        )
+        asks_for_all: set[str] = set()
+        refused: list[dict[str, object]] = []
+        refused_in: dict[str, Any] = {}
+        kept = []
+        for group in self._request.groups:
+            if not describes(group.group_id):
+                refused.append({"group_id": group.group_id, "error_code": GROUP_AUTHORIZATION_FAILED})
+                continue
+            kept.append(group)
+            if group.topics is None:
+                asks_for_all.add(group.group_id)
+                continue
+            decided = [(each, code_of(each)) for each in group.topics]
+            group.topics = [each for each, code in decided if not code]
+            topics = [self._refused_topic(each, code) for each, code in decided if code]
+            if topics:
+                [built] = self._response({"groups": [{"group_id": group.group_id, "topics": topics}]}).groups
+                refused_in[group.group_id] = built.topics
+        if not kept:
+            return self._answered(groups=refused)
+        self._request.groups = kept
+
+        def amend(answer: Message) -> None:
+            for group in answer.groups:
+                if group.group_id in asks_for_all:
+                    self._hide_topics(group)
+                elif not group.error_code:
+                    group.topics = [*group.topics, *refused_in.get(group.group_id, ())]
+            answer.groups = [*answer.groups, *self._response({"groups": refused}).groups]
+
+        if not (refused or refused_in):
+            return Filtered(self._frame, amend=amend if asks_for_all else None)
+        return Filtered(self._reframed(), amend=amend)
 
     # Producer ids, coordinators, topics by id, and configurations
 
@@ -460,4 +532,5 @@ _BY_API: Final[Mapping[int, Callable[[AclFilter], Filtered]]] = {
     keys.METADATA: AclFilter._metadata,
     keys.DESCRIBE_TOPIC_PARTITIONS: AclFilter._topic_partitions,
     keys.DESCRIBE_CLUSTER: AclFilter._cluster,
+    keys.OFFSET_FETCH: AclFilter._offset_fetch,
 }

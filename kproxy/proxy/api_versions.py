@@ -1,15 +1,18 @@
 """Work out which API versions to offer to clients.
 
 An API is offered in the versions that the proxy (kproxy.proxy.apis) and all upstream brokers serve: `offer`. Brokers
-are asked with ApiVersions (KIP-35): `ask_versions`; kproxy.proxy.broker_watch says when. A request outside of the
-offered versions closes the connection, as in Kafka; only ApiVersions has an error for that (KIP-511).
+are asked with ApiVersions (KIP-35): `ask_versions`; kproxy.proxy.broker_watch says when.
+
+A client whose versions are configured may send others. They are answered with UNSUPPORTED_VERSION, in the form of the
+request's own version. Kafka closes the connection; such a client connects again, many times a second, and tells its
+application nothing. Where the version is not known here, or its answer has no place for an error, the connection is
+closed here as well.
 
 The proxy answers some APIs itself where brokers leave them to it (`Api.ends_here`). It then offers its own versions,
 whatever brokers serve.
 
-Features (KIP-584) are the brokers' common ones, except for transaction.version. From its level 2 on a client leaves out
-AddPartitionsToTxn and uses newer versions of its other requests instead (KIP-890). So level 2 is offered only with
-those versions: a client that is offered level 2 and may not send them aborts its transactions.
+Features (KIP-584) are the brokers' common ones, at the levels whose requests are offered (`FEATURES`): a client that is
+told of a higher level and may not send them aborts its transactions, or reads nothing.
 """
 
 from __future__ import annotations
@@ -19,12 +22,22 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from kproxy.proxy.apis import APIS, NO_RANGES, NOT_SERVED, Range, Ranges, proxy_ranges
+from kproxy.proxy.apis import (
+    APIS,
+    FEATURES,
+    NAMED_AND_REFUSED,
+    NO_RANGES,
+    NOT_SERVED,
+    SERVED,
+    Range,
+    Ranges,
+    proxy_ranges,
+)
 from kproxy.proxy.broker_connection import Upstream, ask
 from kproxy_codec import api_keys as keys
 from kproxy_codec import foreign
 from kproxy_codec.api_keys import is_flexible
-from kproxy_codec.control import Message, build_request, build_response, decode_response, encode_request
+from kproxy_codec.control import Message, build_request, build_response, decode_response, encode_request, is_known
 from kproxy_codec.error_codes import INVALID_REQUEST, NONE, UNSUPPORTED_VERSION
 from kproxy_codec.errors import InvalidField, UnsupportedVersion
 from kproxy_codec.framing import RequestHeader, request_header, response_body_offset
@@ -42,15 +55,14 @@ FENCES: Final[Ranges] = {keys.BIND_FENCES: (BIND_FENCES_VERSION, BIND_FENCES_VER
 # Offered where the proxy has the means for them, whatever brokers serve.
 _ONLY_OURS: Final = frozenset({keys.OWN, keys.SASL_HANDSHAKE, keys.SASL_AUTHENTICATE})
 
-TRANSACTION_VERSION: Final = "transaction.version"
-# With these versions a producer uses transactions of level 2 (KIP-890).
-_LEVEL_2: Final[Ranges] = {keys.PRODUCE: (12, 12), keys.END_TXN: (5, 5), keys.TXN_OFFSET_COMMIT: (5, 5)}
 _UNKNOWN_EPOCH: Final = -1
 NO_CAPS: Final[Mapping[int, int]] = MappingProxyType({})
 
 # Versions of ApiVersions: the client's software in requests; features in answers.
 _SOFTWARE_FROM: Final = 3
 _FEATURES_FROM: Final = 3
+# More than the levels in FEATURES that may be withheld.
+_EPOCHS_FOR_ONE: Final = 8
 # Up to this version an answer cannot name a feature that is supported from level 0 (KIP-1022).
 _NO_LEVEL_0_TO: Final = 3
 
@@ -116,8 +128,8 @@ def offer(
 
     `can_answer` are the APIs, and their versions, that the proxy has the means to answer itself.
 
-    Finalized features are those of the broker with the highest epoch. The epoch rises when transaction.version is
-    capped: clients that have seen the higher level accept a lower one only with a higher epoch.
+    Finalized features are those of the broker with the highest epoch. The epoch rises with each level that is withheld:
+    clients that have seen a higher level accept a lower one only with a higher epoch.
     """
     ranges = intersect((broker.ranges for broker in brokers), caps)
     fences = FENCES if brokers and all(covers(broker.ranges, FENCES) for broker in brokers) else NO_RANGES
@@ -126,10 +138,9 @@ def offer(
     supported = _common_features([broker.supported for broker in brokers])
     latest = max(brokers, key=lambda broker: broker.epoch, default=BrokerApis({}))
     finalized = dict(latest.finalized)
-    highest = _highest_transaction_version(ranges)
-    capped = _cap(finalized, highest)
-    _cap(supported, highest)
-    epoch = _UNKNOWN_EPOCH if latest.epoch < 0 else 2 * latest.epoch + capped
+    withheld = _withhold(finalized, ranges)
+    _withhold(supported, ranges)
+    epoch = _UNKNOWN_EPOCH if latest.epoch < 0 else _EPOCHS_FOR_ONE * latest.epoch + withheld
     return OfferedApis(ranges, supported, finalized, epoch, native)
 
 
@@ -149,25 +160,23 @@ def _common_features(brokers: Sequence[Mapping[str, Range]]) -> dict[str, Range]
     return common
 
 
-def _highest_transaction_version(ranges: Ranges) -> int:
-    if keys.END_TXN not in ranges:
-        return 0
-    return 2 if covers(ranges, _LEVEL_2) else 1
-
-
-def _cap(features: dict[str, Range], highest: int) -> bool:
-    """Lower transaction.version to `highest`, and return whether it was above.
+def _withhold(features: dict[str, Range], ranges: Ranges) -> int:
+    """Lower features to the levels that clients can use with these versions; return the number of levels withheld.
 
     Level 0 is left out.
     """
-    level = features.get(TRANSACTION_VERSION)
-    if level is None or level[1] <= highest:
-        return False
-    if highest == 0:
-        del features[TRANSACTION_VERSION]
-    else:
-        features[TRANSACTION_VERSION] = (min(level[0], highest), highest)
-    return True
+    withheld = 0
+    for name, (lowest, highest) in list(features.items()):
+        needs = FEATURES.get(name)
+        usable = min(
+            (level - 1 for level, wanted in (needs or {}).items() if not covers(ranges, wanted)), default=highest
+        )
+        withheld += max(0, highest - usable)
+        if needs is None or usable == 0:
+            del features[name]
+        elif usable < highest:
+            features[name] = (min(lowest, usable), usable)
+    return withheld
 
 
 def covers(offered: Ranges, wanted: Ranges) -> bool:
@@ -179,20 +188,25 @@ def covers(offered: Ranges, wanted: Ranges) -> bool:
     return True
 
 
-def check_served(header: RequestHeader, ranges: Ranges) -> None:
-    """Raise UnsupportedVersion for a request outside of `ranges`.
+def check_served(header: RequestHeader, ranges: Ranges) -> str:
+    """Return why a request is refused with UNSUPPORTED_VERSION; empty if it is in `ranges`.
 
-    ApiVersions is allowed in any version (KIP-511). Raises ForeignProtocol for SASL.
+    ApiVersions is allowed in any version (KIP-511). Raises UnsupportedVersion for a request that is not known, and
+    ForeignProtocol for SASL.
     """
-    lowest, highest = ranges.get(header.api_key, NOT_SERVED)
-    if lowest <= header.api_version <= highest or header.api_key == keys.API_VERSIONS:
-        return
-    name = keys.name_of(header.api_key)
-    if header.api_key in (keys.SASL_HANDSHAKE, keys.SASL_AUTHENTICATE):
+    key, version = header.api_key, header.api_version
+    lowest, highest = ranges.get(key, NOT_SERVED)
+    if lowest <= version <= highest or key == keys.API_VERSIONS:
+        return ""
+    name = keys.name_of(key)
+    if key in (keys.SASL_HANDSHAKE, keys.SASL_AUTHENTICATE):
         raise foreign.sasl(header)
-    if header.api_key not in ranges:
-        raise UnsupportedVersion(f"{name} is not offered")
-    raise UnsupportedVersion(f"{name} v{header.api_version}: versions {lowest} to {highest} are offered")
+    offered = f" v{version}: versions {lowest} to {highest} are offered" if key in ranges else " is not offered"
+    named = NAMED_AND_REFUSED.get(key, NOT_SERVED)
+    is_named = named[0] <= version <= named[1]
+    if not is_named and (key not in SERVED or key == keys.OWN or not is_known(key, version)):
+        raise UnsupportedVersion(name + offered)
+    return name + offered
 
 
 # Answers to clients
@@ -221,10 +235,11 @@ def check_api_versions_request(header: RequestHeader, body: memoryview) -> int:
 
 def offered_response(api_version: int, offered: OfferedApis) -> Message:
     """Build the answer to ApiVersions, of a version that is served."""
+    refused = NAMED_AND_REFUSED if keys.JOIN_GROUP in offered.ranges else NO_RANGES
     fields: dict[str, Any] = {
         "api_keys": [
             {"api_key": key, "min_version": lowest, "max_version": highest}
-            for key, (lowest, highest) in sorted(offered.ranges.items())
+            for key, (lowest, highest) in sorted({**refused, **offered.ranges}.items())
         ]
     }
     if api_version >= _FEATURES_FROM:

@@ -17,7 +17,7 @@ from kproxy.security.acls import Operation, Resource
 from kproxy.security.sasl import SASL_APIS
 from kproxy_codec import api_keys as keys
 from kproxy_codec import fetch, list_offsets, own, produce
-from kproxy_codec.coordination import GROUP, TRANSACTION
+from kproxy_codec.coordination import GROUP, OFFSETS_BY_ID_FROM, TRANSACTION
 
 Range = tuple[int, int]
 """Lowest and highest version, or level of a feature."""
@@ -81,6 +81,11 @@ class Api(NamedTuple):
     note: str = ""
 
     @property
+    def parts(self) -> tuple[str, str]:
+        """The fields of the request with its parts, and of the answer with their results; empty if there are none."""
+        return next(((need.at, need.to) for need in self.needs or () if need.to), ("", ""))
+
+    @property
     def min_version(self) -> int:
         return self.versions[0]
 
@@ -99,6 +104,8 @@ _OWN_GROUP: Final = Permission(Operation.OWN, Resource.GROUP)
 _WRITE_TRANSACTION: Final = Permission(Operation.WRITE, Resource.TRANSACTIONAL_ID, "transactional_id")
 _DESCRIBE_TRANSACTION: Final = Permission(Operation.DESCRIBE, Resource.TRANSACTIONAL_ID)
 _DESCRIBE_CLUSTER: Final = Permission(Operation.DESCRIBE, Resource.CLUSTER)
+
+_WITHOUT_EPOCHS: Final = "Without leader epochs."
 
 _REFUSED: Final = Api(Handling.REFUSED)
 
@@ -128,12 +135,12 @@ APIS: Final[Mapping[int, Api]] = MappingProxyType(
             note="Versions 0 to 2 are offered and refused when sent, as in Kafka 4. Version 13, which names topics by"
             " id, is offered where the ids are known.",
         ),
-        # Without version 13 all clients get the same range of reads, whether or not topic ids are known.
         keys.FETCH: Api(
             Handling.SPLIT,
-            (fetch.MIN_VERSION, fetch.TOPIC_IDS_FROM - 1),
+            (fetch.MIN_VERSION, fetch.MAX_VERSION),
             needs=(_READ_TOPIC,),
-            note="Version 13 names topics by id alone. There are no fetch sessions (KIP-227) and no racks (KIP-392).",
+            note="Versions from 13 on, which name topics by id, are offered where the ids are known. There are no fetch"
+            " sessions (KIP-227) and no racks (KIP-392).",
         ),
         keys.LIST_OFFSETS: Api(
             Handling.SPLIT, (list_offsets.MIN_VERSION, list_offsets.MAX_VERSION), needs=(_DESCRIBE_TOPIC,)
@@ -147,15 +154,16 @@ APIS: Final[Mapping[int, Api]] = MappingProxyType(
         ),
         keys.OFFSET_COMMIT: Api(
             Handling.GROUP_COORDINATOR,
-            (2, 9),
+            (2, OFFSETS_BY_ID_FROM),
             needs=(_READ_GROUP, _each_topic(Operation.READ)),
-            note="Version 10 names topics by id alone.",
+            note=f"{_WITHOUT_EPOCHS} Version 10, which names topics by id, is offered where the ids are known.",
         ),
         keys.OFFSET_FETCH: Api(
             Handling.GROUP_COORDINATOR,
-            (1, 7),
+            (1, OFFSETS_BY_ID_FROM),
             needs=(_DESCRIBE_GROUP, _each_topic(Operation.DESCRIBE)),
-            note="Version 8 names several groups, which may have several coordinators (KIP-709).",
+            note=f"{_WITHOUT_EPOCHS} From version 8 on each group goes to its own coordinator (KIP-709). Version 10 as"
+            " for OffsetCommit.",
         ),
         keys.FIND_COORDINATOR: Api(
             Handling.ANY_BROKER,
@@ -202,7 +210,7 @@ APIS: Final[Mapping[int, Api]] = MappingProxyType(
                 _WRITE_TRANSACTION._replace(at="v3_and_below_transactional_id"),
                 _each_topic(Operation.WRITE, "v3_and_below_topics", "results_by_topic_v3_and_below"),
             ),
-            note="From version 4 on only brokers send it.",
+            note="Versions from 4 on are for brokers alone: Kafka requires ClusterAction for them.",
         ),
         keys.ADD_OFFSETS_TO_TXN: Api(Handling.TRANSACTION_COORDINATOR, (0, 4), needs=(_WRITE_TRANSACTION, _READ_GROUP)),
         keys.END_TXN: Api(Handling.TRANSACTION_COORDINATOR, (0, 5), needs=(_WRITE_TRANSACTION,)),
@@ -211,6 +219,7 @@ APIS: Final[Mapping[int, Api]] = MappingProxyType(
             Handling.GROUP_COORDINATOR,
             (0, 5),
             needs=(_WRITE_TRANSACTION, _READ_GROUP, _each_topic(Operation.READ)),
+            note=_WITHOUT_EPOCHS,
         ),
         keys.DESCRIBE_ACLS: _REFUSED,
         keys.CREATE_ACLS: _REFUSED,
@@ -246,12 +255,16 @@ APIS: Final[Mapping[int, Api]] = MappingProxyType(
         keys.UPDATE_FEATURES: _REFUSED,
         keys.ENVELOPE: _REFUSED,
         keys.DESCRIBE_CLUSTER: Api(
-            Handling.ANY_BROKER, (0, 1), names_brokers=True, note="Everybody may ask, as in Kafka."
+            Handling.ANY_BROKER, (0, 2), names_brokers=True, note="Everybody may ask, as in Kafka. No proxy is fenced."
         ),
         keys.DESCRIBE_PRODUCERS: _REFUSED,
         keys.DESCRIBE_TRANSACTIONS: _REFUSED,
         keys.LIST_TRANSACTIONS: _REFUSED,
-        keys.CONSUMER_GROUP_HEARTBEAT: _REFUSED,
+        keys.CONSUMER_GROUP_HEARTBEAT: Api(
+            Handling.REFUSED,
+            note="ApiVersions names it where there are groups, and it gets UNSUPPORTED_VERSION, as from Kafka without"
+            " group.version: librdkafka reports nothing where it is not named.",
+        ),
         keys.CONSUMER_GROUP_DESCRIBE: _REFUSED,
         keys.GET_TELEMETRY_SUBSCRIPTIONS: _REFUSED,
         keys.PUSH_TELEMETRY: _REFUSED,
@@ -273,6 +286,27 @@ SERVED: Final[Mapping[int, Api]] = MappingProxyType(
     {key: api for key, api in APIS.items() if api.handling is not Handling.REFUSED}
 )
 """The rows of the APIs that the proxy serves, by key."""
+
+FEATURES: Final[Mapping[str, Mapping[int, Ranges]]] = MappingProxyType(
+    {
+        # Tools show it as the version of the cluster.
+        "metadata.version": {},
+        # From level 2 on a client leaves out AddPartitionsToTxn, and uses newer versions of other requests (KIP-890).
+        "transaction.version": {
+            1: {keys.END_TXN: (0, 0)},
+            2: {keys.PRODUCE: (12, 12), keys.END_TXN: (5, 5), keys.TXN_OFFSET_COMMIT: (5, 5)},
+        },
+        "group.version": {1: {keys.CONSUMER_GROUP_HEARTBEAT: (0, 0)}},
+    }
+)
+"""The brokers' features (KIP-584) that clients are told of, with what must be offered from each level on.
+
+Others are left out, because what they promise is not served: share.version, streams.version, kraft.version (the
+quorum), eligible.leader.replicas.version.
+"""
+
+NAMED_AND_REFUSED: Final[Mapping[int, Range]] = MappingProxyType({keys.CONSUMER_GROUP_HEARTBEAT: (0, 1)})
+"""Named in ApiVersions where there are groups, also if it is not served; see the row."""
 
 
 def proxy_ranges() -> Ranges:

@@ -278,11 +278,14 @@ def refused_reads(own: OwnService, connection: ClaimingConnection, request: Part
     refused: dict[Entry, int] = {}
     is_live = own.is_live()
     for topic_place, topic in enumerate(request.topics):
+        is_nameless = request.is_nameless(topic)
         for ordinal, partition_index in enumerate(topic.partitions):
             resource = f"{topic.name.decode(errors='replace')}/{partition_index}"
-            if is_live and (connection.may_read(resource) or own.table.owner(group, resource) is None):
-                continue
-            refused[topic_place, ordinal] = POLICY_VIOLATION
+            if is_nameless:
+                # It may be claimed: the client retries, and the name is known by then.
+                refused[topic_place, ordinal] = UNKNOWN_TOPIC_ID
+            elif not is_live or not (connection.may_read(resource) or own.table.owner(group, resource) is None):
+                refused[topic_place, ordinal] = POLICY_VIOLATION
     return refused or NOTHING_REFUSED
 
 

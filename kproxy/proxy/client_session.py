@@ -37,7 +37,7 @@ from typing import Final, cast
 
 import structlog
 
-from kproxy.observe.tally import VERSION_BITS
+from kproxy.observe.tally import OTHER_VERSION, VERSION_BITS
 from kproxy.proxy.admission import Admission
 from kproxy.proxy.answer_memory import ClientMemory
 from kproxy.proxy.answer_order import AnswerOrder, Slot
@@ -282,8 +282,9 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         header = parse_request_header(frame)
         api_key, api_version = header.api_key, header.api_version
         lowest, highest = self._ranges.get(api_key, NOT_SERVED)
-        if not lowest <= api_version <= highest:
-            check_served(header, self._ranges)
+        reason = "" if lowest <= api_version <= highest else check_served(header, self._ranges)
+        if reason:
+            log.warning("request refused", most_a_minute=5, client=self.peer, reason=reason)
         weight, answers = len(frame), self._answers
         answers.sequence += 1
         slot = Slot(answers, answers.sequence, weight, first_byte_at if api_key == PRODUCE else 0.0)
@@ -294,6 +295,8 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         answers.in_flight_bytes += weight
         self._budget.held += weight
         handler = _PARTITIONED.get(api_key)
+        if handler is not None and reason:
+            handler = PartitionedRequests.refuse_version
         if handler is None:
             self._control.start(frame, header, slot, self._ranges)
         else:
@@ -302,7 +305,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
             except NoRoom as full:
                 self._put_back(frame, first_byte_at, full.partitions, throttle_ms)
                 return
-            self._tally.requests[api_key << VERSION_BITS | api_version] += 1
+            self._tally.requests[api_key << VERSION_BITS | (OTHER_VERSION if reason else api_version)] += 1
             if answer_bytes is None:
                 # No answer, so no place among the answers; the last slot is this one.
                 answers.silent += 1

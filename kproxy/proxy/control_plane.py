@@ -45,6 +45,7 @@ from kproxy.proxy.connections import Connections, PressedClient
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.coordinators import CoordinatorRequests
 from kproxy.proxy.dialling import reason_of
+from kproxy.proxy.refusals import refusal
 from kproxy.proxy.virtual_brokers import AskAnother, VirtualBrokers
 from kproxy.routing.fleet import Fleet
 from kproxy.routing.rendezvous import preferred
@@ -54,7 +55,7 @@ from kproxy.security.sasl import SASL_APIS, illegal_state
 from kproxy_codec import api_keys as keys
 from kproxy_codec.cluster import Verdict, asks_for_all_topics
 from kproxy_codec.control import Message, build_request, build_response, encode_request, encode_response
-from kproxy_codec.coordination import BATCHED_FROM, KEY_TYPES_FROM, coordination_key
+from kproxy_codec.coordination import BATCHED_FROM, KEY_TYPES_FROM, coordination_key, names_groups
 from kproxy_codec.error_codes import (
     COORDINATOR_NOT_AVAILABLE,
     GROUP_AUTHORIZATION_FAILED,
@@ -86,6 +87,7 @@ _ERROR_CODE_AT: Final = INT32.size
 _PRODUCER_ID_AT: Final = _ERROR_CODE_AT + INT16.size
 
 Result = TypeVar("Result")
+Serve = Callable[[memoryview, RequestHeader], Awaitable[list[Buffer]]]
 # Makes the result from a broker's answer, the request's frame and its header.
 Take = Callable[[memoryview, memoryview, RequestHeader], Awaitable[Result]]
 
@@ -166,7 +168,7 @@ class ControlRequests:
     def start(self, frame: memoryview, header: RequestHeader, slot: Slot, ranges: Ranges) -> None:
         """Begin one request, whose answer goes to `slot`.
 
-        `ranges` are the versions served. Raises FrameTooLarge.
+        `ranges` are the versions served; others are refused. Raises FrameTooLarge.
         """
         if header.api_key == keys.OWN and keys.OWN in ranges:
             self.is_claiming = True
@@ -184,7 +186,9 @@ class ControlRequests:
             else:
                 slot.fill([illegal_state(header)])
             return
-        task = asyncio.get_running_loop().create_task(self._answer(frame, header, slot))
+        is_refused = version == OTHER_VERSION and header.api_key != keys.API_VERSIONS
+        serve = self._refuse_version if is_refused else self._answer
+        task = asyncio.get_running_loop().create_task(self._fill(slot, serve, frame, header))
         self.tasks[task] = None
         task.add_done_callback(self._done)
         if self.is_claiming:
@@ -195,19 +199,24 @@ class ControlRequests:
         if not self.tasks and not any(each.by_broker for each in self.connections):
             self._made = None
 
-    async def _answer(self, frame: memoryview, header: RequestHeader, slot: Slot) -> None:
+    async def _fill(self, slot: Slot, serve: Serve, frame: memoryview, header: RequestHeader) -> None:
         try:
             async with self._plane.places:
-                if header.api_key == keys.OWN:
-                    answer = await self._own(frame, header)
-                else:
-                    answer = await self._plane.answer(frame, header)
-            slot.fill(answer)
+                slot.fill(await serve(frame, header))
         except (CodecError, Unanswerable) as error:
             self._client.refuse(error)
         except Exception:  # the boundary: a request without an answer would block all later ones
             log.exception("request failed", request=keys.name_of(header.api_key))
             self._client.abandon()
+
+    async def _answer(self, frame: memoryview, header: RequestHeader) -> list[Buffer]:
+        if header.api_key == keys.OWN:
+            return await self._own(frame, header)
+        return await self._plane.answer(frame, header)
+
+    async def _refuse_version(self, frame: memoryview, header: RequestHeader) -> list[Buffer]:
+        self._context.tally.error(header.api_key, UNSUPPORTED_VERSION)
+        return await refusal(self._context.portions, header, frame[header.body_offset :], UNSUPPORTED_VERSION)
 
     async def _own(self, frame: memoryview, header: RequestHeader) -> list[Buffer]:
         """Answer a claim. Raises CodecError, Unanswerable."""
@@ -253,6 +262,7 @@ class ControlPlane:
     __slots__ = (
         "_access",
         "_client",
+        "_commits",
         "_connections",
         "_context",
         "_doubted",
@@ -284,6 +294,8 @@ class ControlPlane:
         self._key = context.random.randbytes(8)
         # Brokers that did not answer when last asked: they are asked last.
         self._doubted: dict[int, None] = {}
+        # Held while a commit's epochs are removed: a later commit must not overtake it.
+        self._commits = asyncio.Lock()
         self.places = asyncio.Semaphore(AT_ONCE)
 
     @property
@@ -292,7 +304,7 @@ class ControlPlane:
 
     @property
     def _coordination(self) -> CoordinatorRequests:
-        return CoordinatorRequests(self._context, self._to_coordinators, self._find_coordinator)
+        return CoordinatorRequests(self._context, self._to_coordinators, self._find_coordinator, self._commits)
 
     async def answer(self, frame: memoryview, header: RequestHeader) -> list[Buffer]:
         """Return the whole answer to a request.
@@ -325,6 +337,8 @@ class ControlPlane:
     async def _answer(self, frame: memoryview, header: RequestHeader, verdict: Verdict | None = None) -> list[Buffer]:
         """Answer a permitted request, with topics as `verdict` decides. Raises the errors of `answer`."""
         key, body = header.api_key, frame[header.body_offset :]
+        if names_groups(key, header.api_version):
+            return await self._coordination.answer_groups(frame, header)
         is_coordinated = SERVED[key].handling in KEY_TYPES
         if is_coordinated or key == keys.FIND_COORDINATOR:
             refusal = await self._coordination.refuse_transactions(header, body)

@@ -18,6 +18,7 @@ Invariants
 2. A coordinator whose connection was lost is forgotten.
 3. Requests for one key are sent in the order in which they came, on one connection, which nothing else uses: a
    JoinGroup may wait for minutes.
+4. No leader epoch passes, in requests or in answers, so that none is compared with one of another source.
 """
 
 from __future__ import annotations
@@ -31,22 +32,25 @@ import structlog
 from kproxy.ownership.directory import GroupLeases
 from kproxy.proxy.apis import APIS, KEY_TYPES
 from kproxy.proxy.broker_connection import Lost, Upstream, ask
+from kproxy.proxy.refusals import refusal
 from kproxy.routing.rendezvous import preferred
 from kproxy.routing.topology import Topology
 from kproxy_codec import api_keys as keys
-from kproxy_codec.control import build_response, encode_response
 from kproxy_codec.coordination import (
     BATCHED_FROM,
+    COMMIT_EPOCH_FROM,
+    FETCH_EPOCH_FROM,
     GROUP,
     TELL_ERRORS,
     TRANSACTION,
     Found,
-    answer_find_coordinator,
+    about_one,
+    blank_committed_epochs,
     coordination_key,
     error_codes,
-    is_refused_by_partition,
+    merge_groups,
     parse_find_coordinator,
-    refuse_partitions,
+    read_groups,
 )
 from kproxy_codec.error_codes import (
     COORDINATOR_NOT_AVAILABLE,
@@ -56,7 +60,7 @@ from kproxy_codec.error_codes import (
     UNSUPPORTED_VERSION,
 )
 from kproxy_codec.errors import CodecError
-from kproxy_codec.framing import RequestHeader, response_body_offset, response_header
+from kproxy_codec.framing import LENGTH_BYTES, RequestHeader, frame_message, response_body_offset, response_header
 from kproxy_codec.partitioned import set_correlation_id, set_response_correlation_id, with_length
 from kproxy_codec.primitives import Buffer
 
@@ -72,8 +76,8 @@ MAX_KEY_LENGTH: Final = 1_000
 
 NO_TRANSACTIONS: Final = "the brokers behind this proxy keep no transactions: produce without a transactional.id"
 
-# The version from which OffsetFetch has leader epochs.
-_FETCH_EPOCH_FROM: Final = 5
+# The groups of one request that are asked for at the same time.
+_GROUPS_AT_ONCE: Final = 32
 
 
 class Coordinators:
@@ -161,7 +165,8 @@ class LeasedCoordinators:
 class CoordinatorRequests:
     """Send one client connection's requests to coordinators, on `connections`.
 
-    `find` asks any broker for the coordinator of a key, and updates `context.coordinators`.
+    `find` asks any broker for the coordinator of a key, and updates `context.coordinators`. `commits` is the
+    connection's: it is held while a commit's epochs are removed, so that no later commit overtakes it.
     """
 
     def __init__(
@@ -169,10 +174,12 @@ class CoordinatorRequests:
         context: ProxyContext,
         connections: Connections,
         find: Callable[[int, str], Awaitable[None]],
+        commits: asyncio.Lock,
     ) -> None:
         self._context = context
         self._connections = connections
         self._find = find
+        self._commits = commits
 
     async def refuse_transactions(self, header: RequestHeader, body: memoryview) -> list[Buffer] | None:
         """Refuse a request about transactions if brokers have none.
@@ -190,11 +197,37 @@ class CoordinatorRequests:
         log.warning("transactional producer refused", reason=NO_TRANSACTIONS)
         return await self._refusal(header, body, _no_transactions_code(header))
 
+    async def answer_groups(self, frame: memoryview, header: RequestHeader) -> list[Buffer]:
+        """Answer a request that names several groups, by the coordinator of each. Raises CodecError."""
+        key, version, body = header.api_key, header.api_version, frame[header.body_offset :]
+        spans = await self._context.portions.of(read_groups(key, version, body), len(body))
+        if len(spans) == 1:
+            return await self.answer(frame, header, spans[0].group)
+
+        async def answer_one(place: int) -> memoryview:
+            part = about_one(key, version, body, spans, place)
+            request = frame_message(frame[LENGTH_BYTES : header.body_offset], part)
+            answer = b"".join(await self.answer(memoryview(bytearray(request)), header, spans[place].group))
+            return memoryview(answer)[response_body_offset(memoryview(answer), key, version) :]
+
+        answers: list[memoryview] = []
+        for first in range(0, len(spans), _GROUPS_AT_ONCE):
+            async with asyncio.TaskGroup() as group:
+                places = range(first, min(first + _GROUPS_AT_ONCE, len(spans)))
+                tasks = [group.create_task(answer_one(place)) for place in places]
+            answers += [task.result() for task in tasks]
+        head = response_header(key, version, header.correlation_id)
+        return with_length([head, merge_groups(key, version, answers)])
+
     async def answer(self, frame: memoryview, header: RequestHeader, key: str) -> list[Buffer]:
         """Return the coordinator's answer, or a refusal. Raises CodecError."""
         api = APIS[header.api_key]
         key_type = KEY_TYPES[api.handling]
         body = frame[header.body_offset :]
+        if header.api_version >= COMMIT_EPOCH_FROM.get(header.api_key, header.api_version + 1):
+            async with self._commits:
+                work = blank_committed_epochs(header.api_key, header.api_version, body)
+                await self._context.portions.of(work, len(body))
         upstream = await self._upstream_for(key_type, key)
         if upstream is None:
             return await self._refusal(header, body, COORDINATOR_NOT_AVAILABLE)
@@ -217,12 +250,9 @@ class CoordinatorRequests:
         return [answer]
 
     async def _inspect(self, header: RequestHeader, answer: memoryview, key: str, upstream: Upstream) -> None:
-        """Replace leader epochs by -1, and note NOT_COORDINATOR.
-
-        All answers of the proxy have epoch -1. Raises CodecError.
-        """
+        """Replace leader epochs by -1, and note NOT_COORDINATOR. Raises CodecError."""
         api_key, version = header.api_key, header.api_version
-        has_epochs = api_key == keys.OFFSET_FETCH and version >= _FETCH_EPOCH_FROM
+        has_epochs = api_key == keys.OFFSET_FETCH and version >= FETCH_EPOCH_FROM
         coordinators = self._context.coordinators
         if not has_epochs and not (coordinators.are_leased and api_key in TELL_ERRORS):
             return
@@ -233,17 +263,7 @@ class CoordinatorRequests:
 
     async def _refusal(self, header: RequestHeader, request_body: memoryview, error_code: int) -> list[Buffer]:
         """Build an answer with this error code everywhere. Raises CodecError."""
-        key, version = header.api_key, header.api_version
-        head = response_header(key, version, header.correlation_id)
-        if key == keys.FIND_COORDINATOR:
-            work = answer_find_coordinator(
-                version, request_body, lambda _, key: Found(key, -1, "", -1, error_code, NO_TRANSACTIONS)
-            )
-        elif is_refused_by_partition(key, version):
-            work = refuse_partitions(key, version, request_body, error_code)
-        else:
-            return with_length([head, encode_response(build_response(key, version, error_code=error_code))])
-        return with_length([head, await self._context.portions.of(work, len(request_body))])
+        return await refusal(self._context.portions, header, request_body, error_code, NO_TRANSACTIONS)
 
     async def _upstream_for(self, key_type: int, key: str) -> Upstream | None:
         """Return the connection to the coordinator; None if there is none."""

@@ -48,8 +48,9 @@ from kproxy_codec.error_codes import (
     INVALID_REQUEST,
     INVALID_REQUIRED_ACKS,
     NOT_LEADER_OR_FOLLOWER,
+    UNSUPPORTED_VERSION,
 )
-from kproxy_codec.errors import CodecError, InvalidField
+from kproxy_codec.errors import CodecError, InvalidField, UnsupportedVersion
 from kproxy_codec.fetch import FetchApi, response_ends
 from kproxy_codec.framing import RequestHeader, parse_request_header, response_header
 from kproxy_codec.list_offsets import LIST_OFFSETS_API
@@ -64,6 +65,7 @@ READ_GRACE_S: Final = 30.0
 MAX_OPEN_PARTITIONS: Final = MAX_PARTITIONS
 
 _ACKS: Final = (-1, 1, 0)
+_APIS: Final[Mapping[int, PartitionedApi]] = {each.api_key: each for each in (PRODUCE_API, FETCH_API, LIST_OFFSETS_API)}
 
 
 class NoRoom(Exception):
@@ -156,6 +158,8 @@ class PartitionedRequests:
         if request.is_too_large or request.repeats_a_partition():
             return self._refuse(FETCH_API, request, slot, INVALID_REQUEST)
         self._check_room(request)
+        if request.by_id:
+            self._fanout.name_topics(request)
         refused = NOTHING_REFUSED
         respond: Respond = slot.fill
         if self._claims.connection is not None:
@@ -184,6 +188,14 @@ class PartitionedRequests:
             refused = self._access.refused(Operation.DESCRIBE, request)
         self._fanout.submit(Exchange(LIST_OFFSETS_API, request, slot.sequence, now + READ_GRACE_S), slot.fill, refused)
         return 0
+
+    def refuse_version(self, frame: memoryview, header: RequestHeader, now: float, slot: Slot) -> int:
+        """Answer a request of a version that is not offered."""
+        api = _APIS[header.api_key]
+        request = api.parse_request(frame, header)
+        if request.acks == 0:
+            raise UnsupportedVersion("an acks=0 request of a version that is not offered, and has no answer")
+        return self._refuse(api, request, slot, UNSUPPORTED_VERSION)
 
     def _follow(self) -> None:
         """Follow the topology before a request begins."""

@@ -25,11 +25,19 @@ from kproxy.routing import retry
 from kproxy.routing.topology import Topology
 from kproxy.runtime.tasks import cancel, in_time
 from kproxy.security.broker_auth import BrokerAuth
-from kproxy_codec.api_keys import PRODUCE
-from kproxy_codec.produce import TOPIC_IDS_FROM
+from kproxy_codec import fetch, produce
+from kproxy_codec.api_keys import FETCH, OFFSET_COMMIT, OFFSET_FETCH, PRODUCE
+from kproxy_codec.coordination import OFFSETS_BY_ID_FROM
 
-# For sources that know topics only by their names.
-_WITHOUT_TOPIC_IDS: Mapping[int, int] = MappingProxyType({PRODUCE: TOPIC_IDS_FROM - 1})
+# For sources that know topics only by their names: the highest versions that name topics by name.
+_WITHOUT_TOPIC_IDS: Mapping[int, int] = MappingProxyType(
+    {
+        PRODUCE: produce.TOPIC_IDS_FROM - 1,
+        FETCH: fetch.TOPIC_IDS_FROM - 1,
+        OFFSET_COMMIT: OFFSETS_BY_ID_FROM - 1,
+        OFFSET_FETCH: OFFSETS_BY_ID_FROM - 1,
+    }
+)
 # A working source answers at once; a longer wait is reported. Seconds.
 PATIENCE_S = 5.0
 # A lookup takes two of etcd's transactions; a Kafka cluster is asked about whole topics.

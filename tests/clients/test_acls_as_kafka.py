@@ -231,6 +231,14 @@ CASES: dict[str, Case] = {
     "offset fetch": case(
         keys.OFFSET_FETCH, 7, group_id="mine", topics=[{"name": each, "partition_indexes": [0]} for each in ALL]
     ),
+    "offset fetch of two groups": case(
+        keys.OFFSET_FETCH,
+        9,
+        groups=[
+            {"group_id": "mine", "topics": [{"name": each, "partition_indexes": [0]} for each in ALL]},
+            {"group_id": "other", "topics": None},
+        ],
+    ),
     "offset fetch, another group": case(
         keys.OFFSET_FETCH, 7, group_id="other", topics=[{"name": READ, "partition_indexes": [0]}]
     ),
@@ -465,6 +473,34 @@ async def test_topic_is_hidden_by_id_too(secured: SecuredKafka, proxy: KproxyPro
 
     assert told(through) == told(direct)
     assert HIDDEN not in str(through)
+
+
+@pytest.mark.parametrize("key", [keys.FETCH, keys.OFFSET_COMMIT, keys.OFFSET_FETCH])
+async def test_reads_by_id_have_the_same_errors(secured: SecuredKafka, proxy: KproxyProcess, key: int) -> None:
+    ids = await _topic_ids(secured)
+    named = [{"topic_id": each} for each in (*(ids[topic] for topic in ALL), uuid.uuid4())]
+    read = {"partition": 0, "fetch_offset": 0, "partition_max_bytes": 1_000}
+    fetched = [{**each, "partitions": [read]} for each in named]
+    committed = [{**each, "partitions": _offsets(("",))[0]["partitions"]} for each in named]
+    asked = {
+        keys.FETCH: case(keys.FETCH, 17, topics=fetched, max_wait_ms=0, min_bytes=0, max_bytes=1_000_000),
+        keys.OFFSET_COMMIT: case(keys.OFFSET_COMMIT, 10, group_id="mine", topics=committed),
+        keys.OFFSET_FETCH: case(
+            keys.OFFSET_FETCH,
+            10,
+            groups=[{"group_id": "mine", "topics": [{**each, "partition_indexes": [0]} for each in named]}],
+        ),
+    }[key]
+
+    async def told(address: str) -> dict[str, int]:
+        answer = await ask(address, asked)
+        whole = answer["groups"][0] if key == keys.OFFSET_FETCH else answer
+        topics = whole["responses" if key == keys.FETCH else "topics"]
+        return {str(each["topic_id"]): each["partitions"][0]["error_code"] for each in topics}
+
+    through, direct = await told(proxy.kafka), await told(secured.secured)
+    assert through == direct
+    assert {*direct.values()} == {0, 29, 100}
 
 
 async def _topic_ids(kafka: SecuredKafka) -> dict[str, uuid.UUID]:

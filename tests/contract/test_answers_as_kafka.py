@@ -78,8 +78,21 @@ def stamped(first: int) -> bytes:
 def fetch(what: str, *, topic: str = TOPIC, version: int = 11, partition: Fields | None = None, **more: Any) -> Asked:
     asked = {"partition": 0, "fetch_offset": 0, "partition_max_bytes": 1 << 20, **(partition or {})}
     fields = {"max_wait_ms": 0, "min_bytes": 0, "max_bytes": 1 << 20, **more}
-    fields.setdefault("topics", [{"topic": topic, "partitions": [asked]}])
+    fields.setdefault("topics", [{"topic" if version < 13 else "topic_id": topic, "partitions": [asked]}])
     return Asked(f"Fetch: {what}", keys.FETCH, version, fields)
+
+
+def committed(what: str, version: int, *topics: Fields | None) -> Asked:
+    """For as many groups as there are `topics`; None: all of them."""
+    groups = [{"group_id": UNKNOWN, "topics": None if topic is None else [topic]} for topic in topics]
+    return Asked(f"OffsetFetch v{version}: {what}", keys.OFFSET_FETCH, version, {"groups": groups})
+
+
+def commit(what: str, topic: Any, version: int = 10, index: int = 0) -> Asked:
+    partition = {"partition_index": index, "committed_offset": 1, "committed_leader_epoch": 3, "committed_metadata": ""}
+    named = {"name" if version < 10 else "topic_id": topic}
+    fields = {"group_id": UNKNOWN, "topics": [{**named, "partitions": [partition]}]}
+    return Asked(f"OffsetCommit: {what}", keys.OFFSET_COMMIT, version, fields)
 
 
 def offsets(what: str, timestamp: int, *, topic: str = TOPIC, index: int = 0, version: int = 6, **more: Any) -> Asked:
@@ -206,6 +219,11 @@ ASKED: Sequence[Asked] = [
     fetch("a topic without partitions", topics=[{"topic": TOPIC, "partitions": []}]),
     fetch("a follower's replica id", replica_id=1),
     fetch("replica id -2", replica_id=-2),
+    *(fetch(f"a topic by id, version {each}", topic=TOPIC_ID, version=each) for each in range(13, 19)),
+    *(fetch(f"an unknown id, version {each}", topic=STRANGE_ID, version=each) for each in (13, 18)),
+    fetch("the id of all zeros", topic=NO_ID, version=13),
+    fetch("an unknown partition by id", topic=TOPIC_ID, version=16, partition={"partition": 99}),
+    fetch("an offset behind the end, by id", topic=TOPIC_ID, version=17, partition={"fetch_offset": 1 << 40}),
     raw("version 3", keys.FETCH, 3, b"\0" * 32),
     raw("version 99", keys.FETCH, 99, b"\0" * 32),
     raw("noise", keys.FETCH, 12, b"\xff" * 20),
@@ -216,7 +234,7 @@ ASKED: Sequence[Asked] = [
     offsets("an empty name", -1, topic=""),
     *(
         offsets(f"timestamp {timestamp}", timestamp, version=version)
-        for version in (1, 6, 9)
+        for version in (1, 6, 9, 10, 11)
         for timestamp in (-2, -3, -4, -5, -6, -7, -(1 << 63))
     ),
     offsets("timestamp 0", 0),
@@ -343,6 +361,7 @@ ASKED: Sequence[Asked] = [
     Asked("DescribeCluster: brokers", keys.DESCRIBE_CLUSTER, 1, {"endpoint_type": 1}),
     Asked("DescribeCluster: controllers", keys.DESCRIBE_CLUSTER, 1, {"endpoint_type": 2}),
     Asked("DescribeCluster: endpoint type 7", keys.DESCRIBE_CLUSTER, 1, {"endpoint_type": 7}),
+    Asked("DescribeCluster: fenced brokers", keys.DESCRIBE_CLUSTER, 2, {"include_fenced_brokers": True}),
     Asked(
         "DescribeTopicPartitions: an unknown topic",
         keys.DESCRIBE_TOPIC_PARTITIONS,
@@ -392,30 +411,16 @@ ASKED: Sequence[Asked] = [
         7,
         {"group_id": UNKNOWN, "topics": [{"name": UNKNOWN, "partition_indexes": [0]}], "require_stable": False},
     ),
-    Asked(
-        "OffsetCommit: an unknown topic",
-        keys.OFFSET_COMMIT,
-        7,
-        {
-            "group_id": UNKNOWN,
-            "generation_id_or_member_epoch": -1,
-            "member_id": "",
-            "group_instance_id": None,
-            "topics": [
-                {
-                    "name": UNKNOWN,
-                    "partitions": [
-                        {
-                            "partition_index": 0,
-                            "committed_offset": 1,
-                            "committed_leader_epoch": -1,
-                            "committed_metadata": "",
-                        }
-                    ],
-                }
-            ],
-        },
-    ),
+    committed("no groups", 8),
+    committed("a group twice", 8, None, {"name": UNKNOWN, "partition_indexes": [0]}),
+    committed("an unknown topic", 9, {"name": UNKNOWN, "partition_indexes": [0]}),
+    committed("all topics", 10, None),
+    committed("an unknown id", 10, {"topic_id": STRANGE_ID, "partition_indexes": [0, 1]}),
+    committed("a topic", 10, {"topic_id": TOPIC_ID, "partition_indexes": [0, 99]}),
+    commit("an unknown id", STRANGE_ID),
+    commit("the id of all zeros", NO_ID),
+    commit("an unknown partition by id", TOPIC_ID, index=99),
+    commit("an unknown topic", UNKNOWN, version=7),
     Asked(
         "Heartbeat: an unknown member",
         keys.HEARTBEAT,
@@ -470,6 +475,12 @@ ASKED: Sequence[Asked] = [
             "v3_and_below_topics": [{"name": TOPIC, "partitions": [0]}],
         },
     ),
+    Asked(
+        "AddPartitionsToTxn: as a broker",
+        keys.ADD_PARTITIONS_TO_TXN,
+        5,
+        {"transactions": [{"transactional_id": UNKNOWN, "topics": [{"name": TOPIC, "partitions": [0]}]}]},
+    ),
     raw("it was not negotiated", keys.SASL_HANDSHAKE, 1, b"\0\5PLAIN"),
     raw("nobody has it", 999, 0, b""),
     raw("key -1", -1, 0, b""),
@@ -505,6 +516,7 @@ PROXY_DIFFERS: Mapping[str, Differs] = {
     "ListOffsets v6: a later leader epoch": Differs("NONE, offset 1", _NO_EPOCHS),
     "ListOffsets v6: a leader epoch of -7": Differs("NONE, offset 1", _NO_EPOCHS),
     "METADATA: a negative count": Differs(CLOSED, _MALFORMED),
+    "AddPartitionsToTxn: as a broker": Differs("UNSUPPORTED_VERSION", "brokers send this version, clients do not"),
 }
 BROKER_DIFFERS: Mapping[str, Differs] = {
     **not_offered(OFFERED),

@@ -18,13 +18,20 @@ from kproxy_codec import control
 from kproxy_codec.cluster import Named, asks_for_all_topics, leaderless_metadata, rename_brokers
 from kproxy_codec.coordination import (
     BATCHED_FROM,
+    COMMIT_EPOCH_FROM,
     GROUP,
     REFUSED_BY_PARTITION,
     Found,
+    about_one,
     answer_find_coordinator,
+    blank_committed_epochs,
     coordination_key,
     error_codes,
+    is_refused_by_partition,
+    merge_groups,
+    names_groups,
     parse_find_coordinator,
+    read_groups,
     refuse_partitions,
     replace_coordinators,
 )
@@ -175,7 +182,7 @@ KEY_FIELDS = {
 }
 
 
-@pytest.mark.parametrize(("key", "version"), versions_of(*COORDINATED))
+@pytest.mark.parametrize(("key", "version"), [each for each in versions_of(*COORDINATED) if not names_groups(*each)])
 @given(data=st.data())
 @settings(max_examples=FEW)
 def test_the_key_of_a_coordinated_request_is_found(key: int, version: int, data: st.DataObject) -> None:
@@ -234,15 +241,14 @@ def test_coordinators_are_found_and_replaced(_: int, version: int, data: st.Data
 def test_group_error_codes_are_read_without_epochs(key: int, version: int, data: st.DataObject) -> None:
     body = bytearray(data.draw(bodies("response", key, version)))
     message = control.decode_response(key, version, bytes(body))
-    expected = {message.error_code} if hasattr(message, "error_code") and key != keys.OFFSET_COMMIT else set()
-    if key == keys.OFFSET_FETCH and version < 2:
-        expected.clear()
+    groups = message.groups if names_groups(key, version) else [message]
+    has_code = key != keys.OFFSET_COMMIT and (key, version) != (keys.OFFSET_FETCH, 1)
+    expected = {group.error_code for group in groups if has_code}
     if key in (keys.OFFSET_FETCH, keys.OFFSET_COMMIT):
-        for topic in message.topics:
-            for partition in topic.partitions:
-                expected.add(partition.error_code)
-                if key == keys.OFFSET_FETCH:
-                    partition.committed_leader_epoch = -1
+        for partition in (each for group in groups for topic in group.topics for each in topic.partitions):
+            expected.add(partition.error_code)
+            if key == keys.OFFSET_FETCH:
+                partition.committed_leader_epoch = -1
     assert at_once(error_codes(key, version, memoryview(body), without_epochs=True)) == expected
     if key in (keys.OFFSET_FETCH, keys.OFFSET_COMMIT):
         assert bytes(body) == control.encode_response(message)
@@ -272,19 +278,67 @@ def refused_by_kafka_python(key: int, version: int, body: bytes) -> bytes:
                 else [partition.partition_index for partition in topic.partitions]
             )
             refused = [{"partition_index": index, "error_code": 16} for index in indexes]
-            fields["topics"].append({"name": topic.name, "partitions": refused})
+            named = {"topic_id": topic.topic_id} if version >= 10 else {"name": topic.name}
+            fields["topics"].append({**named, "partitions": refused})
     return control.encode_response(control.build_response(key, version, **fields))
 
 
 @pytest.mark.parametrize(
     ("key", "version"),
-    [each for each in versions_of(*sorted(REFUSED_BY_PARTITION)) if each[0] != keys.OFFSET_FETCH or each[1] < 2],
+    [each for each in versions_of(*sorted(REFUSED_BY_PARTITION)) if is_refused_by_partition(*each)],
 )
 @given(data=st.data())
 @settings(max_examples=FEW)
 def test_every_partition_is_refused(key: int, version: int, data: st.DataObject) -> None:
     body = data.draw(bodies("request", key, version))
     assert bytes(at_once(refuse_partitions(key, version, body, 16))) == refused_by_kafka_python(key, version, body)
+
+
+@pytest.mark.parametrize(("key", "version"), versions_of(*COMMIT_EPOCH_FROM))
+@given(data=st.data())
+@settings(max_examples=FEW)
+def test_commits_lose_only_their_epochs(key: int, version: int, data: st.DataObject) -> None:
+    body = bytearray(data.draw(bodies("request", key, version)))
+    if version < COMMIT_EPOCH_FROM[key]:
+        return
+    message = control.decode_request(key, version, bytes(body))
+    for topic in message.topics:
+        for partition in topic.partitions:
+            partition.committed_leader_epoch = -1
+    at_once(blank_committed_epochs(key, version, memoryview(body)))
+    assert bytes(body) == control.encode_request(message)
+
+
+@pytest.mark.parametrize("version", [8, 9, 10])
+@given(data=st.data())
+@settings(max_examples=MANY)
+def test_requests_about_groups_are_divided(version: int, data: st.DataObject) -> None:
+    key, body = keys.OFFSET_FETCH, data.draw(bodies("request", keys.OFFSET_FETCH, version))
+    request = control.decode_request(key, version, body)
+    spans = at_once(read_groups(key, version, body))
+    assert [span.group for span in spans] == [each.group_id for each in request.groups]
+    groups = request.groups
+    for place, group in enumerate(groups):
+        request.groups = [group]
+        assert about_one(key, version, memoryview(body), spans, place) == control.encode_request(request)
+
+
+@pytest.mark.parametrize("version", [8, 9, 10])
+@given(data=st.data())
+@settings(max_examples=MANY)
+def test_answers_about_groups_are_merged(version: int, data: st.DataObject) -> None:
+    key, body = keys.OFFSET_FETCH, data.draw(bodies("response", keys.OFFSET_FETCH, version))
+    answer = control.decode_response(key, version, body)
+    groups, parts = answer.groups, []
+    answer.throttle_time_ms = 5 if groups else 0
+    for number, group in enumerate(groups):
+        one = control.decode_response(key, version, body)
+        one.groups, one.throttle_time_ms = [group], 5 - number
+        parts.append(memoryview(control.encode_response(one)))
+    assert merge_groups(key, version, parts) == control.encode_response(answer)
+    for wrong in (body + b"\1", control.encode_response(control.build_response(key, version))):
+        with pytest.raises(CodecError):
+            merge_groups(key, version, [memoryview(wrong)])
 
 
 # Whatever comes
@@ -303,7 +357,11 @@ def works(kind: str, key: int, version: int, body: bytes) -> list[Work[Any]]:
         return [answer_find_coordinator(version, body, found_for)]
     if key == keys.METADATA:
         return [leaderless_metadata(version, body, NAMED)]
-    return [refuse_partitions(key, version, body, 16)]
+    if names_groups(key, version):
+        return [read_groups(key, version, body)]
+    blanks = version >= COMMIT_EPOCH_FROM.get(key, version + 1)
+    changed = [blank_committed_epochs(key, version, memoryview(bytearray(body)))] if blanks else []
+    return [refuse_partitions(key, version, body, 16), *changed]
 
 
 READ = [
@@ -312,7 +370,7 @@ READ = [
     *(("response", *each) for each in versions_of(keys.OFFSET_FETCH, keys.OFFSET_COMMIT)),
     *(("request", *each) for each in versions_of(keys.METADATA, keys.FIND_COORDINATOR, keys.OFFSET_COMMIT)),
     *(("request", *each) for each in versions_of(keys.ADD_PARTITIONS_TO_TXN, keys.TXN_OFFSET_COMMIT)),
-    ("request", keys.OFFSET_FETCH, 1),
+    *(("request", keys.OFFSET_FETCH, version) for version in (1, 8, 9, 10)),
 ]
 
 
@@ -335,7 +393,8 @@ def test_malformed_message_raises_codec_error(kind: str, key: int, version: int,
 @pytest.mark.parametrize(("kind", "key", "version"), READ)
 def test_no_portion_is_larger_than_others(kind: str, key: int, version: int) -> None:
     for array in arrays(kind, key, version):
-        if len(array) > 1 and array[-1].endswith(("_nodes", "_replicas", "_elr")):
+        skipped = ("_nodes", "_replicas", "_elr", *(["_indexes"] if names_groups(key, version) else []))
+        if len(array) > 1 and array[-1].endswith(skipped):
             # Skipped unchanged, whatever their length.
             continue
         count = 20 * PORTION

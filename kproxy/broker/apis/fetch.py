@@ -1,17 +1,18 @@
 """Fetch from clients, ListOffsets and OffsetForLeaderEpoch.
 
-Fetch, versions 4-12 (followers fetch in another way: `replication.open_fetches`)
+Fetch, versions 4-18 (followers fetch in another way: `replication.open_fetches`)
 - Sessionless (KIP-227): every answer says session 0; a request that continues one gets FETCH_SESSION_ID_NOT_FOUND.
 - Waits up to max_wait_ms for min_bytes. An error in any partition ends the wait, and so does a diverging epoch. The
   high watermark wakes it.
 - The first batch of the answer is whole, however large; beyond that the limits of the request, of each partition and of
   this broker hold. The last batch may be partial.
-- Not the owner: 6. Outside the log: OFFSET_OUT_OF_RANGE. Another leader epoch: 74 or 75 (KIP-320).
+- Not the owner: 6. Outside the log: OFFSET_OUT_OF_RANGE. Another leader epoch: 74 or 75 (KIP-320). By topic id from
+  version 13; unknown: UNKNOWN_TOPIC_ID.
 - A client with replica_id >= 0 is refused: it would move the high watermark.
 
-ListOffsets, versions 1-9
+ListOffsets, versions 1-11
 - Timestamp -1: the high watermark, or OFFSET_NOT_AVAILABLE until it has reached the epoch of a new leader (KIP-207); -2
-  and -4: the log's start; -3: the largest timestamp; -5 (tiered storage): nothing. Any other below 0, and one that
+  and -4: the log's start; -3: the largest timestamp; -5, -6 (tiered storage): nothing. Any other below 0, and one that
   Kafka knows only in later versions of the request: UNSUPPORTED_VERSION. From 0: the first batch with a record at or
   after it, answered with the batch's own first timestamp and offset; records are not unpacked, so a client may get a
   few earlier records.
@@ -64,6 +65,7 @@ def handle(broker: Broker, request: Request) -> Body | Awaitable[Body | None]:
     fetch = parse_fetch(request.frame, request.header)
     if fetch.replica_id >= 0:
         raise CloseConnection(f"Fetch with replica_id {fetch.replica_id}: followers fetch on the replication listener")
+    broker.name_topics(fetch)
     takeable = broker.takeable([(topic.name, topic.partitions) for topic in fetch.topics])
     deadline = _deadline(fetch)
     if takeable:
@@ -131,6 +133,7 @@ def _read(broker: Broker, fetch: FetchRequest) -> _Found:
     left = min(fetch.max_bytes, broker.config.fetch_max_bytes)
     size, is_urgent = 0, False
     topics: list[list[PartitionFetched]] = []
+    broker.name_topics(fetch)
     for topic in fetch.topics:
         results: list[PartitionFetched] = []
         for start in topic.starts:
@@ -188,8 +191,16 @@ EARLIEST = -2
 MAX_TIMESTAMP = -3
 EARLIEST_LOCAL = -4
 LATEST_TIERED = -5
+EARLIEST_PENDING_UPLOAD = -6
 # The lowest request version in which Kafka knows each.
-_KNOWN_FROM = {LATEST: 1, EARLIEST: 1, MAX_TIMESTAMP: 7, EARLIEST_LOCAL: 8, LATEST_TIERED: 9}
+_KNOWN_FROM = {
+    LATEST: 1,
+    EARLIEST: 1,
+    MAX_TIMESTAMP: 7,
+    EARLIEST_LOCAL: 8,
+    LATEST_TIERED: 9,
+    EARLIEST_PENDING_UPLOAD: 11,
+}
 _NOTHING = TimestampAndOffset(-1, -1)
 _logger = structlog.get_logger(__name__)
 

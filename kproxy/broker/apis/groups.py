@@ -1,6 +1,6 @@
 """Consumer groups: the APIs of the classic protocol, answered by a group's coordinator.
 
-JoinGroup 0-9, SyncGroup 0-5, Heartbeat 0-4, LeaveGroup 0-5, OffsetCommit 2-9, OffsetFetch 1-9, OffsetDelete 0,
+JoinGroup 0-9, SyncGroup 0-5, Heartbeat 0-4, LeaveGroup 0-5, OffsetCommit 2-10, OffsetFetch 1-10, OffsetDelete 0,
 ListGroups 0-5, DescribeGroups 0-6, DeleteGroups 0-2
 - Another broker's group: NOT_COORDINATOR; while its journal is read: COORDINATOR_LOAD_IN_PROGRESS. A journal with too
   few in-sync replicas: COORDINATOR_NOT_AVAILABLE. An empty group id: INVALID_GROUP_ID.
@@ -9,6 +9,7 @@ ListGroups 0-5, DescribeGroups 0-6, DeleteGroups 0-2
 - OffsetCommit: for a topic that does not exist UNKNOWN_TOPIC_OR_PARTITION; more than MAX_METADATA_BYTES of metadata
   OFFSET_METADATA_TOO_LARGE; too many offsets or groups INVALID_COMMIT_OFFSET_SIZE.
 - OffsetFetch: -1 for what is not committed; there are no transactions to wait for (`require_stable`).
+- From version 10 both name topics by id; unknown: UNKNOWN_TOPIC_ID. Offsets of all topics: of those that exist.
 - ListGroups lists the groups of the asked broker. DescribeGroups has no client hosts.
 - The consumer protocol of KIP-848, share groups and transactions are not offered.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
+from uuid import UUID
 
 from kproxy.broker.context import Body, Broker, Request
 from kproxy.broker.groups.coordinator import Commit
@@ -41,6 +43,9 @@ from kproxy_codec.framing import client_id
 MAX_METADATA_BYTES = 4096
 _NO_OFFSET = CommittedOffset(-1, -1, "", -1)
 _CLASSIC = "classic"
+_BY_ID_FROM = 10
+# Begins what stands for the name of a topic whose id is not known: no name contains it.
+_NAMELESS = "\0"
 
 
 def _answer(request: Request, **fields: Any) -> Body:
@@ -137,6 +142,7 @@ async def handle_offset_commit(broker: Broker, request: Request) -> Body:
     """Answer OffsetCommit, with the group's error at each partition."""
     version = request.header.api_version
     asked = control.decode_request(OFFSET_COMMIT, version, request.body)
+    ids = _name_topics(broker, asked.topics, version)
     now_ms = wall_ms()
     keeps_ms = asked.retention_time_ms if version <= 4 else -1
     expires_ms = now_ms + keeps_ms if keeps_ms >= 0 else -1
@@ -160,10 +166,33 @@ async def handle_offset_commit(broker: Broker, request: Request) -> Body:
     member = (asked.member_id, instance_id, asked.generation_id_or_member_epoch)
     error_code, results = await broker.groups.commit(asked.group_id, member, commits)
     codes = {(each.topic, each.partition_index): error_code or each.error_code for each in results}
-    return _answer(request, topics=_by_topic(codes))
+    return _answer(request, topics=_identified(_by_topic(codes), ids))
+
+
+def _name_topics(broker: Broker, topics: Iterable[Any], version: int) -> dict[str, UUID] | None:
+    """Put names in the place of the ids of a request's topics, and return the ids by name; None if it has no ids."""
+    if version < _BY_ID_FROM:
+        return None
+    ids: dict[str, UUID] = {}
+    for topic in topics:
+        topic_id = topic.topic_id or UUID(int=0)
+        found = broker.view.topic_by_id(topic_id.bytes)
+        topic.name = found.name if found is not None else f"{_NAMELESS}{topic_id}"
+        ids[topic.name] = topic_id
+    return ids
+
+
+def _identified(topics: list[dict[str, Any]], ids: Mapping[str, UUID] | None) -> list[dict[str, Any]]:
+    """Put ids in the place of the names in an answer, if its version has them; without its id a topic is omitted."""
+    if ids is None:
+        return topics
+    named = [(topic.pop("name"), topic) for topic in topics]
+    return [{"topic_id": ids[name], **topic} for name, topic in named if name in ids]
 
 
 def _commit_error(broker: Broker, topic: str, asked: control.Message) -> int:
+    if topic.startswith(_NAMELESS):
+        return error_codes.UNKNOWN_TOPIC_ID
     found = broker.view.topics.get(topic)
     if found is None or not 0 <= asked.partition_index < len(found.replicas):
         return error_codes.UNKNOWN_TOPIC_OR_PARTITION
@@ -199,10 +228,13 @@ async def handle_offset_fetch(broker: Broker, request: Request) -> Body:
 
 async def _fetched(broker: Broker, asked: control.Message, version: int) -> dict[str, Any]:
     wanted = None
+    ids = _name_topics(broker, asked.topics or (), version)
     if asked.topics is not None:
         wanted = [(topic.name, index) for topic in asked.topics for index in topic.partition_indexes]
     error_code, found = await broker.groups.fetch(asked.group_id, wanted)
-    return {"error_code": error_code, "topics": [] if error_code else _offsets(found, version)}
+    if wanted is None and ids is not None:
+        ids = {name: topic.topic_id for name, topic in broker.view.topics.items()}
+    return {"error_code": error_code, "topics": [] if error_code else _identified(_offsets(found, version), ids)}
 
 
 def _offsets(found: Mapping[tuple[str, int], CommittedOffset | None], version: int) -> list[dict[str, Any]]:
@@ -214,7 +246,7 @@ def _offsets(found: Mapping[tuple[str, int], CommittedOffset | None], version: i
                 "partition_index": index,
                 "committed_offset": committed.offset,
                 "metadata": committed.metadata,
-                "error_code": error_codes.NONE,
+                "error_code": error_codes.UNKNOWN_TOPIC_ID if topic.startswith(_NAMELESS) else error_codes.NONE,
                 **_since(version, 5, committed_leader_epoch=committed.leader_epoch),
             }
         )

@@ -45,21 +45,16 @@ _CONSUMER_OFFSETS = CONSUMER_OFFSETS.encode()
 def handle(broker: Broker, request: Request) -> Body | Awaitable[Body | None] | None:
     """Append the batches, in one step if no partition must be taken first."""
     produce = parse_produce(request.frame, request.header)
-    _name_topics(broker, produce)
+    broker.name_topics(produce)
     takeable = broker.takeable([(topic.name, topic.partitions) for topic in produce.topics])
     if takeable:
 
         def append() -> Body | Awaitable[Body | None] | None:
-            _name_topics(broker, produce)
+            broker.name_topics(produce)
             return _append(broker, produce, request.bindings)
 
         return broker.take_then(takeable, append)
     return _append(broker, produce, request.bindings)
-
-
-def _name_topics(broker: Broker, produce: PartitionedRequest) -> None:
-    if produce.by_id:
-        broker.name_topics(produce)
 
 
 class _Pending(NamedTuple):
@@ -95,7 +90,7 @@ async def _keep_and_append(
     broker: Broker, produce: PartitionedRequest, bindings: Bindings, unknown: list[tuple[Partition, FenceBinding]]
 ) -> Body | None:
     await broker.fences.settle_all(unknown, FENCE_TIMEOUT_S)
-    _name_topics(broker, produce)
+    broker.name_topics(produce)
     result = _append_now(broker, produce, bindings)
     return await result if isinstance(result, Awaitable) else result
 

@@ -44,7 +44,7 @@ from kproxy_codec.api_keys import (
     SYNC_GROUP,
     name_of,
 )
-from kproxy_codec.fetch import TOPIC_IDS_FROM
+from kproxy_codec.fetch import MAX_VERSION as FETCH_MAX_VERSION
 from kproxy_codec.foreign import SASL_HANDSHAKE_REFUSED, sasl
 from kproxy_codec.own import BIND_FENCES_VERSION
 from kproxy_codec.produce import MAX_VERSION as PRODUCE_MAX_VERSION
@@ -63,13 +63,13 @@ class _Api(NamedTuple):
 
 _APIS: dict[int, _Api] = {
     PRODUCE: _Api(3, PRODUCE_MAX_VERSION, produce.handle),
-    FETCH: _Api(4, TOPIC_IDS_FROM - 1, fetch.handle),
-    LIST_OFFSETS: _Api(1, 9, fetch.handle_list_offsets),
+    FETCH: _Api(4, FETCH_MAX_VERSION, fetch.handle),
+    LIST_OFFSETS: _Api(1, 11, fetch.handle_list_offsets),
     OFFSET_FOR_LEADER_EPOCH: _Api(2, 4, fetch.handle_offset_for_leader_epoch),
     METADATA: _Api(0, 13, describe.handle_metadata),
     FIND_COORDINATOR: _Api(0, 6, coordinators.handle_find_coordinator),
-    OFFSET_COMMIT: _Api(2, 9, groups.handle_offset_commit),
-    OFFSET_FETCH: _Api(1, 9, groups.handle_offset_fetch),
+    OFFSET_COMMIT: _Api(2, 10, groups.handle_offset_commit),
+    OFFSET_FETCH: _Api(1, 10, groups.handle_offset_fetch),
     OFFSET_DELETE: _Api(0, 0, groups.handle_offset_delete),
     JOIN_GROUP: _Api(0, 9, groups.handle_join_group),
     SYNC_GROUP: _Api(0, 5, groups.handle_sync_group),
@@ -82,7 +82,7 @@ _APIS: dict[int, _Api] = {
     DELETE_TOPICS: _Api(1, 6, topics.handle_delete_topics),
     INIT_PRODUCER_ID: _Api(0, 5, coordinators.handle_init_producer_id),
     DESCRIBE_CONFIGS: _Api(1, 4, describe.handle_describe_configs),
-    DESCRIBE_CLUSTER: _Api(0, 1, describe.handle_describe_cluster),
+    DESCRIBE_CLUSTER: _Api(0, 2, describe.handle_describe_cluster),
     DESCRIBE_TOPIC_PARTITIONS: _Api(0, 0, describe.handle_describe_topic_partitions),
     BIND_FENCES: _Api(BIND_FENCES_VERSION, BIND_FENCES_VERSION, bind_fences.handle),
 }

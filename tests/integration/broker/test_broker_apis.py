@@ -369,7 +369,7 @@ def test_api_versions_are_listed(cluster: Cluster, version: int) -> None:
     offered = {each.api_key: (each.min_version, each.max_version) for each in answer.api_keys}
     assert answer.error_code == 0
     assert offered[api_keys.PRODUCE] == (0, 13), "from 0, or librdkafka drops compression"
-    assert offered[api_keys.FETCH] == (4, 12)
+    assert offered[api_keys.FETCH] == (4, 18)
     assert api_keys.FIND_COORDINATOR in offered
     assert api_keys.INIT_PRODUCER_ID in offered
 

@@ -269,6 +269,20 @@ def test_other_brokers_are_not_the_coordinator(site: Site, name: str) -> None:
         assert old.topics[0].partitions[0].error_code == codes.NOT_COORDINATOR
 
 
+def test_commits_by_topic_id_are_read_back(site: Site, name: str) -> None:
+    write(site.direct, name, 0, 3)
+    with site.coordinator(name).client() as client:
+        topic_id = client.metadata(name, create=False).topics[0].topic_id
+        partition = {"partition_index": 0, "committed_offset": 2, "committed_metadata": ""}
+        topics = [{"topic_id": topic_id, "partitions": [partition]}]
+        answer = client.request(api_keys.OFFSET_COMMIT, 10, group_id=name, topics=topics)
+        assert [(each.topic_id, each.partitions[0].error_code) for each in answer.topics] == [(topic_id, codes.NONE)]
+        for asked in (None, [{"topic_id": topic_id, "partition_indexes": [0]}]):
+            groups = [{"group_id": name, "topics": asked}]
+            [found] = client.request(api_keys.OFFSET_FETCH, 10, groups=groups).groups
+            assert [(each.topic_id, each.partitions[0].committed_offset) for each in found.topics] == [(topic_id, 2)]
+
+
 @pytest.mark.parametrize("version", range(2, 10))
 def test_commits_are_checked_and_read_back(site: Site, name: str, version: int) -> None:
     write(site.direct, name, 0, 3)

@@ -115,7 +115,7 @@ async def test_versions_before_kafscale_are_the_common_ones(kafscale: KafScale) 
     found = await offered(await kafscale.client_of(await kafscale.proxy()))
     assert found == {
         keys.PRODUCE: (0, 9),
-        keys.FETCH: (11, 12),
+        keys.FETCH: (11, 13),
         keys.LIST_OFFSETS: (1, 4),
         keys.METADATA: (0, 12),
         keys.OFFSET_COMMIT: (3, 3),
@@ -126,6 +126,8 @@ async def test_versions_before_kafscale_are_the_common_ones(kafscale: KafScale) 
         keys.HEARTBEAT: (4, 4),
         keys.LEAVE_GROUP: (4, 4),
         keys.SYNC_GROUP: (4, 4),
+        # Refused when sent, as by Kafka without group.version.
+        keys.CONSUMER_GROUP_HEARTBEAT: (0, 1),
         keys.API_VERSIONS: (0, 4),
         keys.CREATE_TOPICS: (2, 2),
         keys.DELETE_TOPICS: (1, 2),

@@ -65,7 +65,7 @@ BAD: dict[str, Callable[[], bytes]] = {
     "Produce v2": produce_v2,
     "Produce v12": lambda: raw_frame(header(api_keys.PRODUCE, 12) + bytes(20)),
     "Produce v-1": lambda: raw_frame(header(api_keys.PRODUCE, -1) + bytes(20)),
-    "Fetch v13": lambda: raw_frame(header(FETCH, 13) + bytes(40)),
+    "Fetch v19": lambda: raw_frame(header(FETCH, 19) + bytes(40)),
     "Fetch by a replica": lambda: fetch_frame(replica_id=1),
     "Fetch v4 by a replica": lambda: fetch_frame(version=4, replica_id=2),
     "Metadata v99": lambda: raw_frame(header(api_keys.METADATA, 99) + bytes(20)),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
+from uuid import UUID
 
 import pytest
 
@@ -51,7 +52,12 @@ def every_version(key: int) -> range:
 
 
 def request_of(key: int, version: int, correlation_id: int = 6) -> bytes:
-    return control_frame(key, version, correlation_id=correlation_id, **FIELDS[key])
+    fields = FIELDS[key]
+    if (key, version) == (keys.OFFSET_COMMIT, 10):
+        fields = {**fields, "topics": [{"topic_id": UUID(int=7), "partitions": TOPICS[0]["partitions"]}]}
+    if key == keys.OFFSET_FETCH and version >= 8:
+        fields = {"groups": [{**fields, "topics": fields["topics"] if version < 10 else None}]}
+    return control_frame(key, version, correlation_id=correlation_id, **fields)
 
 
 three = partial(scene, HOLDS, HOLDS, HOLDS, owners=(), introduced=False)
@@ -103,6 +109,8 @@ def codes_of(key: int, message: Any) -> list[int]:
         ]
     if key in (keys.TXN_OFFSET_COMMIT, keys.OFFSET_COMMIT) or (key == keys.OFFSET_FETCH and message.version < 2):
         return [each.error_code for topic in message.topics for each in topic.partitions]
+    if key == keys.OFFSET_FETCH and message.version >= 8:
+        return [group.error_code for group in message.groups]
     return [message.error_code]
 
 
@@ -262,14 +270,58 @@ async def test_committed_offsets_hide_leader_epoch_in_all_versions(s: Scene) -> 
     def commits(asked: Asked) -> None:
         epochs = {"committed_leader_epoch": 9} if asked.header.api_version >= 5 else {}
         partition = {"partition_index": 3, "committed_offset": 70, "metadata": "m", "error_code": 0, **epochs}
-        asked.answer_message(topics=[{"name": "t", "partitions": [partition]}])
+        named = {"topic_id": UUID(int=7)} if asked.header.api_version >= 10 else {"name": "t"}
+        group = {"topics": [{**named, "partitions": [partition]}]}
+        asked.answer_message(**({"groups": [{"group_id": "k", **group}]} if asked.header.api_version >= 8 else group))
 
     Cluster(s).coordinated = commits
     for version in every_version(keys.OFFSET_FETCH):
         s.send(request_of(keys.OFFSET_FETCH, version))
-        answer = (await s.answer(keys.OFFSET_FETCH, version)).message.topics[0].partitions[0]
+        message = (await s.answer(keys.OFFSET_FETCH, version)).message
+        answer = (message.groups[0] if version >= 8 else message).topics[0].partitions[0]
         assert (answer.partition_index, answer.committed_offset, answer.metadata) == (3, 70, "m")
         assert version < 5 or answer.committed_leader_epoch == -1, f"version {version}"
+
+
+@pytest.mark.parametrize("key", [keys.OFFSET_COMMIT, keys.TXN_OFFSET_COMMIT])
+@three()
+async def test_commits_carry_no_leader_epoch_to_brokers(s: Scene, key: int) -> None:
+    cluster = Cluster(s)
+    partitions = [{"partition_index": 3, "committed_offset": 7, "committed_leader_epoch": 4, "committed_metadata": ""}]
+    for version in every_version(key):
+        named = {"topic_id": UUID(int=7)} if (key, version) == (keys.OFFSET_COMMIT, 10) else {"name": "t"}
+        fields = {**FIELDS[key], "topics": [{**named, "partitions": partitions}]}
+        s.send(control_frame(key, version, correlation_id=6, **fields))
+        await s.answer(key, version)
+        came = decode_request(key, version, cluster.brokers[1].log[-1].body).topics[0].partitions[0]
+        assert came.committed_offset == 7
+        assert getattr(came, "committed_leader_epoch", -1) == -1, f"version {version}"
+
+
+@pytest.mark.parametrize("version", [8, 9, 10])
+@three()
+async def test_each_group_goes_to_its_own_coordinator(s: Scene, version: int) -> None:
+    def commits(asked: Asked) -> None:
+        groups = decode_request(keys.OFFSET_FETCH, version, asked.body).groups
+        asked.answer_message(
+            throttle_time_ms=int(groups[0].group_id[1:]),
+            groups=[{"group_id": each.group_id, "error_code": 0, "topics": []} for each in groups],
+        )
+
+    cluster = Cluster(s)
+    cluster.coordinated = commits
+    names = [f"g{number}" for number in range(80)]
+    cluster.coordinators = {(GROUP, name): 1 + number % 3 for number, name in enumerate(names[:-1])}
+    s.send(control_frame(keys.OFFSET_FETCH, version, groups=[{"group_id": name, "topics": None} for name in names]))
+    message = (await s.answer(keys.OFFSET_FETCH, version)).message
+    assert [(each.group_id, each.error_code) for each in message.groups] == [
+        *((name, 0) for name in names[:-1]),
+        (names[-1], NOT_AVAILABLE),
+    ]
+    assert message.throttle_time_ms == 78
+    assert sorted(cluster.got(keys.OFFSET_FETCH)) == sorted(cluster.coordinators.values())
+    s.send(control_frame(keys.OFFSET_FETCH, version, groups=[]))
+    assert (await s.answer(keys.OFFSET_FETCH, version)).message.groups == []
 
 
 @three()

@@ -6,7 +6,10 @@ tests/unit/routing/test_fanout_answers.py has the splits, merges and repetitions
 from __future__ import annotations
 
 import asyncio
+import struct
 import time
+
+import pytest
 
 from kproxy_codec.api_keys import FETCH
 from tests.support.brokers.scripted_upstream import Asked
@@ -25,7 +28,7 @@ def empty(asked: Asked) -> None:
 
 @scene(HOLDS, one_go=True)
 async def test_fetch_with_one_owner_waits_at_broker(s: Scene) -> None:
-    for version in range(4, 13):
+    for version in range(4, 19):
         s.send(fetch_frame(version=version, correlation_id=9, max_wait_ms=400, min_bytes=3))
         asked = await s.next()
         assert (asked.fields["max_wait_ms"], asked.fields["min_bytes"]) == (400, 3), version
@@ -37,7 +40,7 @@ async def test_fetch_with_one_owner_waits_at_broker(s: Scene) -> None:
 
 @scene(HOLDS, one_go=True)
 async def test_fetch_sessions_are_not_kept(s: Scene) -> None:
-    for count, version in enumerate(range(7, 13), 1):
+    for count, version in enumerate(range(7, 19), 1):
         s.send(fetch_frame(version=version, session_id=5, session_epoch=3))
         answer = await s.answer(FETCH, version)
         assert (answer.fields["error_code"], answer.fields["session_id"]) == (NO_SESSION_FOUND, 0), version
@@ -49,6 +52,23 @@ async def test_fetch_sessions_are_not_kept(s: Scene) -> None:
         asked.answer(session_id=77)
         assert (await s.answer(FETCH, version)).fields["session_id"] == 0, version
         assert len(s.broker.log) == count
+
+
+@pytest.mark.parametrize("version", range(13, 19))
+@scene(HOLDS, HOLDS)
+async def test_reads_by_id_reach_each_owner(s: Scene, version: int) -> None:
+    s.send(fetch_frame({**BOTH, "unknown": [0]}, version=version))
+    leader = (1, struct.pack(">ii", 2, 9) + b"\0")
+    for place, broker in zip((T0, T1), s.brokers, strict=True):
+        asked = await broker.next()
+        assert asked.partitions == [place]
+        # KIP-951: the current leader, and where it is.
+        asked.answer(results={place: {"tags": [leader]}}, tags=[(0, b"\2\0\0\0\2\7secret\0\0\0\1\0\0")])
+    answer = await s.answer(FETCH, version)
+    assert answer.codes == {T0: 0, T1: 0, ("unknown", 0): 100}
+    assert b"secret" not in answer.frame
+    assert leader[1] not in answer.frame
+    assert {index for _, index, _ in s.proxy.source.refreshed} == {0}
 
 
 @scene(empty, HOLDS, one_go=True)

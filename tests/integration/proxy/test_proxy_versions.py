@@ -20,9 +20,11 @@ from tests.support.processes.running_proxy import RunningProxy, both_loops, in_o
 from tests.support.processes.running_proxy import running_among_strangers as running_proxy
 from tests.support.scene import HOLDS, Scene, scene, staged
 from tests.support.waiting import eventually
+from tests.support.wire.messages import EVERY_VERSION
 
 NEWEST = SERVED[keys.PRODUCE].max_version
 OLD = 9
+UNSUPPORTED = 35
 Script = Callable[[Asked], None]
 
 
@@ -41,6 +43,11 @@ def serves(produce: int, *, answers: Script = answers_everything, fences: range 
             answers(asked)
 
     return script
+
+
+def serves_nothing(asked: Asked) -> None:
+    if asked.header.api_key == keys.API_VERSIONS:
+        asked.answer_message(api_keys=[{"api_key": keys.API_VERSIONS, "min_version": 0, "max_version": 4}])
 
 
 def holds(asked: Asked) -> None:
@@ -144,8 +151,8 @@ async def test_client_without_api_versions_gets_current_limits(s: Scene) -> None
         assert await is_served(s.client, OLD)
         with capture_logs() as logs:
             s.send(produce_frame(version=NEWEST))
-            assert await s.client.is_closed()
-        assert [each["reason"] for each in logs if each["event"] == "client connection closed"] == [
+            assert (await s.answer(keys.PRODUCE, NEWEST)).codes == {("t", 0): UNSUPPORTED}
+        assert [each["reason"] for each in logs if each["event"] == "request refused"] == [
             f"PRODUCE v{NEWEST}: versions 0 to {OLD} are offered"
         ]
         s.proxy.topology.remove_broker(2)
@@ -250,15 +257,33 @@ async def test_old_broker_is_asked_for_api_versions_0(refuses: Script) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "version"), [(keys.PRODUCE, OLD + 1), (keys.METADATA, 14), (keys.DELETE_RECORDS, 0), (keys.FETCH, 99)]
+    ("key", "version"), [(keys.PRODUCE, 2), (keys.METADATA, 14), (keys.METADATA, 12), (keys.FETCH, 99), (999, 0)]
 )
-@unknown(serves(OLD), follows_versions=False)
-async def test_unoffered_request_closes_the_connection(s: Scene, key: int, version: int) -> None:
+@unknown(serves_nothing, follows_versions=False)
+async def test_unknown_version_closes_the_connection(s: Scene, key: int, version: int) -> None:
+    """So does one whose answer has no place for an error, or a malformed request."""
     await api_versions(s.client)
-    s.send(produce_frame(version=version) if key == keys.PRODUCE else head_only(key, version))
+    s.send(head_only(key, version))
     assert await s.client.is_closed()
     assert s.proxy.counters["clients.refused"] == 1
     assert len(s.broker.log) == 1
+
+
+@unknown(serves_nothing, follows_versions=False)
+async def test_unoffered_requests_are_answered_in_their_order(s: Scene) -> None:
+    """Clients that pin a version connect again and again if the connection is closed, and tell nobody."""
+    await api_versions(s.client)
+    frames = {keys.PRODUCE: produce_frame, keys.FETCH: fetch_frame, keys.LIST_OFFSETS: list_offsets_frame}
+    for key, version in EVERY_VERSION:
+        s.send(frames[key](version=version), control_frame(keys.HEARTBEAT, 4, group_id="g"))
+        assert (await s.answer(key, version)).codes == {("t", 0): UNSUPPORTED}
+        assert (await s.answer(keys.HEARTBEAT, 4)).message.error_code == UNSUPPORTED
+    assert len(s.broker.log) == 1
+    told = s.proxy.context.tally.errors.items()
+    assert sum(times for (key, code, _), times in told if (key, code) == (keys.FETCH, UNSUPPORTED)) == 15
+    # It waits for no answer, and would not notice.
+    s.send(produce_frame(acks=0))
+    assert await s.client.is_closed()
 
 
 def head_only(key: int, version: int) -> bytes:
@@ -295,7 +320,7 @@ async def test_features_match_the_offered_versions(s: Scene, version: int) -> No
     lowest = {"transaction.version": (0, 1)} if version >= 4 else {}
     assert supported == {**lowest, "metadata.version": (7, 27)}
     assert finalized == {"transaction.version": (1, 1), "metadata.version": (27, 27)}
-    assert message.finalized_features_epoch == 81
+    assert message.finalized_features_epoch == 321
 
 
 # Requests between brokers

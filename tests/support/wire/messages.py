@@ -25,13 +25,13 @@ from kproxy_codec.produce import PRODUCE_API
 
 Fields = Mapping[str, Any]
 Tags = Sequence[tuple[int, bytes]]
-# (name, kind, first version). A kind is a letter of `struct`, "string" or "bytes", "?" before it where it may be null,
-# or the fields of an array's elements, in a list of one where the array may be null. "topic" is a string, and from
-# Produce 13 and Fetch 13 on the topic's id: that of its name here (`topic_id`).
-Schema = tuple[tuple[str, Any, int], ...]
+# (name, kind, first version, and the last one of a field that was removed). A kind is a letter of `struct`, "string"
+# or "bytes", "?" before it where it may be null, or the fields of the elements of an array, in a list of one where the
+# array may be null. "topic" is a string, and from Produce 13 and Fetch 13 on an id: that of the name here (`topic_id`).
+Schema = tuple[tuple[Any, ...], ...]
 
 APIS: dict[int, PartitionedApi] = {PRODUCE: PRODUCE_API, FETCH: FetchApi(), LIST_OFFSETS: LIST_OFFSETS_API}
-VERSIONS = {PRODUCE: range(3, 14), FETCH: range(4, 14), LIST_OFFSETS: range(1, 10)}
+VERSIONS = {PRODUCE: range(3, 14), FETCH: range(4, 19), LIST_OFFSETS: range(1, 12)}
 FLEXIBLE_FROM = {PRODUCE: 9, FETCH: 12, LIST_OFFSETS: 6}
 EVERY_VERSION = [(api_key, version) for api_key, versions in VERSIONS.items() for version in versions]
 # For tests of thousands of partitions: the first, the first flexible and the last version of each API.
@@ -80,7 +80,7 @@ _REQUESTS: dict[int, Schema] = {
         ("topic_data", (("name", "topic", 0), ("partition_data", _PRODUCE_PARTITION, 0)), 0),
     ),
     FETCH: (
-        ("replica_id", "i", 0),
+        ("replica_id", "i", 0, 14),
         ("max_wait_ms", "i", 0),
         ("min_bytes", "i", 0),
         ("max_bytes", "i", 0),
@@ -95,6 +95,7 @@ _REQUESTS: dict[int, Schema] = {
         ("replica_id", "i", 0),
         ("isolation_level", "b", 2),
         ("topics", (("name", "string", 0), ("partitions", _LIST_OFFSETS_PARTITION, 0)), 0),
+        ("timeout_ms", "i", 10),
     ),
 }
 _PRODUCE_RESULT: Schema = (
@@ -141,7 +142,16 @@ _RESPONSES: dict[int, Schema] = {
 }
 
 
+def fields_of(schema: Schema, version: int) -> list[tuple[str, Any]]:
+    """The names and kinds of the fields that the version has."""
+    return [
+        (name, kind) for name, kind, first, *last in schema if version >= first and not (last and version > last[0])
+    ]
+
+
 TOPIC_IDS_FROM = 13
+# Of Fetch: a follower's id is in a tagged field.
+REPLICA_STATE_FROM = 15
 _NAMES_BY_ID: dict[uuid.UUID, str] = {}
 
 
@@ -214,7 +224,7 @@ def _write(kind: Any, version: int, value: Any, *, flexible: bool) -> bytes:
 
 
 def _write_structure(schema: Schema, version: int, fields: Fields, *, flexible: bool) -> bytes:
-    parts = [_write(kind, version, fields[name], flexible=flexible) for name, kind, first in schema if version >= first]
+    parts = [_write(kind, version, fields[name], flexible=flexible) for name, kind in fields_of(schema, version)]
     if flexible:
         parts.append(tag_section(fields.get("tags", ())))
     return b"".join(parts)
@@ -222,6 +232,9 @@ def _write_structure(schema: Schema, version: int, fields: Fields, *, flexible: 
 
 def request_body(api_key: int, version: int, fields: Fields) -> bytes:
     """A request's body; strings may be given as bytes, so that they need not be UTF-8."""
+    if api_key == FETCH and version >= REPLICA_STATE_FROM and fields.get("replica_id", -1) >= 0:
+        state = struct.pack(">iq", fields["replica_id"], -1) + tag_section()
+        fields = {**fields, "tags": [(1, state), *fields.get("tags", ())]}
     return _write_structure(_REQUESTS[api_key], version, fields, flexible=version >= FLEXIBLE_FROM[api_key])
 
 
@@ -283,9 +296,7 @@ def without_tags(kind: str, api_key: int, version: int, fields: Fields) -> dict[
 
 def _plain(schema: Schema, version: int, item: Any, get: Any) -> dict[str, Any]:
     plain: dict[str, Any] = {}
-    for name, kind, first in schema:
-        if version < first:
-            continue
+    for name, kind in fields_of(schema, version):
         by_id = kind == "topic" and version >= TOPIC_IDS_FROM and not isinstance(item, Mapping)
         value = _topic_name(item.topic_id) if by_id else get(item, name)
         inner = kind[0] if isinstance(kind, list) else kind
@@ -324,7 +335,7 @@ _ASKED_AS_A_WHOLE: dict[int, dict[str, Any]] = {
         "forgotten_topics_data": [{"topic": "gone", "partitions": [1, 2]}],
         "rack_id": "rack",
     },
-    LIST_OFFSETS: {"replica_id": -1, "isolation_level": 0},
+    LIST_OFFSETS: {"replica_id": -1, "isolation_level": 0, "timeout_ms": 30_000},
 }
 _ANSWERED: dict[int, Callable[[int], dict[str, Any]]] = {
     PRODUCE: lambda index: {
@@ -400,7 +411,7 @@ def _values(kind: Any, version: int) -> st.SearchStrategy[Any]:
 
 
 def _structures(schema: Schema, version: int, **fixed: Any) -> st.SearchStrategy[dict[str, Any]]:
-    fields = {name: _values(kind, version) for name, kind, first in schema if version >= first and name not in fixed}
+    fields = {name: _values(kind, version) for name, kind in fields_of(schema, version) if name not in fixed}
     return st.fixed_dictionaries({**fields, "tags": _TAGS, **{name: st.just(value) for name, value in fixed.items()}})
 
 

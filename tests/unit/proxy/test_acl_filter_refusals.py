@@ -14,13 +14,23 @@ from kproxy.proxy.acl_filter import AclFilter, Filtered
 from kproxy.routing.topology import Topology
 from kproxy.security.acls import CLUSTER_NAME, Acl, Operation, Resource, Rules
 from kproxy_codec import api_keys as keys
-from kproxy_codec.control import build_request, decode_request, decode_response, encode_request
+from kproxy_codec.control import (
+    build_request,
+    build_response,
+    decode_request,
+    decode_response,
+    encode_request,
+    encode_response,
+)
 from kproxy_codec.framing import parse_request_header, request_header
 from kproxy_codec.partitioned import with_length
 
 GROUP, TRANSACTION, TOPIC, CLUSTER = Resource.GROUP, Resource.TRANSACTIONAL_ID, Resource.TOPIC, Resource.CLUSTER
 READ, WRITE, DESCRIBE = Operation.READ, Operation.WRITE, Operation.DESCRIBE
 Need = tuple[Operation, Resource, str]
+# The topics whose ids are known.
+IDS = {"a": UUID(int=5, version=4), "b": UUID(int=6, version=4)}
+UNKNOWN_ID = UUID(int=7, version=4)
 
 
 async def screen(needs: Iterable[Need], api_key: int, version: int, **fields: object) -> tuple[Filtered, Any]:
@@ -30,7 +40,10 @@ async def screen(needs: Iterable[Need], api_key: int, version: int, **fields: ob
     body = encode_request(build_request(api_key, version, **fields))
     frame = memoryview(bytearray(b"".join(with_length([request_header(api_key, version, 1, b"c"), body]))))
     header = parse_request_header(frame)
-    screened = await AclFilter(access, Topology()).screen(frame, header)
+    topology = Topology()
+    for name, topic_id in IDS.items():
+        topology.set_topic_id(name.encode(), topic_id.bytes)
+    screened = await AclFilter(access, topology).screen(frame, header)
     if screened.answer is not None:
         return screened, None
     rest = parse_request_header(screened.frame)
@@ -165,6 +178,66 @@ async def test_offsets_need_group_and_each_topic(api_key: int) -> None:
         assert screened.answer is not None
         refused = decode_response(api_key, version, screened.answer)
         assert {each.error_code for topic in refused.topics for each in topic.partitions} == {53}
+
+
+@pytest.mark.parametrize("version", [8, 9, 10])
+async def test_offsets_of_groups_need_each_of_them(version: int) -> None:
+    def topics(*names: str) -> list[dict[str, Any]]:
+        ids = {**IDS, "unknown": UNKNOWN_ID}
+        named = [{"topic_id": ids[name]} if version >= 10 else {"name": name} for name in names]
+        return [{**each, "partition_indexes": [3]} for each in named]
+
+    def name(topic: Any) -> str:
+        ids = {each: name for name, each in IDS.items()}
+        return ids.get(topic.topic_id, "unknown") if version >= 10 else str(topic.name)
+
+    asked: dict[str, Any] = {"g": topics("a", "b", "unknown"), "h": topics("a"), "i": None}
+    groups = [{"group_id": group, "topics": each} for group, each in asked.items()]
+    needs = [(DESCRIBE, GROUP, "g"), (DESCRIBE, GROUP, "i"), (DESCRIBE, TOPIC, "a")]
+    screened, sent = await screen(needs, keys.OFFSET_FETCH, version, groups=groups)
+    assert [each.group_id for each in sent.groups] == ["g", "i"]
+    assert [name(each) for each in sent.groups[0].topics] == ["a"]
+    assert screened.amend is not None
+    results = [
+        {**each, "partitions": [{"partition_index": 3, "committed_offset": 1, "metadata": "", "error_code": 0}]}
+        for each in (
+            {key: value for key, value in each.items() if key != "partition_indexes"} for each in topics("a", "b")
+        )
+    ]
+    answer = build_response(
+        keys.OFFSET_FETCH,
+        version,
+        groups=[{"group_id": "g", "topics": results[:1]}, {"group_id": "i", "topics": results}],
+    )
+    screened.amend(answer)
+    found = decode_response(keys.OFFSET_FETCH, version, encode_response(answer)).groups
+    assert [(each.group_id, each.error_code) for each in found] == [("g", 0), ("i", 0), ("h", 30)]
+    codes = {name(topic): each.error_code for topic in found[0].topics for each in topic.partitions}
+    assert codes == {"a": 0, "b": 29, "unknown": 100 if version >= 10 else 29}
+    assert [name(topic) for topic in found[1].topics] == ["a"]
+    # With all rights it passes as it is; without any group there is nothing to ask a broker for.
+    screened, sent = await screen(needs, keys.OFFSET_FETCH, version, groups=[{"group_id": "g", "topics": topics("a")}])
+    assert (screened.amend, len(sent.groups)) == (None, 1)
+    screened, _ = await screen([], keys.OFFSET_FETCH, version, groups=groups)
+    assert screened.answer is not None
+    refused = decode_response(keys.OFFSET_FETCH, version, screened.answer).groups
+    assert [(each.group_id, each.error_code) for each in refused] == [(group, 30) for group in asked]
+
+
+async def test_commits_by_id_need_their_topics() -> None:
+    ids = (IDS["a"], IDS["b"], UNKNOWN_ID)
+    fields = {"group_id": "g", "topics": [{**partitions("")[0], "topic_id": each} for each in ids]}
+    for each in fields["topics"]:
+        del each["name"]
+    screened, sent = await screen([(READ, GROUP, "g"), (READ, TOPIC, "a")], keys.OFFSET_COMMIT, 10, **fields)
+    assert [each.topic_id for each in sent.topics] == [IDS["a"]]
+    assert screened.amend is not None
+    answer = build_response(keys.OFFSET_COMMIT, 10, topics=[])
+    screened.amend(answer)
+    assert [(each.topic_id, each.partitions[0].error_code) for each in answer.topics] == [
+        (IDS["b"], 29),
+        (UNKNOWN_ID, 100),
+    ]
 
 
 async def test_offsets_of_unnamed_topics_are_hidden() -> None:

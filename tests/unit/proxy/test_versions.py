@@ -8,10 +8,10 @@ from kproxy.proxy.api_versions import FENCES, BrokerApis, covers, intersect, off
 from kproxy.proxy.apis import APIS, SERVED, Ranges, proxy_ranges
 from kproxy_codec import api_keys as keys
 
-TRANSACTIONS = "transaction.version"
+TRANSACTIONS, CLUSTER, GROUPS = "transaction.version", "metadata.version", "group.version"
 # A current broker: everything, in every version, and transactions of the second kind.
 ALL: Ranges = dict.fromkeys(SERVED, (0, 99))
-NEW = BrokerApis(ALL, {TRANSACTIONS: (0, 2), "x": (1, 5)}, {TRANSACTIONS: (2, 2), "x": (4, 4)}, 7)
+NEW = BrokerApis(ALL, {TRANSACTIONS: (0, 2), CLUSTER: (1, 5)}, {TRANSACTIONS: (2, 2), CLUSTER: (4, 4)}, 7)
 
 
 def without(key: int) -> Ranges:
@@ -48,8 +48,8 @@ def features_before(*brokers: BrokerApis, produce: int = 13) -> tuple[dict[str, 
 
 def test_old_produce_versions_offer_only_old_transactions() -> None:
     """KIP-890: a client that is told level 2 and may not send Produce 12 aborts its transactions."""
-    assert features_before(NEW, produce=11) == ({TRANSACTIONS: (1, 1), "x": (4, 4)}, 15)
-    assert dict(offer([NEW], {keys.PRODUCE: 11}).supported) == {TRANSACTIONS: (0, 1), "x": (1, 5)}
+    assert features_before(NEW, produce=11) == ({TRANSACTIONS: (1, 1), CLUSTER: (4, 4)}, 57)
+    assert dict(offer([NEW], {keys.PRODUCE: 11}).supported) == {TRANSACTIONS: (0, 1), CLUSTER: (1, 5)}
 
 
 def test_lower_transaction_version_has_higher_epoch() -> None:
@@ -62,20 +62,34 @@ def test_lower_transaction_version_has_higher_epoch() -> None:
 
 def test_unsupported_transactions_name_no_transaction_version() -> None:
     broker = BrokerApis(without(keys.END_TXN), NEW.supported, NEW.finalized, NEW.epoch)
-    assert features_before(broker)[0] == {"x": (4, 4)}
+    assert features_before(broker)[0] == {CLUSTER: (4, 4)}
 
 
 def test_finalized_features_come_from_the_latest_broker() -> None:
-    late = BrokerApis(ALL, {}, {"x": (3, 3)}, 6)
+    late = BrokerApis(ALL, {}, {CLUSTER: (3, 3)}, 6)
     mute = BrokerApis(ALL)
-    assert features_before(late, BrokerApis(ALL, {}, {"x": (4, 4)}, 9), mute) == ({"x": (4, 4)}, 18)
+    assert features_before(late, BrokerApis(ALL, {}, {CLUSTER: (4, 4)}, 9), mute) == ({CLUSTER: (4, 4)}, 72)
     assert features_before(mute) == ({}, -1)
     assert features_before() == ({}, -1)
 
 
 def test_supported_features_are_the_common_ones() -> None:
-    brokers = [BrokerApis(ALL, {"x": (1, 5), "y": (1, 2), "z": (0, 3)}), BrokerApis(ALL, {"x": (2, 7), "y": (3, 4)})]
-    assert dict(offer(brokers).supported) == {"x": (2, 5)}
+    brokers = [
+        BrokerApis(ALL, {CLUSTER: (1, 5), TRANSACTIONS: (1, 2), GROUPS: (0, 3)}),
+        BrokerApis(ALL, {CLUSTER: (2, 7), TRANSACTIONS: (3, 4)}),
+    ]
+    assert dict(offer(brokers).supported) == {CLUSTER: (2, 5)}
+
+
+def test_features_need_the_apis_they_promise() -> None:
+    """librdkafka reads nothing, and reports nothing, if group.version is announced without its requests."""
+    theirs = {GROUPS: (1, 1), "share.version": (1, 1), "kraft.version": (1, 1), "new.version": (3, 3), CLUSTER: (4, 4)}
+    offered = offer([BrokerApis(without(keys.CONSUMER_GROUP_HEARTBEAT), theirs, theirs, 7)])
+    assert dict(offered.finalized) == dict(offered.supported) == {CLUSTER: (4, 4)}
+    # Each level that is withheld counts, because an equal epoch does not lower a level that is known.
+    both = BrokerApis(without(keys.CONSUMER_GROUP_HEARTBEAT), {}, {GROUPS: (1, 1), TRANSACTIONS: (2, 2)}, 7)
+    epochs = [offer([both], {keys.PRODUCE: most}).epoch for most in (13, 11)]
+    assert epochs == [57, 58]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,68 @@
+"""Answer a control request with an error code, in the form that its version has.
+
+The code stands in the answer's own error_code, or else in each key, group, partition or other part of the request.
+"""
+
+from __future__ import annotations
+
+from struct import Struct
+from typing import Final
+
+from kproxy.proxy.apis import APIS
+from kproxy.proxy.long_answers import SHORT_BYTES, Portions
+from kproxy_codec import api_keys as keys
+from kproxy_codec.control import build_response, decode_request, encode_response, response_fields
+from kproxy_codec.coordination import (
+    Found,
+    answer_find_coordinator,
+    is_refused_by_partition,
+    names_groups,
+    read_groups,
+    refuse_partitions,
+)
+from kproxy_codec.errors import UnsupportedVersion
+from kproxy_codec.framing import RequestHeader, response_header
+from kproxy_codec.partitioned import with_length
+from kproxy_codec.parts import parts_of, refused
+from kproxy_codec.primitives import Buffer
+
+# throttle_time_ms, error_code, error_message, member_id, member_epoch, heartbeat_interval_ms, assignment, tagged fields
+_HEARTBEAT: Final = Struct(">ihBBiibB")
+
+
+async def refusal(
+    portions: Portions, header: RequestHeader, request_body: memoryview, error_code: int, message: str | None = None
+) -> list[Buffer]:
+    """Return the whole answer; `message` is told to those who look for a coordinator.
+
+    Raises CodecError, and UnsupportedVersion where the answer has no place for the code.
+    """
+    key, version = header.api_key, header.api_version
+    size = len(request_body)
+    body: Buffer
+    if key == keys.CONSUMER_GROUP_HEARTBEAT:
+        body = _HEARTBEAT.pack(0, error_code, 0, 0, 0, 0, -1, 0)
+    elif key == keys.FIND_COORDINATOR:
+        nobody = Found("", -1, "", -1, error_code, message)
+        work = answer_find_coordinator(version, request_body, lambda _, key: nobody._replace(key=key))
+        body = await portions.of(work, size)
+    elif is_refused_by_partition(key, version):
+        body = await portions.of(refuse_partitions(key, version, request_body, error_code), size)
+    elif names_groups(key, version):
+        spans = await portions.of(read_groups(key, version, request_body), size)
+        groups = [{"group_id": each.group, "error_code": error_code} for each in spans]
+        body = encode_response(build_response(key, version, groups=groups))
+    else:
+        body = _by_schema(key, version, request_body, error_code)
+    return with_length([response_header(key, version, header.correlation_id), body])
+
+
+def _by_schema(key: int, version: int, request_body: memoryview, error_code: int) -> Buffer:
+    own, (at, to) = response_fields(key).get("error_code"), APIS[key].parts
+    has_own = own is not None and own.for_version_q(version)
+    request = decode_request(key, version, request_body) if len(request_body) <= SHORT_BYTES else None
+    if not has_own and (request is None or not parts_of(request, at)):
+        raise UnsupportedVersion(f"this {keys.name_of(key)} v{version} has no answer with error {error_code}")
+    if request is None:
+        return encode_response(build_response(key, version, error_code=error_code))
+    return encode_response(refused(request, error_code, at=at, to=to))
