@@ -12,7 +12,6 @@ not enforced.
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -67,8 +66,6 @@ class AccessControl:
             for operation in Operation
             for resource in Resource
         }
-        # A connection holds this lock while it reads a long message.
-        self.turn = asyncio.Lock()
 
     @property
     def rules(self) -> Rules:
@@ -144,11 +141,6 @@ class ClientAccess:
         """Set the client's principal."""
         self.principal = principal
         self._looked_at = self.current()
-
-    @property
-    def turn(self) -> asyncio.Lock:
-        """The lock of the process: see AccessControl."""
-        return self._control.turn
 
     def current(self) -> Permissions:
         """The permissions by the rules that were read last."""
