@@ -35,7 +35,9 @@ _MESSAGE: Final = "error_message"
 
 def name_of(part: Part) -> Any:
     """The name of a part or a result: of a topic, a group, and so on."""
-    return next((getattr(part, name) for name in NAMES if hasattr(part, name)), part)
+    if isinstance(part, (str, int)):
+        return part
+    return next(getattr(part, name) for name in NAMES if hasattr(part, name))
 
 
 def parts_of(request: Message, at: str) -> list[Part]:
