@@ -25,8 +25,8 @@ NAMES: Final = (
     "partition",
     "group_id",
     "transactional_id",
-    "resource_type",
     "resource_name",
+    "resource_type",
 )
 """The fields that name a part, in requests and in answers."""
 _ERROR_CODES: Final = frozenset({"error_code", "partition_error_code"})

@@ -161,6 +161,11 @@ class ClientAccess:
         """The view of one request."""
         return RequestAccess(self, self._control)
 
+    @property
+    def is_enforced(self) -> bool:
+        """Whether refusals count; see AccessControl."""
+        return self._control.is_enforced
+
     def allows(self, operation: Operation, resource: Resource, name: str) -> bool:
         """Like `allows` of a request that needs only this permission."""
         with self.request() as access:

@@ -122,7 +122,11 @@ class AclFilter:
     _header: RequestHeader
     _request: Message
 
-    def __init__(self, access: ClientAccess, topology: Topology, portions: Portions) -> None:
+    def __init__(
+        self, access: ClientAccess, topology: Topology, portions: Portions, *, is_carried: bool = False
+    ) -> None:
+        """`is_carried`: brokers know the client by its own identity."""
+        self._tells_apart = access.is_enforced and not is_carried
         self._portions = portions
         self._access = access.request()
         self._topology = topology
@@ -337,7 +341,7 @@ class AclFilter:
         request = self._request
         if not self._access.allows(Operation.READ, Resource.GROUP, request.group_id):
             return self._refused(GROUP_AUTHORIZATION_FAILED)
-        if getattr(request, "subscribed_topic_regex", None) and self._access.is_enforced:
+        if getattr(request, "subscribed_topic_regex", None) and self._tells_apart:
             # Brokers resolve it among the topics that the proxy may see.
             return self._refused(TOPIC_AUTHORIZATION_FAILED, "Name the topics: the proxy (kproxy) has ACLs.")
         if not all(map(self._access.each(Operation.DESCRIBE, Resource.TOPIC), request.subscribed_topic_names or ())):
@@ -362,10 +366,10 @@ class AclFilter:
                 group.error_message = "The group has described topic(s) that the client is not authorized to describe."
 
     def _acls(self) -> Filtered:
-        """Refuse what has no effect on the clients of this proxy: it checks its own rules."""
+        """Refuse what has no effect on the clients of this proxy, which alone tells them apart."""
         decided = self._by_needs()
-        is_refused = decided.answer is not None or not self._access.is_enforced
-        return decided if is_refused else self._refused(SECURITY_DISABLED, _OWN_ACLS)
+        is_decided = decided.answer is not None or not self._tells_apart
+        return decided if is_decided else self._refused(SECURITY_DISABLED, _OWN_ACLS)
 
     # Metadata
 

@@ -127,8 +127,7 @@ _DESCRIBE_TRANSACTION: Final = Permission(Operation.DESCRIBE, Resource.TRANSACTI
 _DESCRIBE_CLUSTER: Final = Permission(Operation.DESCRIBE, Resource.CLUSTER)
 _ALTER_CLUSTER: Final = Permission(Operation.ALTER, Resource.CLUSTER)
 _BROKERS_OWN_ACLS: Final = (
-    "The ACLs are the brokers' own. With ACLs of the proxy: refused with SECURITY_DISABLED, as those do not govern its"
-    " clients."
+    "The ACLs are the brokers' own. Where the proxy's ACLs tell clients apart: refused with SECURITY_DISABLED."
 )
 _NO_REPLICAS: Final = "A proxy's node id among the replicas gets INVALID_REPLICA_ASSIGNMENT."
 _FOR_ALL: Final = "Everybody may ask, as in Kafka."
@@ -158,9 +157,13 @@ def _alters_configs(versions: Range) -> Api:
     return Api(
         Handling.NAMED_BROKER,
         versions,
-        needs=(_each_topic(Operation.ALTER, "resources", "responses"), _ALTER_CLUSTER),
+        needs=(
+            _each_topic(Operation.ALTER, "resources", "responses"),
+            _DESCRIBE_GROUP._replace(operation=Operation.ALTER, at=""),
+            _ALTER_CLUSTER,
+        ),
         repeatable=False,
-        note="A proxy has no such configuration: its node id gets INVALID_REQUEST.",
+        note="A proxy's configuration cannot be altered: its node id gets INVALID_REQUEST.",
     )
 
 
@@ -288,7 +291,11 @@ APIS: Final[Mapping[int, Api]] = MappingProxyType(
         keys.DESCRIBE_CONFIGS: Api(
             Handling.NAMED_BROKER,
             (1, 4),
-            needs=(_each_topic(Operation.DESCRIBE, "resources", "results"), _DESCRIBE_CLUSTER),
+            needs=(
+                _each_topic(Operation.DESCRIBE, "resources", "results"),
+                _DESCRIBE_GROUP._replace(at=""),
+                _DESCRIBE_CLUSTER,
+            ),
             note="A proxy's node id stands for one of the brokers.",
         ),
         keys.ALTER_CONFIGS: _alters_configs((0, 2)),
@@ -359,8 +366,8 @@ APIS: Final[Mapping[int, Api]] = MappingProxyType(
             Handling.GROUP_COORDINATOR,
             (0, 1),
             needs=(_READ_GROUP, _DESCRIBE_TOPIC),
-            note="With ACLs a regular expression for topics, which brokers would resolve, gets"
-            " TOPIC_AUTHORIZATION_FAILED.",
+            note="Where the proxy's ACLs tell clients apart, a regular expression for topics, which brokers would"
+            " resolve, gets TOPIC_AUTHORIZATION_FAILED.",
         ),
         keys.CONSUMER_GROUP_DESCRIBE: Api(
             Handling.EACH_GROUP,

@@ -301,7 +301,8 @@ class ControlPlane:
             return _framed(header, encode_response(await self._api_versions(header, body)))
         if self._access is None:
             return await self._answer(frame, header)
-        screen = AclFilter(self._access, self._context.topology, self._context.portions)
+        context, is_carried = self._context, not self._shares_answers
+        screen = AclFilter(self._access, context.topology, context.portions, is_carried=is_carried)
         screened = await screen.screen(frame, header)
         try:
             return await self._answer_screened(screen, screened, header)
