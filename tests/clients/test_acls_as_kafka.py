@@ -404,12 +404,6 @@ CASES: dict[str, Case] = {
     "list config resources": case(keys.LIST_CONFIG_RESOURCES, 1, resource_types=[2]),
     "describe log dirs": case(keys.DESCRIBE_LOG_DIRS, 4, topics=None),
     "elect leaders": case(keys.ELECT_LEADERS, 2, election_type=0, topic_partitions=None, timeout_ms=1_000),
-    "alter reassignments": case(
-        keys.ALTER_PARTITION_REASSIGNMENTS,
-        0,
-        topics=[{"name": READ, "partitions": [{"partition_index": 0, "replicas": [1]}]}],
-        timeout_ms=1_000,
-    ),
     "list reassignments": case(keys.LIST_PARTITION_REASSIGNMENTS, 0, topics=None, timeout_ms=1_000),
     "describe ACLs": case(
         keys.DESCRIBE_ACLS, 3, resource_type_filter=1, pattern_type_filter=1, operation=1, permission_type=1
@@ -449,7 +443,6 @@ CASES: dict[str, Case] = {
         entries=[{"entity": [{"entity_type": "client-id", "entity_name": "c"}], "ops": []}],
         validate_only=True,
     ),
-    "describe users": case(keys.DESCRIBE_USER_SCRAM_CREDENTIALS, 0, users=None),
     "alter users": case(
         keys.ALTER_USER_SCRAM_CREDENTIALS, 0, deletions=[{"name": "mallory", "mechanism": 1}], upsertions=[]
     ),
@@ -476,6 +469,21 @@ CASES: dict[str, Case] = {
 }
 
 
+# Here Kafka's messages name objects of its code, or are missing.
+IN_KAFKAS_WORDS = {
+    keys.DESCRIBE_GROUPS,
+    keys.CONSUMER_GROUP_DESCRIBE,
+    keys.CONSUMER_GROUP_HEARTBEAT,
+    keys.LIST_PARTITION_REASSIGNMENTS,
+    keys.DESCRIBE_ACLS,
+    keys.CREATE_ACLS,
+    keys.DELETE_ACLS,
+    keys.DESCRIBE_CLIENT_QUOTAS,
+    keys.ALTER_USER_SCRAM_CREDENTIALS,
+    keys.UPDATE_FEATURES,
+}
+
+
 async def ask(address: str, asked: Case, name: str = "alice") -> dict[str, Any]:
     async with connected(address, name) as client:
         client.send(asked.frame)
@@ -495,6 +503,10 @@ async def test_a_request_has_the_same_errors(secured: SecuredKafka, proxy: Kprox
             break
         await asyncio.sleep(0.2)
     print(name, expected)
+    if asked.api_key in IN_KAFKAS_WORDS:
+        expected, got = (
+            {path: code for path, code in each.items() if not path.endswith("message")} for each in (expected, got)
+        )
     assert got == expected
 
 
@@ -531,15 +543,26 @@ ATTEMPTS = {
     "describe-broker-settings": "ClusterAuthorization",
     "ends-of hidden": "TopicAuthorization",
     "offsets-of-group other": "GroupAuthorization",
+    "delete-records read": "TopicAuthorization",
+    "alter-settings read": "TopicAuthorization",
+    "describe-group other": "GroupAuthorization",
+    "delete-group other": "GroupAuthorization",
+    "elect-leaders read": "ClusterAuthorization",
+    "describe-acls": "ClusterAuthorization",
+    "create-acl read": "ClusterAuthorization",
+    "delete-acl read": "ClusterAuthorization",
+    "alter-user alice": "ClusterAuthorization",
 }
+# Kafka's text names objects of its code.
+IN_OTHER_WORDS = {"describe-acls", "create-acl read", "delete-acl read", "alter-user alice"}
 # These clients wait in such a case, and their users get no reason; at Kafka, too.
 WITHOUT_REASON = {
     ("librdkafka", "read hidden"),
     ("librdkafka", "commit other both"),
     ("librdkafka", "ends-of hidden"),
 }
-# Kafka has them, and the proxy's users are not Kafka's.
-NOT_OFFERED = ("create-token", "describe-tokens", "describe-users alice", "alter-user alice")
+# Kafka has them.
+NOT_OFFERED = ("create-token", "describe-tokens")
 UNSUPPORTED = ("UnsupportedVersion", "UnsupportedFeature", "IncompatibleBrokerVersion")
 
 
@@ -557,7 +580,8 @@ def test_client_gets_same_exceptions_as_from_kafka(secured: SecuredKafka, proxy:
             assert not any(each.lower() in _plain(direct[attempt]) for each in UNSUPPORTED), attempt
         else:
             assert ATTEMPTS[attempt].lower() in _plain(direct[attempt])
-            assert through[attempt] == direct[attempt]
+            assert ATTEMPTS[attempt].lower() in _plain(through[attempt])
+            assert through[attempt] == direct[attempt] or attempt in IN_OTHER_WORDS
 
 
 def _plain(outcome: str) -> str:

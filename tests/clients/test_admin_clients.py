@@ -6,8 +6,8 @@ import uuid
 
 import kafka
 import pytest
-from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, TopicPartition
-from confluent_kafka.admin import AdminClient, ConsumerGroupState, NewTopic  # type: ignore[attr-defined]
+from confluent_kafka import Consumer, ConsumerGroupState, ConsumerGroupTopicPartitions, TopicPartition
+from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 
 from kproxy_codec import api_keys as keys
 from tests.support.brokers.reference_broker import RawClient

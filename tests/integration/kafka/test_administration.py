@@ -144,7 +144,7 @@ def test_committed_offsets_are_deleted(site: Site) -> None:
     assert sorted(each.partition for each in left) == [0, 1, 3, 4, 5]
 
 
-def test_group_of_the_new_protocol_is_served_and_described(site: Site) -> None:
+def test_group_of_new_protocol_is_served(site: Site) -> None:
     group = f"new-{uuid.uuid4().hex[:8]}"
     consumer = Consumer(
         {
