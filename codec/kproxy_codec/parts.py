@@ -34,10 +34,10 @@ _MESSAGE: Final = "error_message"
 
 
 def name_of(part: Part) -> Any:
-    """The name of a part or a result: of a topic, a group, and so on."""
+    """The name of a part or a result: of a topic, a group, and so on; None if it has none."""
     if isinstance(part, (str, int)):
         return part
-    return next(getattr(part, name) for name in NAMES if hasattr(part, name))
+    return next((getattr(part, name) for name in NAMES if hasattr(part, name)), None)
 
 
 def parts_of(request: Message, at: str) -> list[Part]:
@@ -136,10 +136,11 @@ def _array_of(part: Part) -> str | None:
 # Merging
 
 
-def merged(answers: Sequence[Message], to: str) -> Message:
-    """One answer with all results of the others, each once. The first error code of an answer as a whole counts.
+def merged(answers: Sequence[Message], to: str, parts: Sequence[Part] = ()) -> Message:
+    """One answer with all results of the others. The first error code of an answer as a whole counts.
 
-    Topics of one name become one, with all their partitions.
+    The results are in the order of the request's `parts`; without any, each name has one. Topics of one name become
+    one, with all their partitions.
     """
     whole = min(answers, key=lambda answer: getattr(answer, "error_code", NONE) != NONE)
     results: dict[object, Part] = {}
@@ -148,12 +149,23 @@ def merged(answers: Sequence[Message], to: str) -> Message:
             whole.error_code = answer.error_code
         whole.throttle_time_ms = max(whole.throttle_time_ms, answer.throttle_time_ms)
         for each in getattr(answer, to) or ():
-            name = tuple(getattr(each, field) for field in NAMES if hasattr(each, field)) or len(results)
-            known = results.setdefault(name, each)
-            if known is not each and has_partitions(known):
-                results[name] = only(known, [*partitions_of(known), *partitions_of(each)])
-    setattr(whole, to, list(results.values()))
+            key = _key(each)
+            if has_partitions(each) and key in results:
+                results[key] = only(each, [*partitions_of(results[key]), *partitions_of(each)])
+            else:
+                is_repeated = key in results and (parts or key == _NAMELESS)
+                results[len(results) if is_repeated else key] = each
+    order = {_key(part): place for place, part in reversed([*enumerate(parts)])}
+    setattr(whole, to, sorted(results.values(), key=lambda each: order.get(_key(each), len(order))))
     return whole
+
+
+def _key(part: Part) -> tuple[Any, int | None]:
+    """What a part and its result have in common."""
+    return name_of(part), getattr(part, "resource_type", None)
+
+
+_NAMELESS: Final = (None, None)
 
 
 def has_partitions(result: Part) -> bool:

@@ -142,7 +142,8 @@ class Distribution:
             asked = [tasks.create_task(self._answer(request, *share)) for share in shares.items()]
         answers = [each.result() for each in asked]
         size = max(len(body), self._answered_bytes)
-        return await portions.apart(size, lambda: encode_response(merged(answers, self._to)))
+        parts = parts_of(request, self._at)
+        return await portions.apart(size, lambda: encode_response(merged(answers, self._to, parts)))
 
     # Dividing
 

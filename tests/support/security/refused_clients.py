@@ -175,9 +175,7 @@ _LIBRDKAFKA: Mapping[str, Callable[..., str]] = {
     "delete-group": _by_admin(lambda admin, name: admin.delete_consumer_groups([name])),
     "elect-leaders": _by_admin(
         lambda admin, name: {
-            name: admin.elect_leaders(
-                librdkafka_admin.ElectionType.PREFERRED, [confluent_kafka.TopicPartition(name, 0)]
-            )
+            name: admin.elect_leaders(confluent_kafka.ElectionType.PREFERRED, [confluent_kafka.TopicPartition(name, 0)])
         }
     ),
     "describe-acls": _by_admin(lambda admin, name: {name: admin.describe_acls(_acl(_Filter, None))}),

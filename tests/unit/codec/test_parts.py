@@ -27,6 +27,8 @@ REFUSED: dict[int, tuple[int, str, str, dict[str, Any], list[Any]]] = {
     keys.DESCRIBE_TRANSACTIONS: (0, "transactional_ids", "transaction_states", {"transactional_ids": ["x"]}, ["x"]),
     keys.CONSUMER_GROUP_DESCRIBE: (1, "group_ids", "groups", {"group_ids": ["x"]}, ["x"]),
 }
+# A part may come twice.
+ORDER = [(2, "b"), (4, "1"), (2, "1"), (2, "b")]
 
 
 def received(api_key: int, version: int, **fields: Any) -> Any:
@@ -80,6 +82,17 @@ def test_merged_answer_has_everything_once() -> None:
     ]
     [topic] = sent(merged(shares, "topics")).topics
     assert {each.partition_index: each.error_code for each in topic.partitions} == {1: 6, 2: 6, 7: 3}
+
+
+def test_results_are_in_the_order_of_the_request() -> None:
+    resources = [{"resource_type": kind, "resource_name": name, "configs": []} for kind, name in ORDER]
+    asked = received(keys.INCREMENTAL_ALTER_CONFIGS, 1, resources=resources)
+    shares = [
+        refused(changed(asked, resources=asked.resources[place:][:2]), place, at="resources", to="responses")
+        for place in (2, 0)
+    ]
+    answer = sent(merged(shares, "responses", asked.resources))
+    assert [(each.resource_type, each.resource_name) for each in answer.responses] == sorted(ORDER, key=ORDER.index)
 
 
 def test_parts_are_changed_in_copies() -> None:
