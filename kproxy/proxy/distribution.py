@@ -45,6 +45,7 @@ from kproxy_codec.error_codes import (
     REQUEST_TIMED_OUT,
     UNKNOWN_TOPIC_OR_PARTITION,
 )
+from kproxy_codec.errors import CodecError
 from kproxy_codec.framing import RequestHeader, frame_message, response_body_offset
 from kproxy_codec.parts import (
     Part,
@@ -130,7 +131,13 @@ class Distribution:
         """The body of the answer; None if any broker may have the request as it is. Raises CodecError."""
         header, portions = self._header, self._context.portions
         body = self._frame[header.body_offset :]
-        request = await portions.apart(len(body), partial(decode_request, header.api_key, header.api_version, body))
+        try:
+            request = await portions.apart(len(body), partial(decode_request, header.api_key, header.api_version, body))
+        except CodecError:
+            if self._api.handling is Handling.ANY_BROKER:
+                # A broker judges it, as any that is not divided.
+                return None
+            raise
         try:
             async with asyncio.timeout(self._context.limits.control_timeout_s):
                 shares = await self._divide(request)
