@@ -1,7 +1,8 @@
 """Encode and decode small control-plane messages, with kafka-python.
 
 kafka-python contains Apache Kafka's own message schemas, so this module need not describe Metadata, CreateTopics and
-the like again. No other module uses kafka-python. Its decoder trusts its input, so this module checks it:
+the like again. Only this module uses it (`kproxy_codec.schemas` adds some that it lacks). Its decoder trusts its input,
+so this module checks it:
 
 - errors of the decoder on bad bytes (IndexError, struct.error, ValueError, OverflowError, ...) become CodecError;
 - bytes left over (but see `decode_request`), a length that reaches past the end, and null in a field that may not be
@@ -31,7 +32,8 @@ from typing import Any, TypeAlias
 from kafka.protocol import admin, consumer, metadata, producer, sasl
 from kafka.protocol.api_message import ApiMessage
 
-from kproxy_codec.api_keys import API_VERSIONS, METADATA
+from kproxy_codec import schemas
+from kproxy_codec.api_keys import ALTER_USER_SCRAM_CREDENTIALS, API_VERSIONS, METADATA
 from kproxy_codec.error_codes import UNSUPPORTED_VERSION
 from kproxy_codec.errors import InvalidField, Truncated, UnsupportedVersion
 from kproxy_codec.primitives import MAX_TAGGED_FIELDS, Buffer, read_tagged_fields, skip_bytes, skip_string
@@ -46,9 +48,9 @@ with the square of their length."""
 
 _ENDS_EARLY = (IndexError, struct.error, OverflowError)
 _FAILURES = (*_ENDS_EARLY, ValueError, TypeError, AttributeError, AssertionError, MemoryError)
-# librdkafka (2.16 at least) puts three bytes too many into a Metadata request for all topics. Kafka's broker accepts
-# the request, because it ignores bytes after a request.
-_MAY_TRAIL = frozenset({METADATA})
+# librdkafka (2.16 at least) puts three bytes too many into a Metadata request for all topics, and one into a change of
+# users. Kafka's broker accepts these requests, because it ignores bytes after a request.
+_MAY_TRAIL = frozenset({METADATA, ALTER_USER_SCRAM_CREDENTIALS})
 # The most elements in all arrays of a request together. 16 numbers count as one element, which costs as much.
 MAX_ELEMENTS = 32_768
 _NUMBERS_AS_ONE = 16
@@ -60,7 +62,7 @@ _HIGH_BITS = bytes(byte >> 7 for byte in range(256))
 def _classes() -> tuple[dict[int, Message], dict[int, Message]]:
     requests: dict[int, Message] = {}
     responses: dict[int, Message] = {}
-    for module in (admin, consumer, metadata, producer, sasl):
+    for module in (admin, consumer, metadata, producer, sasl, schemas):
         for name in module.__all__:
             candidate: Message = getattr(module, name)
             if isinstance(candidate, type(ApiMessage)):
@@ -104,7 +106,7 @@ def build_response(api_key: int, api_version: int, **fields: Any) -> Message:
 
 
 def decode_request(api_key: int, api_version: int, body: Buffer) -> Message:
-    """Decode a whole request; raises CodecError. Bytes after a Metadata request are ignored, as by Kafka."""
+    """Decode a whole request; raises CodecError. Bytes after some requests are ignored, as by Kafka."""
     message_class = _class_of(_REQUESTS, api_key, api_version)
     _Census(body, api_version, compact=message_class.flexible_version_q(api_version)).count_in(message_class._struct)
     return _decode(message_class, api_version, body, may_trail=api_key in _MAY_TRAIL)

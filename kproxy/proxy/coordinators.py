@@ -228,9 +228,10 @@ class CoordinatorRequests:
             async with self._commits:
                 work = blank_committed_epochs(header.api_key, header.api_version, body)
                 await self._context.portions.of(work, len(body))
-        upstream = await self._upstream_for(key_type, key)
-        if upstream is None:
+        broker = await self.broker_for(key_type, key)
+        if broker is None:
             return await self._refusal(header, body, COORDINATOR_NOT_AVAILABLE)
+        upstream = self._connections.to(broker)
         correlation_id = upstream.next_correlation_id()
         set_correlation_id(frame, correlation_id)
         try:
@@ -265,16 +266,14 @@ class CoordinatorRequests:
         """Build an answer with this error code everywhere. Raises CodecError."""
         return await refusal(self._context.portions, header, request_body, error_code, NO_TRANSACTIONS)
 
-    async def _upstream_for(self, key_type: int, key: str) -> Upstream | None:
-        """Return the connection to the coordinator; None if there is none."""
+    async def broker_for(self, key_type: int, key: str) -> int | None:
+        """Return the coordinator, whose address is known; None if there is none."""
         coordinators, topology = self._context.coordinators, self._context.topology
         broker = coordinators.get(key_type, key)
         if not coordinators.are_leased and (broker is None or topology.address(broker) is None):
             await self._find(key_type, key)
             broker = coordinators.get(key_type, key)
-        if broker is None or topology.address(broker) is None:
-            return None
-        return self._connections.to(broker)
+        return broker if broker is not None and topology.address(broker) is not None else None
 
 
 def _no_transactions_code(header: RequestHeader) -> int:

@@ -5,9 +5,6 @@ The code stands in the answer's own error_code, or else in each key, group, part
 
 from __future__ import annotations
 
-from struct import Struct
-from typing import Final
-
 from kproxy.proxy.apis import APIS
 from kproxy.proxy.long_answers import SHORT_BYTES, Portions
 from kproxy_codec import api_keys as keys
@@ -26,9 +23,6 @@ from kproxy_codec.partitioned import with_length
 from kproxy_codec.parts import parts_of, refused
 from kproxy_codec.primitives import Buffer
 
-# throttle_time_ms, error_code, error_message, member_id, member_epoch, heartbeat_interval_ms, assignment, tagged fields
-_HEARTBEAT: Final = Struct(">ihBBiibB")
-
 
 async def refusal(
     portions: Portions, header: RequestHeader, request_body: memoryview, error_code: int, message: str | None = None
@@ -40,9 +34,7 @@ async def refusal(
     key, version = header.api_key, header.api_version
     size = len(request_body)
     body: Buffer
-    if key == keys.CONSUMER_GROUP_HEARTBEAT:
-        body = _HEARTBEAT.pack(0, error_code, 0, 0, 0, 0, -1, 0)
-    elif key == keys.FIND_COORDINATOR:
+    if key == keys.FIND_COORDINATOR:
         nobody = Found("", -1, "", -1, error_code, message)
         work = answer_find_coordinator(version, request_body, lambda _, key: nobody._replace(key=key))
         body = await portions.of(work, size)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kproxy.broker.apis.registry import OFFERED
-from kproxy.proxy.apis import APIS, KEY_TYPES, SERVED
+from kproxy.proxy.apis import APIS, KEY_TYPES, SERVED, Handling
 from kproxy_codec import api_keys as keys
 from kproxy_codec import error_codes
 from kproxy_codec.coordination import GROUP, TRANSACTION
@@ -399,6 +399,112 @@ ASKED: Sequence[Asked] = [
         {"topics": [{"topic_name": "__cluster_metadata", "partitions": [{"partition_index": 0}]}]},
     ),
     Asked("ListGroups: all", keys.LIST_GROUPS, 4, {}),
+    Asked("DescribeGroups: an unknown group", keys.DESCRIBE_GROUPS, 5, {"groups": [UNKNOWN]}, ("group_state",)),
+    Asked("DescribeGroups v6: an unknown group", keys.DESCRIBE_GROUPS, 6, {"groups": [UNKNOWN]}, ("group_state",)),
+    Asked("DeleteGroups: an unknown group", keys.DELETE_GROUPS, 2, {"groups_names": [UNKNOWN]}),
+    Asked("DeleteGroups: no group", keys.DELETE_GROUPS, 2, {"groups_names": []}),
+    Asked(
+        "OffsetDelete: an unknown group",
+        keys.OFFSET_DELETE,
+        0,
+        {"group_id": UNKNOWN, "topics": [{"name": TOPIC, "partitions": [{"partition_index": 0}]}]},
+    ),
+    Asked("ConsumerGroupDescribe: an unknown group", keys.CONSUMER_GROUP_DESCRIBE, 0, {"group_ids": [UNKNOWN]}),
+    Asked(
+        "ConsumerGroupHeartbeat: an unknown member",
+        keys.CONSUMER_GROUP_HEARTBEAT,
+        0,
+        {"group_id": UNKNOWN, "member_id": "nobody", "member_epoch": 5},
+    ),
+    *(
+        Asked(
+            f"DeleteRecords: {what}",
+            keys.DELETE_RECORDS,
+            2,
+            {"topics": [{"name": name, "partitions": [{"partition_index": index, "offset": offset}]}], "timeout_ms": 9},
+            ("low_watermark",),
+        )
+        for what, name, index, offset in (
+            ("from the start", TOPIC, 0, 0),
+            ("past the end", TOPIC, 0, 99),
+            ("offset -5", TOPIC, 0, -5),
+            ("an unknown partition", TOPIC, 77, 0),
+            ("an unknown topic", UNKNOWN, 0, 0),
+        )
+    ),
+    *(
+        Asked(
+            f"DescribeProducers: {what}",
+            keys.DESCRIBE_PRODUCERS,
+            0,
+            {"topics": [{"name": name, "partition_indexes": [index]}]},
+        )
+        for what, name, index in (
+            ("a partition", TOPIC, 0),
+            ("an unknown partition", TOPIC, 77),
+            ("an unknown topic", UNKNOWN, 0),
+        )
+    ),
+    Asked("DescribeTransactions: an unknown id", keys.DESCRIBE_TRANSACTIONS, 0, {"transactional_ids": [UNKNOWN]}),
+    Asked("ListTransactions: all", keys.LIST_TRANSACTIONS, 0, {}),
+    *(
+        Asked(
+            f"IncrementalAlterConfigs: {what}",
+            keys.INCREMENTAL_ALTER_CONFIGS,
+            1,
+            {
+                "resources": [
+                    {
+                        "resource_type": kind,
+                        "resource_name": resource,
+                        "configs": [{"name": name, "config_operation": operation, "value": value}],
+                    }
+                ],
+                "validate_only": True,
+            },
+        )
+        for what, kind, resource, name, operation, value in (
+            ("a topic", TOPIC_TYPE, TOPIC, "retention.ms", 0, "5000"),
+            ("a value that is none", TOPIC_TYPE, TOPIC, "retention.ms", 0, "soon"),
+            ("an unknown name", TOPIC_TYPE, TOPIC, "no.such", 0, "1"),
+            ("an unknown operation", TOPIC_TYPE, TOPIC, "retention.ms", 9, "5000"),
+            ("an unknown topic", TOPIC_TYPE, UNKNOWN, "retention.ms", 0, "5000"),
+            ("an unknown broker", BROKER_TYPE, "777", "log.cleaner.threads", 0, "1"),
+            ("the default of brokers", BROKER_TYPE, "", "log.cleaner.threads", 0, "1"),
+            ("the broker that Metadata names", BROKER_TYPE, NODE, "log.cleaner.threads", 0, "1"),
+            ("an unknown type", 77, "x", "a", 0, "1"),
+        )
+    ),
+    Asked("ElectLeaders: all", keys.ELECT_LEADERS, 2, {"election_type": 0, "topic_partitions": None, "timeout_ms": 99}),
+    Asked("ListPartitionReassignments: all", keys.LIST_PARTITION_REASSIGNMENTS, 0, {"topics": None, "timeout_ms": 99}),
+    Asked(
+        "AlterPartitionReassignments: an unknown topic",
+        keys.ALTER_PARTITION_REASSIGNMENTS,
+        0,
+        {"topics": [{"name": UNKNOWN, "partitions": [{"partition_index": 0, "replicas": [1]}]}], "timeout_ms": 99},
+    ),
+    Asked(
+        "DescribeAcls: all",
+        keys.DESCRIBE_ACLS,
+        2,
+        {"resource_type_filter": 1, "pattern_type_filter": 1, "operation": 1, "permission_type": 1},
+    ),
+    Asked("DescribeClientQuotas: all", keys.DESCRIBE_CLIENT_QUOTAS, 1, {"components": [], "strict": False}),
+    Asked(
+        "DescribeUserScramCredentials: unknown", keys.DESCRIBE_USER_SCRAM_CREDENTIALS, 0, {"users": [{"name": "no"}]}
+    ),
+    Asked(
+        "UpdateFeatures: unknown",
+        keys.UPDATE_FEATURES,
+        1,
+        {
+            "timeout_ms": 99,
+            "validate_only": True,
+            "feature_updates": [{"feature": "no.such", "max_version_level": 1, "upgrade_type": 1}],
+        },
+    ),
+    Asked("ListConfigResources: groups", keys.LIST_CONFIG_RESOURCES, 1, {"resource_types": [32]}),
+    Asked("ListConfigResources: an unknown type", keys.LIST_CONFIG_RESOURCES, 1, {"resource_types": [77]}),
     Asked(
         "OffsetFetch: an unknown group",
         keys.OFFSET_FETCH,
@@ -505,6 +611,7 @@ _FOLLOWER = "a follower's fetch would move the high watermark; followers have a 
 _BY_PARTITION = "an answer that may be merged from several brokers has a broker's error in each partition"
 _MALFORMED = "a count below -1 is malformed; Kafka takes it for -1"
 _KAFKAS_FAULT = "Kafka fails with an internal error"
+_A_PROXY = "that broker is a proxy, whose configuration cannot be altered"
 _NO_TRANSACTIONS = "the reference brokers keep no transactions, and say so"
 
 PROXY_DIFFERS: Mapping[str, Differs] = {
@@ -517,6 +624,8 @@ PROXY_DIFFERS: Mapping[str, Differs] = {
     "ListOffsets v6: a leader epoch of -7": Differs("NONE, offset 1", _NO_EPOCHS),
     "METADATA: a negative count": Differs(CLOSED, _MALFORMED),
     "AddPartitionsToTxn: as a broker": Differs("UNSUPPORTED_VERSION", "brokers send this version, clients do not"),
+    "DescribeLogDirs: all": Differs("NONE, NONE, NONE, NONE", "the proxy tells those of all three brokers"),
+    "IncrementalAlterConfigs: the broker that Metadata names": Differs("INVALID_REQUEST", _A_PROXY),
 }
 BROKER_DIFFERS: Mapping[str, Differs] = {
     **not_offered(OFFERED),
@@ -585,9 +694,10 @@ def coordinator_port(port: int, kind: int, key: str) -> int:
 
 def port_for(place: Place, asked: Asked) -> int:
     handling = APIS[asked.api_key].handling if asked.api_key in APIS else None
-    if handling not in KEY_TYPES or asked.api_key == keys.INIT_PRODUCER_ID:
+    key_types = {**KEY_TYPES, Handling.EACH_GROUP: GROUP, Handling.EACH_TRANSACTION: TRANSACTION}
+    if handling not in key_types or asked.api_key == keys.INIT_PRODUCER_ID:
         return place.port
-    return place.coordinators[KEY_TYPES[handling]]
+    return place.coordinators[key_types[handling]]
 
 
 def filled(value: Any, names: Mapping[Any, Any]) -> Any:

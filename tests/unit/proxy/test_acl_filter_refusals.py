@@ -11,6 +11,7 @@ import pytest
 
 from kproxy.proxy.access import AccessControl
 from kproxy.proxy.acl_filter import AclFilter, Filtered
+from kproxy.proxy.long_answers import Portions
 from kproxy.routing.topology import Topology
 from kproxy.security.acls import CLUSTER_NAME, Acl, Operation, Resource, Rules
 from kproxy_codec import api_keys as keys
@@ -43,7 +44,7 @@ async def screen(needs: Iterable[Need], api_key: int, version: int, **fields: ob
     topology = Topology()
     for name, topic_id in IDS.items():
         topology.set_topic_id(name.encode(), topic_id.bytes)
-    screened = await AclFilter(access, topology).screen(frame, header)
+    screened = await AclFilter(access, topology, Portions()).screen(frame, header)
     if screened.answer is not None:
         return screened, None
     rest = parse_request_header(screened.frame)

@@ -20,7 +20,8 @@ ELSEWHERE = (Handling.PROXY, Handling.SPLIT)
 REFUSED = [
     (key, version)
     for key, api in SERVED.items()
-    if api.handling not in ELSEWHERE
+    # Telemetry is sent on unread.
+    if api.handling not in ELSEWHERE and key not in (keys.GET_TELEMETRY_SUBSCRIPTIONS, keys.PUSH_TELEMETRY)
     for version in range(control.version_range(key)[0], control.version_range(key)[1] + 1)
 ]
 
