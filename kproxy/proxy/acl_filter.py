@@ -255,11 +255,7 @@ class AclFilter:
 
     def _refused_part(self, to: str, part: Any, error_code: int) -> dict[str, Any]:
         key = self._header.api_key
-        result = result_of(key, to, part, error_code, _message_of(key, error_code))
-        if key == keys.OFFSET_FETCH:
-            for each in result["partitions"]:
-                each["committed_offset"] = -1
-        return result
+        return result_of(key, to, part, error_code, _message_of(key, error_code))
 
     def _reframed(self) -> memoryview:
         """The frame with the current body of the request."""
