@@ -31,6 +31,8 @@ NAMES: Final = (
 """The fields that name a part, in requests and in answers."""
 _ERROR_CODES: Final = frozenset({"error_code", "partition_error_code"})
 _MESSAGE: Final = "error_message"
+# Fields that say -1 beside an error, and whose schema does not.
+_NO_OFFSETS: Final = ("low_watermark", "committed_offset")
 
 
 def name_of(part: Part) -> Any:
@@ -111,6 +113,7 @@ def _result(schema: Mapping[str, Any], part: Part, error: Mapping[str, int], mes
     told: dict[str, object] = {code: error[code] for code in schema if code in error}
     if _MESSAGE in schema:
         told[_MESSAGE] = message
+    told |= dict.fromkeys(schema.keys() & _NO_OFFSETS, -1)
     if isinstance(part, (str, int)):
         # Its name is the first field beside those.
         return {next(name for name in schema if name not in told): part, **told}

@@ -274,9 +274,6 @@ class AclFilter:
     def _refused_part(self, to: str, part: Any, error_code: int) -> dict[str, Any]:
         key = self._header.api_key
         result = result_of(key, to, part, error_code, _message_of(key, error_code))
-        if key == keys.OFFSET_FETCH:
-            for each in result["partitions"]:
-                each["committed_offset"] = -1
         if self._has_ids:
             del result["name"]
             result["topic_id"] = _id_of(part)

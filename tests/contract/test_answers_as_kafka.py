@@ -475,7 +475,12 @@ ASKED: Sequence[Asked] = [
             ("an unknown type", 77, "x", "a", 0, "1"),
         )
     ),
-    Asked("ElectLeaders: all", keys.ELECT_LEADERS, 2, {"election_type": 0, "topic_partitions": None, "timeout_ms": 99}),
+    Asked(
+        "ElectLeaders: an unknown topic",
+        keys.ELECT_LEADERS,
+        2,
+        {"election_type": 0, "topic_partitions": [{"topic": UNKNOWN, "partitions": [0]}], "timeout_ms": 99},
+    ),
     Asked("ListPartitionReassignments: all", keys.LIST_PARTITION_REASSIGNMENTS, 0, {"topics": None, "timeout_ms": 99}),
     Asked(
         "AlterPartitionReassignments: an unknown topic",

@@ -46,13 +46,13 @@ async def refused(key: int, version: int, body: bytes) -> Any:
 
 
 def has_place(key: int, version: int) -> bool:
-    """Brokers' configurations and topics' descriptions have errors only of what they describe."""
+    """Some answers have errors only of what they describe."""
     if key == keys.METADATA:
         return version >= 13
-    return key not in (keys.DESCRIBE_TOPIC_PARTITIONS, keys.DESCRIBE_CONFIGS) and (key, version) != (
-        keys.DELETE_TOPICS,
-        6,
-    )
+    if key == keys.DESCRIBE_LOG_DIRS:
+        return version >= 3
+    without = {(keys.DELETE_TOPICS, 6), (keys.ELECT_LEADERS, 0)}
+    return key != keys.DESCRIBE_TOPIC_PARTITIONS and (key, version) not in without
 
 
 @pytest.mark.parametrize(("key", "version"), REFUSED)
