@@ -67,6 +67,10 @@ class Options(NamedTuple):
     max_metadata_bytes: int = 1 << 20
     max_offsets: int = 20_000
 
+    def takes_session(self, session_s: float) -> bool:
+        """Return whether members may have this session timeout."""
+        return self.min_session_s <= session_s <= self.max_session_s
+
 
 class Protocol(NamedTuple):
     """A way to assign partitions that a member supports, with what it tells the leader."""
@@ -237,7 +241,7 @@ class Group:
             self._join_again(self.members[asked.member_id], asked, token, now)
 
     def _join_error(self, asked: Join, static: Member | None) -> int:
-        if not self.options.min_session_s <= asked.session_s <= self.options.max_session_s:
+        if not self.options.takes_session(asked.session_s):
             return error_codes.INVALID_SESSION_TIMEOUT
         if not self._supports(asked):
             return error_codes.INCONSISTENT_GROUP_PROTOCOL
