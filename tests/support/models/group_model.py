@@ -197,8 +197,8 @@ class World:
         self.told: dict[tuple[int, str], bytes] = {}
         self.leaders: dict[int, str] = {}
         self.places: dict[str, str] = {}
-        # The latest generation and member id of a static member, as it was told.
-        self.statics: dict[str, tuple[int, str]] = {}
+        # The latest id of each static member, and the ids before.
+        self.statics: dict[str, str] = {}
         self.replaced: set[str] = set()
         self.next_offset = 0
         # Nothing below this may be read.
@@ -226,14 +226,21 @@ class World:
     def complain(self, promise: Promise, what: str) -> None:
         self.broken.append(Violation(promise, what))
 
-    def ask(self, what: str, work: Coroutine[Any, Any, Any], heard: Callable[[Any], None]) -> None:
-        """Send a request. Its answer may be late, or lost."""
+    def ask(
+        self,
+        what: str,
+        work: Coroutine[Any, Any, Any],
+        heard: Callable[[Any], None],
+        told: Callable[[Any], None] = lambda answer: None,
+    ) -> None:
+        """Send a request. What is `told` counts from then on; it is `heard` late, perhaps, or never."""
         task = self.loop.create_task(work)
         self.unanswered[task] = what
 
         def done(task: asyncio.Task[Any]) -> None:
             del self.unanswered[task]
             answer, drawn = task.result(), self.random.random()
+            told(answer)
             if drawn < 0.8:
                 heard(answer)
             elif drawn < 0.9:
@@ -295,11 +302,14 @@ class World:
         protocols = (Protocol("range", b"%d" % self.random.randrange(2)),)
         asked = Join(member.member_id, member.instance_id, "c", SESSION_S, REBALANCE_S, "consumer", protocols)
         life = member.life
-        self.ask("JoinGroup", self.coordinator().join(GROUP, asked), lambda answer: self.joined(member, life, answer))
+        self.ask(
+            "JoinGroup",
+            self.coordinator().join(GROUP, asked),
+            lambda answer: self.joined(member, life, answer),
+            lambda answer: self.told_generation(member.instance_id, answer),
+        )
 
     def joined(self, member: Member, life: int, answer: Joined) -> None:
-        if answer.error_code == codes.NONE:
-            self._note_generation(member, answer)
         if life != member.life:
             return
         if answer.error_code == codes.MEMBER_ID_REQUIRED:
@@ -313,19 +323,20 @@ class World:
         elif answer.error_code in (codes.UNKNOWN_MEMBER_ID, codes.FENCED_INSTANCE_ID):
             member.restart()
 
-    def _note_generation(self, member: Member, answer: Joined) -> None:
-        self.places[answer.member_id] = member.instance_id or answer.member_id
-        for member_id, instance_id, _ in answer.members:
-            self.places[member_id] = instance_id or member_id
+    def told_generation(self, instance_id: str | None, answer: Joined) -> None:
+        if answer.error_code != codes.NONE:
+            return
+        self.places[answer.member_id] = instance_id or answer.member_id
+        self.places |= {member_id: instance or member_id for member_id, instance, _ in answer.members}
         if answer.members:
             leader = self.places[answer.leader]
             if self.leaders.setdefault(answer.generation, leader) != leader:
                 self.complain(Promise.TWICE, f"{answer.generation} has two leaders")
-        if member.instance_id is not None:
-            _, before = self.statics.get(member.instance_id, (-1, answer.member_id))
+        if instance_id is not None:
+            before = self.statics.setdefault(instance_id, answer.member_id)
             if before != answer.member_id:
                 self.replaced.add(before)
-            self.statics[member.instance_id] = (answer.generation, answer.member_id)
+            self.statics[instance_id] = answer.member_id
 
     def assign(self, joined: Joined) -> dict[str, bytes]:
         """As the leader: give each partition to one member."""
@@ -397,12 +408,11 @@ class World:
         """A request from before arrives."""
         if not self.earlier:
             return
-        asked = self.random.choice(self.earlier)
-        if any(asked.generation == each.generation and asked.member_id == each.member_id for each in self.members):
-            return
-        drawn = self.random.random()
-        if drawn < 0.3 and asked.sync is not None:
+        asked, drawn = self.random.choice(self.earlier), self.random.random()
+        if drawn < 0.4 and asked.sync is not None:
             self._sync(asked.sync)
+        elif any(asked.generation == each.generation and asked.member_id == each.member_id for each in self.members):
+            return
         elif drawn < 0.6:
             self._beat(asked)
         else:
@@ -486,7 +496,7 @@ class World:
             self.replicate()
         elif self.random.random() < 0.1:
             self.take_over()
-        if self.random.random() < 0.3:
+        if self.random.random() < 0.05:
             self.learn()
         if self.late and self.random.random() < 0.3:
             self.late.pop(self.random.randrange(len(self.late)))()
@@ -495,21 +505,17 @@ class World:
 
     def end(self) -> None:
         """All members are gone and nothing fails: every request is answered, and the group has no member."""
-        self.fails = 0.0
+        self.run_ready()
+        self.fails, end = 0.0, self.now + END_S
         self.learn()
-        while self.now < END_S * 10:
+        while self.now < end:
             self.replicate()
             self.pass_time(20.0)
-            if self.now > END_S + self.begun_to_end:
-                break
         if self.unanswered:
             raise Violation(Promise.HANGS, f"not answered: {[*self.unanswered.values()]}")
-        _, groups = self.coordinators[self.leader].listed()
-        for group in groups:
+        for group in self.coordinators[self.leader].listed()[1]:
             if group.members:
-                raise Violation(Promise.STAYS, f"{[*group.members]} of {group.state}")
-
-    begun_to_end = 0.0
+                raise Violation(Promise.STAYS, f"{[*group.members]} in {group.state}")
 
 
 def _offset(committed: CommittedOffset | None) -> int:
@@ -522,12 +528,12 @@ def _pass_some_time(world: World, _: Member) -> None:
 
 STEPS: dict[Callable[[World, Member], None], float] = {
     World.act: 20,
-    World.join: 1,
-    World.synchronise: 1,
+    World.join: 2,
+    World.synchronise: 2,
     World.commit: 3,
     World.read: 2,
     World.change_deleted: 2,
-    World.send_late: 3,
+    World.send_late: 4,
     _pass_some_time: 4,
     World.leave: 0.3,
     World.restart: 0.5,
@@ -556,8 +562,6 @@ def run(seed: int, steps: int) -> World:
         try:
             for _ in range(steps):
                 world.step()
-            world.run_ready()
-            world.begun_to_end = world.now
             world.end()
         finally:
             for each in world.coordinators:
