@@ -497,10 +497,10 @@ class GroupCoordinator:
         return await shard.settled(offset) if error_code == error_codes.NONE else error_code
 
     def _remove(self, shard: _Shard, entry: _Entry, offsets: Sequence[tuple[str, int]]) -> tuple[int, int]:
-        """Remove these offsets of a group without members, and the group if nothing is left."""
+        """Remove these offsets, and the group if nothing is left of it."""
         group = entry.group
         pairs = [journal.offset_record(group.group_id, *key, None) for key in offsets]
-        is_end = len(offsets) == len(group.offsets)
+        is_end = not group.members and len(offsets) == len(group.offsets)
         error_code, last_offset = shard.append([*pairs, journal.removal(group.group_id)] if is_end else pairs)
         if error_code == error_codes.NONE:
             entry.last_offset = last_offset

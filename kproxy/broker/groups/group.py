@@ -547,14 +547,20 @@ class Group:
             self.offsets[topic, partition_index] = committed
 
     def expired_offsets(self, now_ms: int, retention_ms: int) -> list[tuple[str, int]]:
-        """List offsets of a group without members that are older than the retention, or their own limit."""
-        if self.members or self.pending:
+        """List offsets that are older than the retention, or their own limit, since nobody reads their topic.
+
+        As in Kafka these are all of a group without members, or else topics to which no consumer subscribes.
+        """
+        is_settled = self.state is State.STABLE and self.protocol_type == CONSUMER_PROTOCOL
+        if self.pending or (self.members and not is_settled):
             return []
+        empty_ms = -1 if self.members else self.changed_ms
+        is_read = {topic: self.is_subscribed_to(topic) for topic in {topic for topic, _ in self.offsets}}
         return [
             key
             for key, each in self.offsets.items()
-            if now_ms
-            >= (each.expires_ms if each.expires_ms >= 0 else max(each.committed_ms, self.changed_ms) + retention_ms)
+            if not is_read[key[0]]
+            and now_ms >= (each.expires_ms if each.expires_ms >= 0 else max(each.committed_ms, empty_ms) + retention_ms)
         ]
 
     def is_subscribed_to(self, topic: str) -> bool:

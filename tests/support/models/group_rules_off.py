@@ -244,7 +244,7 @@ RULES_OFF = [
     RuleOff("a later record replaces an earlier one", earlier_records_stay, _OFFSETS | _GENERATIONS),
     RuleOff("a record without a value removes", removals_are_passed_over, _OFFSETS),
     RuleOff("a failed append changes nothing", failed_appends_change_memory, _OFFSETS | _GENERATIONS),
-    RuleOff("commits wait for replicas", _set(Shard, "settled", _settled_at_once), _OFFSETS),
+    RuleOff("answers wait for replicas", _set(Shard, "settled", _settled_at_once), _OFFSETS | _GENERATIONS | _STALE),
     RuleOff("generations wait for replicas", answers_at_once, _GENERATIONS | _STALE),
     RuleOff("nothing is told without a lease", no_lease_is_needed, _OFFSETS | _STALE),
     RuleOff("the log and memory change in one step", appends_and_memory_in_two_steps, _OFFSETS),
