@@ -28,7 +28,7 @@ from confluent_kafka import IsolationLevel, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec  # type: ignore[attr-defined]
 
 from kproxy.pipeline.java import user_cache_dir
-from tests.support.brokers.kafka_jars import kafka_classpath
+from tests.support.brokers.kafka_jars import KAFKA_VERSION, kafka_classpath
 from tests.support.clients.java import java_executable
 from tests.support.processes.ports import free_port, free_ports
 
@@ -58,12 +58,13 @@ rootLogger.appenderRef.console.ref = console
 
 
 class RealBroker:
-    """One node; its log goes to `{directory}/log`."""
+    """One node; its log goes to `{directory}/log`. `version` is that of Kafka, from the next start on."""
 
     def __init__(
         self, node_id: int, port: int, directory: Path, options: Mapping[str, str], java_options: Sequence[str]
     ) -> None:
         self.node_id = node_id
+        self.version = KAFKA_VERSION
         self.port = port
         self.log_path = directory / "log"
         self._data = Path(options["log.dirs"])
@@ -183,7 +184,7 @@ class RealBroker:
             *java_options,
             f"-Dlog4j2.configurationFile={self._log4j}",
             "-cp",
-            kafka_classpath(),
+            kafka_classpath(self.version),
         ]
 
 
@@ -309,17 +310,22 @@ def start_real_kafka(
     more_listeners: Mapping[str, int] = MappingProxyType({}),
     more: Mapping[str, object] = MappingProxyType({}),
     java_options: Sequence[str] = (),
+    version: str = KAFKA_VERSION,
 ) -> Iterator[RealKafka]:
     """A cluster of `nodes` that serves, until the block ends.
 
     A single node may have `more_listeners`, by name and port at `host`. `more` are further options of the brokers, in
-    which {node} is a broker's id; `java_options` those of their Java.
+    which {node} is a broker's id; `java_options` those of their Java. The data directories are formatted by `version`.
     """
     started_before = _started_before()
     brokers = _brokers(directory, nodes, host, more_listeners, more, [*shared_classes(), *java_options])
     try:
         for broker in brokers:
-            broker.format_as(started_before / _CHECKPOINT)
+            broker.version = version
+            if version == KAFKA_VERSION:
+                broker.format_as(started_before / _CHECKPOINT)
+            else:
+                broker.format()
         for broker in brokers:
             broker.start()
         for broker in brokers:
