@@ -55,6 +55,13 @@ appender.console.layout.pattern = %d %p %m (%c)%n%throwable
 rootLogger.level = info
 rootLogger.appenderRef.console.ref = console
 """
+# Of Kafka before 4.0.
+_LOG4J1 = """\
+log4j.rootLogger=INFO, console
+log4j.appender.console=org.apache.log4j.ConsoleAppender
+log4j.appender.console.layout=org.apache.log4j.PatternLayout
+log4j.appender.console.layout.ConversionPattern=%d %p %m (%c)%n
+"""
 
 
 class RealBroker:
@@ -70,10 +77,12 @@ class RealBroker:
         self._data = Path(options["log.dirs"])
         self._properties = directory / "server.properties"
         self._log4j = directory / "log4j2.properties"
+        self._log4j1 = directory / "log4j.properties"
         self._java_options = java_options
         self._process: subprocess.Popen[bytes] | None = None
         directory.mkdir(parents=True)
         self._log4j.write_text(_LOG4J)
+        self._log4j1.write_text(_LOG4J1)
         self._properties.write_text("".join(f"{key}={value}\n" for key, value in options.items()))
 
     @property
@@ -183,6 +192,7 @@ class RealBroker:
             *self._java_options,
             *java_options,
             f"-Dlog4j2.configurationFile={self._log4j}",
+            f"-Dlog4j.configuration=file:{self._log4j1}",
             "-cp",
             kafka_classpath(self.version),
         ]

@@ -41,11 +41,11 @@ Command = Callable[[str, str, str], Sequence[str | Path]]
 
 
 class MemberProcess:
-    """`read` are (partition, offset, value)."""
+    """`read` are (partition, offset, value), `said` the last lines of anything else."""
 
     def __init__(self, command: Sequence[str | Path]) -> None:
         self.read: list[tuple[int, int, bytes]] = []
-        self._said = deque[bytes](maxlen=50)
+        self.said = deque[bytes](maxlen=50)
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         self._reader = threading.Thread(target=self._listen)
 
@@ -63,7 +63,7 @@ class MemberProcess:
             if found is not None:
                 self.read.append((int(found[1]), int(found[2]), found[3]))
             else:
-                self._said.append(line)
+                self.said.append(line)
 
     def kill(self) -> None:
         """kill -9, if it still runs."""
@@ -75,7 +75,7 @@ class MemberProcess:
         begin = time.monotonic()
         self._process.send_signal(signal.SIGTERM)
         self._end()
-        assert self._process.returncode in (0, 130, 143), self._said
+        assert self._process.returncode in (0, 130, 143), self.said
         return time.monotonic() - begin
 
     def _end(self) -> None:
@@ -87,11 +87,11 @@ class MemberProcess:
         return {value for _, _, value in self.read}
 
     def wait_for_values(self, wanted: set[bytes]) -> None:
-        wait_for(lambda: self.values >= wanted, what=lambda: f"not read: {wanted - self.values}; {self._said}")
+        wait_for(lambda: self.values >= wanted, what=lambda: f"not read: {wanted - self.values}; {self.said}")
 
 
 def _kcat(bootstrap: str, topic: str, group: str) -> Sequence[str | Path]:
-    asked = ["-b", bootstrap, "-G", group, "-u", "-q", "-X", _BEGINNING, "-X", _SESSION, "-f", "%p %o %s\n"]
+    asked = ["-b", bootstrap, "-G", group, "-u", "-q", "-E", "-X", _BEGINNING, "-X", _SESSION, "-f", "%p %o %s\n"]
     return [_program("kcat"), *asked, topic]
 
 
