@@ -3,7 +3,7 @@
 JoinGroup 0-9, SyncGroup 0-5, Heartbeat 0-4, LeaveGroup 0-5, OffsetCommit 2-9, OffsetFetch 1-9, OffsetDelete 0,
 ListGroups 0-5, DescribeGroups 0-6, DeleteGroups 0-2
 - Another broker's group: NOT_COORDINATOR; while its journal is read: COORDINATOR_LOAD_IN_PROGRESS. A journal with too
-  few in-sync replicas: COORDINATOR_NOT_AVAILABLE. An empty group id: INVALID_GROUP_ID.
+  few in-sync replicas: COORDINATOR_NOT_AVAILABLE. An empty group id: INVALID_GROUP_ID; only offsets may have one.
 - JoinGroup from version 4 first gives out a member id (KIP-394); from version 9 a restarted static leader may skip the
   assignment (KIP-814). `groups.group.Options` bounds a group's members and their metadata.
 - OffsetCommit: for a topic that does not exist UNKNOWN_TOPIC_OR_PARTITION; metadata above MAX_METADATA_LENGTH
