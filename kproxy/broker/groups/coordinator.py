@@ -511,7 +511,10 @@ class GroupCoordinator:
         return error_code, last_offset
 
     def topic_deleted(self, topic: str) -> None:
-        """Remove the offsets of a topic, so that one of the same name begins without."""
+        """Remove the offsets of a topic, so that one of the same name begins without.
+
+        In one step, because later commits are of the next topic. What the journal does not take expires later.
+        """
         for shard in self._serving():
             for entry in list(shard.entries.values()):
                 keys = [key for key in entry.group.offsets if key[0] == topic]
