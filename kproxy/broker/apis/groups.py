@@ -10,7 +10,8 @@ ListGroups 0-5, DescribeGroups 0-6, DeleteGroups 0-2
   OFFSET_METADATA_TOO_LARGE; too many offsets or groups INVALID_COMMIT_OFFSET_SIZE.
 - OffsetFetch: -1 for what is not committed; there are no transactions to wait for (`require_stable`).
 - ListGroups lists the groups of the asked broker. DescribeGroups has no client hosts.
-- The consumer protocol of KIP-848, share groups and transactions are not offered.
+- ConsumerGroupHeartbeat 0-1 (KIP-848): UNSUPPORTED_VERSION, as from a Kafka whose coordinator has no consumer protocol.
+  Were it not offered, librdkafka and Java would ask for ever and say nothing. Share groups are not offered.
 """
 
 from __future__ import annotations
@@ -36,11 +37,20 @@ from kproxy_codec.api_keys import (
     SYNC_GROUP,
 )
 from kproxy_codec.framing import client_id
+from kproxy_codec.primitives import INT16, INT32, encode_string
 
 # Kafka's offset.metadata.max.bytes, which are UTF-16's units.
 MAX_METADATA_LENGTH = 4096
 _NO_OFFSET = CommittedOffset(-1, -1, "", -1)
 _CLASSIC = "classic"
+# No throttling; no member id, epoch, interval and assignment; no tags.
+_NO_CONSUMER_PROTOCOL = (
+    INT32.pack(0)
+    + INT16.pack(error_codes.UNSUPPORTED_VERSION)
+    + encode_string(b"this broker has no consumer protocol (KIP-848): set group.protocol=classic", compact=True)
+    + b"\0" * 9
+    + b"\xff\0"
+)
 
 
 def _answer(request: Request, **fields: Any) -> Body:
@@ -104,6 +114,11 @@ async def handle_sync_group(broker: Broker, request: Request) -> Body:
     )
     protocol = _since(version, 5, protocol_type=synced.protocol_type, protocol_name=synced.protocol)
     return _answer(request, error_code=synced.error_code, assignment=synced.assignment, **protocol)
+
+
+def handle_consumer_group_heartbeat(broker: Broker, request: Request) -> Body:
+    """Refuse a member of the protocol of KIP-848."""
+    return [_NO_CONSUMER_PROTOCOL]
 
 
 def handle_heartbeat(broker: Broker, request: Request) -> Body:
