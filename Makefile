@@ -22,7 +22,7 @@ FRAMES ?= 50000000
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all chaos storm sim worlds own-histories mutants fuzz check budgets docs kubernetes check-deploy deploy-tools try-compose try-image packages bench bench-quick lock lock-image audit-lock clean
+.PHONY: help install demo test test-all chaos storm sim sim-rules worlds own-histories mutants fuzz check budgets docs kubernetes check-deploy deploy-tools try-compose try-image packages bench bench-quick lock lock-image audit-lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r name text; do \
@@ -51,9 +51,12 @@ storm: install  ## kill, stop, cut off and wipe replicated brokers at random for
 	@KPROXY_STORM_MINUTES=$(MINUTES) KPROXY_STORM_SEED=$(SEED) \
 		$(BIN)/python -m pytest -s -q tests/integration/broker/test_replication_storm.py $(ARGS)
 
-sim: install  ## put replication through SEEDS=1000 random runs of brokers, links and time, from SEED=1; a second for ten
+sim: install  ## put replication and groups through SEEDS=1000 random runs of brokers, links and time, from SEED=1; a second for ten
 	@KPROXY_SIM_SEEDS=$(SEEDS) KPROXY_SIM_FIRST_SEED=$(SEED) \
-		$(BIN)/python -m pytest -q --timeout=0 tests/property/test_replication_model.py -k random_events $(ARGS)
+		$(BIN)/python -m pytest -q --timeout=0 tests/property/test_replication_model.py tests/property/test_group_model.py -k random_events $(ARGS)
+
+sim-rules: install  ## switch off each rule of replication and of consumer groups, one at a time, and see that the models find it
+	@$(BIN)/python -m pytest -q tests/property/test_replication_model.py tests/property/test_group_model.py -k rule_is_needed $(ARGS)
 
 worlds: install  ## put the proxy's own code through WORLDS=10000 simulated worlds of brokers, clients and time, from SEED=1
 	@$(BIN)/python -m tests.simulation --worlds $(WORLDS) --seed $(SEED) $(ARGS)

@@ -428,6 +428,8 @@ class _Server:
         return registry.serve(self._broker, request)
 
     def _on_change(self, change: Change) -> None:
+        if change.deleted is not None:
+            self._groups.topic_deleted(change.topic)
         if change.kind is not Kind.RESTORED:
             return
         # Their fences come from a lost history of etcd.

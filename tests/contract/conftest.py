@@ -13,6 +13,13 @@ from tests.support.brokers.real_kafka import RealKafka
 from tests.support.brokers.reference_broker import start_brokers
 
 LEASE_TTL_S = 4
+# As Kafka's are configured.
+OPTIONS = {
+    "num_partitions": 3,
+    "default_replication_factor": 3,
+    "offsets_topic_partitions": 1,
+    "group_initial_rebalance_delay_s": 0,
+}
 
 
 @pytest.fixture(scope="package")
@@ -21,9 +28,7 @@ def sides(
 ) -> Iterator[dict[str, Side]]:
     """Apache Kafka ("real") and three reference brokers ("ours"); a test that takes a broker down brings it back."""
     directory, prefix = tmp_path_factory.mktemp("oracle"), f"/oracle-{uuid.uuid4().hex[:10]}"
-    # As Kafka's are configured.
-    defaults = {"num_partitions": 3, "default_replication_factor": 3}
-    with start_brokers(NODES, directory, etcd.endpoint, prefix, lease_ttl_s=LEASE_TTL_S, **defaults) as brokers:
+    with start_brokers(NODES, directory, etcd.endpoint, prefix, lease_ttl_s=LEASE_TTL_S, **OPTIONS) as brokers:
         yield {"real": RealSide(real_kafka), "ours": ReferenceSide(brokers)}
 
 

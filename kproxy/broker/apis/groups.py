@@ -3,15 +3,16 @@
 JoinGroup 0-9, SyncGroup 0-5, Heartbeat 0-4, LeaveGroup 0-5, OffsetCommit 2-10, OffsetFetch 1-10, OffsetDelete 0,
 ListGroups 0-5, DescribeGroups 0-6, DeleteGroups 0-2
 - Another broker's group: NOT_COORDINATOR; while its journal is read: COORDINATOR_LOAD_IN_PROGRESS. A journal with too
-  few in-sync replicas: COORDINATOR_NOT_AVAILABLE. An empty group id: INVALID_GROUP_ID.
+  few in-sync replicas: COORDINATOR_NOT_AVAILABLE. An empty group id: INVALID_GROUP_ID; only offsets may have one.
 - JoinGroup from version 4 first gives out a member id (KIP-394); from version 9 a restarted static leader may skip the
   assignment (KIP-814). `groups.group.Options` bounds a group's members and their metadata.
-- OffsetCommit: for a topic that does not exist UNKNOWN_TOPIC_OR_PARTITION; more than MAX_METADATA_BYTES of metadata
+- OffsetCommit: for a topic that does not exist UNKNOWN_TOPIC_OR_PARTITION; metadata above MAX_METADATA_LENGTH
   OFFSET_METADATA_TOO_LARGE; too many offsets or groups INVALID_COMMIT_OFFSET_SIZE.
 - OffsetFetch: -1 for what is not committed; there are no transactions to wait for (`require_stable`).
 - From version 10 both name topics by id; unknown: UNKNOWN_TOPIC_ID. Offsets of all topics: of those that exist.
 - ListGroups lists the groups of the asked broker. DescribeGroups has no client hosts.
-- The consumer protocol of KIP-848, share groups and transactions are not offered.
+- ConsumerGroupHeartbeat 0-1 (KIP-848): UNSUPPORTED_VERSION, as from a Kafka whose coordinator has no consumer protocol.
+  Were it not offered, librdkafka and Java would ask for ever and say nothing. Share groups are not offered.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from uuid import UUID
 
 from kproxy.broker.context import Body, Broker, Request
 from kproxy.broker.groups.coordinator import Commit
-from kproxy.broker.groups.group import CommittedOffset, Group, Join, Protocol, Sync
+from kproxy.broker.groups.group import CommittedOffset, Group, Join, Protocol, State, Sync
 from kproxy.broker.producer_state import wall_ms
 from kproxy_codec import control, error_codes
 from kproxy_codec.api_keys import (
@@ -38,14 +39,23 @@ from kproxy_codec.api_keys import (
     SYNC_GROUP,
 )
 from kproxy_codec.framing import client_id
+from kproxy_codec.primitives import INT16, INT32, encode_string
 
-# Kafka's offset.metadata.max.bytes.
-MAX_METADATA_BYTES = 4096
+# Kafka's offset.metadata.max.bytes, which are UTF-16's units.
+MAX_METADATA_LENGTH = 4096
 _NO_OFFSET = CommittedOffset(-1, -1, "", -1)
 _CLASSIC = "classic"
 _BY_ID_FROM = 10
 # Begins what stands for the name of a topic whose id is not known: no name contains it.
 _NAMELESS = "\0"
+# No throttling; no member id, epoch, interval and assignment; no tags.
+_NO_CONSUMER_PROTOCOL = (
+    INT32.pack(0)
+    + INT16.pack(error_codes.UNSUPPORTED_VERSION)
+    + encode_string(b"this broker has no consumer protocol (KIP-848): set group.protocol=classic", compact=True)
+    + b"\0" * 9
+    + b"\xff\0"
+)
 
 
 def _answer(request: Request, **fields: Any) -> Body:
@@ -74,8 +84,6 @@ async def handle_join_group(broker: Broker, request: Request) -> Body:
         needs_id=version >= 4,
         can_skip=version >= 9,
     )
-    if not asked.group_id:
-        return _answer(request, error_code=error_codes.INVALID_GROUP_ID, member_id=join.member_id, protocol_name="")
     joined = await broker.groups.join(asked.group_id, join)
     members = [
         {"member_id": member_id, "metadata": metadata} | _since(version, 5, group_instance_id=instance_id)
@@ -104,13 +112,18 @@ async def handle_sync_group(broker: Broker, request: Request) -> Body:
             asked.member_id,
             asked.group_instance_id if version >= 3 else None,
             asked.generation_id,
-            asked.protocol_type if version >= 5 else None,
-            asked.protocol_name if version >= 5 else None,
+            asked.protocol_type or "" if version >= 5 else None,
+            asked.protocol_name or "" if version >= 5 else None,
             {each.member_id: bytes(each.assignment) for each in asked.assignments},
         ),
     )
     protocol = _since(version, 5, protocol_type=synced.protocol_type, protocol_name=synced.protocol)
     return _answer(request, error_code=synced.error_code, assignment=synced.assignment, **protocol)
+
+
+def handle_consumer_group_heartbeat(broker: Broker, request: Request) -> Body:
+    """Refuse a member of the protocol of KIP-848."""
+    return [_NO_CONSUMER_PROTOCOL]
 
 
 def handle_heartbeat(broker: Broker, request: Request) -> Body:
@@ -165,6 +178,8 @@ async def handle_offset_commit(broker: Broker, request: Request) -> Body:
     instance_id = asked.group_instance_id if version >= 7 else None
     member = (asked.member_id, instance_id, asked.generation_id_or_member_epoch)
     error_code, results = await broker.groups.commit(asked.group_id, member, commits)
+    if error_code == error_codes.GROUP_ID_NOT_FOUND and version < 9:
+        error_code = error_codes.ILLEGAL_GENERATION
     codes = {(each.topic, each.partition_index): error_code or each.error_code for each in results}
     return _answer(request, topics=_identified(_by_topic(codes), ids))
 
@@ -193,11 +208,16 @@ def _identified(topics: list[dict[str, Any]], ids: Mapping[str, UUID] | None) ->
 def _commit_error(broker: Broker, topic: str, asked: control.Message) -> int:
     if topic.startswith(_NAMELESS):
         return error_codes.UNKNOWN_TOPIC_ID
-    found = broker.view.topics.get(topic)
-    if found is None or not 0 <= asked.partition_index < len(found.replicas):
+    if not _exists(broker, topic, asked.partition_index):
         return error_codes.UNKNOWN_TOPIC_OR_PARTITION
-    is_long = len((asked.committed_metadata or "").encode()) > MAX_METADATA_BYTES
+    # Java's length of a string, as Kafka counts.
+    is_long = len((asked.committed_metadata or "").encode("utf-16-le")) > 2 * MAX_METADATA_LENGTH
     return error_codes.OFFSET_METADATA_TOO_LARGE if is_long else error_codes.NONE
+
+
+def _exists(broker: Broker, topic: str, partition_index: int) -> bool:
+    found = broker.view.topics.get(topic)
+    return found is not None and 0 <= partition_index < len(found.replicas)
 
 
 def _by_topic(codes: Mapping[tuple[str, int], int]) -> list[dict[str, Any]]:
@@ -258,6 +278,7 @@ async def handle_offset_delete(broker: Broker, request: Request) -> Body:
     asked = control.decode_request(OFFSET_DELETE, request.header.api_version, request.body)
     wanted = [(topic.name, each.partition_index) for topic in asked.topics for each in topic.partitions]
     error_code, codes = await broker.groups.delete_offsets(asked.group_id, wanted)
+    codes |= {key: error_codes.UNKNOWN_TOPIC_OR_PARTITION for key in codes if not _exists(broker, *key)}
     return _answer(request, error_code=error_code, topics=[] if error_code else _by_topic(codes))
 
 
@@ -293,7 +314,7 @@ def _described(broker: Broker, group_id: str, version: int) -> dict[str, Any]:
             "group_id": group_id,
             "group_state": found.state.value,
             "protocol_type": found.protocol_type,
-            "protocol_data": found.protocol or "",
+            "protocol_data": _protocol(found) or "",
             "members": list(_members(found, version)),
         }
     described = {"group_id": group_id, "group_state": "", "protocol_type": "", "protocol_data": "", "members": []}
@@ -304,13 +325,17 @@ def _described(broker: Broker, group_id: str, version: int) -> dict[str, Any]:
     return described | {"error_code": found}
 
 
+def _protocol(group: Group) -> str | None:
+    return group.protocol if group.state is State.STABLE else None
+
+
 def _members(group: Group, version: int) -> Iterable[dict[str, Any]]:
     for member in group.members.values():
         yield {
             "member_id": member.member_id,
             "client_id": member.client_id,
             "client_host": "",
-            "member_metadata": member.metadata(group.protocol),
+            "member_metadata": member.metadata(_protocol(group)),
             "member_assignment": member.assignment,
             **_since(version, 4, group_instance_id=member.instance_id),
         }

@@ -18,6 +18,7 @@ from kproxy_codec import control, error_codes
 from kproxy_codec.api_keys import (
     API_VERSIONS,
     BIND_FENCES,
+    CONSUMER_GROUP_HEARTBEAT,
     CREATE_TOPICS,
     DELETE_GROUPS,
     DELETE_TOPICS,
@@ -78,6 +79,7 @@ _APIS: dict[int, _Api] = {
     LIST_GROUPS: _Api(0, 5, groups.handle_list_groups),
     DESCRIBE_GROUPS: _Api(0, 6, groups.handle_describe_groups),
     DELETE_GROUPS: _Api(0, 2, groups.handle_delete_groups),
+    CONSUMER_GROUP_HEARTBEAT: _Api(0, 1, groups.handle_consumer_group_heartbeat),
     CREATE_TOPICS: _Api(2, 7, topics.handle_create_topics),
     DELETE_TOPICS: _Api(1, 6, topics.handle_delete_topics),
     INIT_PRODUCER_ID: _Api(0, 5, coordinators.handle_init_producer_id),

@@ -241,8 +241,10 @@ class GroupCoordinator:
                 raise OSError(error_codes.name_of(read.error_code))
             offset = replay.feed(read.records) if is_small else await asyncio.to_thread(replay.feed, read.records)
 
-    def _find(self, group_id: str) -> _Shard | int:
-        """Return the shard of a group, or why this broker does not serve it."""
+    def _find(self, group_id: str, *, needs_name: bool = False) -> _Shard | int:
+        """Return the shard of a group, or why this broker does not serve it. Offsets need no name, as in Kafka."""
+        if needs_name and not group_id:
+            return error_codes.INVALID_GROUP_ID
         topic = self._view.topics.get(CONSUMER_OFFSETS)
         shard = self._shards.get(partition_for(group_id, len(topic.replicas))) if topic is not None else None
         if shard is None or not shard.partition.takes_writes():
@@ -331,11 +333,11 @@ class GroupCoordinator:
 
     async def join(self, group_id: str, asked: Join) -> Joined:
         """Answer JoinGroup, perhaps when other members have joined."""
-        shard = self._find(group_id)
+        shard = self._find(group_id, needs_name=True)
         if isinstance(shard, int):
             return Joined(shard, asked.member_id)
         entry = shard.entries.get(group_id)
-        if entry is None and asked.member_id:
+        if entry is None and asked.member_id and self._options.takes_session(asked.session_s):
             return Joined(error_codes.UNKNOWN_MEMBER_ID, asked.member_id)
         if entry is None and self._groups >= MAX_GROUPS:
             return Joined(error_codes.GROUP_MAX_SIZE_REACHED, "")
@@ -347,7 +349,7 @@ class GroupCoordinator:
 
     async def sync(self, group_id: str, asked: Sync) -> Synced:
         """Answer SyncGroup, perhaps when the leader has sent the assignments."""
-        shard = self._find(group_id)
+        shard = self._find(group_id, needs_name=True)
         if isinstance(shard, int):
             return Synced(shard)
         if group_id not in shard.entries:
@@ -359,7 +361,7 @@ class GroupCoordinator:
 
     def heartbeat(self, group_id: str, member_id: str, instance_id: str | None, generation: int) -> int:
         """Answer Heartbeat."""
-        shard = self._find(group_id)
+        shard = self._find(group_id, needs_name=True)
         if isinstance(shard, int):
             return shard
         entry = shard.entries.get(group_id)
@@ -369,7 +371,7 @@ class GroupCoordinator:
 
     async def leave(self, group_id: str, leaving: Iterable[tuple[str, str | None]]) -> tuple[int, list[int]]:
         """Remove members; return an error code for the group and one for each of them."""
-        shard = self._find(group_id)
+        shard = self._find(group_id, needs_name=True)
         if isinstance(shard, int):
             return shard, []
         codes: list[int] = []
@@ -394,7 +396,7 @@ class GroupCoordinator:
             return shard, commits
         entry, now = shard.entries.get(group_id), self._clock()
         if entry is None and member[2] >= 0:
-            return error_codes.ILLEGAL_GENERATION, commits
+            return error_codes.GROUP_ID_NOT_FOUND, commits
         if entry is None and self._groups >= MAX_GROUPS:
             return error_codes.INVALID_COMMIT_OFFSET_SIZE, commits
         group = entry.group if entry is not None else Group(group_id, self._options)
@@ -444,7 +446,7 @@ class GroupCoordinator:
         self, group_id: str, wanted: Sequence[tuple[str, int]]
     ) -> tuple[int, dict[tuple[str, int], int]]:
         """Remove committed offsets of topics that no member reads; return error codes: the group's, each one's."""
-        shard = self._find(group_id)
+        shard = self._find(group_id, needs_name=True)
         if isinstance(shard, int):
             return shard, {}
         entry = shard.entries.get(group_id)
@@ -489,16 +491,16 @@ class GroupCoordinator:
         entry = shard.entries.get(group_id)
         if entry is None:
             return error_codes.GROUP_ID_NOT_FOUND
-        if entry.group.state is not State.EMPTY or entry.group.pending:
+        if entry.group.state is not State.EMPTY:
             return error_codes.NON_EMPTY_GROUP
         error_code, offset = self._remove(shard, entry, list(entry.group.offsets))
         return await shard.settled(offset) if error_code == error_codes.NONE else error_code
 
     def _remove(self, shard: _Shard, entry: _Entry, offsets: Sequence[tuple[str, int]]) -> tuple[int, int]:
-        """Remove these offsets of a group without members, and the group if nothing is left."""
+        """Remove these offsets, and the group if nothing is left of it."""
         group = entry.group
         pairs = [journal.offset_record(group.group_id, *key, None) for key in offsets]
-        is_end = len(offsets) == len(group.offsets) and not group.pending
+        is_end = not group.members and len(offsets) == len(group.offsets)
         error_code, last_offset = shard.append([*pairs, journal.removal(group.group_id)] if is_end else pairs)
         if error_code == error_codes.NONE:
             entry.last_offset = last_offset
@@ -507,6 +509,17 @@ class GroupCoordinator:
             if is_end:
                 del shard.entries[group.group_id]
         return error_code, last_offset
+
+    def topic_deleted(self, topic: str) -> None:
+        """Remove the offsets of a topic, so that one of the same name begins without.
+
+        In one step, because later commits are of the next topic. What the journal does not take expires later.
+        """
+        for shard in self._serving():
+            for entry in list(shard.entries.values()):
+                keys = [key for key in entry.group.offsets if key[0] == topic]
+                for start in range(0, len(keys), _BATCH_RECORDS):
+                    self._put_offsets(shard, entry, [(*key, None) for key in keys[start : start + _BATCH_RECORDS]])
 
     # Time
 

@@ -67,6 +67,10 @@ class Options(NamedTuple):
     max_metadata_bytes: int = 1 << 20
     max_offsets: int = 20_000
 
+    def takes_session(self, session_s: float) -> bool:
+        """Return whether members may have this session timeout."""
+        return self.min_session_s <= session_s <= self.max_session_s
+
 
 class Protocol(NamedTuple):
     """A way to assign partitions that a member supports, with what it tells the leader."""
@@ -237,7 +241,7 @@ class Group:
             self._join_again(self.members[asked.member_id], asked, token, now)
 
     def _join_error(self, asked: Join, static: Member | None) -> int:
-        if not self.options.min_session_s <= asked.session_s <= self.options.max_session_s:
+        if not self.options.takes_session(asked.session_s):
             return error_codes.INVALID_SESSION_TIMEOUT
         if not self._supports(asked):
             return error_codes.INCONSISTENT_GROUP_PROTOCOL
@@ -543,14 +547,20 @@ class Group:
             self.offsets[topic, partition_index] = committed
 
     def expired_offsets(self, now_ms: int, retention_ms: int) -> list[tuple[str, int]]:
-        """List offsets of a group without members that are older than the retention, or their own limit."""
-        if self.members or self.pending:
+        """List offsets that are older than the retention, or their own limit, since nobody reads their topic.
+
+        As in Kafka these are all of a group without members, or else topics to which no consumer subscribes.
+        """
+        is_settled = self.state is State.STABLE and self.protocol_type == CONSUMER_PROTOCOL
+        if self.pending or (self.members and not is_settled):
             return []
+        empty_ms = -1 if self.members else self.changed_ms
+        is_read = {topic: self.is_subscribed_to(topic) for topic in {topic for topic, _ in self.offsets}}
         return [
             key
             for key, each in self.offsets.items()
-            if now_ms
-            >= (each.expires_ms if each.expires_ms >= 0 else max(each.committed_ms, self.changed_ms) + retention_ms)
+            if not is_read[key[0]]
+            and now_ms >= (each.expires_ms if each.expires_ms >= 0 else max(each.committed_ms, empty_ms) + retention_ms)
         ]
 
     def is_subscribed_to(self, topic: str) -> bool:

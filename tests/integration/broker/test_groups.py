@@ -283,48 +283,6 @@ def test_commits_by_topic_id_are_read_back(site: Site, name: str) -> None:
             assert [(each.topic_id, each.partitions[0].committed_offset) for each in found.topics] == [(topic_id, 2)]
 
 
-@pytest.mark.parametrize("version", range(2, 10))
-def test_commits_are_checked_and_read_back(site: Site, name: str, version: int) -> None:
-    write(site.direct, name, 0, 3)
-    with site.coordinator(name).client() as client:
-        assert commit(client, name, name, 7, version) == codes.NONE
-        assert offsets_of(client, name, max(2, version)) == {(name, 0): 7}
-        assert commit(client, name, f"{name}-missing", 7, version) == codes.UNKNOWN_TOPIC_OR_PARTITION
-        member, generation = join_alone(client, name)
-        assert commit(client, name, name, 8, version) == codes.UNKNOWN_MEMBER_ID
-        of_member = {"member_id": member, "generation_id_or_member_epoch": generation}
-        stale = of_member | {"generation_id_or_member_epoch": generation - 1}
-        assert commit(client, name, name, 9, version, **stale) == codes.ILLEGAL_GENERATION
-        assert commit(client, name, name, 10, version, **of_member) == codes.NONE
-        assert offsets_of(client, name, max(2, version)) == {(name, 0): 10}
-
-
-def test_groups_are_listed_described_and_deleted(site: Site, name: str) -> None:
-    write(site.direct, name, 0, 3)
-    with site.coordinator(name).client() as client:
-        member, _ = join_alone(client, name)
-        listed = {each.group_id: each for each in client.request(api_keys.LIST_GROUPS, 5).groups}
-        assert (listed[name].group_state, listed[name].group_type) == ("Stable", "classic")
-        assert not client.request(api_keys.LIST_GROUPS, 4, states_filter=["Dead"]).groups
-        [described] = client.request(api_keys.DESCRIBE_GROUPS, 5, groups=[name]).groups
-        assert (described.group_state, described.protocol_data) == ("Stable", "range")
-        assert [each.member_id for each in described.members] == [member]
-        delete = {"groups_names": [name]}
-        assert client.request(api_keys.DELETE_GROUPS, 2, **delete).results[0].error_code == codes.NON_EMPTY_GROUP
-        left = client.request(api_keys.LEAVE_GROUP, 5, group_id=name, members=[{"member_id": member}])
-        assert [each.error_code for each in left.members] == [codes.NONE]
-        assert commit(client, name, name, 5) == codes.NONE
-        topics = [{"name": name, "partitions": [{"partition_index": 0}]}]
-        assert client.request(api_keys.OFFSET_DELETE, 0, group_id=name, topics=topics).error_code == codes.NONE
-        assert offsets_of(client, name) == {}
-        assert commit(client, name, name, 5) == codes.NONE
-        assert client.request(api_keys.DELETE_GROUPS, 2, **delete).results[0].error_code == codes.NONE
-        assert client.request(api_keys.DELETE_GROUPS, 2, **delete).results[0].error_code == codes.GROUP_ID_NOT_FOUND
-        assert offsets_of(client, name) == {}
-        [gone] = client.request(api_keys.DESCRIBE_GROUPS, 6, groups=[name]).groups
-        assert (gone.error_code, gone.group_state) == (codes.GROUP_ID_NOT_FOUND, "Dead")
-
-
 def test_offsets_topic_is_internal_and_not_written(site: Site) -> None:
     with site.brokers[0].client() as client:
         find(client, "any")

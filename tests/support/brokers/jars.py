@@ -21,6 +21,8 @@ from kproxy.pipeline.java import Java, find_java, trust_options, user_cache_dir
 from kproxy.pipeline.spark import pyspark_home
 
 KAFKA_VERSION = "4.3.1"
+EARLIER_KAFKA_VERSION = "3.9.1"
+"""The last release line before 4: brokers of it can be rolled to 4, and back while metadata.version stays."""
 # The client releases in use: the last of each release line that has its own behaviour with a current broker.
 CLIENT_VERSIONS = (
     *("0.11.0.3", "1.0.2", "1.1.1", "2.0.1", "2.1.1", "2.3.1", "2.4.1", "2.7.2", "2.8.2"),
@@ -30,13 +32,13 @@ RESOLVE_TIMEOUT_S = 600.0
 RESOLVE_ATTEMPTS = 3
 # The two excluded modules serve Connect's REST server, which nothing here runs. A broker without a logging back end
 # logs nothing, not even its start.
-_BROKER_MODULE = f"""\
+_BROKER_MODULE = """\
 <ivy-module version="2.0">
   <info organisation="kproxy" module="kafka-for-tests"/>
   <configurations><conf name="default"/></configurations>
   <dependencies defaultconf="default->compile,runtime,master">
-    <dependency org="org.apache.kafka" name="kafka_2.13" rev="{KAFKA_VERSION}"/>
-    <dependency org="org.apache.kafka" name="kafka-tools" rev="{KAFKA_VERSION}"/>
+    <dependency org="org.apache.kafka" name="kafka_2.13" rev="%(version)s"/>
+    <dependency org="org.apache.kafka" name="kafka-tools" rev="%(version)s"/>
     <dependency org="org.apache.logging.log4j" name="log4j-slf4j-impl" rev="2.25.4"/>
     <exclude org="org.apache.kafka" module="connect-runtime"/>
     <exclude module="jackson-jakarta-rs-json-provider"/>
@@ -64,9 +66,9 @@ _CLIENTS_MODULE = f"""\
 """
 
 
-def kafka_classpath() -> str:
+def kafka_classpath(version: str = KAFKA_VERSION) -> str:
     """The class path for `java -cp` that runs any of Kafka's programs. The first call may take minutes (44 MiB)."""
-    return str(_resolved(KAFKA_VERSION, _BROKER_MODULE, "") / "*")
+    return str(_resolved(version, _BROKER_MODULE % {"version": version}, "") / "*")
 
 
 def client_classpath(version: str) -> str:

@@ -8,14 +8,21 @@ import pytest
 
 from kproxy.errors import StartupError
 from tests.support.brokers import jars
-from tests.support.brokers.jars import CLIENT_VERSIONS, KAFKA_VERSION
+from tests.support.brokers.jars import CLIENT_VERSIONS, EARLIER_KAFKA_VERSION, KAFKA_VERSION
 
-__all__ = ["CLIENT_VERSIONS", "KAFKA_VERSION", "client_classpath", "kafka_classpath", "pyspark_jars"]
+__all__ = [
+    "CLIENT_VERSIONS",
+    "EARLIER_KAFKA_VERSION",
+    "KAFKA_VERSION",
+    "client_classpath",
+    "kafka_classpath",
+    "pyspark_jars",
+]
 
 
-def kafka_classpath() -> str:
+def kafka_classpath(version: str = KAFKA_VERSION) -> str:
     """Like `jars.kafka_classpath`; skips the test if there are no jars."""
-    return _or_skip(jars.kafka_classpath)
+    return _or_skip(jars.kafka_classpath, version)
 
 
 def client_classpath(version: str) -> str:

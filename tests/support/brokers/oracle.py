@@ -135,6 +135,7 @@ class ReferenceSide(Side):
 
     def __init__(self, brokers: Sequence[BrokerProcess]) -> None:
         self._brokers = {broker.node_id: broker for broker in brokers}
+        self.prefix = brokers[0].prefix
 
     def port(self, node_id: int) -> int:
         return self._brokers[node_id].port

@@ -28,7 +28,7 @@ from confluent_kafka import IsolationLevel, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec  # type: ignore[attr-defined]
 
 from kproxy.pipeline.java import user_cache_dir
-from tests.support.brokers.kafka_jars import kafka_classpath
+from tests.support.brokers.kafka_jars import KAFKA_VERSION, kafka_classpath
 from tests.support.clients.java import java_executable
 from tests.support.processes.ports import free_port, free_ports
 
@@ -55,24 +55,34 @@ appender.console.layout.pattern = %d %p %m (%c)%n%throwable
 rootLogger.level = info
 rootLogger.appenderRef.console.ref = console
 """
+# Of Kafka before 4.0.
+_LOG4J1 = """\
+log4j.rootLogger=INFO, console
+log4j.appender.console=org.apache.log4j.ConsoleAppender
+log4j.appender.console.layout=org.apache.log4j.PatternLayout
+log4j.appender.console.layout.ConversionPattern=%d %p %m (%c)%n
+"""
 
 
 class RealBroker:
-    """One node; its log goes to `{directory}/log`."""
+    """One node; its log goes to `{directory}/log`. `version` is that of Kafka, from the next start on."""
 
     def __init__(
         self, node_id: int, port: int, directory: Path, options: Mapping[str, str], java_options: Sequence[str]
     ) -> None:
         self.node_id = node_id
+        self.version = KAFKA_VERSION
         self.port = port
         self.log_path = directory / "log"
         self._data = Path(options["log.dirs"])
         self._properties = directory / "server.properties"
         self._log4j = directory / "log4j2.properties"
+        self._log4j1 = directory / "log4j.properties"
         self._java_options = java_options
         self._process: subprocess.Popen[bytes] | None = None
         directory.mkdir(parents=True)
         self._log4j.write_text(_LOG4J)
+        self._log4j1.write_text(_LOG4J1)
         self._properties.write_text("".join(f"{key}={value}\n" for key, value in options.items()))
 
     @property
@@ -182,8 +192,9 @@ class RealBroker:
             *self._java_options,
             *java_options,
             f"-Dlog4j2.configurationFile={self._log4j}",
+            f"-Dlog4j.configuration=file:{self._log4j1}",
             "-cp",
-            kafka_classpath(),
+            kafka_classpath(self.version),
         ]
 
 
@@ -309,17 +320,22 @@ def start_real_kafka(
     more_listeners: Mapping[str, int] = MappingProxyType({}),
     more: Mapping[str, object] = MappingProxyType({}),
     java_options: Sequence[str] = (),
+    version: str = KAFKA_VERSION,
 ) -> Iterator[RealKafka]:
     """A cluster of `nodes` that serves, until the block ends.
 
     A single node may have `more_listeners`, by name and port at `host`. `more` are further options of the brokers, in
-    which {node} is a broker's id; `java_options` those of their Java.
+    which {node} is a broker's id; `java_options` those of their Java. The data directories are formatted by `version`.
     """
     started_before = _started_before()
     brokers = _brokers(directory, nodes, host, more_listeners, more, [*shared_classes(), *java_options])
     try:
         for broker in brokers:
-            broker.format_as(started_before / _CHECKPOINT)
+            broker.version = version
+            if version == KAFKA_VERSION:
+                broker.format_as(started_before / _CHECKPOINT)
+            else:
+                broker.format()
         for broker in brokers:
             broker.start()
         for broker in brokers:

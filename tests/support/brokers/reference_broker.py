@@ -49,6 +49,7 @@ class BrokerProcess:
 
     def __init__(self, node_id: int, data_dir: Path, etcd: str, prefix: str, **options: Any) -> None:
         self.node_id = node_id
+        self.prefix = prefix
         self.data_dir = data_dir
         self.arguments = [
             str(node_id),

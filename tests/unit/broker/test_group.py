@@ -343,7 +343,13 @@ def test_offsets_expire_when_the_group_is_empty(
     assert driver.group.expired_offsets(1 << 60, 1_000) == []
 
 
-def test_subscriptions_are_read_from_the_metadata() -> None:
+def test_topics_that_members_left_expire() -> None:
     driver = Driver()
-    driver.join(join(protocols=(Protocol("range", b"\0\1\0\0\0\2\0\1t\0\1u\0\0\0\0"),)))
+    driver.join(join(protocols=(Protocol("range", b"\0\1\0\0\0\2\0\1t\0\1u\0\0\0\0"),)), "a")
     assert [driver.group.is_subscribed_to(topic) for topic in "tuv"] == [True, True, False]
+    for topic in "tuv":
+        driver.group.apply_offset(topic, 0, CommittedOffset(7, -1, "", 50))
+    assert driver.group.expired_offsets(1 << 60, 1_000) == [], "its generation has no assignment"
+    driver.sync(sync("a", 1))
+    assert driver.group.expired_offsets(1_049, 1_000) == []
+    assert driver.group.expired_offsets(1_050, 1_000) == [("v", 0)]
