@@ -17,7 +17,7 @@ import pytest
 from kproxy.proxy import server
 from kproxy.proxy.answer_memory import AnswerBuffer, AnswerMemory, ClientMemory
 from kproxy.proxy.memory_budget import USUAL, Budget
-from kproxy.routing import in_flight
+from kproxy.routing import reads
 from kproxy_codec.api_keys import FETCH
 from tests.support.brokers.scripted_upstream import Asked, ScriptedUpstream, answers_everything
 from tests.support.clients.raw_client import RawClient, batch, fetch_frame, produce_frame
@@ -36,10 +36,10 @@ def short_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "DEADLINE_TICK_S", SHORT_TICK_S)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def no_read_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine all brokers may exceed the limit, and a read is answered without their records."""
-    monkeypatch.setattr(in_flight, "LATE_AFTER_S", 600.0)
+    monkeypatch.setattr(reads, "LATE_AFTER_S", 600.0)
 
 
 class Feeder:
@@ -153,7 +153,6 @@ async def test_readers_get_their_answers_with_little_memory() -> None:
         assert proxy.counters["clients.refused"] == 0
 
 
-@pytest.mark.usefixtures("no_read_is_late")
 @both_loops
 async def test_merged_answers_do_not_wait_for_each_other() -> None:
     """Each client holds one part and needs two more; first parts fill the newcomers' room."""

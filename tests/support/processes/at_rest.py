@@ -29,6 +29,6 @@ def _left_in(session: ClientSession) -> list[str]:
         "refreshes": len(fanout.lookups._tasks),
         "tasks": len(session._control.tasks),
         "pauses": session._broker_pressure + session._client_pressure + (not session._reading),
-        "unanswered": sum(len(upstream.unanswered()) for upstream in session._connections.by_broker.values()),
+        "unanswered": sum(len(upstream.unanswered()) for upstream in session._connections.by_place.values()),
     }
     return [f"{session.peer}: {count} {what}" for what, count in held.items() if count]
