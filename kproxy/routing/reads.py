@@ -276,6 +276,8 @@ class Reads:
                 continue
             read.find(mine, result, size)
             read.forget_attempts(mine)
+            if self._lanes.table:
+                self._lanes.take_away(lane_key(read, mine), lambda _: True)
             if read.shares > 1 or self._offsets:
                 self._offsets = self._offsets or {}
                 self._offsets[read.partition(mine)] = offsets_of(read.request.header.api_version, result)
@@ -298,6 +300,9 @@ class Reads:
                 self._fail(read, mine, event, piece)
 
     def _fail(self, read: Exchange, entry: Entry, event: int, piece: Piece, result: Buffer | None = None) -> None:
+        if lane_key(read, entry) in self._lanes.table:
+            # Another piece for it has failed before.
+            return
         read.lose(entry)
         read.note_sent(entry, piece.connection.broker)
         broker = self._router.broker_for(read, entry)

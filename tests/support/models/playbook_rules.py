@@ -29,6 +29,7 @@ from kproxy.routing.identity import lane_key
 from kproxy.routing.in_flight import Piece
 from kproxy.routing.lanes import Item, LaneState
 from kproxy.routing.merge import Exchange
+from kproxy.routing.reads import LEAST_WAIT_S
 from kproxy.routing.split import Entry, entries_of, split_whole
 from kproxy.routing.topology import NO_OWNER
 from kproxy_codec.produce import base_offset_of
@@ -166,7 +167,10 @@ class Rules:
             assert not reading or connection.reader, f"a read is asked on c{connection.number}"
         if read is None or read not in core._exchanges or core._client._state is not ClientState.PRESENT:
             return
-        assert not core._reads.is_done(read, core._outcomes.now), f"read {read.sequence} has enough and is open"
+        # Its time may be nearly over: it is woken at its end.
+        assert not core._reads.is_done(read, core._outcomes.now - LEAST_WAIT_S), (
+            f"read {read.sequence} has enough and is open"
+        )
         for entry in read.open_entries():
             broker = core._router.broker_for(read, entry)
             is_asked = any(each.reading for each in in_flight.readers(broker))
