@@ -223,8 +223,7 @@ class Fanout:
             self._outcomes.expire_one(exchange, {(exchange.sequence, entry) for entry in exchange.open_entries()})
             return self._finish()
         if exchange.is_read:
-            exchange.refused = refused
-            self._reads.add(exchange)
+            self._reads.add(exchange, refused)
         else:
             self._dispatch(exchange, refused)
         for entry, error_code in refused.items():
@@ -250,9 +249,8 @@ class Fanout:
         self._begin(now, jitter)
         piece = self._in_flight.pieces[number]
         exchange = piece.exchange
-        api_version = exchange.request.header.api_version
         try:
-            response = exchange.api.parse_response(frame, api_version)
+            response = exchange.api.parse_response(frame, exchange.request.header.api_version)
             passes = self._passes_through(piece, response)
             is_looked_at = not response.error_code and (exchange.is_ordered or not passes)
             matched = match_results(exchange, piece.selection, response) if is_looked_at else []
@@ -325,7 +323,7 @@ class Fanout:
         self._wakes_at = None
         self._send_items(self.lanes.ready(now, MOST_AT_ONCE))
         self._send_released()
-        self._reads.woken(receiving, now)
+        self._reads.woken(receiving)
         return self._finish()
 
     def tick(self, oldest: Mapping[int, int], now: float, jitter: float) -> list[Action]:
@@ -345,7 +343,7 @@ class Fanout:
             piece = self._in_flight.pieces.get(number)
             if piece is not None and max(piece.exchange.deadline, piece.due) + HUNG_AFTER_S <= now:
                 self._in_flight.close(piece.connection, "it does not answer")
-        self._reads.forget(now)
+        self._reads.forget()
         return self._finish()
 
     # Events: the client's end
@@ -405,8 +403,7 @@ class Fanout:
     def _finish(self, *pieces: Piece) -> list[Action]:
         """Send waiting entries that may go now; `pieces` are answered or lost."""
         self._send_released()
-        if self._reads.has_news:
-            self._read_on()
+        self._read_on()
         for piece in pieces:
             if piece.is_held:
                 self._actions.add(LetGo(piece.number))
@@ -420,8 +417,8 @@ class Fanout:
         due = self.lanes.next_due() if self.lanes.table else None
         if due is not None:
             due = max(due, self._outcomes.now) + TIMER_STEP_S
-        other = self._reads.next_wake(self._outcomes.now)
-        return due if other is None else other if due is None else min(due, other)
+        others = (due, self._reads.next_wake())
+        return min((each for each in others if each is not None), default=None)
 
     # Sending
 
@@ -463,9 +460,8 @@ class Fanout:
         part = None if whole else selection
         piece = self._in_flight.add(exchange, connection, part, self._topology.version)
         fences = self._fences(exchange, selection) if self._view.has_claims else ()
-        self._actions.add(
-            Send(connection.number, owner, piece.number, exchange, part, shares, fences, connection.reader)
-        )
+        place = connection.number, owner, piece.number
+        self._actions.add(Send(*place, exchange, part, shares, fences, connection.reader))
 
     def _connection_for(self, exchange: Exchange, owner: int) -> BrokerConnection:
         """The connection for a part of a request, except a read."""
@@ -476,12 +472,10 @@ class Fanout:
 
     def _read_on(self) -> None:
         """Begin, ask for and answer reads, as far as possible now."""
-        reads, now = self._reads, self._outcomes.now
-        while reads.has_news and (read := reads.go_on(now)) is not None:
-            for lost in reads.ask(read, now):
+        while (read := self._reads.go_on()) is not None:
+            for lost in self._reads.ask(read):
                 self._send(read, NO_OWNER, lost, shares=read.shares, whole=False)
-            if reads.is_done(read, now):
-                reads.answer(read)
+            self._reads.answer_if_done(read)
 
     def _puts_off(self, exchange: Exchange, entry: Entry) -> bool:
         """Let an entry without a broker wait for the next wake, if this event has judged enough of them."""
@@ -674,8 +668,8 @@ class Fanout:
         self, exchange: Exchange, entry: Entry, event: int, routed_at: int, result: Buffer | None = None
     ) -> None:
         """Retry or fail an entry after an attempt that was sent at the topology's version `routed_at`."""
-        broker = self._router.broker_for(exchange, entry)
-        self._outcomes.failed(exchange, entry, event, routed_at, result, broker=broker)
+        to = self._router.broker_for(exchange, entry)
+        self._outcomes.failed(exchange, entry, event, routed_at, result, broker=to)
 
     # The client's end
 

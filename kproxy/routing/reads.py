@@ -127,13 +127,16 @@ class Reads:
         # The offsets of the last results, as encoded, of reads from several brokers.
         self._offsets: dict[Partition, bytes] | None = None
 
-    def add(self, read: Exchange) -> None:
-        """Serve a read when those before it are answered."""
+    def add(self, read: Exchange, refused: Collection[Entry]) -> None:
+        """Serve a read when those before it are answered; no broker is asked for entries in `refused`."""
+        read.refused = refused
         self._waiting += (read,)
         self.has_news = True
 
-    def go_on(self, now: float) -> Exchange | None:
-        """The present read; the next one begins if it is answered or dropped. None if there is none."""
+    def go_on(self) -> Exchange | None:
+        """The present read if there is news, or else the next one, which begins; None if there is none."""
+        if not self.has_news:
+            return None
         self.has_news = False
         if self.present is None or self.present not in self._exchanges:
             self.present = None
@@ -141,14 +144,14 @@ class Reads:
                 read, *rest = self._waiting
                 self._waiting = tuple(rest)
                 if read in self._exchanges:
-                    self._begin(read, now)
+                    self._begin(read)
         return self.present
 
-    def _begin(self, read: Exchange, now: float) -> None:
+    def _begin(self, read: Exchange) -> None:
         self.present, self._has_asked, self._answers, self._receiving = read, False, 0, ()
         if as_fetch(read.request).min_bytes <= 0:
             read.wait_s = 0.0
-        read.until = now + read.wait_s
+        read.until = self._outcomes.now + read.wait_s
         read.deadline = read.until + READ_GRACE_S
         # Errors by now are those of entries that no broker is asked for.
         read.is_over = not read.open_count
@@ -169,12 +172,12 @@ class Reads:
 
     # Asking
 
-    def ask(self, read: Exchange, now: float) -> list[Selection]:
+    def ask(self, read: Exchange) -> list[Selection]:
         """Ask brokers for the parts of the present read that no piece covers; return those that have no broker.
 
         A new read asks before it is answered, so that brokers read while its client does.
         """
-        held = read.refused
+        held, now = read.refused, self._outcomes.now
         if self._lanes.table:
             held = {*held, *(each for each in read.open_entries() if lane_key(read, each) in self._lanes.table)}
         pieces = self._router.split_again(read, held) if read.has_attempts else self._router.split(read, held)
@@ -324,8 +327,10 @@ class Reads:
             return True
         return not read.open_count and (has_enough or now >= read.until - LEAST_WAIT_S)
 
-    def answer(self, read: Exchange) -> None:
-        """Answer the present read with what it has found."""
+    def answer_if_done(self, read: Exchange) -> None:
+        """Answer the present read with what it has found, if it is time."""
+        if not self.is_done(read, self._outcomes.now):
+            return
         for entry in read.open_entries():
             key = lane_key(read, entry)
             if key in self._lanes.table:
@@ -346,9 +351,9 @@ class Reads:
 
     # Time
 
-    def next_wake(self, now: float) -> float | None:
+    def next_wake(self) -> float | None:
         """When the present read is to be looked at."""
-        read = self.present
+        read, now = self.present, self._outcomes.now
         if read is None:
             return None
         if now < read.until and read.open_count < read.request.partition_count:
@@ -359,11 +364,11 @@ class Reads:
     def _is_late(self, piece: Piece, now: float) -> bool:
         return piece.due + LATE_AFTER_S <= now and piece.connection.number not in self._receiving
 
-    def woken(self, receiving: Collection[int], now: float) -> None:
+    def woken(self, receiving: Collection[int]) -> None:
         """Leave late brokers out of the present read; none is late whose answer arrives on a `receiving` connection."""
         read, self._receiving = self.present, receiving
         self.has_news = True
-        if read is None or now < read.until + LATE_AFTER_S:
+        if read is None or self._outcomes.now < read.until + LATE_AFTER_S:
             return
         pieces = (piece for piece in self._in_flight.reading() if piece.connection.number in receiving)
         arriving = {entry for piece in pieces for entry in self._aims(piece)}
@@ -371,9 +376,9 @@ class Reads:
             if entry not in arriving and lane_key(read, entry) not in self._lanes.table:
                 self._leave(read, entry)
 
-    def forget(self, now: float) -> None:
+    def forget(self) -> None:
         """Drop what was kept for too long."""
-        self.found = tuple(each for each in self.found if now < each.at + FOUND_S)
+        self.found = tuple(each for each in self.found if self._outcomes.now < each.at + FOUND_S)
 
 
 def _open_part(read: Exchange, selection: Selection) -> Selection:

@@ -91,10 +91,10 @@ def follow_owners_alone(core: Fanout) -> None:
                 core.lanes.block(piece.exchange.partition(entry), (piece.exchange.sequence,))
 
 
-def begin_with_nothing(self: Reads, read: Exchange, now: float) -> None:
+def begin_with_nothing(self: Reads, read: Exchange) -> None:
     """Drop what came between two reads."""
     self.found = ()
-    _begin_read(self, read, now)
+    _begin_read(self, read)
 
 
 def note_twice(core: Fanout, piece: Piece, frame: memoryview, matched: Matched) -> None:
