@@ -25,7 +25,7 @@ def _left_in(session: ClientSession) -> list[str]:
         "pieces": len(fanout.core._in_flight.pieces) + len(fanout.core._in_flight._sequences or ()),
         "lanes": len(fanout.core.lanes),
         "released": len(fanout.core._outcomes.released) + len(fanout.core._actions),
-        "looks": len(fanout.core._exchanges._looking),
+        "answers kept for reads": len(fanout.core._reads.found),
         "refreshes": len(fanout.lookups._tasks),
         "tasks": len(session._control.tasks),
         "pauses": session._broker_pressure + session._client_pressure + (not session._reading),
