@@ -17,6 +17,7 @@ from bench.acks0 import acks0
 from bench.acks_cluster import PARTITIONS as ACKS_PARTITIONS
 from bench.against import ROUNDS, against
 from bench.connections import connections
+from bench.consume import consume
 from bench.floods import floods
 from bench.opening import OPENED_GB, opening
 from bench.own import own
@@ -33,8 +34,8 @@ from bench.tls import ROUNDS as TLS_ROUNDS
 from bench.tls import tls
 
 SECTIONS = (
-    "quick, plain, connections, paths, tls, access, floods, table, partitions, opening, acks, acks0, own, pipeline, "
-    "trail, sink"
+    "quick, plain, connections, consume, paths, tls, access, floods, table, partitions, opening, acks, acks0, own, "
+    "pipeline, trail, sink"
 )
 
 
@@ -76,6 +77,7 @@ def main() -> None:
     console = Console(width=max(100, Console().width))
     sections = {
         "quick": lambda: quick(console),
+        "consume": lambda: consume(console),
         "plain": lambda: plain(
             console,
             max(1, arguments.rounds or PLAIN_ROUNDS),

@@ -18,11 +18,13 @@ their requests open (OPEN_EPOCH). `kproxy_codec.replica_fetch` is the follower's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from itertools import islice
 from struct import Struct, unpack_from
 from typing import NamedTuple
 
 from kproxy_codec.api_keys import FETCH, is_flexible
+from kproxy_codec.error_codes import NONE
 from kproxy_codec.errors import InvalidField, Truncated, UnsupportedVersion
 from kproxy_codec.framing import LENGTH_BYTES, RequestHeader, response_body_offset
 from kproxy_codec.partitioned import (
@@ -80,6 +82,8 @@ _NODE_ENDPOINTS_TAG = 0
 PARTITION_FETCH = Struct(">iiqiqi")
 _V9, _V5, _V4 = Struct(">iiqqi"), Struct(">iqqi"), Struct(">iqi")
 EPOCH_END = Struct(">iq")
+# Of a result: the offsets are after its partition_index and error_code.
+_OFFSETS_AT = 6
 
 
 class EpochEnd(NamedTuple):
@@ -150,6 +154,18 @@ class FetchRequest(PartitionedRequest):
     def continues_session(self) -> bool:
         """Whether it belongs to a session, and so does not name all of its partitions; only its epoch shows this."""
         return self.session_epoch not in (INITIAL_EPOCH, FINAL_EPOCH)
+
+    def least_bytes(self, brokers: int) -> int:
+        """The bytes of records that end its wait; not more than one of so many brokers may return."""
+        return min(self.min_bytes, max(1, self.max_bytes // brokers))
+
+    def asks_alike(self, other: FetchRequest) -> bool:
+        """Whether the same entry has the same answer in both: they have the same version and limits."""
+        mine, theirs = self.frame[self.header.body_offset : self.topics_start], other.frame
+        return (
+            self.header.api_version == other.header.api_version
+            and mine == theirs[other.header.body_offset : other.topics_start]
+        )
 
 
 def parse_fetch(frame: memoryview, header: RequestHeader) -> FetchRequest:
@@ -281,9 +297,11 @@ class FetchApi:
             if session_id != NO_SESSION:
                 INT32.pack_into(frame, offset - INT32.size, NO_SESSION)
 
+        sizes: list[int] = []
+
         def skip(frame: memoryview, offset: int, limit: int) -> tuple[int, int]:
             partition_index, offset, records_bytes = _skip_result(frame, offset, limit, api_version)
-            response.payload_bytes += records_bytes
+            sizes.append(records_bytes)
             return partition_index, offset
 
         response.topics, offset = parse_topics(
@@ -295,6 +313,10 @@ class FetchApi:
             by_id=api_version >= TOPIC_IDS_FROM,
         )
         fill_error_codes(response)
+        response.payload_bytes = sum(sizes)
+        following = iter(sizes)
+        for topic in response.topics:
+            topic.sizes = list(islice(following, len(topic.partitions)))
         if flexible:
             offset = response_tags(response, offset, _NODE_ENDPOINTS_TAG)
         expect_end(frame, offset)
@@ -306,26 +328,20 @@ class FetchApi:
     def response_ends(self, api_version: int, throttle_time_ms: int, tags: list[Tag]) -> tuple[bytes, bytes]:
         return response_ends(api_version, throttle_time_ms, tags)
 
-    def piece_preamble(self, request: PartitionedRequest, pieces: int) -> Buffer:
-        """The preamble of one piece: its share of max_bytes, and no wait.
-
-        A broker that waits for its own data would delay the data of other brokers. So the caller asks again until there
-        is enough.
-        """
-        fetch = _as_fetch(request)
-        if pieces == 1:
-            return preamble(fetch, fetch.max_wait_ms, fetch.max_bytes)
-        return preamble(fetch, 0, fetch.max_bytes // pieces)
+    def piece_preamble(self, request: PartitionedRequest, pieces: int, least_bytes: int) -> Buffer:
+        """The preamble of one piece: its share of max_bytes, and the client's own wait."""
+        fetch = as_fetch(request)
+        return preamble(fetch, fetch.max_bytes // pieces, least_bytes)
 
     def admit(self, request: PartitionedRequest) -> None:
         """Remove the session, leader epochs and the rack from the request.
 
         A leader answers a rack with the replica to read from, and no records (KIP-392). Clients get no such replica.
         """
-        fetch = _as_fetch(request)
+        fetch = as_fetch(request)
         if fetch.header.api_version >= 9:
             blank_epochs(fetch, INT32.size)
-        fetch.frame[fetch.header.body_offset : fetch.topics_start] = preamble(fetch, fetch.max_wait_ms, fetch.max_bytes)
+        fetch.frame[fetch.header.body_offset : fetch.topics_start] = preamble(fetch, fetch.max_bytes, fetch.min_bytes)
         start, end = fetch.rack
         no_rack = encode_count(0, compact=True) if fetch.flexible else INT16.pack(0)
         if end - start > len(no_rack):
@@ -334,48 +350,63 @@ class FetchApi:
             fetch.frame[start:] = behind
             INT32.pack_into(fetch.frame, 0, len(fetch.frame) - LENGTH_BYTES)
 
-    def holds_enough(self, request: PartitionedRequest, payload_bytes: int, pieces: int) -> bool:
-        """Whether there is enough: when one broker has filled its share, the caller does not wait for the others."""
-        fetch = _as_fetch(request)
-        return payload_bytes >= min(fetch.min_bytes, max(1, fetch.max_bytes // pieces))
 
-    def fit(self, request: PartitionedRequest, results: Sequence[list[Buffer]], order: Sequence[Place]) -> Place | None:
-        """Empty the results beyond the request's limits: only the first with records may exceed them (KIP-74)."""
-        fetch = _as_fetch(request)
-        version = fetch.header.api_version
-        room = fetch.max_bytes
-        is_first = True
-        first_left_out = None
-        for topic_place, ordinal in order:
-            result = memoryview(results[topic_place][ordinal])
-            at = _records_at(result, 0, len(result), version)
-            start, end, behind = skip_bytes(result, at, len(result), compact=fetch.flexible)
-            if start == end:
-                continue
-            entry_start = fetch.topics[topic_place].starts[ordinal]
-            if not is_first and end - start > min(room, partition_fetch(fetch, entry_start).max_bytes):
-                none = _NO_RECORDS_COMPACT if fetch.flexible else _NO_RECORDS
-                results[topic_place][ordinal] = b"".join((result[:at], none, result[behind:]))
-                first_left_out = first_left_out or (topic_place, ordinal)
-                continue
-            is_first = False
-            room -= end - start
-        return first_left_out
+def beyond_limits(request: FetchRequest, sizes: Iterable[tuple[Place, int]]) -> list[Place]:
+    """The results beyond the request's limits: only the first with records may exceed them (KIP-74).
+
+    `sizes` are the bytes of records of results, in the order in which they are taken.
+    """
+    room, is_first = request.max_bytes, True
+    beyond = []
+    for (topic_place, ordinal), size in sizes:
+        entry_start = request.topics[topic_place].starts[ordinal]
+        if not is_first and size > min(room, partition_fetch(request, entry_start).max_bytes):
+            beyond.append((topic_place, ordinal))
+            continue
+        is_first = False
+        room -= size
+    return beyond
 
 
-def _as_fetch(request: PartitionedRequest) -> FetchRequest:
+def without_records(api_version: int, result: Buffer) -> bytes:
+    """A result without its records."""
+    flexible = is_flexible(FETCH, api_version)
+    view = memoryview(result)
+    at = _records_at(view, 0, len(view), api_version)
+    _, _, behind = skip_bytes(view, at, len(view), compact=flexible)
+    return b"".join((view[:at], _NO_RECORDS_COMPACT if flexible else _NO_RECORDS, view[behind:]))
+
+
+def offsets_of(api_version: int, result: Buffer) -> bytes:
+    """The high watermark, last stable offset and log start offset (v5) of a result, as encoded."""
+    return bytes(result[_OFFSETS_AT : _OFFSETS_AT + _offsets_bytes(api_version)])
+
+
+def no_result(api_version: int, partition_index: int, offsets: bytes = b"") -> bytes:
+    """The entry of a partition without records, with the offsets of an earlier result; they are -1 if there is none."""
+    entry = b"".join(result_entry(api_version, PartitionFetched(partition_index, NONE)))
+    end = _OFFSETS_AT + _offsets_bytes(api_version)
+    return entry[:_OFFSETS_AT] + offsets + entry[end:] if len(offsets) == end - _OFFSETS_AT else entry
+
+
+def _offsets_bytes(api_version: int) -> int:
+    return (3 if api_version >= 5 else 2) * INT64.size
+
+
+def as_fetch(request: PartitionedRequest) -> FetchRequest:
+    """The same request. Raises TypeError if it is of another API."""
     if not isinstance(request, FetchRequest):
         raise TypeError("only a fetch request is asked for here")
     return request
 
 
-def preamble(request: FetchRequest, max_wait_ms: int, max_bytes: int) -> bytes:
-    """The fixed part of a fetch request, without a session, with other limits (milliseconds, bytes)."""
+def preamble(request: FetchRequest, max_bytes: int, min_bytes: int) -> bytes:
+    """The fixed part of a fetch request, without a session, with other limits."""
     version = request.header.api_version
     replica = (request.replica_id,) if version < _REPLICA_STATE_FROM else ()
     session = (NO_SESSION, FINAL_EPOCH) if version >= 7 else ()
     return _preamble_form(version).pack(
-        *replica, max_wait_ms, request.min_bytes, max_bytes, request.isolation_level, *session
+        *replica, request.max_wait_ms, min_bytes, max_bytes, request.isolation_level, *session
     )
 
 

@@ -8,7 +8,6 @@ flexible from 6.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from struct import Struct
 
 from kproxy_codec.api_keys import LIST_OFFSETS, is_flexible
@@ -17,7 +16,6 @@ from kproxy_codec.framing import RequestHeader, response_body_offset
 from kproxy_codec.partitioned import (
     PartitionedRequest,
     PartitionedResponse,
-    Place,
     Tag,
     blank_epochs,
     expect_end,
@@ -109,7 +107,7 @@ class ListOffsetsApi:
         head = INT32.pack(throttle_time_ms) if api_version >= 2 else b""
         return head, encode_tagged_fields(tags) if is_flexible(LIST_OFFSETS, api_version) else b""
 
-    def piece_preamble(self, request: PartitionedRequest, pieces: int) -> Buffer | None:
+    def piece_preamble(self, request: PartitionedRequest, pieces: int, least_bytes: int) -> Buffer | None:
         """Return None: the request's own preamble is kept."""
         return None
 
@@ -121,12 +119,6 @@ class ListOffsetsApi:
         INT32.pack_into(request.frame, request.header.body_offset, _CONSUMER)
         if request.header.api_version >= 4:
             blank_epochs(request, INT32.size)
-
-    def holds_enough(self, request: PartitionedRequest, payload_bytes: int, pieces: int) -> bool:
-        return True
-
-    def fit(self, request: PartitionedRequest, results: Sequence[list[Buffer]], order: Sequence[Place]) -> None:
-        """Do nothing: only records have limits."""
 
 
 def result_entry(

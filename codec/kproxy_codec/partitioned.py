@@ -48,7 +48,8 @@ class TopicSpan:
 
     `wire` is the topic as the message names it: by its name, or by the bytes of its id. `name` equals `wire` until a
     caller replaces an id by the topic's name. `head` is the encoded `wire`, `starts` and `ends` bound each partition's
-    entry, `tail` is the part after the partitions (tagged fields). `error_codes` is filled only in answers.
+    entry, `tail` is the part after the partitions (tagged fields). `error_codes` is filled only in answers, and `sizes`
+    (the bytes of records of each entry) only in answers to a fetch.
     """
 
     __slots__ = (
@@ -58,6 +59,7 @@ class TopicSpan:
         "head_start",
         "name",
         "partitions",
+        "sizes",
         "starts",
         "tail_end",
         "tail_start",
@@ -72,6 +74,7 @@ class TopicSpan:
         self.starts: list[int] = []
         self.ends: list[int] = []
         self.error_codes: list[int] = []
+        self.sizes: list[int] = []
         self.tail_start = 0
         self.tail_end = 0
 
@@ -129,6 +132,11 @@ class PartitionedRequest:
         """Release the request's bytes. The request can then not be encoded again, whole or in parts."""
         self.frame = memoryview(b"")
 
+    def entry(self, topic_place: int, ordinal: int) -> memoryview:
+        """One partition's bytes."""
+        topic = self.topics[topic_place]
+        return self.frame[topic.starts[ordinal] : topic.ends[ordinal]]
+
     def topic_head(self, topic: TopicSpan) -> memoryview:
         """A topic and the number of its partitions as encoded; the topic in the answer begins with the same bytes."""
         return self.frame[topic.head_start : topic.starts[0] if topic.starts else topic.tail_start]
@@ -174,23 +182,15 @@ class PartitionedApi(Protocol):
         """The bytes before and after the topics array of a merged answer."""
         ...
 
-    def piece_preamble(self, request: PartitionedRequest, pieces: int) -> Buffer | None:
-        """The preamble of one of `pieces` parts of a request; None for the request's own."""
+    def piece_preamble(self, request: PartitionedRequest, pieces: int, least_bytes: int) -> Buffer | None:
+        """The preamble of one of `pieces` parts of a request; None for the request's own.
+
+        A broker lets a read wait until it has `least_bytes` of records.
+        """
         ...
 
     def admit(self, request: PartitionedRequest) -> None:
         """Change in place the fields that must not reach a broker as the client sent them; called before it is sent."""
-        ...
-
-    def holds_enough(self, request: PartitionedRequest, payload_bytes: int, pieces: int) -> bool:
-        """Whether `payload_bytes` of records from `pieces` brokers are enough; if not, the read is repeated."""
-        ...
-
-    def fit(self, request: PartitionedRequest, results: Sequence[list[Buffer]], order: Sequence[Place]) -> Place | None:
-        """Empty the results, taken in this order, that are beyond the request's limits.
-
-        Returns the place of the first emptied result.
-        """
         ...
 
 

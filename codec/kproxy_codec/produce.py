@@ -11,7 +11,6 @@ from 10)}}, throttle_time_ms INT32, tags (v9: node endpoints from 10).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from struct import Struct
 
 from kproxy_codec.api_keys import FLEXIBLE_FROM, PRODUCE, is_flexible
@@ -20,7 +19,6 @@ from kproxy_codec.framing import RequestHeader, response_body_offset
 from kproxy_codec.partitioned import (
     PartitionedRequest,
     PartitionedResponse,
-    Place,
     Tag,
     TopicSpan,
     blank_current_leader,
@@ -266,18 +264,12 @@ class ProduceApi:
         tail = INT32.pack(throttle_time_ms)
         return b"", tail + encode_tagged_fields(tags) if api_version >= 9 else tail
 
-    def piece_preamble(self, request: PartitionedRequest, pieces: int) -> Buffer | None:
+    def piece_preamble(self, request: PartitionedRequest, pieces: int, least_bytes: int) -> Buffer | None:
         """Return None: the request's own preamble is kept."""
         return None
 
     def admit(self, request: PartitionedRequest) -> None:
         """Change nothing: the request is forwarded as received."""
-
-    def holds_enough(self, request: PartitionedRequest, payload_bytes: int, pieces: int) -> bool:
-        return True
-
-    def fit(self, request: PartitionedRequest, results: Sequence[list[Buffer]], order: Sequence[Place]) -> None:
-        """Do nothing: only records have limits."""
 
 
 def result_entry(

@@ -28,9 +28,9 @@ Invariants
 4. A ticket that expects no answer (acks=0) gets `sent` when its last byte has left this process, or `lost` if the
    connection ends before. Bytes that left may not have arrived: the last such ticket gets `unconfirmed` when the
    connection ends for a reason other than the client's.
-5. The connection is not read while a large answer waits for room or its client reads too slowly
-   (kproxy.proxy.answer_memory), and not for the rest of a turn of the event loop in which its client's answers took
-   long (kproxy.proxy.answer_reader).
+5. The connection is not read while a large answer waits for room or for a read of its client, or its client reads too
+   slowly (kproxy.proxy.answer_memory), and not for the rest of a turn of the event loop in which its client's answers
+   took long (kproxy.proxy.answer_reader).
 
 `AnswerReader` (kproxy.proxy.answer_reader) has the code that every request and answer passes through.
 """
@@ -92,6 +92,10 @@ class ConnectionOwner(Protocol):
 
     def in_turn(self, step: Callable[[], object]) -> None:
         """Run this step of a connection in its turn of the event loop (kproxy.runtime.tasks.Turns)."""
+        ...
+
+    def puts_off(self, upstream: Upstream) -> bool:
+        """Whether a large answer that has begun to arrive is not read until `read_on`: nobody waits for it now."""
         ...
 
     def ended(self, upstream: Upstream) -> None:
@@ -405,12 +409,18 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         share.arrived_bytes += nbytes
         if self._reader.has_own:
             return
-        room = share.room.take(self, share, self._reader.announced)
-        if room is None:
-            self._waits_for_room = True
+        self._waits_for_room = True
+        if self._keeper is None or not self._keeper.puts_off(self):
+            self.read_on()
+        if self._waits_for_room:
             self._adjust_reading()
-        else:
-            self._reader.move_to(room)
+
+    def read_on(self) -> None:
+        """Get room for the answer that has begun to arrive, now or later."""
+        if self._share is not None and self._waits_for_room and not self.closed:
+            room = self._share.room.take(self, self._share, self._reader.announced)
+            if room is not None:
+                self.give_room(room)
 
     @property
     def is_receiving(self) -> bool:

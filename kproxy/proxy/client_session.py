@@ -392,7 +392,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
     @property
     def _upstreams(self) -> Iterable[Upstream]:
         """Connections to brokers, open or closed."""
-        return chain.from_iterable(each.by_broker.values() for each in self._all_connections)
+        return chain.from_iterable(each.by_place.values() for each in self._all_connections)
 
     @property
     def upstream_count(self) -> int:
@@ -402,7 +402,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
     @property
     def _waits(self) -> bool:
         """Whether anything waits for a broker."""
-        return bool(self._fanout.open_count or self._broker_pressure or self._control.tasks)
+        return bool(not self._fanout.is_idle or self._broker_pressure or self._control.tasks)
 
     def unanswered(self, now: float) -> Iterable[tuple[int, int, float]]:
         """As `Waiting.unanswered`."""

@@ -34,6 +34,7 @@ from kproxy.proxy.broker_watch import BrokerWatch
 from kproxy.proxy.context import ProxyContext
 from kproxy.routing.actions import Close, Loss, Send, Withdraw
 from kproxy.routing.merge import Exchange, is_success
+from kproxy.routing.reads import FOUND_S
 from kproxy.routing.split import Selection
 from kproxy.routing.topology import Address
 from kproxy.security.broker_auth import BrokerAuth
@@ -54,11 +55,11 @@ class PressedClient(Protocol):
 class Connections:
     """Connections by broker, for `client`; None: for the proxy itself.
 
-    `by_broker` has all, closed ones too until they are replaced; treat it as read-only. With a `share` their large
-    answers wait for room. Brokers are accessed by `access`; None: as the proxy.
+    `by_place` has all by broker and place, closed ones too until they are replaced; treat it as read-only. With a
+    `share` their large answers wait for room. Brokers are accessed by `access`; None: as the proxy.
     """
 
-    __slots__ = ("_access", "_client", "_context", "_share", "by_broker")
+    __slots__ = ("_access", "_client", "_context", "_share", "by_place")
 
     def __init__(
         self,
@@ -72,19 +73,19 @@ class Connections:
         self._access = access or context.broker_auth
         self._client = client
         self._share = share
-        self.by_broker: dict[int, Upstream] = {}
+        self.by_place: dict[tuple[int, int], Upstream] = {}
 
-    def to(self, broker: int) -> Upstream:
-        """The open connection to a broker's current address, or a new one. Raises NoAddress."""
+    def to(self, broker: int, place: int = 0) -> Upstream:
+        """The open connection in this place to a broker's current address, or a new one. Raises NoAddress."""
         address = self._context.topology.address(broker)
         if address is None:
             raise NoAddress(f"broker {broker} has no address")
-        upstream = self.by_broker.get(broker)
+        upstream = self.by_place.get((broker, place))
         if upstream is not None:
             _give_up_unless_at(address, upstream)
             if not upstream.closed:
                 return upstream
-        upstream = self.by_broker[broker] = self._dial(self._context.brokers.at(broker, address))
+        upstream = self.by_place[broker, place] = self._dial(self._context.brokers.at(broker, address))
         return upstream
 
     def _dial(self, broker: BrokerWatch) -> Upstream:
@@ -109,48 +110,52 @@ class Connections:
         """Take this step of one of them in its turn of the event loop."""
         self._context.turns.take(step)
 
+    def puts_off(self, upstream: Upstream) -> bool:
+        """Put off no answer: each is waited for."""
+        return False
+
     def ended(self, upstream: Upstream) -> None:
         """Do nothing: those who wait for answers have been told."""
 
     def hold_back(self, holds: bool) -> None:
         """Stop reading all of them, or resume."""
-        for upstream in self.by_broker.values():
+        for upstream in self.by_place.values():
             upstream.hold_back(holds)
 
     def yield_turn(self) -> None:
         """Read none of them in this turn of the event loop any more."""
-        resting = list(self.by_broker.values())
+        resting = list(self.by_place.values())
         for upstream in resting:
             upstream.yield_turn(True)
         asyncio.get_running_loop().call_soon(_resume, resting)
 
     def give_up_moved(self) -> None:
         """Give up connections to brokers that have another address now; a broker that has left may still answer."""
-        for broker, upstream in list(self.by_broker.items()):
+        for (broker, _), upstream in list(self.by_place.items()):
             address = self._context.topology.address(broker)
             if address is not None:
                 _give_up_unless_at(address, upstream)
 
     def give_up_at(self, address: Address) -> None:
         """Give up connections to a broker that hangs."""
-        for upstream in list(self.by_broker.values()):
+        for upstream in list(self.by_place.values()):
             if upstream.address == address and not upstream.closed:
                 upstream.give_up("its broker hangs")
 
     def drop_all(self) -> None:
         """End all because of the client: nothing more is to be sent or answered."""
-        for upstream in list(self.by_broker.values()):
+        for upstream in list(self.by_place.values()):
             upstream.drop()
 
     @property
     def open_count(self) -> int:
-        return sum(not upstream.closed for upstream in self.by_broker.values())
+        return sum(not upstream.closed for upstream in self.by_place.values())
 
     async def close(self) -> None:
         """End them all; requests written with acks=0 still reach the brokers."""
-        await asyncio.gather(*(upstream.close() for upstream in self.by_broker.values()))
+        await asyncio.gather(*(upstream.close() for upstream in self.by_place.values()))
         # They refer to this object: no reference cycle is left.
-        self.by_broker.clear()
+        self.by_place.clear()
 
 
 def _resume(resting: Iterable[Upstream]) -> None:
@@ -185,11 +190,16 @@ class Shell(Protocol):
         """A connection has ended; all its pieces are known to be lost."""
         ...
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether a read of the client waits for answers now."""
+        ...
+
 
 class PieceTicket:
     """The ticket of one of the core's pieces, which the core knows by its number."""
 
-    __slots__ = ("_connections", "exchange", "expects_answer", "part", "piece", "upstream")
+    __slots__ = ("_connections", "exchange", "expects_answer", "may_wait_until", "part", "piece", "upstream")
 
     def __init__(
         self,
@@ -198,6 +208,7 @@ class PieceTicket:
         piece: int,
         exchange: Exchange,
         part: Selection | None,
+        may_wait_until: float = 0.0,
     ) -> None:
         self._connections = connections
         self.upstream = upstream
@@ -205,10 +216,7 @@ class PieceTicket:
         self.exchange = exchange
         self.part = part
         self.expects_answer = exchange.request.acks != 0
-
-    @property
-    def may_wait_until(self) -> float:
-        return self.exchange.look_until if self.part is None else 0.0
+        self.may_wait_until = may_wait_until
 
     def is_plain(self, frame: memoryview) -> bool:
         """Whether an answer concerns no other request: it is full success for the piece, or answers a read."""
@@ -233,7 +241,7 @@ class PieceTicket:
 class NumberedConnections(Connections):
     """The connections of one client's core; until they are closed, `shell` gets the events."""
 
-    __slots__ = ("_doubted", "_is_closed", "_losses", "shell", "upstreams", "version")
+    __slots__ = ("_doubted", "_is_closed", "_losses", "shell", "unread", "upstreams", "version")
 
     def __init__(
         self, context: ProxyContext, client: PressedClient, shell: Shell, share: ClientMemory, access: BrokerAuth | None
@@ -244,15 +252,20 @@ class NumberedConnections(Connections):
         # Pieces lost by ending connections, until the core knows; and connections with acks=0 batches in doubt.
         self._losses: dict[int, list[tuple[int, Loss]]] = {}
         self._doubted: tuple[int, ...] = ()
+        # The connections with a large answer that is not read while the client has no read, and since when.
+        self.unread: tuple[tuple[Upstream, float], ...] = ()
         # The topology's version at the last `follow`.
         self.version = -1
         self._is_closed = False
 
-    def numbered(self, number: int, broker: int) -> Upstream:
-        """The connection with this number; if there is none yet, the one to `broker` gets it. Raises NoAddress."""
+    def numbered(self, number: int, broker: int, reader: int = 0) -> Upstream:
+        """The connection with this number; if there is none yet, the one to `broker` in this place for reads gets it.
+
+        Raises NoAddress.
+        """
         upstream = self.upstreams.get(number)
         if upstream is None:
-            upstream = self.upstreams[number] = self.to(broker)
+            upstream = self.upstreams[number] = self.to(broker, reader)
             upstream.number = number
         return upstream
 
@@ -282,12 +295,15 @@ class NumberedConnections(Connections):
             self._losses[action.connection].append((action.piece, Loss.UNWRITTEN))
             return
         exchange, part = action.exchange, action.part
-        ticket = PieceTicket(self, upstream, action.piece, exchange, part)
+        may_wait_until = self._context.clock() + exchange.wait_s if exchange.wait_s else 0.0
+        ticket = PieceTicket(self, upstream, action.piece, exchange, part, may_wait_until)
         if part is None:
             upstream.forward(ticket, exchange.request.frame)
         else:
             correlation_id = upstream.next_correlation_id()
-            upstream.send(ticket, correlation_id, exchange.splitter(action.shares).part(part, correlation_id))
+            upstream.send(
+                ticket, correlation_id, exchange.splitter(action.shares, action.least_bytes).part(part, correlation_id)
+            )
 
     def withdraw(self, action: Withdraw) -> None:
         """Take back pieces that wait for a dial."""
@@ -298,6 +314,29 @@ class NumberedConnections(Connections):
         """Replace tickets that wait for answers, or to be written."""
         for upstream in self.upstreams.values():
             upstream.replace(tickets)
+
+    # Large answers to reads
+
+    def puts_off(self, upstream: Upstream) -> bool:
+        # An answer that the next read may not want must not take memory for long: it waits in the kernel.
+        ticket = upstream.oldest_unanswered()
+        if self.shell.is_reading or not isinstance(ticket, PieceTicket) or not ticket.exchange.is_read:
+            return False
+        self.unread += ((upstream, self._context.clock()),)
+        return True
+
+    def read_on(self) -> None:
+        """Read the answers that were put off: the client has a read."""
+        unread, self.unread = self.unread, ()
+        for upstream, _ in unread:
+            upstream.read_on()
+
+    def drop_unread(self, now: float) -> None:
+        """End connections whose answer was put off for too long."""
+        old = [upstream for upstream, since in self.unread if now >= since + FOUND_S]
+        self.unread = tuple(each for each in self.unread if each[0] not in old)
+        for upstream in old:
+            upstream.drop()
 
     # Waiting pieces
 
@@ -320,8 +359,10 @@ class NumberedConnections(Connections):
         upstream = self.upstreams[action.connection]
         if action.is_untrue:
             upstream.distrust(action.reason)
-        else:
+        elif action.reason:
             upstream.give_up(action.reason)
+        else:
+            upstream.drop()
 
     def lost(self, ticket: PieceTicket, loss: Loss) -> None:
         """Note a piece that is lost with its connection, whose end is about to be reported."""
@@ -346,3 +387,4 @@ class NumberedConnections(Connections):
         await super().close()
         self._is_closed = True
         self.upstreams.clear()
+        self.unread = ()

@@ -193,7 +193,7 @@ class ControlRequests:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         del self.tasks[task]
-        if not self.tasks and not any(each.by_broker for each in self.connections):
+        if not self.tasks and not any(each.by_place for each in self.connections):
             self._made = None
 
     async def _fill(self, slot: Slot, serve: Serve, frame: memoryview, header: RequestHeader) -> None:

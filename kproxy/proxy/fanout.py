@@ -154,6 +154,16 @@ class FanoutShell:
         """Requests that are not answered yet, or with acks=0 not sent."""
         return self.core.open_count + self.plain.open_count
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether time alone changes nothing."""
+        return not self.plain.open_count and self.core.is_idle
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether a read of the client waits for answers now."""
+        return self.core.is_reading
+
     # The plain path
 
     def take_over(self, piece: PlainPiece) -> PieceTicket:
@@ -203,6 +213,8 @@ class FanoutShell:
                     _CARRY_OUT[type(action)](self, action)
         finally:
             self._is_running = False
+        if self.connections.unread and core.is_reading:
+            self.connections.read_on()
         if core.is_idle:
             self._responds.clear()
             core.shrink()
@@ -260,6 +272,7 @@ class FanoutShell:
             self._adopt()
         if self.core.is_idle:
             return
+        self.connections.drop_unread(now)
         if now >= self._sends_until:
             self._adopt()
             self._bring(self.core.give_up_unwritten)
@@ -283,7 +296,7 @@ class FanoutShell:
 
     def _send(self, action: actions.Send) -> None:
         self.connections.follow()
-        upstream = self.connections.numbered(action.connection, action.broker)
+        upstream = self.connections.numbered(action.connection, action.broker, action.reader)
         if upstream.is_open:
             self.core.opened(action.connection)
         if action.exchange.api.api_key == PRODUCE and not upstream.closed:

@@ -19,15 +19,15 @@ which batches were refused, sends them to the new owner, keeps their order, and 
 this for topics with a writer group.
 
 Fetch. There are no fetch sessions (KIP-227): answers name session 0, and a request that continues a session gets
-FETCH_SESSION_ID_NOT_FOUND. If one broker leads all partitions of a fetch, that broker waits for data. Otherwise all
-brokers are asked without waiting, and again until there is enough or the fetch's time is over. A broker that is late is
-left out.
+FETCH_SESSION_ID_NOT_FOUND. All brokers of a fetch wait for data, and the first one's is its answer
+(kproxy.routing.reads).
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from math import inf
 from typing import Final
 
 from kproxy.plain import compiled
@@ -39,6 +39,7 @@ from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.fanout import FanoutShell
 from kproxy.proxy.plain_path import CompiledPath
 from kproxy.routing.merge import Exchange
+from kproxy.routing.reads import READ_GRACE_S
 from kproxy.routing.retry import deadline_s
 from kproxy.routing.split import NOTHING_REFUSED, Entry
 from kproxy.security.acls import Operation
@@ -60,8 +61,6 @@ from kproxy_codec.produce import PRODUCE_API, parse_produce, set_acks
 
 FETCH_API: Final = FetchApi()
 MAX_FETCH_WAIT_S: Final = 300.0
-# Time for a broker's answer beyond the wait time of the read itself.
-READ_GRACE_S: Final = 30.0
 MAX_OPEN_PARTITIONS: Final = MAX_PARTITIONS
 
 _ACKS: Final = (-1, 1, 0)
@@ -169,8 +168,8 @@ class PartitionedRequests:
             refused = {**refused, **self._access.refused(Operation.READ, request)} or NOTHING_REFUSED
         FETCH_API.admit(request)
         wait_s = min(max(request.max_wait_ms, 0) / 1000, MAX_FETCH_WAIT_S)
-        exchange = Exchange(FETCH_API, request, slot.sequence, now + wait_s + READ_GRACE_S)
-        exchange.look_until = now + wait_s
+        exchange = Exchange(FETCH_API, request, slot.sequence, inf)
+        exchange.wait_s = wait_s
         self._follow()
         self._fanout.submit(exchange, respond, refused)
         return min(max(request.max_bytes, 0), self._context.limits.max_answer_bytes)

@@ -90,7 +90,8 @@ class Send(NamedTuple):
 
     `part` is None for the whole request. `piece` is the piece's number in later events. `shares` is the number of parts
     that the request is split into. `fences` are the partitions claimed by its client, each with the fence to bind on
-    the connection before the part is written.
+    the connection before the part is written. `reader` is the connection's place among those for reads, 0 for the one
+    for batches; a read's part waits for `least_bytes` of records.
     """
 
     connection: int
@@ -100,6 +101,8 @@ class Send(NamedTuple):
     part: Selection | None
     shares: int
     fences: Sequence[Fenced] = ()
+    reader: int = 0
+    least_bytes: int = 0
 
 
 class Withdraw(NamedTuple):
@@ -166,7 +169,10 @@ class WakeAt(NamedTuple):
 
 
 class Close(NamedTuple):
-    """End a connection to a broker; `is_untrue` if the broker's own answer is the reason."""
+    """End a connection to a broker; `is_untrue` if the broker's own answer is the reason.
+
+    Without a `reason` the broker has done nothing wrong: the connection is not needed.
+    """
 
     connection: int
     reason: str

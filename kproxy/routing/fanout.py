@@ -27,8 +27,8 @@ Invariants
 8. A request is answered once, or never if it is dropped. The acknowledgement of an entry is noted once, before that.
 9. Each error that a client gets is counted. A loss for a client that gets no answer (acks=0) is reported as
    Undeliverable.
-10. A read whose broker is late (kproxy.routing.in_flight) is answered without that broker's partitions, or asked again
-   while it has found too little. The late broker's answer is discarded.
+10. Reads have connections of their own, and rules of their own for what is asked and answered (kproxy.routing.reads).
+   Each event ends with a look at the present read.
 11. Batches of claimed partitions are sent with the fences in force at that moment. Whether the claims are live is not
    decided here: the caller checks it when it writes.
 12. An event judges at most MOST_AT_ONCE entries that have no broker, and sends as many from lanes that are due. The
@@ -39,7 +39,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from itertools import groupby
-from math import inf
 from typing import Any, Final
 
 from kproxy.routing import retry
@@ -65,8 +64,9 @@ from kproxy.routing.lanes import Item, Lanes
 from kproxy.routing.merge import Exchange, Matched, answers_in_order, match_results
 from kproxy.routing.open_exchanges import OpenExchanges
 from kproxy.routing.outcomes import Outcomes
-from kproxy.routing.routes import Routes
-from kproxy.routing.split import NOTHING_REFUSED, Entry, Selection, add_entry, entries_of, split
+from kproxy.routing.reads import Reads
+from kproxy.routing.routes import Router, Routes
+from kproxy.routing.split import NOTHING_REFUSED, Entry, Selection, add_entry, entries_of
 from kproxy.routing.topology import NO_OWNER
 from kproxy_codec.api_keys import PRODUCE
 from kproxy_codec.error_codes import NOT_LEADER_OR_FOLLOWER, POLICY_VIOLATION, UNKNOWN_TOPIC_ID
@@ -95,6 +95,8 @@ class Fanout:
         "_left_to_judge",
         "_names",
         "_outcomes",
+        "_reads",
+        "_router",
         "_topology",
         "_view",
         "_wakes_at",
@@ -113,6 +115,10 @@ class Fanout:
         self._exchanges = OpenExchanges(self._actions, view.topology)
         self._client = ClientEnd(view, self._actions)
         self._outcomes = Outcomes(view, self._actions, self.lanes, self._in_flight, self._exchanges, self._client)
+        self._router = Router(view.topology, self.routes, self._in_flight)
+        self._reads = Reads(
+            view.topology, self._actions, self.lanes, self._in_flight, self._exchanges, self._outcomes, self._router
+        )
         self._names = TopicNames(view)
         # The last version of the topology that `_follow` has handled.
         self.version = view.topology.version
@@ -149,7 +155,12 @@ class Fanout:
     @property
     def is_idle(self) -> bool:
         """Whether time alone changes nothing."""
-        return not len(self._exchanges) and not self._in_flight.pieces
+        return not (len(self._exchanges) or self._in_flight.pieces or self._reads.found)
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether a read waits for answers now."""
+        return self._reads.present is not None
 
     def is_due(self, now: float) -> bool:
         """Whether a tick at this time reaches a deadline; requests of the plain path must enter before."""
@@ -211,14 +222,17 @@ class Fanout:
             self._actions.add(Counted("deadlines", 1))
             self._outcomes.expire_one(exchange, {(exchange.sequence, entry) for entry in exchange.open_entries()})
             return self._finish()
-        self._dispatch(exchange, refused)
+        if exchange.is_read:
+            self._reads.add(exchange, refused)
+        else:
+            self._dispatch(exchange, refused)
         for entry, error_code in refused.items():
             if error_code == UNKNOWN_TOPIC_ID:
                 # Its client retries, and the name decides whether it may access the topic.
                 self._outcomes.ask_for_owner(*exchange.partition(entry), self._topology.version)
             self._exchanges.conclude(exchange, entry, error_code)
         if refused:
-            self._exchanges.finish_if_complete(exchange, self._outcomes.now)
+            self._exchanges.finish_if_complete(exchange)
         return self._finish()
 
     # Events: brokers
@@ -235,9 +249,8 @@ class Fanout:
         self._begin(now, jitter)
         piece = self._in_flight.pieces[number]
         exchange = piece.exchange
-        api_version = exchange.request.header.api_version
         try:
-            response = exchange.api.parse_response(frame, api_version)
+            response = exchange.api.parse_response(frame, exchange.request.header.api_version)
             passes = self._passes_through(piece, response)
             is_looked_at = not response.error_code and (exchange.is_ordered or not passes)
             matched = match_results(exchange, piece.selection, response) if is_looked_at else []
@@ -245,23 +258,21 @@ class Fanout:
             self._fail_piece(piece, retry.UNREADABLE)
             self._in_flight.close(piece.connection, str(error), is_untrue=True)
             return self._finish(piece)
-        if piece.due != inf:
-            piece.connection.note_delay(now - piece.due)
         if response.error_code:
-            exchange.note(response)
+            (self._reads.present or exchange if exchange.is_read else exchange).note(response)
             self._fail_piece(piece, response.error_code)
             return self._finish(piece)
         self._in_flight.remove(piece)
-        if piece.is_late:
-            for entry, code, *_ in matched:
-                self._outcomes.doubt(exchange, entry, code, piece.routed_at)
-            return self._finish()
         self._note(piece, frame, matched)
         if passes:
             for entry, *_ in matched:
                 self._succeeded(piece, entry)
+            if exchange.is_read:
+                self._reads.pass_on(response)
             set_response_correlation_id(frame, exchange.request.header.correlation_id)
             self._exchanges.respond(exchange, [frame])
+        elif exchange.is_read:
+            self._reads.take(piece, frame, response, matched)
         else:
             exchange.note(response)
             self._take_results(piece, frame, matched)
@@ -279,8 +290,10 @@ class Fanout:
         ended = self._in_flight.connections[connection]
         self._in_flight.closed(ended)
         self.routes.forget_connection(connection)
-        pieces = [self._in_flight.pieces[number] for number, _ in losses]
-        for piece, (_, loss) in zip(pieces, losses, strict=True):
+        # A read that nobody wants any more is not in flight.
+        known = self._in_flight.pieces
+        lost = [(known[number], loss) for number, loss in losses if number in known]
+        for piece, loss in lost:
             if loss is Loss.LEFT:
                 self._left(piece)
             else:
@@ -290,7 +303,7 @@ class Fanout:
                 self._actions.add(Unconfirmed(self._topology.name_of(topic) or topic, batches))
                 self._outcomes.ask_for_owner(topic, partition_index, routed_at)
         del self._in_flight.connections[connection]
-        return self._finish(*pieces)
+        return self._finish(*(piece for piece, _ in lost))
 
     # Events: the topology and time
 
@@ -302,7 +315,7 @@ class Fanout:
         return self._finish()
 
     def woken(self, receiving: Collection[int], now: float, jitter: float) -> list[Action]:
-        """Handle the time of the last WakeAt: lanes may be due, and reads may be late or need another attempt.
+        """Handle the time of the last WakeAt: lanes may be due, and a read's time over.
 
         `receiving` are the connections where an answer arrives, or which are not read for now: no read there is late.
         """
@@ -310,12 +323,7 @@ class Fanout:
         self._wakes_at = None
         self._send_items(self.lanes.ready(now, MOST_AT_ONCE))
         self._send_released()
-        for piece in self._in_flight.overdue(receiving, now):
-            if piece.exchange in self._exchanges:
-                piece.exchange.leave_out(piece.selection)
-                self._exchanges.finish_if_complete(piece.exchange, now)
-        for exchange in self._exchanges.look(now):
-            self._dispatch(exchange)
+        self._reads.woken(receiving)
         return self._finish()
 
     def tick(self, oldest: Mapping[int, int], now: float, jitter: float) -> list[Action]:
@@ -330,10 +338,12 @@ class Fanout:
         if due:
             self._actions.add(Counted("deadlines", len(due)))
             self._outcomes.expire(due)
+            self._reads.has_news = True
         for number in oldest.values():
             piece = self._in_flight.pieces.get(number)
-            if piece is not None and piece.exchange.deadline + HUNG_AFTER_S <= now:
+            if piece is not None and max(piece.exchange.deadline, piece.due) + HUNG_AFTER_S <= now:
                 self._in_flight.close(piece.connection, "it does not answer")
+        self._reads.forget()
         return self._finish()
 
     # Events: the client's end
@@ -393,6 +403,7 @@ class Fanout:
     def _finish(self, *pieces: Piece) -> list[Action]:
         """Send waiting entries that may go now; `pieces` are answered or lost."""
         self._send_released()
+        self._read_on()
         for piece in pieces:
             if piece.is_held:
                 self._actions.add(LetGo(piece.number))
@@ -406,24 +417,22 @@ class Fanout:
         due = self.lanes.next_due() if self.lanes.table else None
         if due is not None:
             due = max(due, self._outcomes.now) + TIMER_STEP_S
-        for other in (self._exchanges.next_look(), self._in_flight.next_check):
-            if other is not None and (due is None or other < due):
-                due = other
-        return due
+        others = (due, self._reads.next_wake())
+        return min((each for each in others if each is not None), default=None)
 
     # Sending
 
     def _dispatch(self, exchange: Exchange, refused: Mapping[Entry, int] = NOTHING_REFUSED) -> None:
         """Send all entries of an exchange that are not `refused`, or queue them in their lanes."""
         held = self._hold_back(exchange, refused) if self.lanes.table else refused
-        pieces = split(exchange.request, self._topology, held, self._taken_by)
+        pieces = self._router.split(exchange, held)
         exchange.shares = max(1, len(pieces))
         if len(pieces) > 1:
             self._actions.add(Counted("splits", 1))
         whole = len(pieces) == 1 and not held
         for owner, selection in pieces.items():
             self._send(exchange, owner, selection, shares=len(pieces), whole=whole)
-        self._exchanges.finish_if_complete(exchange, self._outcomes.now)
+        self._exchanges.finish_if_complete(exchange)
 
     def _hold_back(self, exchange: Exchange, refused: Mapping[Entry, int]) -> set[Entry]:
         """Put entries that must wait into their lanes; return these, and the refused ones, which do not wait."""
@@ -435,18 +444,6 @@ class Fanout:
                 held.add(entry)
         return held
 
-    def _route(self, exchange: Exchange, entry: Entry) -> int:
-        """The broker to send an entry to, or NO_OWNER."""
-        topic, partition_index = exchange.partition(entry)
-        is_owned = self._topology.owner(topic, partition_index) != NO_OWNER
-        taken_by = NO_OWNER if is_owned else self._taken_by(topic, partition_index)
-        return exchange.route(entry, self._topology, taken_by)
-
-    def _taken_by(self, topic: bytes, partition_index: int) -> int:
-        """The broker that accepted a partition without a known owner, or NO_OWNER."""
-        number = self.routes.proven_on(topic, partition_index)
-        return NO_OWNER if number is None else self._in_flight.connections[number].broker
-
     def _send(self, exchange: Exchange, owner: int, selection: Selection, *, shares: int, whole: bool) -> None:
         if owner == NO_OWNER:
             for entry in entries_of(selection):
@@ -457,19 +454,28 @@ class Fanout:
                 event = UNKNOWN_TOPIC_ID if is_nameless else retry.NOT_WRITTEN
                 self._failed(exchange, entry, event, self._topology.version)
             return
-        connection = self._in_flight.connection_to(owner)
-        if exchange.look_until and connection.late:
-            exchange.leave_out(selection)
-            return
+        connection = self._connection_for(exchange, owner)
         if exchange.is_ordered:
             self._probe_new_routes(exchange, connection, selection)
         part = None if whole else selection
         piece = self._in_flight.add(exchange, connection, part, self._topology.version)
-        if exchange.look_until and shares > 1:
-            # A single broker waits for data itself; with others it answers at once.
-            self._in_flight.expect(piece, self._outcomes.now)
         fences = self._fences(exchange, selection) if self._view.has_claims else ()
-        self._actions.add(Send(connection.number, owner, piece.number, exchange, part, shares, fences))
+        place = connection.number, owner, piece.number
+        self._actions.add(Send(*place, exchange, part, shares, fences, connection.reader))
+
+    def _connection_for(self, exchange: Exchange, owner: int) -> BrokerConnection:
+        """The connection for a part of a request, except a read."""
+        if exchange.api.api_key != PRODUCE and (connection := self._in_flight.free_reader(owner)) is not None:
+            # Offsets are listed beside reads, but do not wait behind one.
+            return connection
+        return self._in_flight.connection_to(owner)
+
+    def _read_on(self) -> None:
+        """Begin, ask for and answer reads, as far as possible now."""
+        while (read := self._reads.go_on()) is not None:
+            for lost in self._reads.ask(read):
+                self._send(read, NO_OWNER, lost, shares=read.shares, whole=False)
+            self._reads.answer_if_done(read)
 
     def _puts_off(self, exchange: Exchange, entry: Entry) -> bool:
         """Let an entry without a broker wait for the next wake, if this event has judged enough of them."""
@@ -508,6 +514,7 @@ class Fanout:
             for item in group:
                 exchange = item.exchange
                 key = lane_key(exchange, item.entry)
+                self._reads.has_news |= exchange.is_read
                 if exchange not in self._exchanges or not exchange.is_open(item.entry):
                     self._outcomes.settle(exchange, (item.entry,), appended=False)
                 elif key in given_up or exchange.is_late(self._outcomes.now):
@@ -521,14 +528,18 @@ class Fanout:
                     partition = exchange.partition(item.entry)
                     if self._view.is_reread(*partition):
                         exchange.attempts(item.entry).send_blindly(self._topology.owner_version(*partition))
-                    add_entry(pieces.setdefault(self._route(exchange, item.entry), []), *item.entry)
+                    if exchange.is_read:
+                        # Its lane ends, and the present read asks for it with all else.
+                        self._outcomes.settle(exchange, (item.entry,), appended=False)
+                        continue
+                    add_entry(pieces.setdefault(self._router.broker_for(exchange, item.entry), []), *item.entry)
             # An entry of a request with several partitions is sent as a part, whatever the state of the others.
             whole = exchange.is_ordered and exchange.request.partition_count == 1
             shares = max(2, len(pieces))
             exchange.shares = max(exchange.shares, shares)
             for owner, selection in pieces.items():
                 self._send(exchange, owner, selection, shares=shares, whole=whole)
-            self._exchanges.finish_if_complete(exchange, self._outcomes.now)
+            self._exchanges.finish_if_complete(exchange)
 
     # Following the topology
 
@@ -547,6 +558,8 @@ class Fanout:
                     # Later batches go elsewhere, or wait.
                     self.routes.forget_connection(connection.number)
         topics = {topic for topic, _ in moved} if moved is not None else None
+        read = self._reads.present
+        self._reads.has_news |= read is not None and (topics is None or read.asks_of_any(topics))
         for piece in self._in_flight.ordered():
             exchange = piece.exchange
             if topics is not None and not exchange.asks_of_any(topics):
@@ -554,7 +567,7 @@ class Fanout:
             for entry in piece.entries():
                 # The same owner with a new ownership counts as a different one: it now accepts what it refused before.
                 is_new = self._topology.owner_version(*exchange.partition(entry)) > piece.routed_at
-                if is_new or self._route(exchange, entry) != piece.connection.broker:
+                if is_new or self._router.broker_for(exchange, entry) != piece.connection.broker:
                     self.lanes.block(lane_key(exchange, entry), (exchange.sequence,))
 
     def _rename(self) -> None:
@@ -570,7 +583,7 @@ class Fanout:
         """Whether the partition has since moved to an owner that can be reached."""
         if self._topology.owner_version(*item.exchange.partition(item.entry)) <= routed_at:
             return False
-        return self._route(item.exchange, item.entry) != NO_OWNER
+        return self._router.broker_for(item.exchange, item.entry) != NO_OWNER
 
     # Answers
 
@@ -613,10 +626,10 @@ class Fanout:
             if error_code == NOT_LEADER_OR_FOLLOWER:
                 exchange.attempts(entry).refused_by |= {broker}
                 if exchange.is_ordered:
-                    # Not for a read: the plain path does not enter the core for its answer, and relies on this route.
+                    # Not for ListOffsets: the plain path does not enter the core for it, and relies on this route.
                     self.routes.refuted(*exchange.partition(entry), piece.connection.number)
             self._failed(exchange, entry, error_code, piece.routed_at, result)
-        self._exchanges.finish_if_complete(exchange, self._outcomes.now)
+        self._exchanges.finish_if_complete(exchange)
 
     def _succeeded(self, piece: Piece, entry: Entry) -> None:
         if not self.lanes.table:
@@ -635,7 +648,7 @@ class Fanout:
             exchange.take(entry, b"")
             connection.note_unconfirmed(exchange.partition(entry), piece.routed_at, self._outcomes.now)
         self._outcomes.settle(exchange, piece.entries(), appended=True)
-        self._exchanges.finish_if_complete(exchange, self._outcomes.now)
+        self._exchanges.finish_if_complete(exchange)
 
     def _fail_piece(self, piece: Piece, event: int) -> None:
         """Apply the same event (kproxy.routing.retry) to every entry of a piece."""
@@ -643,21 +656,20 @@ class Fanout:
             self._actions.add(NoteLost(gated))
         self._in_flight.remove(piece)
         exchange = piece.exchange
+        if exchange.is_read:
+            self._reads.lost(piece, event)
+            return
         for entry in piece.entries():
-            if piece.is_late:
-                # It has been answered, or sent elsewhere.
-                self._outcomes.doubt(exchange, entry, event, piece.routed_at)
-                continue
             exchange.note_sent(entry, piece.connection.broker)
             self._failed(exchange, entry, event, piece.routed_at)
-        if not piece.is_late:
-            self._exchanges.finish_if_complete(exchange, self._outcomes.now)
+        self._exchanges.finish_if_complete(exchange)
 
     def _failed(
         self, exchange: Exchange, entry: Entry, event: int, routed_at: int, result: Buffer | None = None
     ) -> None:
         """Retry or fail an entry after an attempt that was sent at the topology's version `routed_at`."""
-        self._outcomes.failed(exchange, entry, event, routed_at, result, broker=self._route(exchange, entry))
+        to = self._router.broker_for(exchange, entry)
+        self._outcomes.failed(exchange, entry, event, routed_at, result, broker=to)
 
     # The client's end
 
@@ -670,7 +682,7 @@ class Fanout:
         sent = {(piece.exchange.sequence, entry) for piece in written for entry in piece.entries()}
         is_severed = state is ClientState.SEVERED
         for exchange in self._exchanges:
-            # A read that waits for another attempt has no open entry, but would send all of them again.
+            # A read may ask for all of its entries again.
             if is_severed or any(self._client.forbids(exchange, entry) for entry in exchange.open_entries()):
                 self._part_from(exchange, sent)
         self._outcomes.settle_pieces(withdrawn)
@@ -685,4 +697,4 @@ class Fanout:
         for entry in exchange.open_entries():
             if (exchange.sequence, entry) not in sent:
                 self._exchanges.conclude(exchange, entry, POLICY_VIOLATION)
-        self._exchanges.finish_if_complete(exchange, self._outcomes.now)
+        self._exchanges.finish_if_complete(exchange)

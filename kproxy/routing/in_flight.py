@@ -12,13 +12,13 @@ Transitions
   dialling -> open     `opened`
   dialling, open -> closed     `closed`
 
-The wait for a read is bounded: a late read is left out of the answer (`overdue`). Until the broker answers it, the
-client's further reads skip that broker.
+A broker answers a connection in order, and lets a read wait for data. So reads have connections of their own, and
+batches do not wait behind them (kproxy.routing.reads).
 
 Invariants
-1. A broker has at most one connection that is not closed.
+1. Of the connections to a broker that are not closed at most one has batches, and at most READERS have reads.
 2. `of` names exactly the sequences with a piece in flight for a partition, under the partition's current name.
-3. A connection's `late` is the number of its pieces in flight that were left out.
+3. A connection's `open_count` is the number of its pieces; `reading` is the one that is a read, one at a time.
 4. At most MAX_PARTITIONS partitions of a connection are remembered for each WINDOW_S (`RecentBatches`).
 """
 
@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import IntEnum, auto
-from math import inf
 from typing import Final, TypeAlias
 
 from kproxy.routing.actions import Actions, Close, Withdraw
@@ -37,9 +36,8 @@ from kproxy.routing.split import Entry, Selection, entries_of
 # acks=0 batches sent within this time before a connection's end, or up to twice as long, are in doubt; in seconds.
 WINDOW_S: Final = 1.0
 MAX_PARTITIONS: Final = 4096
-# A read is late if its answer comes this long after it could have come, or twice as long as answers took before; in
-# seconds. So the proxy waits for a broker that is always slow, but not for one that begins to hang.
-LATE_AFTER_S: Final = 0.2
+# Connections for reads to one broker: while a read waits on one, what has been asked for since goes on the other.
+READERS: Final = 2
 
 Batches: TypeAlias = dict[Partition, tuple[int, int]]
 """By topic and partition index: the number of batches, and the topology's version that the last one was sent at."""
@@ -61,17 +59,17 @@ _NEXT: Final[Mapping[ConnectionState, Sequence[ConnectionState]]] = {
 
 
 class BrokerConnection:
-    """One connection to `broker`; `late` is its number of unanswered reads that were left out."""
+    """One connection to `broker`; `reader` is its place among those for reads, from 1 on; 0: it is for batches."""
 
-    __slots__ = ("_delay_s", "_unconfirmed", "broker", "late", "number", "state")
+    __slots__ = ("_unconfirmed", "broker", "number", "open_count", "reader", "reading", "state")
 
-    def __init__(self, number: int, broker: int) -> None:
+    def __init__(self, number: int, broker: int, reader: int) -> None:
         self.number = number
         self.broker = broker
+        self.reader = reader
         self.state = ConnectionState.DIALLING
-        self.late = 0
-        # The delay of the last answers to reads.
-        self._delay_s = 0.0
+        self.open_count = 0
+        self.reading: Piece | None = None
         self._unconfirmed: RecentBatches | None = None
 
     def move(self, state: ConnectionState) -> None:
@@ -81,15 +79,6 @@ class BrokerConnection:
                 f"connection {self.number} cannot go from {self.state.name.lower()} to {state.name.lower()}"
             )
         self.state = state
-
-    @property
-    def patience_s(self) -> float:
-        """The delay after which a read here is late."""
-        return max(LATE_AFTER_S, 2 * self._delay_s)
-
-    def note_delay(self, delay_s: float) -> None:
-        """Note how long a read took; its weight falls with each later one."""
-        self._delay_s = max(delay_s, self._delay_s / 2)
 
     def note_unconfirmed(self, partition: Partition, routed_at: int, now: float) -> None:
         """Note an acks=0 batch that has left this process."""
@@ -107,10 +96,22 @@ class Piece:
 
     `part` is None for the whole exchange. `routed_at` is the topology's version when it was sent, `keys` are the lanes
     in which it is counted. `is_held`: its writer is gone, and its partitions are held until it is answered or lost.
-    `due` is the earliest expected answer to a read; `is_late`: the read is left out.
+    `due` is when a read's wait ends; `targets` are the entries of the client's present read that it asks for, by its
+    own entries, if it is a part of an earlier one. It waits for `least_bytes` of records.
     """
 
-    __slots__ = ("connection", "due", "exchange", "is_held", "is_late", "keys", "number", "part", "routed_at")
+    __slots__ = (
+        "connection",
+        "due",
+        "exchange",
+        "is_held",
+        "keys",
+        "least_bytes",
+        "number",
+        "part",
+        "routed_at",
+        "targets",
+    )
 
     def __init__(
         self, number: int, exchange: Exchange, connection: BrokerConnection, part: Selection | None, routed_at: int
@@ -122,8 +123,9 @@ class Piece:
         self.routed_at = routed_at
         self.keys: Sequence[LaneKey] = ()
         self.is_held = False
-        self.due = inf
-        self.is_late = False
+        self.due = 0.0
+        self.least_bytes = 0
+        self.targets: Mapping[Entry, Entry] | None = None
 
     @property
     def selection(self) -> Selection:
@@ -145,9 +147,9 @@ class InFlight:
         "_by_broker",
         "_newest_connection",
         "_newest_piece",
+        "_readers",
         "_sequences",
         "connections",
-        "next_check",
         "pieces",
     )
 
@@ -156,12 +158,12 @@ class InFlight:
         self.connections: dict[int, BrokerConnection] = {}
         self.pieces: dict[int, Piece] = {}
         self._by_broker: dict[int, BrokerConnection] = {}
+        # None while there are none, because most clients have no reads.
+        self._readers: dict[int, list[BrokerConnection]] | None = None
         self._newest_connection = 0
         self._newest_piece = 0
         # Built on the first call of `of`, which is rare, and kept until `forget`.
         self._sequences: dict[LaneKey, set[int]] | None = None
-        # Not later than the time at which a read is late.
-        self.next_check: float | None = None
 
     # Connections
 
@@ -169,10 +171,36 @@ class InFlight:
         """Return the connection to a broker, or a new one."""
         connection = self._by_broker.get(broker)
         if connection is None:
-            self._newest_connection += 1
-            connection = BrokerConnection(self._newest_connection, broker)
-            self.connections[connection.number] = self._by_broker[broker] = connection
+            connection = self._by_broker[broker] = self._new_connection(broker, 0)
         return connection
+
+    def _new_connection(self, broker: int, reader: int) -> BrokerConnection:
+        self._newest_connection += 1
+        connection = BrokerConnection(self._newest_connection, broker, reader)
+        self.connections[connection.number] = connection
+        return connection
+
+    def readers(self, broker: int) -> Sequence[BrokerConnection]:
+        """The connections for reads to a broker."""
+        return self._readers.get(broker, ()) if self._readers else ()
+
+    def free_reader(self, broker: int) -> BrokerConnection | None:
+        """A connection for reads on which nothing is unanswered, or a new one; None if there are enough."""
+        self._readers = self._readers or {}
+        readers = self._readers.setdefault(broker, [])
+        for connection in readers:
+            if not connection.open_count:
+                return connection
+        if len(readers) == READERS:
+            return None
+        place = next(each for each in range(1, READERS + 1) if all(each != other.reader for other in readers))
+        readers.append(self._new_connection(broker, place))
+        return readers[-1]
+
+    def reading(self) -> list[Piece]:
+        """The reads in flight."""
+        readers = [connection for each in (self._readers or {}).values() for connection in each]
+        return [connection.reading for connection in readers if connection.reading is not None]
 
     def opened(self, number: int) -> None:
         """Note that the dial has succeeded."""
@@ -184,10 +212,13 @@ class InFlight:
         """Send nothing more on this connection; has no effect if it is closed."""
         if connection.state is not ConnectionState.CLOSED:
             connection.move(ConnectionState.CLOSED)
-            del self._by_broker[connection.broker]
+            if connection.reader and self._readers:
+                self._readers[connection.broker].remove(connection)
+            else:
+                del self._by_broker[connection.broker]
 
     def close(self, connection: BrokerConnection, reason: str, *, is_untrue: bool = False) -> None:
-        """End a connection. Its loss, with the pieces on it, is a separate event."""
+        """End a connection. Its loss, with the pieces on it, is a separate event. No `reason`: it is not needed."""
         if connection.state is not ConnectionState.CLOSED:
             self.closed(connection)
             self._actions.add(Close(connection.number, reason, is_untrue))
@@ -198,6 +229,9 @@ class InFlight:
         """Add a piece that is sent or waits for the connection's dial."""
         self._newest_piece += 1
         piece = self.pieces[self._newest_piece] = Piece(self._newest_piece, exchange, connection, part, routed_at)
+        connection.open_count += 1
+        if exchange.is_read:
+            connection.reading = piece
         if self._sequences is not None and exchange.is_ordered:
             self._count(piece, self._sequences)
         return piece
@@ -215,8 +249,10 @@ class InFlight:
     def remove(self, piece: Piece) -> None:
         """Remove a piece that is answered, lost or withdrawn."""
         del self.pieces[piece.number]
-        piece.connection.late -= piece.is_late
-        exchange = piece.exchange
+        exchange, connection = piece.exchange, piece.connection
+        connection.open_count -= 1
+        if exchange.is_read:
+            connection.reading = None
         if self._sequences is None or not exchange.is_ordered:
             return
         for key in piece.keys:
@@ -224,36 +260,6 @@ class InFlight:
             sequences.discard(exchange.sequence)
             if not sequences:
                 del self._sequences[key]
-
-    def expect(self, piece: Piece, due: float) -> None:
-        """Expect the answer to a read at `due`."""
-        piece.due = due
-        self._check_by(piece)
-
-    def _check_by(self, piece: Piece) -> None:
-        late_at = piece.due + piece.connection.patience_s
-        if self.next_check is None or late_at < self.next_check:
-            self.next_check = late_at
-
-    def overdue(self, receiving: Collection[int], now: float) -> list[Piece]:
-        """The reads that become late now; none is on a connection that is `receiving`."""
-        if self.next_check is None or now < self.next_check:
-            return []
-        self.next_check = None
-        overdue = []
-        for piece in self.pieces.values():
-            if piece.due == inf or piece.is_late:
-                continue
-            if piece.connection.number in receiving:
-                again = now + LATE_AFTER_S
-                self.next_check = again if self.next_check is None else min(again, self.next_check)
-            elif piece.due + piece.connection.patience_s <= now:
-                piece.is_late = True
-                piece.connection.late += 1
-                overdue.append(piece)
-            else:
-                self._check_by(piece)
-        return overdue
 
     def shrink(self) -> None:
         """Shrink the tables. Call only while nothing is in flight."""

@@ -1,44 +1,40 @@
 """Track one client request from its split to its answer.
 
 States
-  open       some entry of it (one partition) has no result; or all have one, and it is about to be answered
-  looking    a read found too little in all of its results, and is asked again after a pause
+  open       some entry of it (one partition) has no result, or it is about to be answered; a read may wait for more
   answered   its client has the answer, or with acks=0 it is done
   dropped    its client is gone and gets no answer
 
 Transitions
-  open    -> looking     the pause begins
-  looking -> open        `reset`: it is asked again; `stop_looking`: its time is over
-  open    -> answered
-  open, looking -> dropped
+  open -> answered
+  open -> dropped
 
-An entry is open while it has no result. It is done once it has a broker's result or an error code, or is left out: a
-read answers it as a partition without records, because its broker is slow (`leave_out`).
+An entry is open while it has no result. It is done once it has a broker's result or an error code. kproxy.routing.reads
+says when a read is answered; until then a later result replaces an earlier one (`find`).
 
 Invariants
-1. Every partition of the request is answered exactly once: a second result for an entry is ignored, and the exchange is
-   complete when the last entry is done.
+1. Every partition of the request is answered exactly once: a second result for an entry is ignored, except a read's,
+   and the exchange is complete when the last entry is done.
 2. The answer lists topics and partitions in the request's order.
 3. `throttle_time_ms` is the maximum of the brokers'.
-4. A result has the broker's own bytes, with leader hints blanked; an error's offsets and times are -1, and so are those
-   of an entry that is left out.
+4. A result has the broker's own bytes, with leader hints blanked; an error's offsets and times are -1.
 5. A merged read keeps the limits of its request as a single broker would (`fit`): results beyond them lose their
    records. The next read begins with the partition that was left out first, so that none starves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import IntEnum, auto
 from struct import Struct
 from typing import Final, TypeAlias, cast
 
 from kproxy.routing.retry import Attempts
-from kproxy.routing.split import Entry, Selection, entries_of, route, split_whole
+from kproxy.routing.split import Entry, Selection, route, split_whole
 from kproxy.routing.topology import NO_OWNER, Topology
-from kproxy_codec.api_keys import PRODUCE
-from kproxy_codec.error_codes import NONE
+from kproxy_codec.api_keys import FETCH, PRODUCE
 from kproxy_codec.errors import CodecError, InvalidField
+from kproxy_codec.fetch import as_fetch, beyond_limits, without_records
 from kproxy_codec.partitioned import (
     PartitionedApi,
     PartitionedRequest,
@@ -61,14 +57,12 @@ class ExchangeState(IntEnum):
     """See the module's docstring."""
 
     OPEN = auto()
-    LOOKING = auto()
     ANSWERED = auto()
     DROPPED = auto()
 
 
 _NEXT: Final[Mapping[ExchangeState, Sequence[ExchangeState]]] = {
-    ExchangeState.OPEN: (ExchangeState.LOOKING, ExchangeState.ANSWERED, ExchangeState.DROPPED),
-    ExchangeState.LOOKING: (ExchangeState.OPEN, ExchangeState.DROPPED),
+    ExchangeState.OPEN: (ExchangeState.ANSWERED, ExchangeState.DROPPED),
     ExchangeState.ANSWERED: (),
     ExchangeState.DROPPED: (),
 }
@@ -81,23 +75,25 @@ class Exchange:
         "_ambiguous",
         "_attempts",
         "_results",
+        "_sizes",
         "_splitter",
         "_tags",
         "api",
         "deadline",
-        "has_errors",
         "is_ordered",
-        "is_partial",
+        "is_over",
+        "is_read",
         "is_silent",
-        "look_until",
-        "looks",
         "open_count",
         "payload_bytes",
+        "refused",
         "request",
         "sequence",
         "shares",
         "state",
         "throttle_time_ms",
+        "until",
+        "wait_s",
     )
 
     def __init__(self, api: PartitionedApi, request: PartitionedRequest, sequence: int, deadline: float) -> None:
@@ -112,19 +108,22 @@ class Exchange:
         self.is_ordered = api.api_key == PRODUCE and request.acks != 0
         # Whether its client gets no answer (acks=0), even if brokers are asked to confirm.
         self.is_silent = False
+        self.is_read = api.api_key == FETCH
         # Few exchanges need any of these.
         self._attempts: dict[Entry, Attempts] | None = None
         self._ambiguous: set[Entry] | None = None
-        self._splitter: tuple[int, Splitter] | None = None
+        self._splitter: tuple[int, int, Splitter] | None = None
         self.payload_bytes = 0
-        self.has_errors = False
+        # Of a read: whether it is answered now, whatever it has found.
+        self.is_over = False
         # The number of brokers in its last split.
         self.shares = 1
-        # Whether an entry was left out: a broker may still answer it.
-        self.is_partial = False
-        # For reads with several attempts: their end (in seconds of the proxy's clock), and the number so far.
-        self.look_until = 0.0
-        self.looks = 0
+        # Of a read: how long it waits for data, the end of that in seconds of the proxy's clock, the entries that no
+        # broker is asked for, and the bytes of records found so far, by entry.
+        self.wait_s = 0.0
+        self.until = 0.0
+        self.refused: Collection[Entry] = ()
+        self._sizes: dict[Entry, int] | None = None
         self._results: list[list[Buffer | None]] | None = None
         self._tags: list[Tag] | None = None
 
@@ -153,6 +152,16 @@ class Exchange:
             attempts = self._attempts[entry] = Attempts()
         return attempts
 
+    @property
+    def has_attempts(self) -> bool:
+        """Whether an attempt of an entry has failed."""
+        return bool(self._attempts)
+
+    def forget_attempts(self, entry: Entry) -> None:
+        """Forget the failed attempts of an entry."""
+        if self._attempts:
+            self._attempts.pop(entry, None)
+
     def note_sent(self, entry: Entry, broker: int) -> None:
         """Note the broker of an entry that was sent without success; successes are not noted."""
         self.attempts(entry).sent_to = broker
@@ -169,11 +178,12 @@ class Exchange:
             self._ambiguous = set()
         return self._ambiguous
 
-    def splitter(self, pieces: int) -> Splitter:
-        """The encoder of the request's parts, if it is split into `pieces`."""
-        if self._splitter is None or self._splitter[0] != pieces:
-            self._splitter = (pieces, Splitter(self.request, self.api.piece_preamble(self.request, pieces)))
-        return self._splitter[1]
+    def splitter(self, pieces: int, least_bytes: int) -> Splitter:
+        """The encoder of the request's parts, if it is split into `pieces`; see `piece_preamble`."""
+        if self._splitter is None or self._splitter[:2] != (pieces, least_bytes):
+            preamble = self.api.piece_preamble(self.request, pieces, least_bytes)
+            self._splitter = (pieces, least_bytes, Splitter(self.request, preamble))
+        return self._splitter[2]
 
     @property
     def complete(self) -> bool:
@@ -217,6 +227,25 @@ class Exchange:
             self._results[topic_place][ordinal] = result
             self.open_count -= 1
 
+    def find(self, entry: Entry, result: Buffer, size: int) -> None:
+        """Record what a read has found, with `size` bytes of records, in place of what it found before."""
+        self.lose(entry)
+        self.take(entry, result)
+        if size:
+            if self._sizes is None:
+                self._sizes = {}
+            self._sizes[entry] = size
+            self.payload_bytes += size
+
+    def lose(self, entry: Entry) -> None:
+        """Discard what a read has found for an entry, which is open again."""
+        if self._results is None or self._results[entry[0]][entry[1]] is None:
+            return
+        self._results[entry[0]][entry[1]] = None
+        self.open_count += 1
+        if self._sizes is not None:
+            self.payload_bytes -= self._sizes.pop(entry, 0)
+
     def take_all(self, selection: Selection, results: Sequence[Buffer]) -> None:
         """Record the results of a selection's entries, in its order."""
         rows = self._results
@@ -234,20 +263,12 @@ class Exchange:
     def give_error(self, entry: Entry, error_code: int) -> None:
         """Answer an entry with the proxy's own error code."""
         _, partition_index = self.partition(entry)
-        self.has_errors = True
+        self.is_over = True
         self.take(entry, self.api.error_entry(self.request.header.api_version, partition_index, error_code))
-
-    def leave_out(self, selection: Selection) -> None:
-        """Answer these open entries as partitions without records; clients treat offsets of -1 as unknown."""
-        for entry in filter(self.is_open, entries_of(selection)):
-            self.is_partial = True
-            version, (_, partition_index) = self.request.header.api_version, self.partition(entry)
-            self.take(entry, self.api.error_entry(version, partition_index, NONE))
 
     def note(self, response: PartitionedResponse) -> None:
         """Record the fields of an answer that belong to no partition."""
         self.throttle_time_ms = max(self.throttle_time_ms, response.throttle_time_ms)
-        self.payload_bytes += response.payload_bytes
         if response.other_tags:
             known = self._tags or []
             tags = {tag for tag, _ in known}
@@ -268,44 +289,42 @@ class Exchange:
             if self.is_open((topic_place, ordinal))
         ]
 
-    def reset(self) -> None:
-        """Discard all results of a read before its next attempt."""
-        self.move(ExchangeState.OPEN)
-        self._results = None
-        self.open_count = self.request.partition_count
-        self._attempts = None
-        self.payload_bytes = 0
-        self.looks += 1
-
-    def stop_looking(self) -> None:
-        """End the wait of a read; its answer is the results so far."""
-        self.look_until = 0.0
-        if self.state is ExchangeState.LOOKING:
-            self.move(ExchangeState.OPEN)
-
     def drop(self) -> None:
         """Discard the results: a piece in flight refers to the exchange, and brokers' answers are large."""
         self.move(ExchangeState.DROPPED)
         self._results = None
 
     def release(self) -> None:
-        """Discard the request's bytes and results after the answer: a piece that was left out keeps the rest."""
-        self.request.let_go()
-        self._results = None
+        """Discard the results after the answer: brokers may still be asked for this read, and refer to it."""
+        self.request.take_out()
+        self._results = self._sizes = None
 
     def fit(self, first: Partition | None) -> Partition | None:
-        """Empty the results beyond the limits of a read from several brokers, starting at the partition `first`.
+        """Empty the results beyond the limits of a read, starting at the partition `first`.
 
         Returns the first partition that is left out; None if there is none.
         """
-        if self.shares == 1 or not self.payload_bytes:
+        if self._results is None or not self._sizes:
             return None
-        entries = [(place, n) for place, topic in enumerate(self.request.topics) for n in range(len(topic.partitions))]
-        start = next((n for n, entry in enumerate(entries) if self.partition(entry) == first), 0)
-        # It is complete, so none of them is None.
-        results = cast("list[list[Buffer]]", self._results)
-        left_out = self.api.fit(self.request, results, entries[start:] + entries[:start])
-        return None if left_out is None else self.partition(left_out)
+        found = sorted(self._sizes)
+        start = next((n for n, entry in enumerate(found) if entry >= self._entry(first)), 0) if first else 0
+        in_turn = [(entry, self._sizes[entry]) for entry in found[start:] + found[:start]]
+        beyond = beyond_limits(as_fetch(self.request), in_turn)
+        for entry in beyond:
+            emptied = without_records(self.request.header.api_version, self._results[entry[0]][entry[1]] or b"")
+            self.find(entry, emptied, 0)
+        return self.partition(beyond[0]) if beyond else None
+
+    def _entry(self, partition: Partition) -> Entry:
+        """The entry of a partition; the first one if the request does not have it."""
+        for place, topic in enumerate(self.request.topics):
+            if topic.name == partition[0] and partition[1] in topic.partitions:
+                return place, topic.partitions.index(partition[1])
+        return 0, 0
+
+    def found_at(self, entries: Iterable[Entry]) -> int:
+        """The bytes of records that a read has found for these entries."""
+        return sum(self._sizes.get(entry, 0) for entry in entries) if self._sizes else 0
 
     def encode(self) -> list[Buffer]:
         """Encode the whole answer as buffers, the length prefix first. The exchange must be complete."""

@@ -6,7 +6,7 @@ Invariants
 1. A request is answered once, or never if it is dropped.
 2. Each error that a client gets is counted. A loss for a client that gets no answer (acks=0) is reported as
    Undeliverable.
-3. A read that found too little is asked again after a pause, until its time is up.
+3. A read is answered by its own rules (kproxy.routing.reads).
 4. A partition that was sent to no broker gets UNKNOWN_TOPIC_OR_PARTITION if the upstream does not have it, as from
    Kafka; without a leader or a known owner it gets NOT_LEADER_OR_FOLLOWER.
 5. A batch that is out of order only because an earlier one was refused does not get that error
@@ -16,30 +16,23 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from heapq import heappop, heappush
-from typing import Any, Final
+from typing import Any
 
 from kproxy.routing import retry
 from kproxy.routing.actions import Actions, Drop, Failed, Respond, Undeliverable
 from kproxy.routing.identity import lane_key, place_of
-from kproxy.routing.merge import Exchange, ExchangeState, Partition
+from kproxy.routing.merge import Exchange, ExchangeState
 from kproxy.routing.refused import Refused
 from kproxy.routing.split import Entry
 from kproxy.routing.topology import Topology
 from kproxy_codec.error_codes import NOT_LEADER_OR_FOLLOWER, UNKNOWN_TOPIC_OR_PARTITION
 from kproxy_codec.primitives import Buffer
 
-# Pauses between attempts of a read that spans brokers and waits for data, in seconds: short at first, then longer to
-# spare the brokers.
-LOOK_PAUSES_S: Final = (0.005, 0.01, 0.02, 0.04)
-# Times are sums: rounding may put a time that is due slightly later.
-_SAME_TIME_S: Final = 1e-6
-
 
 class OpenExchanges:
     """The open exchanges; actions go into `actions`."""
 
-    __slots__ = ("_actions", "_left_out", "_looking", "_refused", "_table", "_topology", "newest", "partitions")
+    __slots__ = ("_actions", "_refused", "_table", "_topology", "newest", "partitions")
 
     def __init__(self, actions: Actions, topology: Topology) -> None:
         self._actions = actions
@@ -47,10 +40,6 @@ class OpenExchanges:
         # By sequence, in the order of requests.
         self._table: dict[int, Exchange] = {}
         self._refused = Refused()
-        # (due, sequence) of the reads that wait for another attempt.
-        self._looking: list[tuple[float, int]] = []
-        # The first partition that the limits of the last read left out.
-        self._left_out: Partition | None = None
         # The newest request that has been read.
         self.newest = 0
         # The number of partitions in open exchanges with more than one.
@@ -132,21 +121,15 @@ class OpenExchanges:
         if exchange.is_ordered and retry.comes_again(final) and (place := place_of(exchange, entry)) is not None:
             self._refused.note(lane_key(exchange, entry), place)
         if result is not None and final == error_code:
-            exchange.has_errors = True
+            exchange.is_over = True
             exchange.take(entry, result)
         else:
             exchange.give_error(entry, final)
 
-    def finish_if_complete(self, exchange: Exchange, now: float) -> None:
-        """Answer a complete exchange, unless it is already answered or needs another attempt."""
-        if not exchange.complete or exchange.state is not ExchangeState.OPEN:
-            return
-        if exchange.look_until and self._looks_again(exchange, now):
-            return
-        self._left_out = exchange.fit(self._left_out) or self._left_out
-        self.respond(exchange, [] if exchange.is_silent else exchange.encode())
-        if exchange.is_partial:
-            exchange.release()
+    def finish_if_complete(self, exchange: Exchange) -> None:
+        """Answer a complete exchange, unless it is already answered or a read."""
+        if exchange.complete and exchange.state is ExchangeState.OPEN and not exchange.is_read:
+            self.respond(exchange, [] if exchange.is_silent else exchange.encode())
 
     def respond(self, exchange: Exchange, answer: list[Buffer]) -> None:
         """Answer an exchange; one without an answer (acks=0) is done."""
@@ -159,35 +142,3 @@ class OpenExchanges:
         exchange.drop()
         self._close(exchange)
         self._actions.add(Drop(exchange.sequence))
-
-    # Further attempts of reads
-
-    def _looks_again(self, exchange: Exchange, now: float) -> bool:
-        """Schedule another attempt of a read that found too little and has time left; return whether it does."""
-        pause = LOOK_PAUSES_S[min(exchange.looks, len(LOOK_PAUSES_S) - 1)]
-        if exchange.has_errors or now + pause >= exchange.look_until:
-            return False
-        if exchange.api.holds_enough(exchange.request, exchange.payload_bytes, exchange.shares):
-            return False
-        exchange.move(ExchangeState.LOOKING)
-        heappush(self._looking, (now + pause, exchange.sequence))
-        return True
-
-    def next_look(self) -> float | None:
-        """When the next read is due for another attempt."""
-        while self._looking and not self._is_looking(self._looking[0][1]):
-            heappop(self._looking)
-        return self._looking[0][0] if self._looking else None
-
-    def _is_looking(self, sequence: int) -> bool:
-        exchange = self._table.get(sequence)
-        return exchange is not None and exchange.state is ExchangeState.LOOKING
-
-    def look(self, now: float) -> list[Exchange]:
-        """Reset and return the reads that are due for another attempt."""
-        again = []
-        while (due := self.next_look()) is not None and due <= now + _SAME_TIME_S:
-            exchange = self._table[heappop(self._looking)[1]]
-            exchange.reset()
-            again.append(exchange)
-        return again

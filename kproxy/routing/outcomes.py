@@ -191,7 +191,7 @@ class Outcomes:
         """Answer each item with its `give_up_code`."""
         for item in items:
             self._exchanges.conclude(item.exchange, item.entry, item.give_up_code)
-            self._exchanges.finish_if_complete(item.exchange, self.now)
+            self._exchanges.finish_if_complete(item.exchange)
 
     def give_up_lanes(self, keys: Iterable[LaneKey]) -> None:
         """Answer the items waiting in these lanes, except for acks=0."""
@@ -223,7 +223,6 @@ class Outcomes:
 
     def expire_one(self, exchange: Exchange, unwritten: set[tuple[int, Entry]]) -> None:
         """Answer the open entries of an exchange; no broker has received those in `unwritten`."""
-        exchange.stop_looking()
         written = self._rows(exchange, None)[retry.CONNECTION_LOST].final or NOT_LEADER_OR_FOLLOWER
         for entry in exchange.open_entries():
             key = lane_key(exchange, entry)
@@ -231,7 +230,7 @@ class Outcomes:
             if exchange.is_open(entry):
                 never_written = (exchange.sequence, entry) in unwritten
                 self._exchanges.conclude(exchange, entry, NOT_LEADER_OR_FOLLOWER if never_written else written)
-        self._exchanges.finish_if_complete(exchange, self.now)
+        self._exchanges.finish_if_complete(exchange)
         if exchange not in self._exchanges:
             # Its pieces may stay in flight for long; they are kept only for their order.
             exchange.request.let_go()

@@ -15,10 +15,13 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from kproxy.routing.topology import Topology
+from kproxy.routing.in_flight import InFlight
+from kproxy.routing.merge import Exchange
+from kproxy.routing.split import Entry, Selection, add_entry, entries_of, split
+from kproxy.routing.topology import NO_OWNER, Topology
 from kproxy_codec.partitioned import TopicSpan
 
 
@@ -108,3 +111,38 @@ class Routes:
         del proven[partition_index]
         if not proven:
             del self._proven[topic]
+
+
+class Router:
+    """Finds the brokers for the requests of one client connection."""
+
+    __slots__ = ("_in_flight", "_routes", "_topology")
+
+    def __init__(self, topology: Topology, routes: Routes, in_flight: InFlight) -> None:
+        self._topology = topology
+        self._routes = routes
+        self._in_flight = in_flight
+
+    def broker_for(self, exchange: Exchange, entry: Entry) -> int:
+        """The broker to send an entry to, or NO_OWNER."""
+        topic, partition_index = exchange.partition(entry)
+        is_owned = self._topology.owner(topic, partition_index) != NO_OWNER
+        taken_by = NO_OWNER if is_owned else self.taken_by(topic, partition_index)
+        return exchange.route(entry, self._topology, taken_by)
+
+    def taken_by(self, topic: bytes, partition_index: int) -> int:
+        """The broker that accepted a partition without a known owner, or NO_OWNER."""
+        number = self._routes.proven_on(topic, partition_index)
+        return NO_OWNER if number is None else self._in_flight.connections[number].broker
+
+    def split(self, exchange: Exchange, held: Collection[Entry]) -> dict[int, Selection]:
+        """The parts by broker of a request whose entries have not failed, without those in `held`."""
+        return split(exchange.request, self._topology, held, self.taken_by)
+
+    def split_again(self, exchange: Exchange, held: Collection[Entry]) -> dict[int, Selection]:
+        """The same, where brokers may have refused entries."""
+        pieces: dict[int, Selection] = {}
+        for entry in entries_of(exchange.selection(None)):
+            if entry not in held:
+                add_entry(pieces.setdefault(self.broker_for(exchange, entry), []), *entry)
+        return pieces

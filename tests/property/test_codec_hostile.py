@@ -113,7 +113,7 @@ def _take_apart(request: PartitionedRequest) -> None:
             ordinals = [ordinal for ordinal in range(len(topic.starts)) if ordinal % 2 == parity]
             if ordinals:
                 selection.append((place, ordinals))
-        splitter = Splitter(request, api.piece_preamble(request, 2))
+        splitter = Splitter(request, api.piece_preamble(request, 2, 1))
         frame = memoryview(bytearray(b"".join(splitter.part(selection, 1))))
         again = api.parse_request(frame, head_of(frame))
         assert [(topic.name, topic.partitions) for topic in again.topics] == [

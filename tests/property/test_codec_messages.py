@@ -136,11 +136,11 @@ def test_the_parts_of_a_request_are_the_request(case: Case, owners: int, seed: i
             ordinals = [ordinal for ordinal, owned in enumerate(by_ordinal) if owned == owner]
             if ordinals:
                 selection.append((place, ordinals))
-        parts = Splitter(request, api.piece_preamble(request, owners)).part(selection, correlation_id)
+        parts = Splitter(request, api.piece_preamble(request, owners, 1)).part(selection, correlation_id)
         expected = _chosen(api_key, fields, assigned, owner)
         if api_key == FETCH:
-            expected["max_wait_ms"] = fields["max_wait_ms"] if owners == 1 else 0
-            expected |= {"max_bytes": fields["max_bytes"] // owners, "session_id": 0, "session_epoch": -1}
+            expected |= {"max_bytes": fields["max_bytes"] // owners, "min_bytes": 1}
+            expected |= {"session_id": 0, "session_epoch": -1}
         body = request_body(api_key, version, expected)
         frame = request_frame(api_key, version, body, correlation_id=correlation_id, tags=HEADER_TAGS)
         assert b"".join(parts) == bytes(frame)
@@ -265,7 +265,7 @@ def test_kio_reads_the_parts_too(api_key: int, version: int) -> None:
     entity_class = getattr(module, NAMES[api_key] + "Request")
     seen: list[tuple[bytes, int]] = []
     by_id = is_by_id(api_key, version)
-    splitter = Splitter(request, APIS[api_key].piece_preamble(request, 2))
+    splitter = Splitter(request, APIS[api_key].piece_preamble(request, 2, 1))
     for selection in ([(0, [0, 2]), (2, [0, 1])], [(0, [1]), (1, [0])]):
         # A part has the header of the whole.
         body = b"".join(splitter.part(selection, 1))[request.header.body_offset :]

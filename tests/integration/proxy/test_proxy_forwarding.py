@@ -69,19 +69,20 @@ async def test_two_clients_do_not_share_a_broker_connection(s: Scene) -> None:
 
 @scene(ANSWERS)
 async def test_next_request_reuses_the_broker_connection(s: Scene) -> None:
-    """One for records and one for control requests, while the client stays."""
+    """One for batches, one for reads and one for control requests, while the client stays."""
     connections = s.broker.connections
     for used in range(1, 6):
         assert await s.ask(produce_frame()) == [{T0: 0}]
         assert (len(connections), connections[0].is_open) == (1, True), f"after {used} requests"
-    s.send(fetch_frame())
-    await s.answer(FETCH, 12)
-    assert len(connections) == 1, "reads and writes share it"
+    for _ in range(3):
+        s.send(fetch_frame())
+        await s.answer(FETCH, 12)
+        assert len(connections) == 2, "reads may wait"
     s.broker.script = lambda asked: asked.answer_message(brokers=[], topics=[])
     for _ in range(5):
         s.send(control_frame(METADATA, 1, topics=[]))
         await s.client.receive()
-        assert len(connections) == 2
+        assert len(connections) == 3
     assert all(connection.is_open for connection in connections)
 
 

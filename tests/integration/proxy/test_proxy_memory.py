@@ -33,7 +33,7 @@ def kept(proxy: RunningProxy) -> list[int]:
     waiting = [
         (ticket.exchange if isinstance(ticket, PieceTicket) else ticket.slot).request  # type: ignore[attr-defined]
         for session in proxy.listener._sessions
-        for upstream in session._connections.by_broker.values()
+        for upstream in session._connections.by_place.values()
         for ticket in upstream.unanswered()
     ]
     return [len(request.frame.obj) for request in {id(each): each for each in [*requests, *waiting]}.values()]  # type: ignore[arg-type]

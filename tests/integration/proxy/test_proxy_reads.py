@@ -1,6 +1,6 @@
 """Fetch: sessions, and long polls over several owners.
 
-tests/unit/routing/test_fanout_answers.py has the splits, merges and repetitions of reads.
+tests/unit/routing/test_fanout_reads.py has all that is asked, kept and answered.
 """
 
 from __future__ import annotations
@@ -8,22 +8,41 @@ from __future__ import annotations
 import asyncio
 import struct
 import time
+from typing import Any
 
 import pytest
 
-from kproxy_codec.api_keys import FETCH
+from kproxy.routing.reads import LATE_AFTER_S
+from kproxy_codec.api_keys import FETCH, LIST_OFFSETS
 from tests.support.brokers.scripted_upstream import Asked
-from tests.support.clients.raw_client import fetch_frame
-from tests.support.scene import HOLDS, T0, T1, Scene, scene
+from tests.support.clients.raw_client import Answer, fetch_frame, list_offsets_frame
+from tests.support.scene import ANSWERS, HOLDS, T0, T1, Scene, scene
+from tests.support.waiting import eventually
 
 BOTH = {"t": [0, 1]}
+LONG_MS = 20_000
 NO_SESSION_FOUND = 70
+MIB = 1 << 20
 
 
-def empty(asked: Asked) -> None:
-    """A broker without data, which does not delay the request if told not to wait."""
-    if asked.fields["max_wait_ms"] == 0:
-        asked.answer()
+def reads(*offsets: int, n: int = 1, max_wait_ms: int = LONG_MS, **fields: Any) -> bytes:
+    """A fetch of the first partitions from these offsets."""
+    entry = {"current_leader_epoch": -1, "last_fetched_epoch": -1, "log_start_offset": -1, "partition_max_bytes": MIB}
+    asked = [{"partition": index, "fetch_offset": offset, **entry} for index, offset in enumerate(offsets)]
+    topics = [{"topic": "t", "partitions": asked}]
+    return fetch_frame(correlation_id=n, max_wait_ms=max_wait_ms, topics=topics, **fields)
+
+
+async def records(s: Scene, n: int) -> list[bytes]:
+    """The records in the client's next answer, which is that to request n."""
+    answer: Answer = await s.answer(FETCH, 12)
+    assert answer.correlation_id == n
+    return [each.fields["records"] for each in answer.results]
+
+
+def offset(asked: Asked) -> int:
+    """The offset that a fetch of one partition asks for."""
+    return int(asked.fields["topics"][0]["partitions"][0]["fetch_offset"])
 
 
 @scene(HOLDS, one_go=True)
@@ -71,44 +90,184 @@ async def test_reads_by_id_reach_each_owner(s: Scene, version: int) -> None:
     assert {index for _, index, _ in s.proxy.source.refreshed} == {0}
 
 
-@scene(empty, HOLDS, one_go=True)
-async def test_data_at_one_owner_ends_the_long_poll(s: Scene) -> None:
-    began = time.monotonic()
-    s.send(fetch_frame(BOTH, max_wait_ms=20_000))
-    (await s.brokers[1].next()).answer(results={T1: {"records": b"data"}})
-    answer = await s.answer(FETCH, 12)
-    assert time.monotonic() - began < 10
-    assert [each.fields["records"] for each in answer.results] == [b"", b"data"]
+@scene(HOLDS, HOLDS, one_go=True)
+async def test_first_data_answers_and_the_rest_stays_asked(s: Scene) -> None:
+    s.send(reads(5, 7))
+    first, second = [await broker.next() for broker in s.brokers]
+    assert [each.fields["max_wait_ms"] for each in (first, second)] == [LONG_MS, LONG_MS]
+    for n in range(1, 20):
+        first.answer(results={T0: {"records": b"%d" % n}})
+        assert await records(s, n) == [b"%d" % n, b""]
+        s.send(reads(5 + n, 7, n=n + 1))
+        first = await s.brokers[0].next()
+        assert offset(first) == 5 + n
+    second.answer(results={T1: {"records": b"late"}})
+    assert await records(s, 20) == [b"", b"late"]
+    assert len(s.brokers[1].log) == 1
 
 
-@scene(empty, empty, one_go=True)
-async def test_data_arriving_during_a_fetch_is_found_soon(s: Scene) -> None:
-    s.send(fetch_frame(BOTH, max_wait_ms=20_000))
-    assert await s.still(0.3)
-    s.brokers[1].script = lambda asked: asked.answer(results={T1: {"records": b"late"}})
-    began = time.monotonic()
-    answer = await s.answer(FETCH, 12)
-    assert time.monotonic() - began < 5
-    assert answer.results[1].fields["records"] == b"late"
-    # Repeated reads do not flood the broker.
-    assert len(s.broker.log) < 40
+@scene(HOLDS, HOLDS, one_go=True)
+async def test_answer_between_two_reads_serves_the_next(s: Scene) -> None:
+    s.send(reads(5, 7))
+    first, second = [await broker.next() for broker in s.brokers]
+    first.answer(results={T0: {"records": b"a"}})
+    assert await records(s, 1) == [b"a", b""]
+    second.answer(results={T1: {"records": b"b"}})
+    await asyncio.sleep(0.05)
+    s.send(reads(6, 7, n=2))
+    assert await records(s, 2) == [b"", b"b"]
+    assert len(s.brokers[1].log) == 1
 
 
-@scene(empty, empty, one_go=True)
+@pytest.mark.parametrize("when", ["before", "after", "never"])
+@scene(HOLDS, HOLDS)
+async def test_seek_between_reads_gets_its_own_offset(s: Scene, when: str) -> None:
+    s.send(reads(5, 7))
+    first, second = [await broker.next() for broker in s.brokers]
+    first.answer(results={T0: {"records": b"a"}})
+    await records(s, 1)
+    if when == "before":
+        second.answer(results={T1: {"records": b"stale"}})
+        await asyncio.sleep(0.05)
+    s.send(reads(6, 100, n=2))
+    # It does not wait behind the broker's wait for the former offset.
+    sought = await s.brokers[1].next()
+    assert offset(sought) == 100
+    if when == "after":
+        second.answer(results={T1: {"records": b"stale"}})
+        await asyncio.sleep(0.05)
+    sought.answer(results={T1: {"records": b"sought"}})
+    assert await records(s, 2) == [b"", b"sought"]
+
+
+@scene(HOLDS, HOLDS, one_go=True)
+async def test_min_bytes_are_counted_over_brokers(s: Scene) -> None:
+    s.send(reads(5, 7, min_bytes=100))
+    first, second = [await broker.next() for broker in s.brokers]
+    assert [each.fields["min_bytes"] for each in (first, second)] == [50, 50]
+    first.answer(results={T0: {"records": b"a" * 60}})
+    again = await s.brokers[0].next()
+    assert (offset(again), again.fields["min_bytes"]) == (5, 100)
+    assert await s.still()
+    second.answer(results={T1: {"records": b"b" * 50}})
+    assert await records(s, 1) == [b"a" * 60, b"b" * 50]
+
+
+@scene(HOLDS, HOLDS, one_go=True)
 async def test_fetch_without_data_ends_at_max_wait(s: Scene) -> None:
     began = time.monotonic()
-    s.send(fetch_frame(BOTH, max_wait_ms=300, correlation_id=3))
+    s.send(reads(5, 7, max_wait_ms=300))
+    asked = [await broker.next() for broker in s.brokers]
+    await asyncio.sleep(began + 0.3 - time.monotonic())
+    for each in asked:
+        each.answer()
+    assert await records(s, 1) == [b"", b""]
+    assert [len(broker.log) for broker in s.brokers] == [1, 1]
+
+
+@scene(HOLDS, HOLDS, one_go=True)
+async def test_frozen_broker_delays_a_reader_once(s: Scene) -> None:
+    s.send(reads(5, 7, max_wait_ms=500))
+    first = await s.brokers[0].next()
+    await asyncio.sleep(0.5)
+    first.answer()
+    assert await records(s, 1) == [b"", b""]
+    for n in range(2, 6):
+        began = time.monotonic()
+        s.send(reads(5, 7, n=n, max_wait_ms=500))
+        (await s.brokers[0].next()).answer(results={T0: {"records": b"a"}})
+        assert await records(s, n) == [b"a", b""]
+        assert time.monotonic() - began < LATE_AFTER_S
+    # It has one question, whose answer still counts.
+    assert len(s.brokers[1].log) == 1
+    s.send(reads(5, 7, n=6, max_wait_ms=500))
+    await s.brokers[0].next()
+    s.brokers[1].log[0].answer(results={T1: {"records": b"thawed"}})
+    assert await records(s, 6) == [b"", b"thawed"]
+
+
+@scene(HOLDS, HOLDS, one_go=True)
+async def test_read_of_frozen_broker_alone_ends(s: Scene) -> None:
+    for n in (1, 2):
+        began = time.monotonic()
+        s.send(reads(5, n=n, max_wait_ms=100))
+        assert await records(s, n) == [b""]
+        assert time.monotonic() - began < 2.0
+    assert len(s.broker.log) == 1
+
+
+@scene(HOLDS, ANSWERS, one_go=True)
+async def test_waiting_read_holds_up_nothing_else(s: Scene) -> None:
+    s.produces(1)
+    await s.accepts(1)
+    assert await s.gets(1) == [0]
+    s.send(reads(5, 7))
+    await s.next()
+    assert (await s.answer(FETCH, 12)).codes == {T0: 0, T1: 0}
+    s.produces(2)
+    await s.accepts(2)
+    assert await s.gets(2) == [0]
+    s.send(list_offsets_frame({"t": [0]}, correlation_id=3))
+    (await s.next()).answer()
+    assert (await s.answer(LIST_OFFSETS, 6)).correlation_id == 3
+
+
+@scene(HOLDS, HOLDS, HOLDS, one_go=True, owners=(1, 2))
+async def test_leader_moves_while_reader_waits(s: Scene) -> None:
+    s.send(reads(5, 7))
+    await s.brokers[0].next()
+    former = await s.brokers[1].next()
+    s.proxy.own(3, partitions=[1])
+    former.answer(results={T1: 6})
+    (await s.brokers[2].next()).answer(results={T1: {"records": b"moved"}})
+    assert await records(s, 1) == [b"", b"moved"]
+
+
+@scene(HOLDS, HOLDS, one_go=True)
+async def test_pipelined_reads_are_answered_in_turn(s: Scene) -> None:
+    s.send(reads(5, 7), reads(6, 7, n=2))
+    first, second = [await broker.next() for broker in s.brokers]
+    first.answer(results={T0: {"records": b"a"}})
+    assert await records(s, 1) == [b"a", b""]
+    assert offset(await s.brokers[0].next()) == 6
+    second.answer(results={T1: {"records": b"b"}})
+    assert await records(s, 2) == [b"", b"b"]
+
+
+@scene(HOLDS, HOLDS, one_go=True)
+async def test_throttled_client_hears_of_it_at_once(s: Scene) -> None:
+    s.send(reads(5, 7))
+    (await s.brokers[0].next()).answer(throttle_time_ms=70)
     answer = await s.answer(FETCH, 12)
-    assert 0.2 < time.monotonic() - began < 10
-    assert (answer.correlation_id, answer.codes) == (3, {T0: 0, T1: 0})
+    assert answer.fields["throttle_time_ms"] == 70
+    assert len(s.brokers[0].log) == 1
 
 
-@scene(empty, empty, one_go=True)
-async def test_leaving_client_ends_its_repeated_reads(s: Scene) -> None:
-    s.send(fetch_frame(BOTH, max_wait_ms=5000))
-    await asyncio.sleep(0.1)
+@scene(HOLDS, HOLDS, one_go=True)
+async def test_leaving_client_ends_what_is_asked(s: Scene) -> None:
+    s.send(reads(5, 7))
+    first, _ = [await broker.next() for broker in s.brokers]
+    first.answer(results={T0: {"records": b"a"}})
+    await records(s, 1)
     s.client.close()
-    await s.broker.connections[0].until_closed()
-    looked = len(s.broker.log)
+    for broker in s.brokers:
+        for connection in broker.connections:
+            await connection.until_closed()
+
+
+@scene(HOLDS, HOLDS)
+async def test_large_answer_that_no_read_wants_is_not_held(s: Scene) -> None:
+    s.send(reads(5, 7))
+    first, second = [await broker.next() for broker in s.brokers]
+    first.answer(results={T0: {"records": b"a"}})
+    await records(s, 1)
+    second.answer(results={T1: {"records": b"b" * (20 * MIB)}})
     await asyncio.sleep(0.2)
-    assert len(s.broker.log) == looked
+    assert s.proxy.vitals.in_flight_bytes < MIB
+    s.send(reads(6, 7, n=2))
+    assert await records(s, 2) == [b"", b"b" * (20 * MIB)]
+    again = await s.brokers[0].next()
+    again.answer(results={T0: {"records": b"c" * (20 * MIB)}})
+    # Nobody asks for it any more: its connection ends.
+    await again.connection.until_closed()
+    await eventually(lambda: s.proxy.vitals.in_flight_bytes == 0)

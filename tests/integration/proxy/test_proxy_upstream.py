@@ -151,7 +151,7 @@ async def test_requests_waiting_for_session_renewal_are_answered(s: Scene, outco
     s.produces(3)
     asked = await s.next()
     (session,) = s.proxy.listener._sessions
-    connection = session._connections.by_broker[1]
+    connection = session._connections.by_place[1, 0]
     # As while the proxy reauthenticates.
     connection._kept, connection._outbox = connection._outbox, None
     s.produces(4, 5)

@@ -92,9 +92,10 @@ class Playbook:
         self.now = 100.0
         self.jitter = jitter
         self.aside: list[str] = []
-        # By request: its exchange, and the answer to its client.
+        # By request: its exchange, and the answer to its client, also as bytes.
         self.exchanges: dict[int, Exchange] = {}
         self.answered: dict[int, Answer] = {}
+        self.bytes_of: dict[int, bytes] = {}
         # By piece: the action that sent it.
         self.sent: dict[int, actions.Send] = {}
         self._dials = dials
@@ -139,12 +140,13 @@ class Playbook:
         deadline_s: float = DEADLINE_S,
         **changes: Any,
     ) -> list[str]:
-        """Submit a fetch; `until_s`: the seconds for which it is repeated while it finds too little.
+        """Submit a fetch; `until_s`: how long it waits for data, in seconds.
 
-        `changes` are further fields of the message.
+        Partitions may have the offsets that it reads from, as in `t-0@7`. `changes` are further fields of the message.
         """
+        changes.setdefault("max_wait_ms", round(until_s * 1000))
         exchange = self._exchange(sequence, read_request(FETCH, partitions, **changes), deadline_s)
-        exchange.look_until = self.now + until_s if until_s else 0.0
+        exchange.wait_s = until_s
         return self._submit(exchange, {})
 
     def lists_offsets(self, sequence: int, partitions: str) -> list[str]:
@@ -360,5 +362,6 @@ class Playbook:
                 return f"done {action.sequence}"
             answer = read_answer(self.exchanges[action.sequence], action.answer)
             self.answered[action.sequence] = answer
+            self.bytes_of[action.sequence] = b"".join(action.answer)
             return f"answer {action.sequence}: {answer}"
         return action_text(action, self.now)

@@ -1,6 +1,7 @@
 """Check the rules that hold after every event of a Playbook (tests.support.models.playbook), in any script.
 
- 1. An open entry is in one place: one piece under way, or one lane, or its read waits to be repeated.
+ 1. An open entry is in one place: one piece under way, or one lane. One of a read is in a lane, or its broker is asked
+    for something; a connection has one read at a time.
  2. `open_count` is the number of entries that have no result, `open_partitions` that of the partitions of open requests
     that have more than one.
  3. `InFlight.of` names exactly the pieces under way, and the pieces for which a lane waits are under way.
@@ -27,7 +28,8 @@ from kproxy.routing.fanout import TIMER_STEP_S, Fanout
 from kproxy.routing.identity import lane_key
 from kproxy.routing.in_flight import Piece
 from kproxy.routing.lanes import Item, LaneState
-from kproxy.routing.merge import Exchange, ExchangeState
+from kproxy.routing.merge import Exchange
+from kproxy.routing.reads import LEAST_WAIT_S
 from kproxy.routing.split import Entry, entries_of, split_whole
 from kproxy.routing.topology import NO_OWNER
 from kproxy_codec.produce import base_offset_of
@@ -134,9 +136,9 @@ class Rules:
     def _check_places(self) -> None:
         core = self._play.core
         places: Counter[tuple[int, Entry]] = Counter()
+        self._check_reads()
         for piece in core._in_flight.pieces.values():
-            # Entries without a result are answered, or sent to another broker.
-            if not piece.is_late:
+            if not piece.exchange.is_read:
                 places.update((piece.exchange.sequence, entry) for entry in piece.entries())
         assert all(count == 1 for count in places.values()), f"under way twice: {places}"
         for lane in core.lanes.table.values():
@@ -145,13 +147,35 @@ class Rules:
         for exchange in core._exchanges:
             entries = exchange.open_entries()
             assert exchange.open_count == len(entries), f"request {exchange.sequence} miscounts what is open"
+            if exchange.is_read:
+                continue
             for entry in entries:
                 at = (exchange.sequence, entry)
                 assert places[at] == 1, f"{exchange.sequence} {entry_text(exchange, entry)} is in {places[at]} places"
-            if not entries:
-                assert exchange.state is ExchangeState.LOOKING, f"request {exchange.sequence} is complete and open"
+            assert entries, f"request {exchange.sequence} is complete and open"
         for sequence in self._ended:
             assert self._play.exchanges[sequence].open_count >= 0, f"request {sequence} has a result too many"
+
+    def _check_reads(self) -> None:
+        core = self._play.core
+        in_flight, read = core._in_flight, core._reads.present
+        for connection in in_flight.connections.values():
+            pieces = [piece for piece in in_flight.pieces.values() if piece.connection is connection]
+            assert connection.open_count == len(pieces), f"c{connection.number} miscounts its pieces"
+            reading = [piece for piece in pieces if piece.exchange.is_read]
+            assert reading == ([] if connection.reading is None else [connection.reading])
+            assert not reading or connection.reader, f"a read is asked on c{connection.number}"
+        if read is None or read not in core._exchanges or core._client._state is not ClientState.PRESENT:
+            return
+        # Its time may be nearly over: it is woken at its end.
+        assert not core._reads.is_done(read, core._outcomes.now - LEAST_WAIT_S), (
+            f"read {read.sequence} has enough and is open"
+        )
+        for entry in read.open_entries():
+            broker = core._router.broker_for(read, entry)
+            is_asked = any(each.reading for each in in_flight.readers(broker))
+            is_waiting = lane_key(read, entry) in core.lanes
+            assert is_asked or is_waiting, f"nobody is asked for {read.sequence} {entry_text(read, entry)}"
 
     def _check_in_flight(self) -> None:
         in_flight = self._play.core._in_flight
@@ -189,7 +213,7 @@ class Rules:
         assert core.open_count == len(core._exchanges)
         counts = [exchange.request.partition_count for exchange in core._exchanges]
         assert core.open_partitions == sum(count for count in counts if count > 1)
-        if len(core._exchanges) or core._in_flight.pieces:
+        if len(core._exchanges) or core._in_flight.pieces or core._reads.found:
             return
         assert core.is_idle
         if core._client._state is ClientState.PRESENT:

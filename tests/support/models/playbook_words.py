@@ -131,11 +131,16 @@ def produce_request(
 
 
 def read_request(api_key: int, partitions: str, *, correlation_id: int = 7, **changes: Any) -> PartitionedRequest:
-    """A Fetch or ListOffsets; `changes` replaces fields of the message."""
+    """A Fetch, from the partitions' offsets if given, or ListOffsets; `changes` replaces fields of the message."""
     asked = {topic: [each.index for each in group] for topic, group in _by_topic(read(partitions))}
     if api_key == FETCH:
         changes.setdefault("forgotten_topics_data", [])
-    return parse(api_key, VERSIONS[api_key], sample_request(api_key, asked, **changes), correlation_id)
+    fields = sample_request(api_key, asked, **changes)
+    if api_key == FETCH:
+        for (_, group), topic in zip(_by_topic(read(partitions)), fields["topics"], strict=True):
+            for each, entry in zip(group, topic["partitions"], strict=True):
+                entry["fetch_offset"] = entry["fetch_offset"] if each.offset == NO_OFFSET else each.offset
+    return parse(api_key, VERSIONS[api_key], fields, correlation_id)
 
 
 def parse(api_key: int, version: int, fields: dict[str, Any], correlation_id: int) -> PartitionedRequest:

@@ -25,10 +25,10 @@ def _left_in(session: ClientSession) -> list[str]:
         "pieces": len(fanout.core._in_flight.pieces) + len(fanout.core._in_flight._sequences or ()),
         "lanes": len(fanout.core.lanes),
         "released": len(fanout.core._outcomes.released) + len(fanout.core._actions),
-        "looks": len(fanout.core._exchanges._looking),
+        "answers kept for reads": len(fanout.core._reads.found),
         "refreshes": len(fanout.lookups._tasks),
         "tasks": len(session._control.tasks),
         "pauses": session._broker_pressure + session._client_pressure + (not session._reading),
-        "unanswered": sum(len(upstream.unanswered()) for upstream in session._connections.by_broker.values()),
+        "unanswered": sum(len(upstream.unanswered()) for upstream in session._connections.by_place.values()),
     }
     return [f"{session.peer}: {count} {what}" for what, count in held.items() if count]

@@ -1,12 +1,11 @@
-"""Scripts for the fan-out: merging and forwarding brokers' answers, and repeated reads."""
+"""Scripts for the fan-out: merging and forwarding brokers' answers."""
 
 from __future__ import annotations
 
 import pytest
 
 from kproxy.routing.actions import Action, Respond
-from kproxy.routing.merge import Exchange, ExchangeState
-from kproxy.routing.open_exchanges import LOOK_PAUSES_S
+from kproxy.routing.merge import Exchange
 from kproxy.routing.retry import KAFKA
 from kproxy_codec.api_keys import FETCH, PRODUCE
 from kproxy_codec.produce import PRODUCE_API
@@ -30,7 +29,7 @@ def test_request_is_sent_whole_or_in_parts() -> None:
     play = Playbook({"t": [1, 1, 2], "u": [2]})
     assert play.submits(1, "t-0 t-1") == ["send #1 b1/c1: 1 t-0 t-1"]
     assert play.aside == []
-    assert play.lists_offsets(2, "t-0 t-2 u-0") == ["send #2 b1/c1: 2 t-0", "send #3 b2/c2: 2 t-2 u-0"]
+    assert play.lists_offsets(2, "t-0 t-2 u-0") == ["send #2 b1/c2: 2 t-0", "send #3 b2/c3: 2 t-2 u-0"]
     assert play.aside == ["count splits 1"]
     assert parts_of(play) == [(-1, 1), (1, 2), (2, 2)]
 
@@ -40,19 +39,17 @@ def test_retry_is_one_part_among_others() -> None:
     play.fetches(1, "t-0")
     play.answers(1, "t-0=6")
     play.wakes()
-    assert parts_of(play) == [(-1, 1), (1, 2)]
+    assert parts_of(play) == [(-1, 1), (1, 1)]
 
 
 def test_part_of_a_read_states_its_share() -> None:
     play = Playbook()
     play.fetches(1, "t-0 t-1 t-2")
-    play.fetches(2, "t-0 t-1 t-2")
     part = [(0, [1])]
-    among = [b"".join(play.exchanges[1].splitter(pieces).part(part, 9)) for pieces in (3, 2)]
-    assert among[0] != among[1]
-    assert among[1] == b"".join(play.exchanges[2].splitter(2).part(part, 9))
+    among = [b"".join(play.exchanges[1].splitter(*share).part(part, 9)) for share in ((3, 1), (2, 1), (2, 7))]
+    assert len(set(among)) == 3
     # It is made once for all parts.
-    assert play.exchanges[2].splitter(2) is play.exchanges[2].splitter(2)
+    assert play.exchanges[1].splitter(2, 7) is play.exchanges[1].splitter(2, 7)
 
 
 def test_answer_has_partitions_in_request_order() -> None:
@@ -91,7 +88,7 @@ def test_whole_success_naming_a_broker_is_rewritten() -> None:
     fields = sample_response(FETCH, {"t": [0]}, throttle_time_ms=0, error_code=0, tags=[(0, b"where a broker is")])
     frame = response_frame(FETCH, 12, response_body(FETCH, 12, fields))
     assert play.answers_bytes(1, frame) == ["answer 1: t-0"]
-    assert play.exchanges[1]._results is not None
+    assert len(play.bytes_of[1]) < len(frame)
     assert play.exchanges[1]._tags is None
 
 
@@ -210,14 +207,13 @@ def test_lost_read_is_asked_thrice_and_gets_6() -> None:
     assert play.loses(3) == ["answer 1: t-0=6"]
 
 
-def test_reads_wait_neither_for_reads_nor_produces() -> None:
+def test_batches_wait_for_no_read() -> None:
     play = Playbook()
     play.fetches(1, "t-0")
     play.answers(1, "t-0=6")
-    assert play.fetches(2, "t-0") == ["send #2 b1/c1: 2 t-0"]
-    assert play.submits(3, "t-0") == ["send #3 b1/c1: 3 t-0"]
-    assert play.wakes() == ["send #4 b1/c1: 1 t-0"]
-    assert play.answers(2, "t-0") == ["answer 2: t-0"]
+    assert play.submits(2, "t-0") == ["send #2 b1/c2: 2 t-0"]
+    assert play.wakes() == ["send #3 b1/c1: 1 t-0"]
+    assert play.answers(2, "t-0") == ["answer 2: t-0@20"]
 
 
 @pytest.mark.parametrize("partitions", ["t-0 t-1", ""])
@@ -227,142 +223,6 @@ def test_whole_answer_error_counts_for_each_partition(partitions: str) -> None:
     play.fetches(1, "t-0 t-1")
     told = play.answers(1, partitions, error_code=29, throttle_ms=20)
     assert told == ["answer 1: t-0=29 t-1=29 throttle 20"]
-
-
-def looking(until_s: float = 1.0) -> Playbook:
-    """A fetch of two brokers that have nothing yet."""
-    play = Playbook()
-    assert play.fetches(1, "t-0 t-1", until_s=until_s) == ["send #1 b1/c1: 1 t-0", "send #2 b2/c2: 1 t-1"]
-    play.answers(1, "t-0")
-    return play
-
-
-def test_empty_read_over_brokers_repeats_after_pause() -> None:
-    play = looking()
-    assert play.answers(2, "t-1") == []
-    assert play.exchanges[1].state is ExchangeState.LOOKING
-    assert play.wakes_in_ms() == 5
-    assert play.wakes() == ["send #3 b1/c1: 1 t-0", "send #4 b2/c2: 1 t-1"]
-    play.answers(3, "t-0")
-    assert play.answers(4, "t-1:100") == ["answer 1: t-0 t-1"]
-
-
-def test_repeated_read_pauses_grow_until_its_time() -> None:
-    play = looking(until_s=0.2)
-    play.answers(2, "t-1")
-    pauses = []
-    while 1 not in play.answered:
-        pauses.append(play.wakes_in_ms())
-        sent = play.wakes()
-        assert len(sent) == 2
-        for piece in list(play.pieces):
-            play.answers(piece, "t-0" if piece % 2 else "t-1")
-    assert pauses == [1000 * pause for pause in (*LOOK_PAUSES_S, 0.04, 0.04, 0.04)]
-    assert str(play.answered[1]) == "t-0 t-1"
-
-
-def test_min_bytes_decides_when_a_fetch_ends() -> None:
-    play = Playbook()
-    play.fetches(1, "t-0 t-1", until_s=1, min_bytes=150)
-    play.answers(1, "t-0:100")
-    assert play.answers(2, "t-1:10") == []
-    play.wakes()
-    # What was found before is found again, and does not count twice.
-    play.answers(3, "t-0:100")
-    assert play.answers(4, "t-1:40") == []
-    play.wakes()
-    play.answers(5, "t-0:100")
-    assert play.answers(6, "t-1:50") == ["answer 1: t-0 t-1"]
-
-
-def test_error_ends_a_waiting_fetch() -> None:
-    assert looking().answers(2, "t-1=1") == ["answer 1: t-0 t-1=1"]
-
-
-def test_own_error_ends_the_repeated_read() -> None:
-    play = Playbook({"t": [1, 42]})
-    assert play.fetches(1, "t-0 t-1", until_s=5) == ["send #1 b1/c1: 1 t-0"]
-    assert play.answers(1, "t-0") == []
-    assert play.wakes() == []
-    assert play.wakes() == ["answer 1: t-0 t-1=6"]
-
-
-def test_read_of_one_broker_waits_at_the_broker() -> None:
-    play = Playbook()
-    play.fetches(1, "t-0", until_s=1)
-    assert play.answers(1, "t-0") == ["answer 1: t-0"]
-
-
-def test_repeated_read_goes_to_the_current_owner() -> None:
-    play = looking()
-    play.answers(2, "t-1")
-    play.moves("t-1", 3)
-    assert play.wakes() == ["send #3 b1/c1: 1 t-0", "send #4 b3/c3: 1 t-1"]
-
-
-def test_repeated_read_keeps_the_throttle_time() -> None:
-    play = looking()
-    play.answers(2, "t-1", throttle_ms=50)
-    play.moves("t-1", 1)
-    assert play.wakes() == ["send #3 b1/c1: 1 t-0 t-1"]
-    assert parts_of(play)[-1] == (-1, 1)
-    assert play.answers(3, "t-0 t-1:100") == ["answer 1: t-0 t-1 throttle 50"]
-
-
-def test_repeated_read_regains_all_its_attempts() -> None:
-    play = Playbook()
-    play.fetches(1, "t-0 t-1", until_s=5)
-    play.answers(1, "t-0")
-    for piece in (2, 3, 4):
-        play.answers(piece, "t-1=6" if piece < 4 else "t-1")
-        play.wakes()
-    assert list(play.pieces) == [5, 6]
-    play.answers(5, "t-0")
-    for piece in (6, 7):
-        assert play.answers(piece, "t-1=6") == []
-        while not play.wakes():
-            """The core also wakes to look for late reads."""
-    assert play.answers(8, "t-1=6") == ["answer 1: t-0 t-1=6"]
-
-
-def test_deadline_answers_with_records_found() -> None:
-    play = looking(until_s=60)
-    play.answers(2, "t-1")
-    assert play.ticks(after_s=10) == ["answer 1: t-0 t-1"]
-    assert play.aside == ["count deadlines 1"]
-    assert play.wakes() == []
-
-
-def test_leaving_client_ends_its_repeated_reads() -> None:
-    play = looking()
-    play.answers(2, "t-1")
-    assert play.closes() == ["drop 1"]
-    assert play.wakes() == []
-
-
-def test_next_of_several_repeated_reads_is_woken() -> None:
-    play = looking()
-    play.answers(2, "t-1")
-    play.waits(0.002)
-    play.fetches(2, "t-0 t-1", until_s=1)
-    play.answers(3, "t-0")
-    assert play.answers(4, "t-1") == []
-    assert play.wakes_in_ms() == 3
-    assert play.wakes() == ["send #5 b1/c1: 1 t-0", "send #6 b2/c2: 1 t-1"]
-    assert play.wakes_in_ms() == 2
-    assert play.wakes() == ["send #7 b1/c1: 2 t-0", "send #8 b2/c2: 2 t-1"]
-
-
-def test_repeated_read_is_woken_after_earlier_one_ends() -> None:
-    play = Playbook()
-    for n, deadline_s in ((1, 0.003), (2, 10)):
-        play.fetches(n, "t-0 t-1", until_s=1, deadline_s=deadline_s)
-        play.answers(2 * n - 1, "t-0")
-        play.answers(2 * n, "t-1")
-        play.waits(0.001)
-    assert play.ticks(after_s=0.001) == ["answer 1: t-0 t-1"]
-    assert play.wakes() == []
-    assert play.wakes() == ["send #5 b1/c1: 2 t-0", "send #6 b2/c2: 2 t-1"]
 
 
 def test_time_changes_state_only_with_open_requests() -> None:

@@ -9,6 +9,8 @@ import pytest
 from kproxy.routing import in_flight
 from kproxy.routing.in_flight import WINDOW_S, ConnectionState
 from kproxy.routing.lanes import LaneState
+from kproxy.routing.merge import ExchangeState
+from kproxy.routing.reads import READ_GRACE_S
 from kproxy_codec.error_codes import POLICY_VIOLATION
 from tests.support.models.playbook import Playbook
 
@@ -55,7 +57,7 @@ def test_read_past_deadline_gets_6_everywhere() -> None:
     play = Playbook(dials=True)
     play.fetches(1, "t-0 t-1")
     play.opens(1)
-    assert play.ticks(after_s=10) == ["withdraw #2 from c2", "answer 1: t-0=6 t-1=6"]
+    assert play.ticks(after_s=READ_GRACE_S) == ["withdraw #2 from c2", "answer 1: t-0=6 t-1=6"]
 
 
 def test_piece_waiting_for_dial_is_taken_back() -> None:
@@ -205,10 +207,19 @@ def test_route_of_an_ending_connection_is_new() -> None:
 
 
 def test_connection_is_judged_by_its_next_answer() -> None:
+    play = proven()
+    play.submits(2, "t-0", deadline_s=60)
+    play.submits(3, "t-0", deadline_s=1)
+    assert play.ticks(after_s=1 + HUNG_AFTER_S) == ["answer 3: t-0=7"]
+
+
+def test_read_kept_beyond_its_answer_may_wait_for_long() -> None:
     play = Playbook()
-    play.fetches(1, "t-0", deadline_s=60)
-    play.fetches(2, "t-0", deadline_s=1)
-    assert play.ticks(after_s=1 + HUNG_AFTER_S) == ["answer 2: t-0=6"]
+    play.fetches(1, "t-0 t-1", until_s=300)
+    play.answers(1, "t-0:1")
+    assert play.ticks(after_s=299) == []
+    assert play.ticks(after_s=1 + HUNG_AFTER_S) == []
+    assert play.ticks(after_s=READ_GRACE_S) == ["close c2"]
 
 
 def test_connection_ended_twice_ends_once() -> None:
@@ -281,8 +292,8 @@ def _opens_again(play: Playbook) -> None:
 
 @pytest.mark.parametrize(
     "impossible",
-    [_opens_again, lambda play: play.exchanges[1].reset(), _probes_twice],
-    ids=["a connection that is closed opens", "a read that does not look looks again", "a lane has two that go first"],
+    [_opens_again, lambda play: play.exchanges[1].move(ExchangeState.OPEN), _probes_twice],
+    ids=["a connection that is closed opens", "an open request opens again", "a lane has two that go first"],
 )
 def test_impossible_event_is_refused(impossible: Callable[[Playbook], object]) -> None:
     play = Playbook()

@@ -110,7 +110,7 @@ def test_repeated_read_proves_no_route() -> None:
     play.answers(1, "t-0=6")
     assert play.wakes() == ["send #2 b1/c1: 1 t-0"]
     play.answers(2, "t-0")
-    assert play.submits(2, "t-0") == ["send #3 b1/c1: 2 t-0"]
+    assert play.submits(2, "t-0") == ["send #3 b1/c2: 2 t-0"]
     assert play.submits(3, "t-0") == [], "one batch goes first"
 
 

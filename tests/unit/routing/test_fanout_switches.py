@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kproxy.routing import fanout, in_flight, lanes, refused, retry
+from kproxy.routing import fanout, in_flight, lanes, reads, refused, retry
 from kproxy.routing.actions import Action, Actions, Failed, Fenced
 from kproxy.routing.client_end import ClientEnd
 from kproxy.routing.fanout import Fanout
@@ -22,9 +22,11 @@ from kproxy.routing.lanes import Item, Lanes, LaneState
 from kproxy.routing.merge import Exchange, Matched
 from kproxy.routing.open_exchanges import OpenExchanges
 from kproxy.routing.outcomes import Outcomes
-from kproxy.routing.routes import Routes
+from kproxy.routing.reads import Reads
+from kproxy.routing.routes import Router, Routes
 from kproxy.routing.split import Entry, Selection
 from kproxy.routing.topology import NO_OWNER, Topology
+from kproxy_codec.fetch import FetchRequest
 from kproxy_codec.partitioned import PartitionedResponse
 from kproxy_codec.primitives import Buffer
 from tests.unit.routing import (
@@ -32,6 +34,7 @@ from tests.unit.routing import (
     test_fanout_clients,
     test_fanout_ends,
     test_fanout_lanes,
+    test_fanout_reads,
     test_fanout_retries,
     test_fanout_topology,
 )
@@ -63,6 +66,7 @@ _take_results = Fanout._take_results
 _connection_to = InFlight.connection_to
 _add = Actions.add
 _conclude = OpenExchanges.conclude
+_begin_read = Reads._begin
 
 
 def held_and_sent(core: Fanout, exchange: Exchange, refused: Mapping[Entry, int]) -> set[Entry]:
@@ -83,8 +87,14 @@ def follow_owners_alone(core: Fanout) -> None:
     core.version = core._topology.version
     for piece in core._in_flight.ordered():
         for entry in piece.entries():
-            if core._route(piece.exchange, entry) != piece.connection.broker:
+            if core._router.broker_for(piece.exchange, entry) != piece.connection.broker:
                 core.lanes.block(piece.exchange.partition(entry), (piece.exchange.sequence,))
+
+
+def begin_with_nothing(self: Reads, read: Exchange) -> None:
+    """Drop what came between two reads."""
+    self.found = ()
+    _begin_read(self, read)
 
 
 def note_twice(core: Fanout, piece: Piece, frame: memoryview, matched: Matched) -> None:
@@ -275,7 +285,7 @@ SWITCHES: dict[str, Switch] = {
     ),
     "fanout 9: an error is counted": Switch(
         replaced(Actions, "add", count_no_failure),
-        test_fanout_answers.test_error_ends_a_waiting_fetch,
+        test_fanout_reads.test_error_ends_a_read,
     ),
     "fanout 9: what is not delivered is said last": Switch(
         replaced(Actions, "add_last", Actions.add),
@@ -296,9 +306,39 @@ SWITCHES: dict[str, Switch] = {
         replaced(retry, "BACKOFF_S", (0.02, 0.02, 0.25, 0.5)),
         test_fanout_retries.test_attempts_during_a_reread_do_not_count,
     ),
-    "open_exchanges 3: a read looks again": Switch(
-        replaced(OpenExchanges, "_looks_again", says(False)),
-        test_fanout_answers.test_empty_read_over_brokers_repeats_after_pause,
+    "reads 1: an answer is for what was asked": Switch(
+        replaced(FetchRequest, "entry", says(b"")),
+        partial(test_fanout_reads.test_answer_to_another_question_is_not_given, "t-0@6 t-1@8", {}, "before"),
+    ),
+    "reads 1: under the same limits": Switch(
+        replaced(FetchRequest, "asks_alike", says(True)),
+        partial(
+            test_fanout_reads.test_answer_to_another_question_is_not_given, "t-0@6 t-1@7", {"min_bytes": 2}, "after"
+        ),
+    ),
+    "reads 1: from the present owner": Switch(
+        replaced(Topology, "owner_version", says(0)),
+        partial(test_fanout_reads.test_moved_partition_is_asked_at_its_new_owner, "before"),
+    ),
+    "reads 2: what comes between two reads is kept": Switch(
+        replaced(Reads, "_begin", begin_with_nothing),
+        test_fanout_reads.test_answer_between_reads_is_kept_for_the_next,
+    ),
+    "reads 2: for a second": Switch(
+        replaced(Reads, "forget", nothing),
+        test_fanout_reads.test_kept_answer_is_dropped_after_a_second,
+    ),
+    "reads 3: what is covered is not asked": Switch(
+        replaced(Reads, "_aims", says(())),
+        test_fanout_reads.test_waiting_broker_serves_the_next_read,
+    ),
+    "reads 4: offsets are known": Switch(
+        replaced(reads, "offsets_of", says(b"")),
+        test_fanout_reads.test_partition_without_answer_has_its_last_offsets,
+    ),
+    "reads: a late broker is left out": Switch(
+        replaced(Reads, "_is_late", says(False)),
+        test_fanout_reads.test_reads_do_not_wait_for_late_broker,
     ),
     "open_exchanges 4: what is misled is not told so": Switch(
         replaced(OpenExchanges, "is_misled", says(False)),
@@ -369,7 +409,7 @@ SWITCHES: dict[str, Switch] = {
         test_fanout_lanes.test_broker_denying_ownership_gets_one_batch_first,
     ),
     "split: what nobody owns goes on to its taker": Switch(
-        replaced(Fanout, "_taken_by", says(NO_OWNER)),
+        replaced(Router, "taken_by", says(NO_OWNER)),
         test_fanout_lanes.test_unowned_partition_stays_with_accepting_broker,
     ),
     "routes 2: and with the connection": Switch(
