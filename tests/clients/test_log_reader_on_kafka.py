@@ -11,9 +11,9 @@ from typing import Any
 import confluent_kafka
 import kafka
 import pytest
+from kproxy.pipeline.audit.log_options import LogRange, cut, read_options
 
 from kproxy.pipeline.audit.log_client import LATEST, LogClient, TopicPartition
-from kproxy.pipeline.audit.log_options import LogRange, cut, read_options
 from kproxy.pipeline.audit.log_reader import RangeReader, Row
 from kproxy_codec.record_crc import crc_is_valid
 from tests.support.brokers.real_kafka import RealKafka

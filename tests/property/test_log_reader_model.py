@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kproxy.pipeline.audit.log_options import LogRange, cut
 
 from kproxy.pipeline.audit.log_client import (
     EARLIEST,
@@ -20,7 +21,6 @@ from kproxy.pipeline.audit.log_client import (
     Patience,
     TopicPartition,
 )
-from kproxy.pipeline.audit.log_options import LogRange, cut
 from kproxy.pipeline.audit.log_reader import RangeReader, Row
 from kproxy_codec import error_codes
 from kproxy_codec.fetch import PartitionFetched

@@ -39,9 +39,8 @@ from kproxy.errors import StartupError
 from kproxy.pipeline.audit.columns import UNPROVEN_KINDS, WRONG_KINDS
 from kproxy.pipeline.audit.in_process import audit_rows
 from kproxy.pipeline.audit.judge import Batch
-from kproxy.pipeline.audit.log_client import TopicPartition
-from kproxy.pipeline.audit.log_options import Offsets, offsets_as_json, read_options, written
-from kproxy.pipeline.audit.logs import Unread, bounds_now, ends_behind, ends_of, existing, offsets_at, read_headers
+from kproxy.pipeline.audit.log_client import LogClient, Offsets, TopicPartition, Unread
+from kproxy.pipeline.audit.logs import bounds_now, ends_behind, ends_of, existing, offsets_at, read_headers
 from kproxy.pipeline.audit.proof import Stamp, TrailName, TrailPart, trail_part
 from kproxy.pipeline.audit.report_facts import FAULTY, UNPROVEN, UNSIGNED
 from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS, SPARK, AuditJob, acknowledged_by_one, check, first_acknowledged
@@ -198,13 +197,11 @@ class Follower:
             # Forget files that have been removed since.
             self._files = {file.name for file in files}
             return rows
-        bootstrap, topics = job.trail_bootstrap or job.bootstrap, (job.trail.name,)
-        ends = ends_of(bootstrap, topics, job.kafka)
-        starts: Offsets = {TopicPartition(job.trail.name, index): at for index, at in self._offsets.items()}
-        if not starts and job.from_ms is not None:
-            starts = offsets_at(bootstrap, topics, max(0, job.from_ms - self._options.horizon_ms), ends, job.kafka)
-        options = read_options(written(bootstrap, topics, None, {}, job.kafka))
-        with options.client() as client:
+        with LogClient(job.trail_bootstrap or job.bootstrap, job.kafka) as client:
+            ends = ends_of(client, (job.trail.name,))
+            starts: Offsets = {TopicPartition(job.trail.name, index): at for index, at in self._offsets.items()}
+            if not starts and job.from_ms is not None:
+                starts = offsets_at(client, max(0, job.from_ms - self._options.horizon_ms), ends)
             rows = list(read_topic(client, starts, ends, signatures))
         self._offsets = {which.partition: end for which, end in ends.items()}
         return rows
@@ -224,23 +221,26 @@ class Follower:
 
     def _read_logs(self, ranges: Sequence[TrailRow]) -> tuple[Mapping[TopicPartition, list[Batch]], Any, Unread]:
         """Read the logs of the partitions in `ranges`; topics deleted since have none."""
-        job, unread = self._job, Unread()
-        needed = first_acknowledged(ranges, 0)
-        topics = existing(job.bootstrap, {which.topic for which in needed}, job.kafka) if needed else ()
-        if not topics:
+        job, unread, needed = self._job, Unread(), first_acknowledged(ranges, 0)
+        if not needed:
             return {}, {}, unread
-        ends = ends_behind(acknowledged_by_one(ranges), lambda: ends_of(job.bootstrap, topics, job.kafka, unread))
-        # Partitions without new rows start at their end, so none of their batches are read.
-        starts = {which: min(needed.get(which, end), self._read_to.get(which, end), end) for which, end in ends.items()}
-        starts = {which: start if which in needed else ends[which] for which, start in starts.items()}
-        given = {"startOffsets": offsets_as_json(starts), "endOffsets": offsets_as_json(ends)}
-        read = read_headers(read_options(written(job.bootstrap, topics, None, given, job.kafka)), unread=unread)
-        for which in needed:
-            if which in ends:
-                before = [each for each in self._batches[which] if each.base_offset < starts[which]]
-                self._batches[which] = [*before, *read.get(which, ())]
-                self._read_to[which] = ends[which]
-        bounds = bounds_now(job.bootstrap, topics, job.compacted, job.kafka, unread)
+        with LogClient(job.bootstrap, job.kafka) as client:
+            topics = existing(client, {which.topic for which in needed})
+            if not topics:
+                return {}, {}, unread
+            ends = ends_behind(acknowledged_by_one(ranges), lambda: ends_of(client, topics, unread))
+            # Partitions without new rows start at their end, so none of their batches are read.
+            starts = {
+                which: min(first, self._read_to.get(which, first), ends[which])
+                for which, first in needed.items()
+                if which in ends
+            }
+            read = read_headers(client, starts, ends, unread=unread)
+            bounds = bounds_now(client, topics, job.compacted, unread)
+        for which, start in starts.items():
+            before = [each for each in self._batches[which] if each.base_offset < start]
+            self._batches[which] = [*before, *read.get(which, ())]
+            self._read_to[which] = ends[which]
         log = {which: self._batches[which] for which in needed}
         return log, {which: each for which, each in bounds.items() if which in needed}, unread
 

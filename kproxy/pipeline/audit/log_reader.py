@@ -18,10 +18,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Final
+from typing import Final, NamedTuple
 
-from kproxy.pipeline.audit.log_client import EARLIEST, LARGEST_BATCH_BYTES, LATEST, LogClient, LogReadFailed, Patience
-from kproxy.pipeline.audit.log_options import LogRange
+from kproxy.pipeline.audit.log_client import (
+    EARLIEST,
+    LARGEST_BATCH_BYTES,
+    LATEST,
+    LogClient,
+    LogReadFailed,
+    Patience,
+    TopicPartition,
+)
 from kproxy_codec import error_codes
 from kproxy_codec.errors import CodecError, Truncated
 from kproxy_codec.fetch import PartitionFetched
@@ -29,9 +36,20 @@ from kproxy_codec.primitives import Buffer
 from kproxy_codec.record_batch import HEADER_BYTES, RecordBatch, parse_batch, parse_header
 
 ROWS_PER_CHUNK: Final = 8192
+MAX_BYTES: Final = 4 << 20
 # Compaction may have removed the last batches of a range. One empty answer may be due to a short wait of the broker, so
 # several are needed.
 EMPTY_ANSWERS: Final = 3
+
+
+class LogRange(NamedTuple):
+    """The offsets of a partition from `start` to before `end`; `is_first`: its first range that is read."""
+
+    which: TopicPartition
+    start: int
+    end: int
+    is_first: bool
+
 
 CheckCrc = Callable[[Buffer, RecordBatch], bool]
 Row = tuple[int, int, int, int, int, int, int, int, int, bool, bool, bool | None]
@@ -59,7 +77,9 @@ def _row(batch: RecordBatch, crc_ok: bool | None) -> Row:
 class RangeReader:
     """Read one range, once."""
 
-    def __init__(self, client: LogClient, wanted: LogRange, max_bytes: int, check_crc: CheckCrc | None) -> None:
+    def __init__(
+        self, client: LogClient, wanted: LogRange, check_crc: CheckCrc | None, max_bytes: int = MAX_BYTES
+    ) -> None:
         """`check_crc` None: do not check the CRCs of batches."""
         self._client = client
         self._wanted = wanted

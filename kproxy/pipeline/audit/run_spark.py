@@ -21,21 +21,15 @@ from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own docu
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.in_process import audit_rows
 from kproxy.pipeline.audit.judge import Batch
-from kproxy.pipeline.audit.log_client import TopicPartition
-from kproxy.pipeline.audit.log_source import log_options, read_log
-from kproxy.pipeline.audit.logs import (
-    bounds_now,
-    ends_behind,
-    ends_of,
-    existing,
-    starts_at_or_before,
-)
+from kproxy.pipeline.audit.log_client import LogClient, Offsets, TopicPartition
+from kproxy.pipeline.audit.logs import bounds_now, ends_behind, ends_of, existing, plan
 from kproxy.pipeline.audit.report_facts import TRAIL_READ, Facts
 from kproxy.pipeline.audit.report_gather import gather
 from kproxy.pipeline.audit.report_text import utc
 from kproxy.pipeline.audit.rules import AuditRules
 from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS, AuditJob, about, there, trail_offsets
 from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA
+from kproxy.pipeline.audit.spark_tasks import ReadHeaders
 from kproxy.pipeline.audit.tables import (
     NAMES,
     SCHEMAS,
@@ -119,8 +113,8 @@ def run_audit(session: Any, job: AuditJob, output: str, about: Mapping[str, str]
         # Before the trail's end is fixed: reading may take longer than a live proxy is silent.
         read_at_ms = int(time.time() * 1000)
         rows = land("rows", _read_trail(session, job))
-        topics = there(job) if job.topics else _topics_of(rows, job)
-        log, bounds = _read_logs(session, job, topics, rows, land)
+        with LogClient(job.bootstrap, job.kafka) as client:
+            log, bounds = _read_logs(session, client, job, rows, land)
         rules = job.rules(read_at_ms)
         words = {**about, TRAIL_READ: f"{utc(read_at_ms)} UTC"}
         amount, tables = judge(session, rows, log, bounds, rules, land, output, words)
@@ -170,33 +164,39 @@ def _audited(
 def _read_trail(session: Any, job: AuditJob) -> DataFrame:
     if job.trail.kind != TOPIC:
         return read_files(session, job.trail, from_ms=job.read_from_ms)
-    bootstrap, starts, ends = trail_offsets(job)
+    bootstrap = job.trail_bootstrap or job.bootstrap
+    with LogClient(bootstrap, job.kafka) as client:
+        starts, ends = trail_offsets(client, job)
     return read_topic(
         session, job.trail.name, bootstrap=bootstrap, starts=starts, ends=ends, kafka=job.kafka, keys=job.trail.keys
     )
 
 
-def _topics_of(rows: DataFrame, job: AuditJob) -> tuple[str, ...]:
-    """Return the trail's topics that exist."""
-    named = rows.where("topic is not null").select("topic").distinct().collect()
-    return existing(job.bootstrap, {row.topic for row in named}, job.kafka)
-
-
 def _read_logs(
-    session: Any, job: AuditJob, topics: tuple[str, ...], rows: DataFrame, land: Land
+    session: Any, client: LogClient, job: AuditJob, rows: DataFrame, land: Land
 ) -> tuple[DataFrame, DataFrame]:
     """Return the logs' headers and bounds; topics deleted since the trail was written have none."""
+    if job.topics:
+        topics = there(client, job)
+    else:
+        named = rows.where("topic is not null").select("topic").distinct().collect()
+        topics = existing(client, {row.topic for row in named})
     if not topics:
         return session.createDataFrame([], LOG_SCHEMA), session.createDataFrame([], BOUNDS_SCHEMA)
-    acknowledged = acknowledged_by_one(rows)
-    ends = ends_behind(acknowledged, lambda: ends_of(job.bootstrap, topics, job.kafka))
-    starts = None
-    if job.from_ms is not None:
-        starts = starts_at_or_before(first_acknowledged(rows, job.from_ms - LOG_LOOKBACK_MS), ends)
-    options = log_options(job.bootstrap, topics=topics, starts=starts, ends=ends, kafka=job.kafka)
-    log = land("log", read_log(session, options))
-    bounds = bounds_now(job.bootstrap, topics, job.compacted, job.kafka)
+    ends = ends_behind(acknowledged_by_one(rows), lambda: ends_of(client, topics))
+    first = None if job.from_ms is None else first_acknowledged(rows, job.from_ms - LOG_LOOKBACK_MS)
+    log = land("log", read_log(session, client, job, first, ends))
+    bounds = bounds_now(client, topics, job.compacted)
     return log, session.createDataFrame([(*which, *each) for which, each in bounds.items()], BOUNDS_SCHEMA)
+
+
+def read_log(
+    session: Any, client: LogClient, job: AuditJob, first: Offsets | None, ends: Offsets, most: int | None = None
+) -> DataFrame:
+    """Return LOG_SCHEMA: the headers of the batches that `plan` names, read by a task for each piece."""
+    pieces = plan(client, first, ends, most)
+    read = ReadHeaders(job.bootstrap, job.kafka, pieces, client.leaders)
+    return session.range(0, len(pieces), 1, max(1, len(pieces))).mapInArrow(lambda numbers: read(numbers), LOG_SCHEMA)
 
 
 @contextmanager

@@ -7,11 +7,11 @@ its dependencies, so this module needs only pyarrow.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kproxy.pipeline.audit.columns import DELETED, GONE, WINDOWS, arrow_schema
+from kproxy.pipeline.audit.columns import DELETED, GONE, LOG, WINDOWS, arrow_schema
 from kproxy.pipeline.audit.findings import Findings, sum_up, window_row
 from kproxy.pipeline.audit.judge import (
     Amounts,
@@ -25,8 +25,13 @@ from kproxy.pipeline.audit.judge import (
     judge_log,
     repeats,
 )
+from kproxy.pipeline.audit.log_client import PATIENCE_S, LogClient, TopicPartition
+from kproxy.pipeline.audit.log_reader import LogRange, RangeReader
+from kproxy.pipeline.audit.logs import crc_check
 from kproxy.pipeline.audit.proof import Stamp, Unproven, is_unproven, trail_part
 from kproxy.pipeline.audit.report_gather import Reduced
+from kproxy.pipeline.kafka_access import KafkaOptions
+from kproxy.routing.topology import Address
 from kproxy.trail.signature import Signatures
 
 TRAIL_PARTS: Final = "proxy string, incarnation string, first long, part binary"
@@ -54,6 +59,33 @@ def _table(schema: str, rows: list[tuple[Any, ...]]) -> Any:
     fields = arrow_schema(dict(each.split(" ") for each in schema.split(", ")))
     columns = list(zip(*rows, strict=True)) or [()] * len(fields)
     return pa.table([pa.array(column, each.type) for column, each in zip(columns, fields, strict=True)], fields)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadHeaders:
+    """Read the pieces of logs that a task's numbers name. `leaders`: those of the partitions when it was planned.
+
+    Executors need kafka-python for it, which is sent to them, and crc32c, without which `crc_ok` is null.
+    """
+
+    bootstrap: str
+    kafka: KafkaOptions
+    pieces: Sequence[Sequence[LogRange]]
+    leaders: Mapping[TopicPartition, Address]
+    patience_s: float = PATIENCE_S
+
+    def __call__(self, numbers: Iterable[Any]) -> Iterator[Any]:
+        """Yield LOG. Raise LogReadFailed."""
+        import pyarrow as pa
+
+        schema, check = arrow_schema(LOG), crc_check()
+        with LogClient(self.bootstrap, self.kafka, patience_s=self.patience_s) as client:
+            client.leaders.update(self.leaders)
+            for wanted in (each for batch in numbers for n in batch.column(0).to_pylist() for each in self.pieces[n]):
+                for rows in RangeReader(client, wanted, check).rows():
+                    columns = zip(*((*wanted.which, *row) for row in rows), strict=True)
+                    arrays = [pa.array(values, each.type) for values, each in zip(columns, schema, strict=True)]
+                    yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 @dataclass(frozen=True, slots=True)

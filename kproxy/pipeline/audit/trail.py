@@ -6,6 +6,7 @@ then missing, which the audit reports as a gap.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.audit.log_options import Offsets, offsets_as_json
+from kproxy.pipeline.audit.log_client import Offsets
 from kproxy.pipeline.audit.schemas import TRAIL_SCHEMA
 from kproxy.pipeline.audit.spark_tasks import SignedLines
 from kproxy.pipeline.audit.trail_place import JSON, TrailPlace
@@ -69,12 +70,20 @@ def read_topic(
         **spark_options(kafka),
         "kafka.bootstrap.servers": bootstrap,
         "subscribe": topic,
-        "startingOffsets": offsets_as_json(starts) if starts else "earliest",
-        "endingOffsets": offsets_as_json(ends),
+        "startingOffsets": _as_json(starts) if starts else "earliest",
+        "endingOffsets": _as_json(ends),
         # Rows removed by retention during the read are missing from the trail, which the audit reports.
         "failOnDataLoss": "false",
     }
     return rows_of(session.read.format("kafka").options(**options).load(), keys)
+
+
+def _as_json(offsets: Offsets) -> str:
+    """Return the offsets in the form of Spark's Kafka source."""
+    by_topic: dict[str, dict[str, int]] = {}
+    for (topic, partition), offset in offsets.items():
+        by_topic.setdefault(topic, {})[str(partition)] = offset
+    return json.dumps(by_topic)
 
 
 def rows_of(messages: DataFrame, keys: Sequence[bytes] = ()) -> DataFrame:

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.audit.log_client import LogClient
-from kproxy.pipeline.audit.log_options import DEFAULT_MAX_BYTES, LogRange, Offsets
-from kproxy.pipeline.audit.log_reader import RangeReader
+from kproxy.pipeline.audit.log_client import LogClient, Offsets
+from kproxy.pipeline.audit.log_reader import LogRange, RangeReader
 from kproxy.pipeline.audit.trail_place import JSON, PARQUET, TrailPlace
 from kproxy.pipeline.audit.trail_rows import TrailRow, only_rows, rows_in
 from kproxy.trail.signature import Signatures
@@ -85,7 +84,7 @@ def read_topic(
         wanted = LogRange(which, starts.get(which, 0), end, is_first=True)
         if wanted.start >= end:
             continue
-        for records, batches in RangeReader(client, wanted, DEFAULT_MAX_BYTES, None).answers():
+        for records, batches in RangeReader(client, wanted, None).answers():
             for batch, _ in batches:
                 for record in MemoryRecords(bytes(records[batch.position : batch.end])).next_batch() or ():
                     if wanted.start <= record.offset < end:

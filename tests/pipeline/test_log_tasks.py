@@ -1,8 +1,9 @@
-"""The format "kproxy_log" in a real Spark, through a real proxy."""
+"""Logs read by the tasks of a real Spark, through a real proxy."""
 
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 from typing import Any
 
 import confluent_kafka
@@ -10,11 +11,16 @@ import pytest
 
 from kproxy.demo.run import create_topic
 from kproxy.pipeline.audit.judge import Batch
-from kproxy.pipeline.audit.log_client import LogReadFailed, TopicPartition
-from kproxy.pipeline.audit.log_options import read_options
-from kproxy.pipeline.audit.log_source import log_options, read_log
+from kproxy.pipeline.audit.log_client import LogClient, TopicPartition
+from kproxy.pipeline.audit.log_reader import LogRange
 from kproxy.pipeline.audit.logs import TooLarge, bounds_now, ends_of, read_headers
+from kproxy.pipeline.audit.run import AuditJob
+from kproxy.pipeline.audit.run_spark import read_log
 from kproxy.pipeline.audit.schemas import LOG_SCHEMA
+from kproxy.pipeline.audit.spark_tasks import ReadHeaders
+from kproxy.pipeline.audit.trail_place import parse_trail
+from kproxy.pipeline.kafka_access import NO_OPTIONS
+from kproxy.pipeline.spark import SparkFailed, as_spark_failure
 from kproxy_codec.partitioned import TOPIC_ID_BYTES
 from tests.support.clients.kafka_io import TIMEOUT_S, produce
 from tests.support.processes.dev import KproxyProcess
@@ -46,11 +52,13 @@ def ends_in(topic: str) -> dict[TopicPartition, int]:
 
 
 def test_each_batch_is_a_row_in_any_task(spark: Any, dev_cluster: KproxyProcess, topic: str) -> None:
-    ends = ends_of(dev_cluster.kafka, [topic])
-    assert ends == ends_in(topic)
-    produce(dev_cluster.kafka, topic, [b"later"], partition=1)
-    # Pieces of 12 offsets: their borders lie within batches.
-    log = read_log(spark, log_options(dev_cluster.kafka, topics=[topic], ends=ends, offsetsPerPartition=12))
+    job = AuditJob(bootstrap=dev_cluster.kafka, trail=parse_trail("topic"))
+    with LogClient(dev_cluster.kafka) as client:
+        ends = ends_of(client, [topic])
+        assert ends == ends_in(topic)
+        produce(dev_cluster.kafka, topic, [b"later"], partition=1)
+        # Pieces of 12 offsets: their borders lie within batches.
+        log = read_log(spark, client, job, None, ends, 12)
     assert log.schema == LOG_SCHEMA
     rows = log.collect()
     assert log.rdd.getNumPartitions() == 7
@@ -61,42 +69,30 @@ def test_each_batch_is_a_row_in_any_task(spark: Any, dev_cluster: KproxyProcess,
     }
     assert all(row.base_sequence == row.base_offset and row.crc_ok and row.bytes > 61 for row in rows)
     assert len({row.producer_id for row in rows}) == 1
-
-
-def test_headers_are_read_equally_without_spark(spark: Any, dev_cluster: KproxyProcess, topic: str) -> None:
-    options = log_options(dev_cluster.kafka, topics=[topic], ends=ends_in(topic))
-    rows = read_log(spark, options).collect()
-    size = sum(row.bytes for row in rows)
-    read = read_headers(read_options(options), 13, size)
-    names = Batch._fields
-    assert sorted((*which, *each) for which, batches in read.items() for each in batches) == sorted(
-        (row.topic, row.partition, *(row[name] for name in names)) for row in rows
-    )
-    for most in ((12, size), (13, size - 1)):
-        with pytest.raises(TooLarge):
-            read_headers(read_options(options), *most)
+    size, names = sum(row.bytes for row in rows), Batch._fields
+    with LogClient(dev_cluster.kafka) as client:
+        read = read_headers(client, None, ends, 13, size)
+        assert sorted((*which, *each) for which, batches in read.items() for each in batches) == sorted(
+            (row.topic, row.partition, *(row[name] for name in names)) for row in rows
+        )
+        for most in ((12, size), (13, size - 1)):
+            with pytest.raises(TooLarge):
+                read_headers(client, None, ends, *most)
 
 
 def test_log_bounds_name_topic_and_compaction(dev_cluster: KproxyProcess) -> None:
     name = f"bounds-{uuid.uuid4().hex[:10]}"
     create_topic(dev_cluster.kafka, name, 2)
     produce(dev_cluster.kafka, name, [b"value"] * 3, partition=1)
-    bounds = bounds_now(dev_cluster.kafka, [name], compacted=[name])
+    with LogClient(dev_cluster.kafka) as client:
+        bounds = bounds_now(client, [name], compacted=[name])
     assert [(*which, *each[:3]) for which, each in bounds.items()] == [(name, 0, 0, 0, True), (name, 1, 0, 3, True)]
     (topic_id,) = {each.topic_id for each in bounds.values()}
     assert len(bytes.fromhex(topic_id or "")) == TOPIC_ID_BYTES
 
 
-def test_missing_topic_is_named_by_driver_and_spark(spark: Any, dev_cluster: KproxyProcess) -> None:
-    from pyspark.errors import AnalysisException
-
-    said = f"There is no topic missing at {dev_cluster.kafka}."
-    with pytest.raises(LogReadFailed, match=f"^{said}$"):
-        ends_of(dev_cluster.kafka, ["missing"])
-    with pytest.raises(AnalysisException, match=said):
-        read_log(spark, log_options(dev_cluster.kafka, topics=["missing"])).collect()
-
-
-def test_options_are_judged_before_spark_sees_them(spark: Any) -> None:
-    with pytest.raises(LogReadFailed, match="Say what to read"):
-        read_log(spark, log_options(f"127.0.0.1:{free_port()}", topics=[]))
+def test_failed_task_is_reported_in_one_sentence(spark: Any, dev_cluster: KproxyProcess, topic: str) -> None:
+    read = ReadHeaders(f"127.0.0.1:{free_port()}", NO_OPTIONS, [[LogRange(TopicPartition(topic, 0), 0, 1, True)]], {})
+    frame = spark.range(0, 1, 1, 1).mapInArrow(lambda numbers: replace(read, patience_s=0.1)(numbers), LOG_SCHEMA)
+    with pytest.raises(SparkFailed, match=r"^x: .*cannot be reached .*given up after"), as_spark_failure("x"):
+        frame.collect()
