@@ -17,7 +17,6 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import logging
 import shutil
 import signal
 import sys
@@ -31,18 +30,15 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-from kafka.admin import KafkaAdminClient
-from kafka.errors import KafkaError
 from rich.console import Console
 
 from kproxy.config import DEFAULT_PREFIX
 from kproxy.config.audit import DEFAULT_TOPIC
 from kproxy.demo import flights
 from kproxy.demo.judge import Judge
-from kproxy.demo.owner_kill import OwnerKill, OwnerNotKilled, StreamGate
+from kproxy.demo.owner_kill import OwnerNotKilled, StreamGate, kill_owner, leases_in
 from kproxy.demo.report import DemoOutcome, KilledOwner, show
 from kproxy.demo.secured import PLAIN, Secured, secure
 from kproxy.dev.cluster import DEFAULT_LEASE_TTL_S, ChildEnded, DevCluster
@@ -139,7 +135,7 @@ def run_demo(
         if options.report is not None and outcome.audit is not None:
             report.say(f"The audit's report is {options.report.resolve()}")
         return outcome.exit_status
-    except (SparkFailed, LogReadFailed, TopicNotCreated, EtcdError, ChildEnded, OwnerNotKilled) as error:
+    except (SparkFailed, LogReadFailed, EtcdError, ChildEnded, OwnerNotKilled) as error:
         keep = True
         report.say(f"The demo failed: {error}")
         return 1
@@ -315,7 +311,6 @@ class _Run:
     async def _job(
         self, target: Target, written_files: asyncio.Future[flights.Flights], spark: asyncio.Future[None], began: float
     ) -> DemoOutcome:
-        await self._call(lambda: create_topic(target.bootstrap, self._topic, PARTITIONS, target.secured.python))
         data = await written_files
         await spark
         written, killed = await self._write(target, data)
@@ -376,6 +371,7 @@ class _Run:
                     data.directory,
                     bootstrap=target.bootstrap,
                     topic=self._topic,
+                    partitions=PARTITIONS,
                     checkpoint=self._work_dir / "checkpoint",
                     on_rows=on_rows,
                     before_batch=gate.before_batch,
@@ -387,8 +383,8 @@ class _Run:
 
         if to_kill is None:
             return await until_written(), None
-        kill = OwnerKill(to_kill, target.prefix, self._topic, gate, self._report)
-        return await _both(until_written(), kill.run())
+        kill = kill_owner(to_kill, target.prefix, self._topic, gate, self._report)
+        return await _both(until_written(), kill)
 
 
 async def _both(first: Coroutine[object, object, T], second: Coroutine[object, object, U]) -> tuple[T, U]:
@@ -426,45 +422,13 @@ async def _while_cluster_runs(cluster: DevCluster | None, work: Coroutine[object
         await asyncio.gather(working, broken, return_exceptions=True)
 
 
-REQUEST_TIMEOUT_MS = 15_000
-
-
-class TopicNotCreated(Exception):
-    """The cluster did not create the topic, or did not answer; the message is one line."""
-
-
-def create_topic(bootstrap: str, topic: str, partitions: int, client: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Create `topic` and wait until each partition has a leader. Blocks. Raise TopicNotCreated.
-
-    `client` has options of kafka-python.
-    """
-    # kafka-python also logs the errors that it raises.
-    logging.getLogger("kafka").setLevel(logging.CRITICAL)
-    try:
-        admin = KafkaAdminClient(
-            bootstrap_servers=bootstrap,
-            client_id="kproxy-demo",
-            bootstrap_timeout_ms=REQUEST_TIMEOUT_MS,
-            request_timeout_ms=REQUEST_TIMEOUT_MS,
-            **client,
-        )
-        try:
-            settings = {"num_partitions": partitions, "replication_factor": -1}
-            admin.create_topics({topic: settings}, wait_for_metadata=True)
-        finally:
-            admin.close()
-    except KafkaError as error:
-        raise TopicNotCreated(f"The topic {topic} could not be created through {bootstrap}: {error}") from error
-
-
 async def partition_owners(endpoints: Sequence[str], prefix: str, topic: str) -> Mapping[int, int]:
     """Return the broker id by partition index, from the lease keys in etcd. Raise EtcdError."""
     client = EtcdClient(endpoints)
     await client.connect()
     try:
-        directory = f"{prefix}/partition-leases/{topic}/"
-        leases = await client.get_prefix(directory)
-        return {int(kv.key.removeprefix(directory)): int(kv.value) for kv in leases.kvs}
+        leases = await leases_in(client, prefix, topic)
+        return {partition: int(lease.value) for partition, lease in leases.items()}
     finally:
         await client.close()
 

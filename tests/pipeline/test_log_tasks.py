@@ -9,7 +9,6 @@ from typing import Any
 import confluent_kafka
 import pytest
 
-from kproxy.demo.run import create_topic
 from kproxy.pipeline.audit.judge import Batch
 from kproxy.pipeline.audit.log_client import LogClient, TopicPartition
 from kproxy.pipeline.audit.log_reader import LogRange
@@ -22,7 +21,7 @@ from kproxy.pipeline.audit.trail_place import parse_trail
 from kproxy.pipeline.kafka_access import NO_OPTIONS
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure
 from kproxy_codec.partitioned import TOPIC_ID_BYTES
-from tests.support.clients.kafka_io import TIMEOUT_S, produce
+from tests.support.clients.kafka_io import TIMEOUT_S, create_topic, produce
 from tests.support.processes.dev import KproxyProcess
 from tests.support.processes.ports import free_port
 

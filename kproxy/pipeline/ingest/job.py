@@ -314,7 +314,6 @@ def stopped_by_signals(stop: Stop) -> Iterator[None]:
 
 
 _REFUSED: Final = re.compile(re.escape(REFUSED) + r"\|([^|]*)\|([^|]*)\|(?:([^|]*)\|)?")
-_RAISED: Final = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Failed): (.+)$", re.MULTILINE)
 _WITH_NEW_COLUMNS: Final = (
     "give a --schema that has it, or --on-new-columns dead-letter (or ignore), and start the job again, which writes "
     "this micro-batch again"
@@ -357,13 +356,7 @@ def why(error: BaseException, options: IngestOptions) -> str:
                 checkpoint=options.checkpoint,
                 source=_source(options),
             )
-    return _cause(text) or type(error).__name__
-
-
-def _cause(text: str) -> str:
-    """Return Java's innermost cause, else the Python error of a micro-batch that Java quotes, else the first line."""
-    raised = _RAISED.findall(text)
-    return raised[-1].strip() if raised and "Caused by: " not in text else cause_in(text)
+    return cause_in(text) or type(error).__name__
 
 
 def _source(options: IngestOptions) -> str:

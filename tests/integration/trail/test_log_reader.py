@@ -11,12 +11,11 @@ from typing import Any
 import confluent_kafka
 import pytest
 
-from kproxy.demo.run import create_topic
 from kproxy.pipeline.audit.log_client import EARLIEST, LATEST, LogClient, LogReadFailed, TopicPartition
 from kproxy.pipeline.audit.log_reader import RangeReader, Row
 from kproxy.pipeline.audit.logs import cut
 from kproxy_codec.record_crc import crc_is_valid
-from tests.support.clients.kafka_io import TIMEOUT_S, produce
+from tests.support.clients.kafka_io import TIMEOUT_S, create_topic, produce
 from tests.support.processes.dev import KproxyProcess
 from tests.support.processes.ports import free_port
 
