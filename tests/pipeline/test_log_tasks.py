@@ -9,13 +9,13 @@ from typing import Any
 import confluent_kafka
 import pytest
 
+from kproxy.pipeline.audit.columns import LOG, ddl
 from kproxy.pipeline.audit.judge import Batch
 from kproxy.pipeline.audit.log_client import LogClient, TopicPartition
 from kproxy.pipeline.audit.log_reader import LogRange
 from kproxy.pipeline.audit.logs import TooLarge, bounds_now, ends_of, read_headers
 from kproxy.pipeline.audit.run import AuditJob
 from kproxy.pipeline.audit.run_spark import read_log
-from kproxy.pipeline.audit.schemas import LOG_SCHEMA
 from kproxy.pipeline.audit.spark_tasks import ReadHeaders
 from kproxy.pipeline.audit.trail_place import parse_trail
 from kproxy.pipeline.kafka_access import NO_OPTIONS
@@ -58,7 +58,7 @@ def test_each_batch_is_a_row_in_any_task(spark: Any, dev_cluster: KproxyProcess,
         produce(dev_cluster.kafka, topic, [b"later"], partition=1)
         # Pieces of 12 offsets: their borders lie within batches.
         log = read_log(spark, client, job, None, ends, 12)
-    assert log.schema == LOG_SCHEMA
+    assert log.columns == list(LOG)
     rows = log.collect()
     assert log.rdd.getNumPartitions() == 7
     found = sorted((row.partition, row.base_offset, row.last_offset, row.record_count) for row in rows)
@@ -92,6 +92,6 @@ def test_log_bounds_name_topic_and_compaction(dev_cluster: KproxyProcess) -> Non
 
 def test_failed_task_is_reported_in_one_sentence(spark: Any, dev_cluster: KproxyProcess, topic: str) -> None:
     read = ReadHeaders(f"127.0.0.1:{free_port()}", NO_OPTIONS, [[LogRange(TopicPartition(topic, 0), 0, 1, True)]], {})
-    frame = spark.range(0, 1, 1, 1).mapInArrow(lambda numbers: replace(read, patience_s=0.1)(numbers), LOG_SCHEMA)
+    frame = spark.range(0, 1, 1, 1).mapInArrow(lambda numbers: replace(read, patience_s=0.1)(numbers), ddl(LOG))
     with pytest.raises(SparkFailed, match=r"^x: .*cannot be reached .*given up after"), as_spark_failure("x"):
         frame.collect()

@@ -1,4 +1,4 @@
-"""The columns of all tables that the audit reads and writes, and the kinds of findings. This module needs no Spark.
+"""The columns of the tables that the audit makes, and the kinds of findings. This module needs no Spark.
 
 Columns that end in `_ms`, and `at`, `first_acked_at` and `last_acked_at`, are milliseconds since the epoch, except for
 `p50_ms` to `max_ms`, which are durations; `window_start` and `window_end` are timestamps. First and last offsets are
@@ -12,38 +12,6 @@ from typing import Any, Final
 
 Columns = Mapping[str, str]
 """Names of columns, with their types in Spark's words. All may be null: foreign files may lack any value."""
-
-# A row of a trail, of any kind, as kproxy.trail.rows describes. Columns that a kind lacks are null.
-TRAIL: Final[Columns] = {
-    "kind": "string",
-    "proxy": "string",
-    "incarnation": "string",
-    "sequence": "long",
-    "at": "long",
-    "interval_ms": "long",
-    "mark_ms": "long",
-    "topic": "string",
-    "topic_id": "string",
-    "partition": "int",
-    "owner": "int",
-    "revision": "long",
-    "acks": "int",
-    "connection": "long",
-    "peer": "string",
-    "client_id": "string",
-    "principal": "string",
-    "producer_id": "long",
-    "producer_epoch": "int",
-    "first_sequence": "int",
-    "base_offset": "long",
-    "record_count": "long",
-    "batches": "long",
-    "bytes": "long",
-    "first_acked_at": "long",
-    "last_acked_at": "long",
-    "spans": "array<long>",
-    "latency_us": "array<long>",
-}
 
 # One row for each batch header in the log; the records themselves are not read.
 LOG: Final[Columns] = {
@@ -180,6 +148,11 @@ THROUGHPUT: Final[Columns] = {"window_start": "timestamp", "owner": "int", "reco
 ABOUT: Final = "about"
 
 
+def ddl(names: Columns) -> str:
+    """Return columns as a schema in Spark's words."""
+    return ", ".join(f"{name} {kind}" for name, kind in names.items())
+
+
 def arrow_schema(names: Columns) -> Any:
     """Return the Arrow schema of columns with Spark's types."""
     import pyarrow as pa
@@ -188,6 +161,6 @@ def arrow_schema(names: Columns) -> Any:
     kinds = {
         "string": pa.string(), "int": integer, "long": long, "binary": pa.binary(), "boolean": pa.bool_(),
         "double": pa.float64(), "timestamp": pa.timestamp("us", "UTC"), "array<int>": pa.list_(integer),
-        "array<long>": pa.list_(long), "map<bigint,bigint>": pa.map_(long, long),
+        "map<bigint,bigint>": pa.map_(long, long),
     }  # fmt: skip
     return pa.schema([(name, kinds[kind]) for name, kind in names.items()])

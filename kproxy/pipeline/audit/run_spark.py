@@ -19,6 +19,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 
 from kproxy.errors import StartupError
+from kproxy.pipeline.audit.columns import BOUNDS, LOG, ddl
 from kproxy.pipeline.audit.in_process import audit_rows
 from kproxy.pipeline.audit.judge import Batch
 from kproxy.pipeline.audit.log_client import LogClient, Offsets, TopicPartition
@@ -28,7 +29,6 @@ from kproxy.pipeline.audit.report_gather import gather
 from kproxy.pipeline.audit.report_text import utc
 from kproxy.pipeline.audit.rules import AuditRules
 from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS, AuditJob, about, there, trail_offsets
-from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA
 from kproxy.pipeline.audit.spark_tasks import ReadHeaders
 from kproxy.pipeline.audit.tables import (
     NAMES,
@@ -146,7 +146,7 @@ def _audited(
     if amount > FEW:
         with fitted(session, amount):
             return audit_tables(rows, log, bounds, rules, land)
-    names = TrailRow.__struct_fields__
+    names = TrailRow.__slots__
     batches: dict[TopicPartition, list[Batch]] = defaultdict(list)
     for row in log.collect():
         batches[TopicPartition(row.topic, row.partition)].append(Batch(*(row[name] for name in Batch._fields)))
@@ -182,21 +182,21 @@ def _read_logs(
         named = rows.where("topic is not null").select("topic").distinct().collect()
         topics = existing(client, {row.topic for row in named})
     if not topics:
-        return session.createDataFrame([], LOG_SCHEMA), session.createDataFrame([], BOUNDS_SCHEMA)
+        return session.createDataFrame([], ddl(LOG)), session.createDataFrame([], ddl(BOUNDS))
     ends = ends_behind(acknowledged_by_one(rows), lambda: ends_of(client, topics))
     first = None if job.from_ms is None else first_acknowledged(rows, job.from_ms - LOG_LOOKBACK_MS)
     log = land("log", read_log(session, client, job, first, ends))
     bounds = bounds_now(client, topics, job.compacted)
-    return log, session.createDataFrame([(*which, *each) for which, each in bounds.items()], BOUNDS_SCHEMA)
+    return log, session.createDataFrame([(*which, *each) for which, each in bounds.items()], ddl(BOUNDS))
 
 
 def read_log(
     session: Any, client: LogClient, job: AuditJob, first: Offsets | None, ends: Offsets, most: int | None = None
 ) -> DataFrame:
-    """Return LOG_SCHEMA: the headers of the batches that `plan` names, read by a task for each piece."""
+    """Return LOG: the headers of the batches that `plan` names, read by a task for each piece."""
     pieces = plan(client, first, ends, most)
     read = ReadHeaders(job.bootstrap, job.kafka, pieces, client.leaders)
-    return session.range(0, len(pieces), 1, max(1, len(pieces))).mapInArrow(lambda numbers: read(numbers), LOG_SCHEMA)
+    return session.range(0, len(pieces), 1, max(1, len(pieces))).mapInArrow(lambda numbers: read(numbers), ddl(LOG))
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from kproxy.pipeline.audit.log_reader import LogRange, RangeReader
 from kproxy.pipeline.audit.logs import crc_check
 from kproxy.pipeline.audit.proof import Stamp, Unproven, is_unproven, trail_part
 from kproxy.pipeline.audit.report_gather import Reduced
+from kproxy.pipeline.audit.trail_rows import NEEDED_FIELDS, TrailRow, is_row
 from kproxy.pipeline.kafka_access import KafkaOptions
 from kproxy.routing.topology import Address
 from kproxy.trail.signature import Signatures
@@ -101,6 +102,16 @@ class SignedLines:
         for batch in batches:
             lines = batch.column("line").to_pylist()
             yield batch.filter(pa.array([line is not None and accept(line.encode()) for line in lines], pa.bool_()))
+
+
+def rows_of_proxies(batches: Iterable[Any]) -> Iterator[Any]:
+    """Keep the rows of trails that a proxy may have written."""
+    import pyarrow as pa
+
+    for batch in batches:
+        rows = zip(*(batch.column(name).to_pylist() for name in TrailRow.__slots__), strict=True)
+        kept = [None not in row[:NEEDED_FIELDS] and is_row(TrailRow(*row)) for row in rows]
+        yield batch.filter(pa.array(kept, pa.bool_()))
 
 
 def part_of_trail(key: tuple[Any, ...], table: Any) -> Any:

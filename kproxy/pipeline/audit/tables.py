@@ -21,19 +21,12 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.audit.columns import ABOUT, OWNERS, PARTITIONS
+from kproxy.pipeline.audit.columns import ABOUT, FINDINGS, OWNERS, PARTITIONS, THROUGHPUT, WINDOWS, ddl
 from kproxy.pipeline.audit.findings import of_unproven
 from kproxy.pipeline.audit.judge import Batch, Bounds, PartitionPart, Range
 from kproxy.pipeline.audit.proof import Stamp, TrailName, TrailPart
 from kproxy.pipeline.audit.report_gather import R
 from kproxy.pipeline.audit.rules import AuditRules
-from kproxy.pipeline.audit.schemas import (
-    FINDINGS_SCHEMA,
-    OWNERS_SCHEMA,
-    PARTITIONS_SCHEMA,
-    THROUGHPUT_SCHEMA,
-    WINDOWS_SCHEMA,
-)
 from kproxy.pipeline.audit.spark_tasks import (
     FLOWS,
     JUDGED,
@@ -70,7 +63,7 @@ def audit_tables(
 ) -> Tables:
     """Audit a whole trail.
 
-    `rows` have TRAIL_SCHEMA and `shipped_at`, in any order; `log` and `bounds` have their schemas. Rows and log are
+    `rows` have TRAIL and `shipped_at`, in any order; `log` and `bounds` have their schemas. Rows and log are
     read several times. `land` stores intermediate tables that are read several times.
     """
     session = rows.sparkSession
@@ -100,16 +93,16 @@ def audit_tables(
     for each in map(of_unproven, missing):
         listed.note([each], {each["kind"]: 1})
     findings = [tuple(row.values()) for row in listed.whole()]
-    partitions = land("partitions", sums.select("row").mapInArrow(Unpack(PARTITIONS), PARTITIONS_SCHEMA))
+    partitions = land("partitions", sums.select("row").mapInArrow(Unpack(PARTITIONS), ddl(PARTITIONS)))
     unchecked = partitions.where("unchecked > 0").select(*PARTITION).collect()
     of_windows = WindowSum(rules.window_ms, missing, frozenset((each.topic, each.partition) for each in unchecked))
     return Tables(
         windows=_with_all_parts(parts, sums)
         .groupBy(*_WINDOW)
-        .applyInArrow(lambda key, part: of_windows(key, part), WINDOWS_SCHEMA),
+        .applyInArrow(lambda key, part: of_windows(key, part), ddl(WINDOWS)),
         partitions=partitions,
-        findings=session.createDataFrame(findings, FINDINGS_SCHEMA),
-        owners=sums.select("owners").mapInArrow(Unpack(OWNERS), OWNERS_SCHEMA),
+        findings=session.createDataFrame(findings, ddl(FINDINGS)),
+        owners=sums.select("owners").mapInArrow(Unpack(OWNERS), ddl(OWNERS)),
         throughput=_throughput(parts),
     )
 
@@ -220,7 +213,7 @@ def _throughput(parts: DataFrame) -> DataFrame:
 
 
 def bounds_in(row: Any) -> Bounds:
-    """Return a row of BOUNDS_SCHEMA without its partition."""
+    """Return a row of BOUNDS without its partition."""
     return Bounds(row.log_start_offset, row.end_offset, bool(row.is_compacted), row.topic_id)
 
 
@@ -231,7 +224,7 @@ _ABOUT_SCHEMA = "label string, text string"
 class Tables:
     """The result tables, not collected.
 
-    `kproxy/pipeline/audit/schemas.py` has the columns. `windows`: one row for each topic, partition and window of time.
+    `columns.py` has the columns. `windows`: one row for each topic, partition and window of time.
     `partitions`: the same over all time. `findings`: one row for each fault or unproven time. `owners`: what each
     broker acknowledged, from when to when, under which ownership revision. `throughput`: records and bytes by window
     and owner.
@@ -260,13 +253,7 @@ class Tables:
 
 
 NAMES = tuple(field.name for field in fields(Tables))
-SCHEMAS: Final = {
-    "windows": WINDOWS_SCHEMA,
-    "partitions": PARTITIONS_SCHEMA,
-    "findings": FINDINGS_SCHEMA,
-    "owners": OWNERS_SCHEMA,
-    "throughput": THROUGHPUT_SCHEMA,
-}
+SCHEMAS: Final = dict(zip(NAMES, map(ddl, (WINDOWS, PARTITIONS, FINDINGS, OWNERS, THROUGHPUT)), strict=True))
 
 
 def write_results(tables: Tables, directory: str, about: Mapping[str, str]) -> None:

@@ -153,7 +153,7 @@ def page(rows: Iterable[Row]) -> str:
 
 
 def trail_rows(rows: Iterable[Row]) -> list[TrailRow]:
-    names = TrailRow.__struct_fields__
+    names = TrailRow.__slots__
     return [TrailRow(**{name: value for name, value in row.items() if name in names}) for row in rows]
 
 
