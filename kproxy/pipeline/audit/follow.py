@@ -47,6 +47,7 @@ from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS, SPARK, AuditJob, acknowle
 from kproxy.pipeline.audit.trail_place import JSON, TOPIC
 from kproxy.pipeline.audit.trail_reader import file_rows, files_of, read_topic
 from kproxy.pipeline.audit.trail_rows import TrailRow
+from kproxy.pipeline.preflight import write_whole
 from kproxy.pipeline.progress import Report
 from kproxy.trail.signature import Signatures
 
@@ -291,14 +292,8 @@ class Follower:
         while len(self._snapshots) > 1 and self._snapshots[1].at_ms <= self._newest_ms - horizon_ms:
             self._snapshots.popleft()
         self.state.begin = self._snapshots[0]
-        if self._options.state is None:
-            return
-        unfinished = self._options.state.with_name(f".{self._options.state.name}.unfinished")
-        try:
-            unfinished.write_bytes(msgspec.json.encode(self.state))
-            unfinished.replace(self._options.state)
-        except OSError as error:
-            raise StartupError(f"--state could not be written to {self._options.state} ({error.strerror}).") from error
+        if self._options.state is not None:
+            write_whole(self._options.state, msgspec.json.encode(self.state).decode(), "--state")
 
 
 def _partition(row: TrailRow) -> TopicPartition:

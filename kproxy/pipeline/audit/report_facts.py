@@ -318,10 +318,5 @@ class Facts:
         return self.verdict.sums
 
     @property
-    def rest(self) -> Sums:
-        """The sum of the partitions that are not shown."""
-        return self.sums.without([partition.sums for partition in self.partitions])
-
-    @property
     def hidden_findings(self) -> int:
         return sum(count.findings for count in self.finding_counts.values()) - len(self.findings)
