@@ -7,12 +7,12 @@ its dependencies, so this module needs only pyarrow.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from kproxy.pipeline.audit.columns import DELETED, GONE, LOG, WINDOWS, arrow_schema
-from kproxy.pipeline.audit.findings import Findings, sum_up, window_row
+from kproxy.pipeline.audit.findings import sum_up, window_row
 from kproxy.pipeline.audit.judge import (
     Amounts,
     Batch,
@@ -29,7 +29,6 @@ from kproxy.pipeline.audit.log_client import PATIENCE_S, LogClient, TopicPartiti
 from kproxy.pipeline.audit.log_reader import LogRange, RangeReader
 from kproxy.pipeline.audit.logs import crc_check
 from kproxy.pipeline.audit.proof import Stamp, Unproven, is_unproven, trail_part
-from kproxy.pipeline.audit.report_gather import Reduced
 from kproxy.pipeline.audit.trail_rows import NEEDED_FIELDS, TrailRow, is_row
 from kproxy.pipeline.kafka_access import KafkaOptions
 from kproxy.routing.topology import Address
@@ -241,24 +240,3 @@ class Unpack:
                 rows = pickle.loads(packed)  # noqa: S301 - of this job
                 rows = rows if isinstance(rows, list) else [rows]
                 yield from pa.Table.from_pylist(rows, arrow_schema(self.names)).to_batches()
-
-
-class PackedFindings(Findings):
-    """Reads the packed findings of partitions."""
-
-    def read(self, row: Mapping[str, Any]) -> None:
-        self.note(pickle.loads(row["findings"]), pickle.loads(row["found"]))  # noqa: S301 - of this job
-
-
-@dataclass(frozen=True, slots=True)
-class Reduce:
-    """Read the rows of a task, and yield the one pickled result."""
-
-    begin: Callable[[], Reduced]
-
-    def __call__(self, batches: Iterable[Any]) -> Iterator[Any]:
-        reduced = self.begin()
-        for batch in batches:
-            for row in batch.to_pylist():
-                reduced.read(row)
-        yield from _table("part binary", [(pickle.dumps(reduced),)]).to_batches()

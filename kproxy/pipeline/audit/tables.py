@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
-from functools import partial, reduce
+from functools import reduce
 from operator import or_
 from typing import Any, Final
 
@@ -22,10 +22,9 @@ from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own docu
 
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.columns import ABOUT, FINDINGS, OWNERS, PARTITIONS, THROUGHPUT, WINDOWS, ddl
-from kproxy.pipeline.audit.findings import of_unproven
+from kproxy.pipeline.audit.findings import Findings, of_unproven
 from kproxy.pipeline.audit.judge import Batch, Bounds, PartitionPart, Range
 from kproxy.pipeline.audit.proof import Stamp, TrailName, TrailPart
-from kproxy.pipeline.audit.report_gather import R
 from kproxy.pipeline.audit.rules import AuditRules
 from kproxy.pipeline.audit.spark_tasks import (
     FLOWS,
@@ -34,9 +33,7 @@ from kproxy.pipeline.audit.spark_tasks import (
     REPEATS,
     TRAIL_PARTS,
     BucketJudge,
-    PackedFindings,
     PartitionSum,
-    Reduce,
     Unpack,
     WindowSum,
     flows,
@@ -89,7 +86,9 @@ def audit_tables(
         .groupBy(*PARTITION)
         .applyInArrow(lambda key, part: of_partitions(key, part), JUDGED),
     )
-    listed = fold(sums.select("findings", "found"), partial(PackedFindings, judge.max_findings))
+    listed = Findings(judge.max_findings)
+    for packed in sums.select("findings", "found").toLocalIterator():
+        listed.note(pickle.loads(packed.findings), pickle.loads(packed.found))  # noqa: S301 - of this job
     for each in map(of_unproven, missing):
         listed.note([each], {each["kind"]: 1})
     findings = [tuple(row.values()) for row in listed.whole()]
@@ -105,14 +104,6 @@ def audit_tables(
         owners=sums.select("owners").mapInArrow(Unpack(OWNERS), ddl(OWNERS)),
         throughput=_throughput(parts),
     )
-
-
-def fold(frame: DataFrame, begin: Callable[[], R]) -> R:
-    """Reduce a table on the executors; the driver adds the results of the tasks. Raise Spark's errors."""
-    whole = begin()
-    for packed in frame.mapInArrow(Reduce(begin), "part binary").collect():
-        whole.add(pickle.loads(packed.part))  # noqa: S301 - of this job
-    return whole
 
 
 def _trail_parts(rows: DataFrame) -> dict[TrailName, TrailPart]:
@@ -239,8 +230,7 @@ class Tables:
     def listed(self) -> list[Mapping[str, Any]]:
         return [row.asDict() for row in self.findings.collect()]
 
-    def fold(self, table: str, begin: Callable[[], R], only: Collection[tuple[str, int]] | None = None) -> R:
-        """Reduce a table on the executors, or its rows of these few partitions (`report_gather.Source`)."""
+    def rows(self, table: str, only: Collection[tuple[str, int]] | None = None) -> Iterator[Mapping[str, Any]]:
         frame = getattr(self, table)
         if only is not None:
             numbers = defaultdict(list)
@@ -249,7 +239,14 @@ class Tables:
             # A filter, with which Parquet skips files; no join.
             those = [(F.col("topic") == topic) & F.col("partition").isin(*each) for topic, each in numbers.items()]
             frame = frame.where(reduce(or_, those, F.lit(False)))
-        return fold(frame, begin)
+        times = [name for name, kind in frame.dtypes if kind == "timestamp"]
+        frame = frame.withColumns({name: F.unix_millis(name) for name in times})
+        return (row.asDict() for row in frame.toLocalIterator())
+
+    def extent(self) -> tuple[int, int] | None:
+        begin, end = (F.unix_millis(each) for each in (F.min("window_start"), F.max("window_end")))
+        found = self.windows.agg(begin, end).first()
+        return None if found is None or found[0] is None else tuple(found)
 
 
 NAMES = tuple(field.name for field in fields(Tables))
