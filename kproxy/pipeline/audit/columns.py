@@ -23,11 +23,7 @@ LOG: Final[Columns] = {
     "producer_id": "long",
     "producer_epoch": "int",
     "base_sequence": "int",
-    "leader_epoch": "int",
-    "max_timestamp": "long",
-    "bytes": "int",
     "is_control": "boolean",
-    "is_transactional": "boolean",
     "crc_ok": "boolean",
 }
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Final, NamedTuple
 
+from kproxy.pipeline.audit.judge import Batch
 from kproxy.pipeline.audit.log_client import (
     EARLIEST,
     LARGEST_BATCH_BYTES,
@@ -35,7 +36,7 @@ from kproxy_codec.fetch import PartitionFetched
 from kproxy_codec.primitives import Buffer
 from kproxy_codec.record_batch import HEADER_BYTES, RecordBatch, parse_batch, parse_header
 
-ROWS_PER_CHUNK: Final = 8192
+HEADERS_PER_CHUNK: Final = 8192
 MAX_BYTES: Final = 4 << 20
 # Compaction may have removed the last batches of a range. One empty answer may be due to a short wait of the broker, so
 # several are needed.
@@ -52,26 +53,6 @@ class LogRange(NamedTuple):
 
 
 CheckCrc = Callable[[Buffer, RecordBatch], bool]
-Row = tuple[int, int, int, int, int, int, int, int, int, bool, bool, bool | None]
-"""base_offset, last_offset, record_count, producer_id, producer_epoch, base_sequence, leader_epoch, max_timestamp,
-bytes, is_control, is_transactional, crc_ok (None: not checked)."""
-
-
-def _row(batch: RecordBatch, crc_ok: bool | None) -> Row:
-    return (
-        batch.base_offset,
-        batch.last_offset,
-        batch.record_count,
-        batch.producer_id,
-        batch.producer_epoch,
-        batch.base_sequence,
-        batch.partition_leader_epoch,
-        batch.max_timestamp,
-        batch.size_in_bytes,
-        batch.is_control,
-        batch.is_transactional,
-        crc_ok,
-    )
 
 
 class RangeReader:
@@ -90,12 +71,14 @@ class RangeReader:
         # More bytes to fetch for the batches after a corrupt one, which brokers resend until the position is past it.
         self._more_bytes = 0
         self._done = False
+        self.bytes_read = 0
 
-    def rows(self) -> Iterator[list[Row]]:
-        """Yield chunks of at most ROWS_PER_CHUNK rows. Raise LogReadFailed."""
-        for _, batches in self.answers():
-            while rows := [_row(batch, crc_ok) for batch, crc_ok in islice(batches, ROWS_PER_CHUNK)]:
-                yield rows
+    def headers(self) -> Iterator[list[Batch]]:
+        """Yield chunks of at most HEADERS_PER_CHUNK headers. Raise LogReadFailed."""
+        for records, batches in self.answers():
+            self.bytes_read += len(records)
+            while chunk := [_header(batch, crc_ok) for batch, crc_ok in islice(batches, HEADERS_PER_CHUNK)]:
+                yield chunk
 
     def answers(self) -> Iterator[tuple[Buffer, Iterator[tuple[RecordBatch, bool | None]]]]:
         """Yield the records of each answer with its new batches, which the caller must exhaust.
@@ -213,3 +196,8 @@ class RangeReader:
 
     def _failed(self, reason: str) -> LogReadFailed:
         return LogReadFailed(f"{self._wanted.which} cannot be read at offset {self._position}: {reason}.")
+
+
+def _header(batch: RecordBatch, crc_ok: bool | None) -> Batch:
+    first = batch.base_offset, batch.last_offset, batch.record_count
+    return Batch(*first, batch.producer_id, batch.producer_epoch, batch.base_sequence, batch.is_control, crc_ok)

@@ -162,12 +162,13 @@ def read_headers(
     check = crc_check()
     for wanted in (each for piece in plan(client, first, ends, unread=unread) for each in piece):
         try:
-            for rows in RangeReader(client, wanted, check).rows():
-                batches += len(rows)
-                size += sum(row[8] for row in rows)
-                if _exceeds(batches, most_batches) or _exceeds(size, most_bytes):
+            reader = RangeReader(client, wanted, check)
+            for headers in reader.headers():
+                batches += len(headers)
+                if _exceeds(batches, most_batches) or _exceeds(size + reader.bytes_read, most_bytes):
                     raise TooLarge
-                read[wanted.which] += [Batch(*row[:6], row[9], row[11]) for row in rows]
+                read[wanted.which] += headers
+            size += reader.bytes_read
         except LogReadFailed as error:
             if unread is None:
                 raise

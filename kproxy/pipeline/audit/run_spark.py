@@ -9,10 +9,8 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, Final
 
 from pyspark.sql import DataFrame
@@ -20,29 +18,21 @@ from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own docu
 
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.columns import BOUNDS, LOG, ddl
-from kproxy.pipeline.audit.in_process import audit_rows
-from kproxy.pipeline.audit.judge import Batch
 from kproxy.pipeline.audit.log_client import LogClient, Offsets, TopicPartition
 from kproxy.pipeline.audit.logs import bounds_now, ends_behind, ends_of, existing, plan
 from kproxy.pipeline.audit.report_facts import TRAIL_READ, Facts
 from kproxy.pipeline.audit.report_gather import gather
 from kproxy.pipeline.audit.report_text import utc
-from kproxy.pipeline.audit.rules import AuditRules
 from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS, AuditJob, about, there, trail_offsets
 from kproxy.pipeline.audit.spark_tasks import ReadHeaders
 from kproxy.pipeline.audit.tables import (
-    NAMES,
-    SCHEMAS,
     Land,
-    Tables,
     audit_tables,
-    bounds_in,
     read_results,
     write_results,
 )
 from kproxy.pipeline.audit.trail import read_files, read_topic
 from kproxy.pipeline.audit.trail_place import TOPIC
-from kproxy.pipeline.audit.trail_rows import TrailRow
 from kproxy.pipeline.progress import JobsProgress, Report
 from kproxy.pipeline.session import SessionOptions, open_session
 from kproxy.pipeline.spark import as_spark_failure, on_this_machine
@@ -50,8 +40,6 @@ from kproxy.pipeline.spark import as_spark_failure, on_this_machine
 # Spark ignores names that begin with `_`, so a reader of the results does not read intermediate tables.
 _WORK = "_work"
 _BEHIND_LAST: Final = "element_at(spans, -2) + element_at(spans, -1)"
-# The most rows of the trail and batches of the log that the driver judges itself.
-FEW: Final = 50_000
 _SHUFFLE_PARTITIONS: Final = "spark.sql.shuffle.partitions"
 # About 60 MB, with two endpoints for each row.
 _ROWS_PER_TASK: Final = 300_000
@@ -79,86 +67,30 @@ def _check_output(job: AuditJob, master: str) -> None:
 
 
 def audit_in(session: Any, job: AuditJob, display: Report) -> Facts:
-    """Audit in an open session. Errors are those of `audit_on_spark`."""
+    """Audit in an open session. Errors are those of `audit_on_spark`.
+
+    Intermediate tables are in a directory beside the results until the end.
+    """
+    stage = display.stage("audit", "reading the trail")
     with ExitStack() as stack:
         output = job.output
         if output is None:
             output = tempfile.mkdtemp(prefix="kproxy-audit-")
             stack.callback(shutil.rmtree, output, ignore_errors=True)
-        stage = display.stage("audit", "reading the trail")
-        with JobsProgress(session, stage):
-            result = run_audit(session, job, output, about(job))
-            with fitted(session, result.rows), as_spark_failure("The audit's results could not be read"):
-                facts = gather(result.tables, result.about)
-        stage.finish(f"{facts.sums.acked:,} acknowledged records")
-        return facts
-
-
-@dataclass(frozen=True, slots=True)
-class AuditResult:
-    """The tables and their `about`, as written. `rows`: the number of rows and batches read."""
-
-    tables: Tables
-    about: Mapping[str, str]
-    rows: int
-
-
-def run_audit(session: Any, job: AuditJob, output: str, about: Mapping[str, str]) -> AuditResult:
-    """Audit once, and write the tables to `output`.
-
-    Raise StartupError if there is nothing to read, else SparkFailed or LogReadFailed. `about` is stored with the
-    results. Intermediate tables are in a directory beside them until the end.
-    """
-    with as_spark_failure("The audit failed"), work_in(session, f"{output.rstrip('/')}/{_WORK}") as land:
+        stack.enter_context(JobsProgress(session, stage))
+        stack.enter_context(as_spark_failure("The audit failed"))
+        land = stack.enter_context(work_in(session, f"{output.rstrip('/')}/{_WORK}"))
         # Before the trail's end is fixed: reading may take longer than a live proxy is silent.
         read_at_ms = int(time.time() * 1000)
         rows = land("rows", _read_trail(session, job))
         with LogClient(job.bootstrap, job.kafka) as client:
             log, bounds = _read_logs(session, client, job, rows, land)
-        rules = job.rules(read_at_ms)
-        words = {**about, TRAIL_READ: f"{utc(read_at_ms)} UTC"}
-        amount, tables = judge(session, rows, log, bounds, rules, land, output, words)
-    return AuditResult(tables, words, amount)
-
-
-def judge(
-    session: Any,
-    rows: DataFrame,
-    log: DataFrame,
-    bounds: DataFrame,
-    rules: AuditRules,
-    land: Land,
-    output: str,
-    about: Mapping[str, str],
-) -> tuple[int, Tables]:
-    """Audit the inputs and write the tables to `output`. Return the number of input rows, and the tables."""
-    amount = rows.count() + log.count()
-    tables = _audited(session, rows, log, bounds, rules, land, amount)
-    with fitted(session, amount):
-        write_results(tables, output, about)
-    return amount, read_results(session, output)[0]
-
-
-def _audited(
-    session: Any, rows: DataFrame, log: DataFrame, bounds: DataFrame, rules: AuditRules, land: Land, amount: int
-) -> Tables:
-    """Audit `amount` rows and batches. The driver judges a few itself, for which Spark would mostly run empty tasks."""
-    if amount > FEW:
-        with fitted(session, amount):
-            return audit_tables(rows, log, bounds, rules, land)
-    names = TrailRow.__slots__
-    batches: dict[TopicPartition, list[Batch]] = defaultdict(list)
-    for row in log.collect():
-        batches[TopicPartition(row.topic, row.partition)].append(Batch(*(row[name] for name in Batch._fields)))
-    limits = {TopicPartition(row.topic, row.partition): bounds_in(row) for row in bounds.collect()}
-    trail = [TrailRow(*(row[name] for name in names)) for row in rows.select(*names).collect()]
-    results = audit_rows(trail, batches, limits, rules)
-    return Tables(
-        **{
-            name: session.createDataFrame([tuple(row.values()) for row in getattr(results, name)], SCHEMAS[name])
-            for name in NAMES
-        }
-    )
+        words = {**about(job), TRAIL_READ: f"{utc(read_at_ms)} UTC"}
+        with fitted(session, rows.count() + log.count()):
+            write_results(audit_tables(rows, log, bounds, job.rules(read_at_ms), land), output, words)
+            facts = gather(read_results(session, output), words)
+    stage.finish(f"{facts.sums.acked:,} acknowledged records")
+    return facts
 
 
 def _read_trail(session: Any, job: AuditJob) -> DataFrame:

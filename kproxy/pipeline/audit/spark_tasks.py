@@ -82,8 +82,8 @@ class ReadHeaders:
         with LogClient(self.bootstrap, self.kafka, patience_s=self.patience_s) as client:
             client.leaders.update(self.leaders)
             for wanted in (each for batch in numbers for n in batch.column(0).to_pylist() for each in self.pieces[n]):
-                for rows in RangeReader(client, wanted, check).rows():
-                    columns = zip(*((*wanted.which, *row) for row in rows), strict=True)
+                for headers in RangeReader(client, wanted, check).headers():
+                    columns = zip(*((*wanted.which, *each) for each in headers), strict=True)
                     arrays = [pa.array(values, each.type) for values, each in zip(columns, schema, strict=True)]
                     yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 

@@ -16,11 +16,9 @@ from functools import reduce
 from operator import or_
 from typing import Any, Final
 
-from pyspark.errors import AnalysisException
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 
-from kproxy.errors import StartupError
 from kproxy.pipeline.audit.columns import ABOUT, FINDINGS, OWNERS, PARTITIONS, THROUGHPUT, WINDOWS, ddl
 from kproxy.pipeline.audit.findings import Findings, of_unproven
 from kproxy.pipeline.audit.judge import Batch, Bounds, PartitionPart, Range
@@ -65,7 +63,9 @@ def audit_tables(
     """
     session = rows.sparkSession
     judge, missing = rules.prove(_trail_parts(rows))
-    limits = {(each.topic, each.partition): bounds_in(each) for each in bounds.collect()}
+    limits = {
+        (each.topic, each.partition): Bounds(*(each[name] for name in Bounds._fields)) for each in bounds.collect()
+    }
     deleted = frozenset(rules.deleted_topics)
     judged = _judged_rows(rows, rules, {topic: each.topic_id for (topic, _), each in limits.items()})
     claims = judged.withColumn("bucket", F.explode(_buckets(bits)))
@@ -203,14 +203,6 @@ def _throughput(parts: DataFrame) -> DataFrame:
     return added.select(F.timestamp_millis("window_ms").alias("window_start"), "owner", "records", "bytes")
 
 
-def bounds_in(row: Any) -> Bounds:
-    """Return a row of BOUNDS without its partition."""
-    return Bounds(row.log_start_offset, row.end_offset, bool(row.is_compacted), row.topic_id)
-
-
-_ABOUT_SCHEMA = "label string, text string"
-
-
 @dataclass(frozen=True, slots=True)
 class Tables:
     """The result tables, not collected.
@@ -258,27 +250,17 @@ def write_results(tables: Tables, directory: str, about: Mapping[str, str]) -> N
 
     `about` describes the audit. Raise SparkFailed.
     """
+    rows = [(label, text) for label, text in about.items()]
+    described = tables.partitions.sparkSession.createDataFrame(rows, "label string, text string").coalesce(1)
     with as_spark_failure(f"The audit's results could not be written to {directory}"):
-        session = tables.partitions.sparkSession
-        for name in NAMES:
-            getattr(tables, name).write.mode("overwrite").parquet(_place(directory, name))
-        rows = [(label, text) for label, text in about.items()]
-        session.createDataFrame(rows, _ABOUT_SCHEMA).coalesce(1).write.mode("overwrite").parquet(
-            _place(directory, ABOUT)
-        )
+        for name, frame in (*((name, getattr(tables, name)) for name in NAMES), (ABOUT, described)):
+            frame.write.mode("overwrite").parquet(_place(directory, name))
 
 
-def read_results(session: SparkSession, directory: str) -> tuple[Tables, dict[str, str]]:
-    """Return the tables in `directory` and their `about`. Raise StartupError unless all are there."""
-    try:
-        # Without a schema Spark would first read a file of each table.
-        read = {name: session.read.schema(SCHEMAS[name]).parquet(_place(directory, name)) for name in NAMES}
-        about = session.read.schema(_ABOUT_SCHEMA).parquet(_place(directory, ABOUT)).collect()
-    except AnalysisException as error:
-        raise StartupError(
-            f"{directory} has no audit's results: give a directory that `kproxy pipeline audit --output` wrote to."
-        ) from error
-    return Tables(**read), {row.label: row.text for row in about}
+def read_results(session: SparkSession, directory: str) -> Tables:
+    """Return the tables in `directory`."""
+    # Without a schema Spark would first read a file of each table.
+    return Tables(**{name: session.read.schema(SCHEMAS[name]).parquet(_place(directory, name)) for name in NAMES})
 
 
 def _place(directory: str, name: str) -> str:

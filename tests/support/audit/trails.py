@@ -120,11 +120,7 @@ def batch(
         "producer_id": producer,
         "producer_epoch": epoch if producer >= 0 else -1,
         "base_sequence": sequence if producer >= 0 else -1,
-        "leader_epoch": 0,
-        "max_timestamp": BEGAN_AT,
-        "bytes": count * 10,
         "is_control": is_control,
-        "is_transactional": False,
         "crc_ok": crc_ok,
     }
 
