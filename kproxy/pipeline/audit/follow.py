@@ -20,12 +20,10 @@ Invariants
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -48,7 +46,7 @@ from kproxy.pipeline.audit.trail_place import JSON, TOPIC
 from kproxy.pipeline.audit.trail_reader import file_rows, files_of, read_topic
 from kproxy.pipeline.audit.trail_rows import TrailRow
 from kproxy.pipeline.preflight import write_whole
-from kproxy.pipeline.progress import Report
+from kproxy.pipeline.progress import Report, stopped_by_signals
 from kproxy.trail.signature import Signatures
 
 MOST_KEPT: Final = 1_000_000
@@ -334,7 +332,7 @@ def run_follow_job(
         stage = display.stage("audit", "waiting for the first rows")
         lines = _Lines(display, output or Console(highlight=False))
         follower = Follower(job, options, lines.alarm)
-        with stopped_by_signals(stop):
+        with stopped_by_signals(stop.set):
             while True:
                 follower.round()
                 stage.say(_progress(follower))
@@ -344,20 +342,6 @@ def run_follow_job(
     if follower.state.failures:
         return FAULTY
     return UNPROVEN if follower.state.unproven and not job.allow_unproven else 0
-
-
-@contextmanager
-def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM set `stop` while the block runs; no effect outside the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class _Lines:

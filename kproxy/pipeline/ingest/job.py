@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import signal
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -297,20 +295,6 @@ def _watch(
     look(at_once=True)
     display.finish()
     return None
-
-
-@contextlib.contextmanager
-def stopped_by_signals(stop: Stop) -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM call `stop.ask` while the block runs; no effect outside the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, lambda *_: stop.ask()) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 _REFUSED: Final = re.compile(re.escape(REFUSED) + r"\|([^|]*)\|([^|]*)\|(?:([^|]*)\|)?")
