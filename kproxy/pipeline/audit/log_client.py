@@ -139,20 +139,27 @@ Unread = dict[TopicPartition, str]
 class Patience:
     """Growing pauses between attempts, until nothing has succeeded for `seconds`."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(
+        self,
+        seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self._seconds = seconds
+        self._clock = clock
+        self._sleep = sleep
         self.succeeded()
 
     def succeeded(self) -> None:
-        self._since = time.monotonic()
+        self._since = self._clock()
         self._pause_s = _FIRST_PAUSE_S
 
     def pause(self, reason: str) -> None:
         """Wait before the next attempt. If no time is left, raise LogReadFailed with the last attempt's `reason`."""
-        waited_s = time.monotonic() - self._since
+        waited_s = self._clock() - self._since
         if waited_s >= self._seconds:
             raise LogReadFailed(f"{reason}; given up after {waited_s:.0f} s.")
-        time.sleep(self._pause_s)
+        self._sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
 
     def until(self, attempt: Callable[[], T], what: str) -> T:

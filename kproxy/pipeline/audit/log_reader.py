@@ -32,9 +32,8 @@ from kproxy.pipeline.audit.log_client import (
 )
 from kproxy_codec import error_codes
 from kproxy_codec.errors import CodecError, Truncated
-from kproxy_codec.fetch import PartitionFetched
 from kproxy_codec.primitives import Buffer
-from kproxy_codec.record_batch import HEADER_BYTES, RecordBatch, parse_batch, parse_header
+from kproxy_codec.record_batch import RecordBatch, parse_batch
 
 HEADERS_PER_CHUNK: Final = 8192
 MAX_BYTES: Final = 4 << 20
@@ -88,7 +87,8 @@ class RangeReader:
         patience = self._client.patience()
         empty_answers = 0
         while not self._done:
-            fetched = self._fetch(patience)
+            max_bytes = self._max_bytes + self._more_bytes
+            fetched = self._client.fetch(self._wanted.which, self._position, max_bytes, patience)
             if fetched.error_code == error_codes.OFFSET_OUT_OF_RANGE:
                 self._move_on(patience)
             elif fetched.error_code != error_codes.NONE:
@@ -128,6 +128,9 @@ class RangeReader:
             try:
                 batch = parse_batch(records, at)
             except Truncated:
+                # Brokers send the first batch whole (KIP-74).
+                if at == 0:
+                    raise self._failed("a batch is not sent whole, or says that it is too large") from None
                 return
             except CodecError as error:
                 raise self._failed(str(error)) from error
@@ -150,32 +153,6 @@ class RangeReader:
             self._more_bytes *= 2
         else:
             self._position = max(self._position, self._corrupt.last_offset) + 1
-
-    def _fetch(self, patience: Patience) -> PartitionFetched:
-        """Fetch an answer with a whole first batch: if the broker truncated it, ask for its size."""
-        max_bytes = self._max_bytes + self._more_bytes
-        while True:
-            fetched = self._client.fetch(self._wanted.which, self._position, max_bytes, patience)
-            if fetched.error_code or not fetched.records:
-                return fetched
-            needed = self._first_bytes(fetched.records)
-            if needed <= len(fetched.records):
-                return fetched
-            if needed <= max_bytes:
-                raise self._failed(f"a batch of {needed} bytes is not sent whole")
-            max_bytes = needed
-
-    def _first_bytes(self, records: Buffer) -> int:
-        """Return the size of the first batch, or of a batch header if the header is truncated."""
-        try:
-            needed = parse_header(records).size_in_bytes
-        except Truncated:
-            return HEADER_BYTES
-        except CodecError as error:
-            raise self._failed(str(error)) from error
-        if needed > LARGEST_BATCH_BYTES:
-            raise self._failed(f"a batch says that it has {needed} bytes; at most {LARGEST_BATCH_BYTES} are read")
-        return needed
 
     def _move_on(self, patience: Patience) -> None:
         """Move to the log's current beginning. If the log ends before the position, wait for its end to come back."""

@@ -36,6 +36,7 @@ from kproxy.pipeline.audit.report_text import (
 )
 from kproxy.pipeline.preflight import write_whole
 
+TEMPLATE: Final = resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8")
 # Findings shown at once; the others are folded.
 OPEN_FINDINGS: Final = 8
 # Numbers from this one on need a smaller font in their card.
@@ -56,9 +57,8 @@ def write_report(facts: Facts, path: Path) -> None:
 
 def report_page(facts: Facts) -> str:
     """Return the HTML, the same for the same facts."""
-    template = Template(resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8"))
     parts = (_numbers(facts), _findings(facts), plots(facts), _partitions(facts))
-    return template.substitute(
+    return Template(TEMPLATE).substitute(
         title=escaped(headline(facts.verdict)),
         verdict=_verdict(facts.verdict),
         body="\n".join(filter(None, parts)),
