@@ -14,7 +14,7 @@ from string import Template
 from typing import Final
 
 from kproxy.pipeline.audit.columns import WRONG_KINDS
-from kproxy.pipeline.audit.report_facts import COUNTS, Facts, Finding, Verdict
+from kproxy.pipeline.audit.report_facts import COUNTS, Facts, Finding, Verdict, said
 from kproxy.pipeline.audit.report_plots import plots
 from kproxy.pipeline.audit.report_text import (
     GLOSSARY,
@@ -99,7 +99,7 @@ def _numbers(facts: Facts) -> str:
     for name in columns(facts):
         if fault := COUNTS[name].fault:
             # Omit the verb of the sentence.
-            note = fault.said(2).partition(" ")[2]
+            note = said(fault.sentence, 2).partition(" ")[2]
             if name == "duplicated" and sums.unsequenced:
                 note += f"; {batches(sums.unsequenced)} not checked"
             cards.append((TITLES[name].capitalize(), getattr(sums, name), note, "bad"))
@@ -125,13 +125,13 @@ def _findings(facts: Facts) -> str:
     first, others = "".join(items[:OPEN_FINDINGS]), "".join(items[OPEN_FINDINGS:])
     listed = f'<ul class="findings">{first}</ul>'
     if others:
-        said = counted(len(items) - OPEN_FINDINGS, "more finding")
-        listed += f'<details><summary>{said}</summary><ul class="findings">{others}</ul></details>'
+        told = counted(len(items) - OPEN_FINDINGS, "more finding")
+        listed += f'<details><summary>{told}</summary><ul class="findings">{others}</ul></details>'
     hidden = facts.hidden_findings
     more = ""
     if hidden > 0:
-        said = f"{counted(hidden, 'finding')} more: the first of each kind are in the table “findings”."
-        more = f'<p class="muted">{said}</p>'
+        told = f"{counted(hidden, 'finding')} more: the first of each kind are in the table “findings”."
+        more = f'<p class="muted">{told}</p>'
     return f'<h2>Findings</h2><p class="muted">{escaped(kinds_counted(facts))}</p>{listed}{more}'
 
 

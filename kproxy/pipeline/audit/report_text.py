@@ -17,17 +17,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from kproxy.pipeline.audit.columns import (
-    CORRUPT,
-    DELETED,
-    DUPLICATE,
     FINDING_KINDS,
-    GAP,
-    GONE,
-    LOST,
     OVERLAP,
-    TAIL,
-    UNCHECKED,
-    UNREAD,
     WRONG_KINDS,
 )
 from kproxy.pipeline.audit.report_facts import (
@@ -40,23 +31,10 @@ from kproxy.pipeline.audit.report_facts import (
     State,
     Sums,
     Verdict,
+    said,
 )
 
 _EPOCH = datetime(1970, 1, 1)
-# Singular and plural.
-KIND_NAMES = {
-    LOST: ("loss", "losses"),
-    OVERLAP: ("overlap", "overlaps"),
-    DUPLICATE: ("duplicate", "duplicates"),
-    CORRUPT: ("corrupt batch", "corrupt batches"),
-    UNREAD: ("partition not read", "partitions not read"),
-    UNCHECKED: ("partition not checked", "partitions not checked"),
-    DELETED: ("deleted topic's partition", "deleted topics' partitions"),
-    GONE: ("partition gone with its topic", "partitions gone with their topics"),
-    GAP: ("gap in a trail", "gaps in trails"),
-    TAIL: ("trail without an end", "trails without an end"),
-}
-
 STATE_NAMES = {
     **{state: state.value for state in State},
     State.NOTHING: "nothing acknowledged",
@@ -88,15 +66,15 @@ def summary(verdict: Verdict) -> str:
     """Explain the headline in a few sentences, with the numbers and with what the audit does not know."""
     sums = verdict.sums
     if verdict.failed:
-        wrong = [f"{number:,} {fault.said(number)}" for fault, number in verdict.faults]
+        wrong = [f"{number:,} {said(fault.sentence, number)}" for fault, number in verdict.faults]
         found = f"Of {counted(sums.acked, 'acknowledged record')} {_listed(wrong)}."
     elif sums.acked:
         how_often = ", each at one offset" if sums.unsequenced else ", once and at one offset"
         found = f"{_there(sums)}{'' if verdict.unproven or not sums.present else how_often}."
     else:
         found = "The trail has no acknowledged record in this time and of these topics: there is nothing to check."
-    said = [found, *([_unproven(verdict)] if verdict.unproven else []), *([] if verdict.empty else _unknown(sums))]
-    return " ".join(said)
+    unproven = [_unproven(verdict)] if verdict.unproven else []
+    return " ".join([found, *unproven, *([] if verdict.empty else _unknown(sums))])
 
 
 def _unknown(sums: Sums) -> list[str]:
@@ -127,20 +105,13 @@ def _there(sums: Sums) -> str:
 def _unproven(verdict: Verdict) -> str:
     """State what is not known, because unknown is not the same as clean."""
     sums, holes = verdict.sums, verdict.trail_faults
-    said = []
-    if sums.unchecked:
-        unchecked = f"{batches(sums.unchecked)} {_were(sums.unchecked)} not checked against checksums"
-        said.append(f"{unchecked}, so the log may be corrupt")
-    if sums.gone:
-        records = f"{counted(sums.gone, 'record')} {_are(sums.gone)}"
-        said.append(f"{records} gone with deleted topics. If the deletion was on purpose, give --deleted-topic")
-    if sums.unread:
-        said.append(f"{counted(sums.unread, 'record')} {_are(sums.unread)} in logs that could not be read")
-    if holes or not (sums.unchecked or sums.gone or sums.unread):
+    numbers = {count.warning: getattr(sums, name) for name, count in COUNTS.items() if count.warning}
+    told = [f"{number:,} {said(warning, number)}" for warning, number in numbers.items() if number]
+    if holes or not told:
         what = f"The trails have {counted(holes, 'gap')}" if holes else "The trails are incomplete"
-        said.append(f"{what}: further records acknowledged in that time are unknown")
+        told.append(f"{what}: further records acknowledged in that time are unknown")
     concerned = f" ({sums.unproven:,} of {counted(sums.partitions, 'partition')} affected)" if sums.unproven else ""
-    return f"{'. '.join(said)}{concerned}."
+    return f"{'. '.join(told)}{concerned}."
 
 
 def where(finding: Finding) -> str:
@@ -243,13 +214,18 @@ def kinds_counted(facts: Facts) -> str:
     counts = facts.finding_counts
     kinds = [kind for kind in FINDING_KINDS if kind in counts]
     kinds += sorted(set(counts) - set(FINDING_KINDS))
-    return ", ".join(counted(counts[kind].findings, *KIND_NAMES.get(kind, (kind, kind))) for kind in kinds)
+    return ", ".join(counted(counts[kind].findings, *_names(kind)) for kind in kinds)
 
 
 def kind_in_words(finding: Finding) -> str:
     if finding.kind == OVERLAP and finding.owner != finding.other_owner:
         return "split brain"
-    return KIND_NAMES.get(finding.kind, (finding.kind,))[0]
+    return _names(finding.kind)[0]
+
+
+def _names(kind: str) -> tuple[str, str]:
+    """Return the names of one and of several; foreign tables may have other kinds."""
+    return FINDING_KINDS[kind][:2] if kind in FINDING_KINDS else (kind, kind)
 
 
 def printable(text: str) -> str:
@@ -310,10 +286,6 @@ def _listed(parts: list[str]) -> str:
 
 def _are(count: int) -> str:
     return "is" if count == 1 else "are"
-
-
-def _were(count: int) -> str:
-    return "was" if count == 1 else "were"
 
 
 def shortened(text: str, longest: int) -> str:
