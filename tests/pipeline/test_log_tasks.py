@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import replace
 from typing import Any
 
 import confluent_kafka
@@ -16,7 +15,7 @@ from kproxy.pipeline.audit.log_reader import MAX_BYTES, LogRange
 from kproxy.pipeline.audit.logs import TooLarge, bounds_now, ends_of, read_headers
 from kproxy.pipeline.audit.run import AuditJob
 from kproxy.pipeline.audit.run_spark import read_log
-from kproxy.pipeline.audit.spark_tasks import ReadHeaders
+from kproxy.pipeline.audit.spark_tasks import Pieces
 from kproxy.pipeline.audit.trail_place import parse_trail
 from kproxy.pipeline.kafka_access import NO_OPTIONS
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure
@@ -89,7 +88,8 @@ def test_log_bounds_name_topic_and_compaction(dev_cluster: KproxyProcess) -> Non
 
 
 def test_failed_task_is_reported_in_one_sentence(spark: Any, dev_cluster: KproxyProcess, topic: str) -> None:
-    read = ReadHeaders(f"127.0.0.1:{free_port()}", NO_OPTIONS, [[LogRange(TopicPartition(topic, 0), 0, 1, True)]], {})
-    frame = spark.range(0, 1, 1, 1).mapInArrow(lambda numbers: replace(read, patience_s=0.1)(numbers), ddl(LOG))
+    wanted = LogRange(TopicPartition(topic, 0), 0, 1, is_first=True)
+    read = Pieces(f"127.0.0.1:{free_port()}", NO_OPTIONS, [[wanted]], {}, patience_s=0.1)
+    frame = spark.range(0, 1, 1, 1).mapInArrow(lambda numbers: read.headers(numbers), ddl(LOG))
     with pytest.raises(SparkFailed, match=r"^x: .*cannot be reached .*given up after"), as_spark_failure("x"):
         frame.collect()

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from kproxy.pipeline.audit.judge import Batch
 from kproxy.pipeline.audit.log_client import (
@@ -178,3 +178,14 @@ class RangeReader:
 def _header(batch: RecordBatch, crc_ok: bool | None) -> Batch:
     first = batch.base_offset, batch.last_offset, batch.record_count
     return Batch(*first, batch.producer_id, batch.producer_epoch, batch.base_sequence, batch.is_control, crc_ok)
+
+
+def records_in(client: LogClient, wanted: LogRange) -> Iterator[Any]:
+    """Yield the records of a range, as kafka-python decodes them. Raise LogReadFailed."""
+    from kafka.record.memory_records import MemoryRecords
+
+    for records, batches in RangeReader(client, wanted, None).answers():
+        for batch, _ in batches:
+            for record in MemoryRecords(bytes(records[batch.position : batch.end])).next_batch() or ():
+                if wanted.start <= record.offset < wanted.end:
+                    yield record

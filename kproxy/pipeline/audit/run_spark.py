@@ -24,14 +24,14 @@ from kproxy.pipeline.audit.report_facts import TRAIL_READ, Facts
 from kproxy.pipeline.audit.report_gather import gather
 from kproxy.pipeline.audit.report_text import utc
 from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS, AuditJob, about, there, trail_offsets
-from kproxy.pipeline.audit.spark_tasks import ReadHeaders
+from kproxy.pipeline.audit.spark_tasks import PAGES, Pieces
 from kproxy.pipeline.audit.tables import (
     Land,
     audit_tables,
     read_results,
     write_results,
 )
-from kproxy.pipeline.audit.trail import read_files, read_topic
+from kproxy.pipeline.audit.trail import read_files, rows_of
 from kproxy.pipeline.audit.trail_place import TOPIC
 from kproxy.pipeline.progress import JobsProgress, Report
 from kproxy.pipeline.session import SessionOptions, open_session
@@ -44,6 +44,8 @@ _SHUFFLE_PARTITIONS: Final = "spark.sql.shuffle.partitions"
 # About 60 MB, with two endpoints for each row.
 _ROWS_PER_TASK: Final = 300_000
 _MAX_PARTITIONS: Final = 10_000
+# A page of a trail has up to some hundreds of rows.
+PAGES_PER_PIECE: Final = 2_000
 
 
 def audit_on_spark(job: AuditJob, spark: SessionOptions, display: Report) -> Facts:
@@ -99,9 +101,16 @@ def _read_trail(session: Any, job: AuditJob) -> DataFrame:
     bootstrap = job.trail_bootstrap or job.bootstrap
     with LogClient(bootstrap, job.kafka) as client:
         starts, ends = trail_offsets(client, job)
-    return read_topic(
-        session, job.trail.name, bootstrap=bootstrap, starts=starts, ends=ends, kafka=job.kafka, keys=job.trail.keys
-    )
+        pieces = Pieces(bootstrap, job.kafka, plan(client, starts or None, ends, PAGES_PER_PIECE), client.leaders)
+    pages = _numbers(session, pieces).mapInArrow(lambda numbers: pieces.pages(numbers), PAGES)
+    return rows_of(pages, job.trail.keys)
+
+
+def _numbers(session: Any, pieces: Pieces) -> DataFrame:
+    """Return the number of each piece, in a task of its own."""
+    count = len(pieces.pieces)
+    numbers: DataFrame = session.range(0, count, 1, max(1, count))
+    return numbers
 
 
 def _read_logs(
@@ -126,9 +135,8 @@ def read_log(
     session: Any, client: LogClient, job: AuditJob, first: Offsets | None, ends: Offsets, most: int | None = None
 ) -> DataFrame:
     """Return LOG: the headers of the batches that `plan` names, read by a task for each piece."""
-    pieces = plan(client, first, ends, most)
-    read = ReadHeaders(job.bootstrap, job.kafka, pieces, client.leaders)
-    return session.range(0, len(pieces), 1, max(1, len(pieces))).mapInArrow(lambda numbers: read(numbers), ddl(LOG))
+    pieces = Pieces(job.bootstrap, job.kafka, plan(client, first, ends, most), client.leaders)
+    return _numbers(session, pieces).mapInArrow(lambda numbers: pieces.headers(numbers), ddl(LOG))
 
 
 @contextmanager

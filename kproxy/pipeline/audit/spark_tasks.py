@@ -9,9 +9,10 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final
 
-from kproxy.pipeline.audit.columns import DELETED, GONE, LOG, WINDOWS, arrow_schema
+from kproxy.pipeline.audit.columns import DELETED, GONE, LOG, WINDOWS, arrow_schema, ddl
 from kproxy.pipeline.audit.findings import sum_up, window_row
 from kproxy.pipeline.audit.judge import (
     Amounts,
@@ -26,7 +27,7 @@ from kproxy.pipeline.audit.judge import (
     repeats,
 )
 from kproxy.pipeline.audit.log_client import PATIENCE_S, LogClient, TopicPartition
-from kproxy.pipeline.audit.log_reader import LogRange, RangeReader
+from kproxy.pipeline.audit.log_reader import LogRange, RangeReader, records_in
 from kproxy.pipeline.audit.logs import crc_check
 from kproxy.pipeline.audit.proof import Stamp, Unproven, is_unproven, trail_part
 from kproxy.pipeline.audit.trail_rows import NEEDED_FIELDS, TrailRow, is_row
@@ -35,13 +36,13 @@ from kproxy.routing.topology import Address
 from kproxy.trail.signature import Signatures
 
 TRAIL_PARTS: Final = "proxy string, incarnation string, first long, part binary"
-REPEATS: Final = (
-    "topic string, partition int, base_offset long, last_offset long, record_count int, producer_id long, "
-    "producer_epoch int, base_sequence int, is_control boolean, crc_ok boolean, first_base_offset long"
-)
+REPEATS: Final = f"{ddl(LOG)}, first_base_offset long"
 # A part of a window of time, or, where that is null, of a partition. `copy`: the base offset of a repeated batch of
 # which a copy was acknowledged in the window; such a row has no part.
 PARTS: Final = "topic string, partition int, window_ms long, copy long, records long, part binary"
+# The values of a topic's records, and their timestamps.
+PAGES: Final = "shipped_at long, page binary"
+_PAGES_PER_CHUNK: Final = 100
 FLOWS: Final = "window_ms long, owner int, records long, bytes long"
 JUDGED: Final = (
     "topic string, partition int, row binary, findings binary, found binary, owners binary, changes map<bigint,bigint>"
@@ -62,7 +63,7 @@ def _table(schema: str, rows: list[tuple[Any, ...]]) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadHeaders:
+class Pieces:
     """Read the pieces of logs that a task's numbers name. `leaders`: those of the partitions when it was planned.
 
     Executors need kafka-python for it, which is sent to them, and crc32c, without which `crc_ok` is null.
@@ -74,18 +75,25 @@ class ReadHeaders:
     leaders: Mapping[TopicPartition, Address]
     patience_s: float = PATIENCE_S
 
-    def __call__(self, numbers: Iterable[Any]) -> Iterator[Any]:
-        """Yield LOG. Raise LogReadFailed."""
-        import pyarrow as pa
-
-        schema, check = arrow_schema(LOG), crc_check()
+    def _ranges(self, numbers: Iterable[Any]) -> Iterator[tuple[LogClient, LogRange]]:
         with LogClient(self.bootstrap, self.kafka, patience_s=self.patience_s) as client:
             client.leaders.update(self.leaders)
             for wanted in (each for batch in numbers for n in batch.column(0).to_pylist() for each in self.pieces[n]):
-                for headers in RangeReader(client, wanted, check).headers():
-                    columns = zip(*((*wanted.which, *each) for each in headers), strict=True)
-                    arrays = [pa.array(values, each.type) for values, each in zip(columns, schema, strict=True)]
-                    yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+                yield client, wanted
+
+    def headers(self, numbers: Iterable[Any]) -> Iterator[Any]:
+        """Yield LOG. Raise LogReadFailed."""
+        check = crc_check()
+        for client, wanted in self._ranges(numbers):
+            for headers in RangeReader(client, wanted, check).headers():
+                yield from _table(ddl(LOG), [(*wanted.which, *each) for each in headers]).to_batches()
+
+    def pages(self, numbers: Iterable[Any]) -> Iterator[Any]:
+        """Yield PAGES. Raise LogReadFailed."""
+        records = (record for client, wanted in self._ranges(numbers) for record in records_in(client, wanted))
+        pages = ((record.timestamp, record.value or b"") for record in records)
+        while chunk := list(islice(pages, _PAGES_PER_CHUNK)):
+            yield from _table(PAGES, chunk).to_batches()
 
 
 @dataclass(frozen=True, slots=True)

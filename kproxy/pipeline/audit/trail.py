@@ -6,8 +6,7 @@ then missing, which the audit reports as a gap.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pyspark.errors import AnalysisException
@@ -16,10 +15,8 @@ from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own docu
 from pyspark.sql.pandas.types import from_arrow_schema
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.audit.log_client import Offsets
 from kproxy.pipeline.audit.spark_tasks import SignedLines, rows_of_proxies
 from kproxy.pipeline.audit.trail_place import JSON, TrailPlace
-from kproxy.pipeline.kafka_access import NO_OPTIONS, spark_options
 from kproxy.trail.parquet_sink import SCHEMA
 
 
@@ -46,44 +43,10 @@ def read_files(session: Any, place: TrailPlace, *, from_ms: int | None = None) -
     return rows if from_ms is None else rows.where(F.col("at") >= from_ms)
 
 
-def read_topic(
-    session: Any,
-    topic: str,
-    *,
-    bootstrap: str,
-    starts: Offsets,
-    ends: Offsets,
-    kafka: Mapping[str, str] = NO_OPTIONS,
-    keys: Sequence[bytes] = (),
-) -> DataFrame:
-    """Return the rows, as `read_files` does, from `starts`, the topic's beginning if empty, up to `ends`."""
-    options = {
-        **spark_options(kafka),
-        "kafka.bootstrap.servers": bootstrap,
-        "subscribe": topic,
-        "startingOffsets": _as_json(starts) if starts else "earliest",
-        "endingOffsets": _as_json(ends),
-        # Rows removed by retention during the read are missing from the trail, which the audit reports.
-        "failOnDataLoss": "false",
-    }
-    return rows_of(session.read.format("kafka").options(**options).load(), keys)
-
-
-def _as_json(offsets: Offsets) -> str:
-    """Return the offsets in the form of Spark's Kafka source."""
-    by_topic: dict[str, dict[str, int]] = {}
-    for (topic, partition), offset in offsets.items():
-        by_topic.setdefault(topic, {})[str(partition)] = offset
-    return json.dumps(by_topic)
-
-
-def rows_of(messages: DataFrame, keys: Sequence[bytes] = ()) -> DataFrame:
-    """Return the rows in pages: the `value` of Kafka's messages, whose `timestamp` is when each was shipped."""
-    lines = messages.select(
-        F.unix_millis("timestamp").alias("shipped_at"),
-        F.explode(F.split(F.col("value").cast("string"), "\n")).alias("line"),
-    )
-    return _rows_in(lines, keys)
+def rows_of(pages: DataFrame, keys: Sequence[bytes] = ()) -> DataFrame:
+    """Return the rows, as `read_files` does, of `pages` from a topic: PAGES."""
+    line = F.explode(F.split(F.col("page").cast("string"), "\n")).alias("line")
+    return _rows_in(pages.select("shipped_at", line), keys)
 
 
 def _rows_in(lines: DataFrame, keys: Sequence[bytes]) -> DataFrame:

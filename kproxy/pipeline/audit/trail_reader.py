@@ -11,7 +11,7 @@ from typing import Final
 
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.log_client import LogClient, Offsets
-from kproxy.pipeline.audit.log_reader import LogRange, RangeReader
+from kproxy.pipeline.audit.log_reader import LogRange, records_in
 from kproxy.pipeline.audit.trail_place import JSON, PARQUET, TrailPlace
 from kproxy.pipeline.audit.trail_rows import NEEDED_FIELDS, TrailRow, is_row, rows_in
 from kproxy.trail.signature import Signatures
@@ -78,14 +78,7 @@ def read_topic(
 
     Rows that retention has removed are missing from the trail, which the audit reports. Raise LogReadFailed.
     """
-    from kafka.record.memory_records import MemoryRecords
-
     for which, end in ends.items():
-        wanted = LogRange(which, starts.get(which, 0), end, is_first=True)
-        if wanted.start >= end:
-            continue
-        for records, batches in RangeReader(client, wanted, None).answers():
-            for batch, _ in batches:
-                for record in MemoryRecords(bytes(records[batch.position : batch.end])).next_batch() or ():
-                    if wanted.start <= record.offset < end:
-                        yield from rows_in(record.value or b"", record.timestamp, signatures)
+        if (start := starts.get(which, 0)) < end:
+            for record in records_in(client, LogRange(which, start, end, is_first=True)):
+                yield from rows_in(record.value or b"", record.timestamp, signatures)
