@@ -1,6 +1,6 @@
 """Connect to a secured cluster by TLS and SASL, with the options of Kafka's own clients.
 
-Spark's Kafka source and sink take such options as they are. The audit also asks brokers itself, from the driver and
+Spark's Kafka source and sink take such options as they are. The audit asks brokers itself, from the driver and
 from Spark's executors (kproxy.pipeline.audit.log_client), so it reads the same options here, for the same kind of
 connections as the proxy's. Executors have only the standard library and packages sent to them, without kproxy.config.
 
