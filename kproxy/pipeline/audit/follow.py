@@ -24,8 +24,10 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -280,11 +282,8 @@ class Follower:
     def _save(self) -> None:
         horizon_ms = self._options.horizon_ms
         if self._newest_ms - self._snapshots[-1].at_ms >= horizon_ms // _SNAPSHOTS:
-            # Copy the parts, because later rows are joined to them.
-            trails = msgspec.msgpack.decode(
-                msgspec.msgpack.encode([(*name, part) for name, part in self._trails.items()]),
-                type=list[tuple[str, str, TrailPart]],
-            )
+            # Copies, because later rows are joined to the parts.
+            trails = [(*name, deepcopy(part)) for name, part in self._trails.items()]
             files = sorted(self._files)
             self._snapshots.append(Snapshot(self._newest_ms, dict(self._offsets), files, trails, self.acked))
         while len(self._snapshots) > 1 and self._snapshots[1].at_ms <= self._newest_ms - horizon_ms:
@@ -330,8 +329,9 @@ def run_follow_job(
     display, stop = display or Report(), stop or threading.Event()
     with display:
         stage = display.stage("audit", "waiting for the first rows")
-        lines = _Lines(display, output or Console(highlight=False))
-        follower = Follower(job, options, lines.alarm)
+        output = output or Console(highlight=False)
+        # If stdout is a terminal, print through the progress display, which moves its bars below the line.
+        follower = Follower(job, options, partial(_alarm, display.progress if output.is_terminal else output))
         with stopped_by_signals(stop.set):
             while True:
                 follower.round()
@@ -344,17 +344,11 @@ def run_follow_job(
     return UNPROVEN if follower.state.unproven and not job.allow_unproven else 0
 
 
-class _Lines:
-    """Print alarms on stdout, each when it is found."""
-
-    def __init__(self, display: Report, output: Console) -> None:
-        # If stdout is a terminal, print through the progress display, which moves its bars below the line.
-        self._console = display.progress if output.is_terminal else output
-
-    def alarm(self, sentence: str, fails: bool) -> None:
-        style, word = ("bold red", "ALARM") if fails else ("yellow", "UNPROVEN")
-        now = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} "
-        self._console.print(Text.assemble(now, (word, style), f" {sentence}"), soft_wrap=True)
+def _alarm(console: Console, sentence: str, fails: bool) -> None:
+    """Print an alarm when it is found."""
+    style, word = ("bold red", "ALARM") if fails else ("yellow", "UNPROVEN")
+    now = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} "
+    console.print(Text.assemble(now, (word, style), f" {sentence}"), soft_wrap=True)
 
 
 def _progress(follower: Follower) -> str:
