@@ -5,12 +5,15 @@ Everything is computed from row numbers, so the two agree, and a test that damag
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
+from pyspark.sql.pandas.types import from_arrow_schema
 
-from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA, TRAIL_SCHEMA
+from kproxy.pipeline.audit.columns import BOUNDS, LOG
+from kproxy.trail.parquet_sink import SCHEMA
 
 BEGAN_AT = 1_760_000_000_000
 INTERVAL_MS = 5_000
@@ -41,14 +44,17 @@ class Shape(NamedTuple):
         return self.topics * self.partitions
 
 
-def _named(frame: DataFrame, columns: dict[str, Column], schema: Any) -> DataFrame:
-    """`frame` with the columns of `schema`; a column that `columns` does not have is null."""
+_TRAIL: Final = {field.name: field.dataType for field in from_arrow_schema(SCHEMA).fields}
+
+
+def _named(frame: DataFrame, columns: dict[str, Column], kinds: Mapping[str, Any]) -> DataFrame:
+    """`frame` with the columns of `kinds`; a column that `columns` does not have is null."""
     nothing = F.lit(None)
-    return frame.select(*(columns.get(f.name, nothing).cast(f.dataType).alias(f.name) for f in schema.fields))
+    return frame.select(*(columns.get(name, nothing).cast(kind).alias(name) for name, kind in kinds.items()))
 
 
 def synthetic_trail(session: Any, shape: Shape) -> DataFrame:
-    """TRAIL_SCHEMA: for each proxy a whole trail, from its begin to its end."""
+    """Rows of trails: for each proxy a whole trail, from its begin to its end."""
     i = F.col("id")
     log, nth = i % shape.logs, F.floor(i / shape.logs)
     block, producer = F.floor(nth / shape.producers), nth % shape.producers
@@ -91,14 +97,14 @@ def synthetic_trail(session: Any, shape: Shape) -> DataFrame:
     ended_at = F.lit(BEGAN_AT + 2 * INTERVAL_MS + shape.seconds * 1000)
     end = {"kind": F.lit("end"), "sequence": rows_of_it + 1, "at": ended_at}
     return (
-        _named(session.range(shape.ranges), ranges, TRAIL_SCHEMA)
-        .unionByName(_named(begins, {**who, **begin, **promise}, TRAIL_SCHEMA))
-        .unionByName(_named(begins, {**who, **end}, TRAIL_SCHEMA))
+        _named(session.range(shape.ranges), ranges, _TRAIL)
+        .unionByName(_named(begins, {**who, **begin, **promise}, _TRAIL))
+        .unionByName(_named(begins, {**who, **end}, _TRAIL))
     )
 
 
 def synthetic_log(session: Any, shape: Shape) -> DataFrame:
-    """LOG_SCHEMA: the batches that are acknowledged in the trail, each once."""
+    """LOG: the batches that are acknowledged in the trail, each once."""
     per_row = shape.spans * shape.batches
     i, part = F.floor(F.col("id") / per_row), F.col("id") % per_row
     log, nth = i % shape.logs, F.floor(i / shape.logs)
@@ -120,18 +126,14 @@ def synthetic_log(session: Any, shape: Shape) -> DataFrame:
         "producer_id": log * shape.producers + producer,
         "producer_epoch": F.lit(0),
         "base_sequence": sequence % _SEQUENCES,
-        "leader_epoch": F.lit(0),
-        "max_timestamp": F.lit(BEGAN_AT) + F.floor(i * (shape.seconds * 1000 / shape.ranges)),
-        "bytes": F.lit(shape.records * 100),
         "is_control": F.lit(False),
-        "is_transactional": F.lit(False),
         "crc_ok": F.lit(True),
     }
-    return _named(session.range(shape.ranges * per_row), headers, LOG_SCHEMA)
+    return _named(session.range(shape.ranges * per_row), headers, LOG)
 
 
 def synthetic_bounds(session: Any, shape: Shape) -> DataFrame:
-    """BOUNDS_SCHEMA: every log from offset 0 to an end behind everything in the trail."""
+    """BOUNDS: every log from offset 0 to an end behind everything in the trail."""
     log = F.col("id")
     rows = F.ceil(F.lit(shape.ranges) / shape.logs)
     blocks = F.ceil(rows / shape.producers)
@@ -142,4 +144,4 @@ def synthetic_bounds(session: Any, shape: Shape) -> DataFrame:
         "end_offset": blocks * (shape.producers * shape.spans * shape.batches * shape.records),
         "is_compacted": F.lit(False),
     }
-    return _named(session.range(shape.logs), bounds, BOUNDS_SCHEMA)
+    return _named(session.range(shape.logs), bounds, BOUNDS)

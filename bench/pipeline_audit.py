@@ -23,7 +23,8 @@ from bench.processes import peak_resident_bytes
 from bench.table import judged
 from kproxy.pipeline.audit.columns import LOST
 from kproxy.pipeline.audit.rules import AuditRules
-from kproxy.pipeline.audit.run_spark import judge
+from kproxy.pipeline.audit.run_spark import fitted, work_in
+from kproxy.pipeline.audit.tables import audit_tables, read_results, write_results
 from kproxy.pipeline.session import SessionOptions, open_session
 
 RANGES = 10_000_000
@@ -63,17 +64,13 @@ def _works(ranges: int) -> dict[str, Shape]:
 
 
 def _audit(session: Any, shape: Shape, directory: Path) -> _Found:
-    def land(name: str, frame: Any) -> Any:
-        place = str(directory / name)
-        frame.write.mode("overwrite").parquet(place)
-        return session.read.schema(frame.schema).parquet(place)
-
-    began = time.monotonic()
-    rows, log, bounds, taken_out = _made(session, shape, land)
-    made = time.monotonic()
-    _, written = judge(
-        session, rows, log, bounds, AuditRules(read_at_ms=READ_AT_MS), land, str(directory / "results"), {}
-    )
+    began, results = time.monotonic(), str(directory / "results")
+    with work_in(session, str(directory / "work")) as land:
+        rows, log, bounds, taken_out = _made(session, shape, land)
+        made = time.monotonic()
+        with fitted(session, rows.count() + log.count()):
+            write_results(audit_tables(rows, log, bounds, AuditRules(read_at_ms=READ_AT_MS), land), results, {})
+    written = read_results(session, results)
     seconds = time.monotonic() - made
     findings = written.findings.collect()
     missing = [(row.topic, row.partition, row.first_offset, row.records) for row in findings if row.kind == LOST]

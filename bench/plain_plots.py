@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench.plain_figures import DIRECT, HAPROXY, KPROXY, PERCENTILES, Figures
-from kproxy.pipeline.audit.report_html import STYLE
+from kproxy.pipeline.audit.report_html import TEMPLATE
 
 WIDTH, HEIGHT = 864, 346
 LEFT, RIGHT, TOP, BOTTOM = 80, 850, 40, 300
@@ -115,7 +115,7 @@ def _scale(values: Sequence[float], logarithmic: bool) -> tuple[list[float], Cal
 
 def _style() -> str:
     """Return the report's colours for light and for dark pages, and the fonts."""
-    light, _, dark = STYLE.partition("@media (prefers-color-scheme: dark)")
+    light, _, dark = TEMPLATE.partition("@media (prefers-color-scheme: dark)")
     dark = dark.partition("} }")[0]
     one, other = (" ".join(f"{name}:{value};" for name, value in _VARIABLE.findall(part)) for part in (light, dark))
     return (

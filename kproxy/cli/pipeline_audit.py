@@ -127,7 +127,7 @@ def command(
     start_logging(context, default="warning")
     from kproxy.pipeline.audit.log_client import LogReadFailed
     from kproxy.pipeline.audit.run import NO_VERDICT, AuditJob, run_audit_job
-    from kproxy.pipeline.audit.trail_place import TOPIC, parse_trail
+    from kproxy.pipeline.audit.trail_place import parse_trail
     from kproxy.pipeline.spark import SparkFailed
 
     spark_flags_given = {name: given.pop(name) for name in ("master", "memory", "conf")}
@@ -149,7 +149,7 @@ def command(
         kafka=kafka_options(kafka_option, command_config),
         **given,
     )
-    spark = session_options("kproxy audit", **spark_flags_given, kafka=place.kind == TOPIC)
+    spark = session_options("kproxy audit", **spark_flags_given, kafka=False)
     check_master(spark)
     if follow and spark.master is not None:
         raise StartupError("--follow runs in this process: leave --master out.")

@@ -131,13 +131,13 @@ def command(context: click.Context, /, bootstrap: Asked, metrics: str | None, **
 
 
 def _run(options: IngestOptions, session: Any, listen: str | None) -> int:
-    from kproxy.pipeline.ingest.job import Stop, run, stopped_by_signals
+    from kproxy.pipeline.ingest.job import Stop, run
     from kproxy.pipeline.ingest.progress import Metrics, serving
-    from kproxy.pipeline.progress import Report
+    from kproxy.pipeline.progress import Report, stopped_by_signals
     from kproxy.pipeline.session import open_session
 
     metrics, report, stop = Metrics(), Report(), Stop()
-    with stopped_by_signals(stop), serving(metrics, listen) as port, report:
+    with stopped_by_signals(stop.ask), serving(metrics, listen) as port, report:
         if port:
             report.say(f"Metrics are at http://{Address(parse_address(str(listen), '--metrics').host, port)}/metrics")
         starting = report.stage("Spark", "starting")

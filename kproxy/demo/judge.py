@@ -15,7 +15,8 @@ Invariants
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -37,30 +38,22 @@ class Fault:
             self.examples.append(example)
 
 
+MISSING: Final = "missing"
+DUPLICATED: Final = "duplicated"
+OUT_OF_ORDER: Final = "out of order"
+ALTERED: Final = "altered"
+SCATTERED: Final = "keys in two partitions"
+NOT_RISING: Final = "offsets not rising"
+
+
 @dataclass(frozen=True, slots=True)
 class RowsVerdict:
     """The outcome. `sent` is Spark's own count of rows written, `read` the number of records read back."""
 
     sent: int
     read: int
-    missing: Fault
-    duplicated: Fault
-    out_of_order: Fault
-    altered: Fault
-    scattered_keys: Fault
-    offsets_not_rising: Fault
-    rows_by_partition: dict[int, int]
-
-    @property
-    def faults(self) -> dict[str, Fault]:
-        return {
-            "missing": self.missing,
-            "duplicated": self.duplicated,
-            "out of order": self.out_of_order,
-            "altered": self.altered,
-            "keys in two partitions": self.scattered_keys,
-            "offsets not rising": self.offsets_not_rising,
-        }
+    faults: Mapping[str, Fault]
+    rows_by_partition: Mapping[int, int]
 
     @property
     def clean(self) -> bool:
@@ -77,32 +70,29 @@ class Judge:
         self._key_highest: dict[bytes, int] = {}
         self._scattered: set[bytes] = set()
         self._last_offset: dict[int, int] = {}
-        self._rows_by_partition: dict[int, int] = {}
+        self._rows_by_partition: Counter[int] = Counter()
         self.read = 0
-        self._duplicated = Fault()
-        self._out_of_order = Fault()
-        self._altered = Fault()
-        self._scattered_keys = Fault()
-        self._offsets_not_rising = Fault()
+        names = (MISSING, DUPLICATED, OUT_OF_ORDER, ALTERED, SCATTERED, NOT_RISING)
+        self._faults = {name: Fault() for name in names}
 
     def see(self, partition: int, offset: int, key: bytes | None, value: bytes | None) -> None:
         """Judge the record at `offset` of `partition`."""
         self.read += 1
-        self._rows_by_partition[partition] = self._rows_by_partition.get(partition, 0) + 1
+        self._rows_by_partition[partition] += 1
         if offset <= self._last_offset.get(partition, -1):
-            self._offsets_not_rising.add(f"{offset} after {self._last_offset[partition]} in partition {partition}")
+            self._faults[NOT_RISING].add(f"{offset} after {self._last_offset[partition]} in partition {partition}")
         self._last_offset[partition] = offset
 
         n = _row_number(value)
         if n is None or value is None or not 1 <= n <= len(self._seen):
-            self._altered.add(f"offset {offset} of partition {partition} is no row of ours")
+            self._faults[ALTERED].add(f"offset {offset} of partition {partition} is no row of ours")
             return
         if self._seen[n - 1]:
-            self._duplicated.add(f"n={n} again at offset {offset} of partition {partition}")
+            self._faults[DUPLICATED].add(f"n={n} again at offset {offset} of partition {partition}")
             return
         self._seen[n - 1] = 1
         if fingerprint(key, value) != self._fingerprints[n - 1]:
-            self._altered.add(f"n={n} at offset {offset} of partition {partition}")
+            self._faults[ALTERED].add(f"n={n} at offset {offset} of partition {partition}")
         if key is not None:
             self._follow(key, partition, offset, n)
 
@@ -112,31 +102,23 @@ class Judge:
             # There is no order between two partitions.
             if key not in self._scattered:
                 self._scattered.add(key)
-                self._scattered_keys.add(f"{key.decode(errors='replace')} in partitions {home} and {partition}")
+                self._faults[SCATTERED].add(f"{key.decode(errors='replace')} in partitions {home} and {partition}")
             return
         highest = self._key_highest.get(key, 0)
         if n < highest:
-            self._out_of_order.add(f"n={n} after n={highest} at offset {offset} of partition {partition}")
+            self._faults[OUT_OF_ORDER].add(f"n={n} after n={highest} at offset {offset} of partition {partition}")
         else:
             self._key_highest[key] = n
 
     def verdict(self, *, sent: int) -> RowsVerdict:
-        missing = Fault(self._seen.count(0))
+        """Return the outcome. Call it once, after the last record."""
+        missing = self._faults[MISSING]
         position = self._seen.find(0)
-        while position != -1 and len(missing.examples) < MAX_EXAMPLES:
-            missing.examples.append(f"n={position + 1}")
+        while position != -1 and missing.count < MAX_EXAMPLES:
+            missing.add(f"n={position + 1}")
             position = self._seen.find(0, position + 1)
-        return RowsVerdict(
-            sent,
-            self.read,
-            missing,
-            self._duplicated,
-            self._out_of_order,
-            self._altered,
-            self._scattered_keys,
-            self._offsets_not_rising,
-            self._rows_by_partition,
-        )
+        missing.count = self._seen.count(0)
+        return RowsVerdict(sent, self.read, self._faults, self._rows_by_partition)
 
 
 def _row_number(value: bytes | None) -> int | None:

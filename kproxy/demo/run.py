@@ -17,7 +17,6 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import logging
 import shutil
 import signal
 import sys
@@ -25,38 +24,28 @@ import tempfile
 import threading
 import time
 import uuid
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-from kafka.admin import KafkaAdminClient
-from kafka.errors import KafkaError
 from rich.console import Console
 
 from kproxy.config import DEFAULT_PREFIX
 from kproxy.config.audit import DEFAULT_TOPIC
 from kproxy.demo import flights
 from kproxy.demo.judge import Judge
-from kproxy.demo.owner_kill import OwnerKill, OwnerNotKilled, StreamGate
+from kproxy.demo.owner_kill import OwnerNotKilled, StreamGate, kill_owner, leases_in
 from kproxy.demo.report import DemoOutcome, KilledOwner, show
 from kproxy.demo.secured import PLAIN, Secured, secure
 from kproxy.dev.cluster import DEFAULT_LEASE_TTL_S, ChildEnded, DevCluster
 from kproxy.errors import StartupError
 from kproxy.etcd import EtcdClient, EtcdError
 from kproxy.pipeline.audit.log_client import LogReadFailed
-from kproxy.pipeline.audit.log_options import Offsets, read_options, written
-from kproxy.pipeline.audit.logs import ends_of
-from kproxy.pipeline.audit.proof import Stamp, TrailName, trail_part, trails
-from kproxy.pipeline.audit.trail_place import SHIPPING_MS
-from kproxy.pipeline.audit.trail_reader import read_topic
 from kproxy.pipeline.java import find_java
-from kproxy.pipeline.kafka_access import NO_OPTIONS
 from kproxy.pipeline.preflight import check_reachable, check_report
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.session import OpenSession, SessionOptions, open_session
@@ -66,6 +55,7 @@ from kproxy.trail.trail import LATE_S, LOOK_S
 if TYPE_CHECKING:
     from kproxy.demo.stream import Written
     from kproxy.pipeline.audit.report_facts import Facts
+    from kproxy.pipeline.audit.run import AuditJob
 
 
 PARTITIONS: Final = 12
@@ -145,7 +135,7 @@ def run_demo(
         if options.report is not None and outcome.audit is not None:
             report.say(f"The audit's report is {options.report.resolve()}")
         return outcome.exit_status
-    except (SparkFailed, LogReadFailed, TopicNotCreated, EtcdError, ChildEnded, OwnerNotKilled) as error:
+    except (SparkFailed, LogReadFailed, EtcdError, ChildEnded, OwnerNotKilled) as error:
         keep = True
         report.say(f"The demo failed: {error}")
         return 1
@@ -321,7 +311,6 @@ class _Run:
     async def _job(
         self, target: Target, written_files: asyncio.Future[flights.Flights], spark: asyncio.Future[None], began: float
     ) -> DemoOutcome:
-        await self._call(lambda: create_topic(target.bootstrap, self._topic, PARTITIONS, target.secured.python))
         data = await written_files
         await spark
         written, killed = await self._write(target, data)
@@ -347,7 +336,10 @@ class _Run:
         owners = None
         if target.etcd:
             owners = await partition_owners(target.etcd, target.prefix, self._topic)
-        audit = await self._call(lambda: self._audit(target, written_ms)) if self._options.audit else None
+        audit = None
+        if self._options.audit:
+            audit_call = partial(audit_demo, self._report, target, self._topic, written_ms, self._options.report)
+            audit = await self._call(audit_call)
         return DemoOutcome(
             judge.verdict(sent=written.sent),
             owners,
@@ -357,16 +349,6 @@ class _Run:
             written.micro_batches,
             killed,
             audit,
-        )
-
-    def _audit(self, target: Target, written_ms: int) -> Facts | None:
-        return audit_demo(
-            self._report,
-            bootstrap=target.bootstrap,
-            topic=self._topic,
-            written_ms=written_ms,
-            html=self._options.report,
-            secured=target.secured,
         )
 
     async def _write(self, target: Target, data: flights.Flights) -> tuple[Written, KilledOwner | None]:
@@ -389,6 +371,7 @@ class _Run:
                     data.directory,
                     bootstrap=target.bootstrap,
                     topic=self._topic,
+                    partitions=PARTITIONS,
                     checkpoint=self._work_dir / "checkpoint",
                     on_rows=on_rows,
                     before_batch=gate.before_batch,
@@ -400,8 +383,8 @@ class _Run:
 
         if to_kill is None:
             return await until_written(), None
-        kill = OwnerKill(to_kill, target.prefix, self._topic, gate, self._report)
-        return await _both(until_written(), kill.run())
+        kill = kill_owner(to_kill, target.prefix, self._topic, gate, self._report)
+        return await _both(until_written(), kill)
 
 
 async def _both(first: Coroutine[object, object, T], second: Coroutine[object, object, U]) -> tuple[T, U]:
@@ -439,126 +422,67 @@ async def _while_cluster_runs(cluster: DevCluster | None, work: Coroutine[object
         await asyncio.gather(working, broken, return_exceptions=True)
 
 
-REQUEST_TIMEOUT_MS = 15_000
-
-
-class TopicNotCreated(Exception):
-    """The cluster did not create the topic, or did not answer; the message is one line."""
-
-
-def create_topic(bootstrap: str, topic: str, partitions: int, client: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Create `topic` and wait until each partition has a leader. Blocks. Raise TopicNotCreated.
-
-    `client` has options of kafka-python.
-    """
-    # kafka-python also logs the errors that it raises.
-    logging.getLogger("kafka").setLevel(logging.CRITICAL)
-    try:
-        admin = KafkaAdminClient(
-            bootstrap_servers=bootstrap,
-            client_id="kproxy-demo",
-            bootstrap_timeout_ms=REQUEST_TIMEOUT_MS,
-            request_timeout_ms=REQUEST_TIMEOUT_MS,
-            **client,
-        )
-        try:
-            settings = {"num_partitions": partitions, "replication_factor": -1}
-            admin.create_topics({topic: settings}, wait_for_metadata=True)
-        finally:
-            admin.close()
-    except KafkaError as error:
-        raise TopicNotCreated(f"The topic {topic} could not be created through {bootstrap}: {error}") from error
-
-
 async def partition_owners(endpoints: Sequence[str], prefix: str, topic: str) -> Mapping[int, int]:
     """Return the broker id by partition index, from the lease keys in etcd. Raise EtcdError."""
     client = EtcdClient(endpoints)
     await client.connect()
     try:
-        directory = f"{prefix}/partition-leases/{topic}/"
-        leases = await client.get_prefix(directory)
-        return {int(kv.key.removeprefix(directory)): int(kv.value) for kv in leases.kvs}
+        leases = await leases_in(client, prefix, topic)
+        return {partition: int(lease.value) for partition, lease in leases.items()}
     finally:
         await client.close()
 
 
-POLL_S: Final = 0.5
-
-
-def cover(stamps: Mapping[TrailName, Sequence[Stamp]], until_ms: int, now_ms: int) -> bool:
-    """Return whether there is a live trail, and all live ones are complete before `until_ms`. Pure."""
-    whole = trails({name: trail_part(each) for name, each in stamps.items()})
-    heard_ms = now_ms - SHIPPING_MS
-    # A trail that is silent for longer belongs to a dead proxy, and ends there.
-    living = [each for each in whole.values() if each.rows.last_at + each.interval_ms + each.mark_ms >= heard_ms]
-    return bool(living) and all(each.whole_until is None or each.whole_until >= until_ms for each in living)
-
-
-def await_trails(
-    bootstrap: str, topic: str, until_ms: int, timeout_s: float, kafka: Mapping[str, str] = NO_OPTIONS
-) -> bool:
-    """Wait until the trails in `topic` are complete before `until_ms`.
-
-    Return False if they are not in time. Blocks. A proxy that is killed meanwhile is awaited until it counts as dead;
-    the audit reports missing rows. `kafka` has options of Kafka's clients.
-    """
-    deadline = time.monotonic() + timeout_s
-    stamps: dict[TrailName, list[Stamp]] = defaultdict(list)
-    starts: Offsets = {}
-    try:
-        with read_options(written(bootstrap, (topic,), None, {}, kafka)).client() as client:
-            while not cover(stamps, until_ms, time.time_ns() // 1_000_000):
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(POLL_S if starts else 0)
-                ends = ends_of(bootstrap, (topic,), kafka)
-                for row in read_topic(client, starts, ends):
-                    stamps[row.proxy, row.incarnation].append(row.stamp())
-                starts = ends
-            return True
-    except LogReadFailed:
-        return False
-
-
 # An idle proxy writes a mark at least every 10 s; a row is shipped within moments.
 TRAIL_TIMEOUT_S: Final = 20.0
+TRAIL_POLL_S: Final = 2.0
 
 
-def audit_demo(
-    report: Report,
-    *,
-    bootstrap: str,
-    topic: str,
-    written_ms: int,
-    html: Path | None,
-    secured: Secured = PLAIN,
-) -> Facts | None:
-    """Audit the demo's topic.
+def audit_when_proven(job: AuditJob, timeout_s: float = TRAIL_TIMEOUT_S) -> Facts | None:
+    """Audit again until something is acknowledged and all is proven, or the time is up; return the last facts.
 
-    Return None if the proxy's trail does not have the topic's records. Blocks. Raise LogReadFailed. `written_ms` is the
-    time by which the trail had the last acknowledgement.
+    None if there is no trail. Blocks. Raise LogReadFailed.
+    """
+    from kproxy.pipeline.audit.report_gather import gather
+    from kproxy.pipeline.audit.run import audit_here
+
+    deadline = time.monotonic() + timeout_s
+    while True:
+        facts = None
+        # A proxy that ships nothing leaves no topic.
+        with suppress(StartupError):
+            audited = audit_here(job)
+            facts = gather(audited.results, audited.about)
+        is_complete = facts is not None and not (facts.verdict.unproven or facts.verdict.empty)
+        if is_complete or time.monotonic() > deadline:
+            return facts
+        time.sleep(TRAIL_POLL_S)
+
+
+def audit_demo(report: Report, target: Target, topic: str, written_ms: int, html: Path | None) -> Facts | None:
+    """Audit the demo's topic up to `written_ms`, by when the trail had the last acknowledgement.
+
+    Return None if the proxy's trail does not have the topic's records. Blocks. Raise LogReadFailed.
     """
     from kproxy.pipeline.audit.report_html import write_report
-    from kproxy.pipeline.audit.run import LOCAL, AuditJob, audit
+    from kproxy.pipeline.audit.run import AuditJob
     from kproxy.pipeline.audit.trail_place import TOPIC, TrailPlace
 
-    stage = report.stage("trail", "waiting for the last of it")
-    if not await_trails(bootstrap, DEFAULT_TOPIC, written_ms, TRAIL_TIMEOUT_S, secured.kafka):
-        stage.finish(f"the proxy ships none to the topic {DEFAULT_TOPIC}, or not all of it: no audit")
-        return None
-    stage.finish("tells of all that was acknowledged")
-    job = AuditJob(
-        bootstrap=bootstrap,
-        trail=TrailPlace(TOPIC, DEFAULT_TOPIC),
-        topics=(topic,),
-        to_ms=written_ms,
-        window_ms=1_000,
-        kafka=secured.kafka,
-        engine=LOCAL,
+    stage = report.stage("audit", "waiting for the last of the trail")
+    facts = audit_when_proven(
+        AuditJob(
+            bootstrap=target.bootstrap,
+            trail=TrailPlace(TOPIC, DEFAULT_TOPIC),
+            topics=(topic,),
+            to_ms=written_ms,
+            window_ms=1_000,
+            kafka=target.secured.kafka,
+        )
     )
-    facts = audit(job, None, report)
-    if facts.verdict.empty:
+    if facts is None or facts.verdict.empty:
+        stage.finish(f"the proxy ships no trail to the topic {DEFAULT_TOPIC}: no audit")
         return None
+    stage.finish(f"{facts.sums.acked:,} acknowledged records")
     if html is not None:
         write_report(facts, html)
     return facts

@@ -5,9 +5,8 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import secrets
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from kproxy.config.security import SCRAM_512
 from kproxy.pipeline.kafka_access import NO_OPTIONS, KafkaOptions
@@ -28,13 +27,10 @@ cluster = true
 
 
 class Secured(NamedTuple):
-    """`config` is the proxy's file, None for none. `kafka` and `python` have the options of Kafka's and kafka-python's
-    clients.
-    """
+    """`config` is the proxy's file, None for none. `kafka` has the options of Kafka's clients."""
 
     config: Path | None = None
     kafka: KafkaOptions = NO_OPTIONS
-    python: Mapping[str, Any] = {}
 
     @property
     def protocol(self) -> str:
@@ -52,12 +48,10 @@ def secure(directory: Path, *, tls: bool, sasl: bool) -> Secured:
     config = ""
     protocol = f"{'SASL_' if sasl else ''}{'SSL' if tls else 'PLAINTEXT'}"
     kafka = {"security.protocol": protocol}
-    python: dict[str, Any] = {"security_protocol": protocol}
     if tls:
         authority = _make_certificates(directory)
         config += f'[tls]\ncert = "{directory / "server.pem"}"\nkey = "{directory / "server.key"}"\n'
         kafka |= {"ssl.truststore.type": "PEM", "ssl.truststore.location": str(authority)}
-        python["ssl_cafile"] = str(authority)
     if sasl:
         password, users = secrets.token_urlsafe(24), directory / "users.toml"
         credential = make_credential(SCRAM_512, password, DEFAULT_ITERATIONS, secrets.token_bytes(SALT_BYTES))
@@ -65,10 +59,9 @@ def secure(directory: Path, *, tls: bool, sasl: bool) -> Secured:
         config += f'[sasl]\nmechanisms = ["{SCRAM_512}"]\nusers = "{users}"\n{_ACLS}'
         login = f'{_LOGIN} required username="{USER}" password="{password}";'
         kafka |= {"sasl.mechanism": SCRAM_512, "sasl.jaas.config": login}
-        python |= {"sasl_mechanism": SCRAM_512, "sasl_plain_username": USER, "sasl_plain_password": password}
     file = directory / "kproxy.toml"
     file.write_text(config)
-    return Secured(file, KafkaOptions(kafka), python)
+    return Secured(file, KafkaOptions(kafka))
 
 
 def _make_certificates(directory: Path) -> Path:

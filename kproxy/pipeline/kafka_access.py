@@ -1,6 +1,6 @@
 """Connect to a secured cluster by TLS and SASL, with the options of Kafka's own clients.
 
-Spark's Kafka source and sink take such options as they are. The audit also asks brokers itself, from the driver and
+Spark's Kafka source and sink take such options as they are. The audit asks brokers itself, from the driver and
 from Spark's executors (kproxy.pipeline.audit.log_client), so it reads the same options here, for the same kind of
 connections as the proxy's. Executors have only the standard library and packages sent to them, without kproxy.config.
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import ssl
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -39,25 +39,11 @@ class WrongKafkaOption(Exception):
     """An option cannot be used; the sentence names it and the remedy, without the value of a secret."""
 
 
-class KafkaOptions(Mapping[str, str]):
-    """Options of Kafka's clients by name. Values are not shown: a password may be among them."""
+class KafkaOptions(dict[str, str]):
+    """Options of Kafka's clients by name. Values are not shown: a password may be among them. Nobody changes them."""
 
-    __slots__ = ("_values",)
-
-    def __init__(self, values: Mapping[str, str] | Iterable[tuple[str, str]] = ()) -> None:
-        self._values = dict(values)
-
-    def __getitem__(self, name: str) -> str:
-        return self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __hash__(self) -> int:
-        return hash(frozenset(self._values.items()))
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
 
     def __repr__(self) -> str:
         return f"KafkaOptions({', '.join(self)})"

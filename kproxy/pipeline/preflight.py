@@ -1,4 +1,4 @@
-"""Check addresses and the path of a report before a job starts."""
+"""Check addresses and the path of a report before a job starts, and write files."""
 
 from __future__ import annotations
 
@@ -39,3 +39,13 @@ def check_report(path: Path | None) -> None:
         ) from error
     if created:
         path.unlink()
+
+
+def write_whole(path: Path, text: str, what: str) -> None:
+    """Write a file, whole or not at all. Raise StartupError if that fails; `what` is the subject of the sentence."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        raise StartupError(f"{what} could not be written to {path} ({error.strerror}): name another file.") from error

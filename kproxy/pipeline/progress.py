@@ -1,13 +1,15 @@
-"""Show a job's progress on stderr, so that stdout keeps the result.
+"""Show a job's progress on stderr, so that stdout keeps the result, and stop it by signals.
 
 A terminal shows bars; other outputs get plain lines.
 """
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -143,3 +145,17 @@ def in_words(stages: Sequence[SparkStageInfo]) -> str:
         # On a full cluster this lasts until there is room.
         return f"waiting for an executor to run the first of {total:,} tasks"
     return f"{stages[0].name.split(' at ')[0]}: {done:,} of {total:,} tasks"
+
+
+@contextlib.contextmanager
+def stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM call `stop` while the block runs; no effect outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, lambda *_: stop()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -102,7 +102,7 @@ def reason_in(log: str) -> str:
 
 
 def cause_in(text: str) -> str:
-    """Return the innermost cause in a Java stack trace, else the first line.
+    """Return the innermost cause in a Java stack trace, else a worker's Python error, else the first line.
 
     "" for an empty text. If the Python of Spark's workers does not fit the job, add how to change it.
     """
@@ -111,12 +111,15 @@ def cause_in(text: str) -> str:
             return f"{sentence.format(found[1])}: {_NAME_A_PYTHON}"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     causes = [line.removeprefix("Caused by: ") for line in lines if line.startswith("Caused by: ")]
+    if not causes and "Traceback (most" in text and (raised := _RAISED.findall(text)):
+        return str(raised[-1]).strip()
     if not causes and len(lines) > 1 and lines[0].startswith(_PY4J):
         # The first line only names the Java method that was called.
         return lines[1].removeprefix(": ")
     return (causes or lines or [""])[-1 if causes else 0]
 
 
+_RAISED: Final = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Failed): (.+)$", re.MULTILINE)
 _PY4J: Final = "An error occurred while calling "
 _NAME_A_PYTHON: Final = (
     "install it there, or name a Python that the driver's and the executors' machines have with PYSPARK_PYTHON"

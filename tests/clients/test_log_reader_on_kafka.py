@@ -12,9 +12,10 @@ import confluent_kafka
 import kafka
 import pytest
 
+from kproxy.pipeline.audit.judge import Batch
 from kproxy.pipeline.audit.log_client import LATEST, LogClient, TopicPartition
-from kproxy.pipeline.audit.log_options import LogRange, cut, read_options
-from kproxy.pipeline.audit.log_reader import RangeReader, Row
+from kproxy.pipeline.audit.log_reader import LogRange, RangeReader
+from kproxy.pipeline.audit.logs import cut
 from kproxy_codec.record_crc import crc_is_valid
 from tests.support.brokers.real_kafka import RealKafka
 from tests.support.clients.kafka_io import TIMEOUT_S
@@ -32,7 +33,7 @@ SMALL_ANSWERS = 700
 
 @pytest.fixture
 def client(real_kafka: RealKafka) -> Iterator[LogClient]:
-    with read_options({"bootstrap": real_kafka.bootstrap, "topics": "t", "timeoutMs": "30000"}).client() as client:
+    with LogClient(real_kafka.bootstrap, timeout_s=30) as client:
         yield client
 
 
@@ -63,7 +64,7 @@ def has_deleted(real_kafka: RealKafka, which: TopicPartition, offset: int) -> bo
     return True
 
 
-def reading(client: LogClient, which: TopicPartition, most: int = 10**6) -> Iterator[Row]:
+def reading(client: LogClient, which: TopicPartition, most: int = 10**6) -> Iterator[Batch]:
     """The log up to where it ends now, row by row: what comes between two rows happens between two answers, or so."""
     ends = client.list_offsets([which], LATEST)
     for piece in cut({which: 0}, ends, most):
@@ -71,16 +72,16 @@ def reading(client: LogClient, which: TopicPartition, most: int = 10**6) -> Iter
             yield from rows_of(client, wanted)
 
 
-def rows_of(client: LogClient, wanted: LogRange) -> Iterator[Row]:
-    for rows in RangeReader(client, wanted, SMALL_ANSWERS, crc_is_valid).rows():
+def rows_of(client: LogClient, wanted: LogRange) -> Iterator[Batch]:
+    for rows in RangeReader(client, wanted, crc_is_valid, SMALL_ANSWERS).headers():
         yield from rows
 
 
 EVERY = [(first, first + PER_BATCH - 1, True) for first in range(0, END, PER_BATCH)]
 
 
-def told(rows: list[Row]) -> list[tuple[int, int, bool | None]]:
-    return [(row[0], row[1], row[11]) for row in rows]
+def told(rows: list[Batch]) -> list[tuple[int, int, bool | None]]:
+    return [(row.base_offset, row.last_offset, row.crc_ok) for row in rows]
 
 
 @pytest.mark.long
@@ -93,7 +94,7 @@ def test_leader_moves_neither_skip_nor_repeat_records(real_kafka: RealKafka, cli
         if len(rows) % 20 == 10:
             place_on(real_kafka, which, nodes[len(rows) // 20])
         rows.append(row)
-        asked.append(client.leader(which))
+        asked.append(client.leaders.get(which))
     assert told(rows) == EVERY
     assert len(set(asked)) > 1, "it was read from one broker alone"
 
@@ -161,11 +162,10 @@ def test_transactions_are_reported_committed_or_aborted(real_kafka: RealKafka, c
     deadline = time.monotonic() + TIMEOUT_S
     while len(rows := list(reading(client, which))) < 4 and time.monotonic() < deadline:
         time.sleep(0.1)
-    # base_offset, record_count, is_control, is_transactional
-    found = [(row[0], row[2], *row[9:11]) for row in rows]
-    assert found == [(0, 3, False, True), (3, 1, True, True), (4, 3, False, True), (7, 1, True, True)]
-    assert len({row[3] for row in rows}) == 1, "one producer id"
-    assert all(row[11] for row in rows)
+    found = [(row.base_offset, row.record_count, row.is_control) for row in rows]
+    assert found == [(0, 3, False), (3, 1, True), (4, 3, False), (7, 1, True)]
+    assert len({row.producer_id for row in rows}) == 1
+    assert all(row.crc_ok for row in rows)
 
 
 def test_compacted_log_is_read_as_far_as_kept(real_kafka: RealKafka, client: LogClient) -> None:
@@ -187,7 +187,7 @@ def test_compacted_log_is_read_as_far_as_kept(real_kafka: RealKafka, client: Log
     assert rows[-1][1] == end - 1
     # Each of the keys is there once at least, and most records are not.
     assert PER_BATCH <= sum(row[2] for row in rows) < end - PER_BATCH
-    assert all(row[11] for row in rows)
+    assert all(row.crc_ok for row in rows)
 
 
 def test_batch_changed_on_disk_is_reported(real_kafka: RealKafka, client: LogClient) -> None:

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.audit.log_client import LogReadFailed
-from kproxy.pipeline.audit.log_source import log_options, read_log
-from kproxy.pipeline.audit.logs import bounds_now
-from kproxy.pipeline.audit.run import check_places
+from kproxy.pipeline.audit.judge import Bounds
+from kproxy.pipeline.audit.log_client import LogClient, LogReadFailed, TopicPartition
+from kproxy.pipeline.audit.logs import bounds_now, ends_of
+from kproxy.pipeline.audit.run import AuditJob, check_places
+from kproxy.pipeline.audit.run_spark import read_log
 from kproxy.pipeline.audit.trail_place import parse_trail
 from kproxy.pipeline.kafka_access import KafkaOptions
 from tests.support.clients.kafka_io import produce
@@ -65,15 +66,20 @@ def site(dev_cluster: KproxyProcess, tmp_path_factory: pytest.TempPathFactory) -
         yield Site(process.kafka, signer, topic)
 
 
+def bounds_of(site: Site, kafka: KafkaOptions) -> dict[TopicPartition, Bounds]:
+    with LogClient(site.bootstrap, kafka) as client:
+        return bounds_now(client, [site.topic])
+
+
 @pytest.mark.parametrize("mechanism", ["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"])
 def test_logs_are_read(site: Site, mechanism: str) -> None:
-    bounds = bounds_now(site.bootstrap, [site.topic], kafka=site.options(mechanism))
+    bounds = bounds_of(site, site.options(mechanism))
     assert {which: each[:2] for which, each in bounds.items()} == {(site.topic, 0): (0, RECORDS)}
 
 
 def test_wrong_password_is_reported_at_once_and_hidden(site: Site) -> None:
     with pytest.raises(LogReadFailed, match=r"gives no access .*SASL_AUTHENTICATION_FAILED") as raised:
-        bounds_now(site.bootstrap, [site.topic], kafka=site.options(password="wrong-secret"))
+        bounds_of(site, site.options(password="wrong-secret"))
     assert "wrong-secret" not in str(raised.value)
 
 
@@ -81,7 +87,7 @@ def test_untrusted_certificate_is_reported_at_once(site: Site, tmp_path: Path) -
     other = Signer(tmp_path / "other")
     options = site.options(**{"ssl.truststore.location": str(other.ca)})
     with pytest.raises(LogReadFailed, match=r"not signed by the authorities in ssl\.truststore\.location"):
-        bounds_now(site.bootstrap, [site.topic], kafka=options)
+        bounds_of(site, options)
 
 
 def test_missing_security_options_are_reported(site: Site) -> None:
@@ -98,6 +104,8 @@ def test_missing_security_options_are_reported(site: Site) -> None:
 @pytest.mark.spark
 @pytest.mark.timeout(300)
 def test_spark_executors_read_with_the_same_access(site: Site, spark: Any) -> None:
-    log = read_log(spark, log_options(site.bootstrap, topics=[site.topic], kafka=site.options()))
+    job = AuditJob(bootstrap=site.bootstrap, trail=parse_trail("topic"), kafka=site.options())
+    with LogClient(site.bootstrap, site.options()) as client:
+        log = read_log(spark, client, job, None, ends_of(client, [site.topic]))
     counted = log.selectExpr("sum(last_offset - base_offset + 1) as records").collect()
     assert counted[0].records == RECORDS

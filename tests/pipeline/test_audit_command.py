@@ -13,8 +13,7 @@ import pytest
 from rich.console import Console
 
 from kproxy.cli import main
-from kproxy.config.audit import DEFAULT_TOPIC
-from kproxy.demo.run import await_trails
+from kproxy.demo.run import audit_when_proven
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.run import LOCAL, AuditJob, run_audit_job
 from kproxy.pipeline.audit.trail_place import parse_trail
@@ -41,7 +40,10 @@ def topic(dev_cluster: KproxyProcess) -> str:
 
 
 def test_clean_run_audits_clean_from_command_line(dev_cluster: KproxyProcess, topic: str, tmp_path: Path) -> None:
-    assert await_trails(dev_cluster.kafka, DEFAULT_TOPIC, now_ms(), timeout_s=120)
+    job = AuditJob(bootstrap=dev_cluster.kafka, trail=parse_trail("topic"), topics=(topic,), to_ms=now_ms())
+    facts = audit_when_proven(job, timeout_s=120)
+    assert facts is not None
+    assert not facts.verdict.unproven
     output, report = tmp_path / "tables", tmp_path / "report.html"
     arguments = ["--bootstrap", dev_cluster.kafka, "--topics", topic, "--output", output, "--report", report]
 

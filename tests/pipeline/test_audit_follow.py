@@ -55,14 +55,16 @@ class Followed:
         assert producer.flush(TIMEOUT_S) == 0
 
     def topic_id(self) -> str | None:
-        (bounds,) = bounds_now(self.bootstrap, [self.topic]).values()
+        with LogClient(self.bootstrap) as client:
+            (bounds,) = bounds_now(client, [self.topic]).values()
         return bounds.topic_id
 
     def make_anew(self) -> None:
         admin = AdminClient({"bootstrap.servers": self.bootstrap})
         admin.delete_topics([self.topic])[self.topic].result(TIMEOUT_S)
-        while existing(self.bootstrap, [self.topic]):
-            time.sleep(0.1)
+        with LogClient(self.bootstrap) as client:
+            while existing(client, [self.topic]):
+                time.sleep(0.1)
         admin.create_topics([NewTopic(self.topic, 1, 1)])[self.topic].result(TIMEOUT_S)
 
 

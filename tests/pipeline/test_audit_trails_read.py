@@ -52,7 +52,7 @@ def test_rows_without_a_signature_are_left_out(spark: Any, tmp_path: Path) -> No
     place = TrailPlace(JSON, str(tmp_path), (b"other" * 4, key))
     assert told(read_files(spark, place)) == whole(trail.rows[:3])
     messages = spark.createDataFrame([(bytearray(text),)], "value binary").selectExpr(
-        "value", "current_timestamp() as timestamp"
+        "value as page", "1L as shipped_at"
     )
     assert [row["sequence"] for row in told(rows_of(messages, place.keys))] == [0, 1, 2]
 
@@ -103,7 +103,7 @@ def test_topic_pages_are_read_with_their_ship_time(spark: Any) -> None:
     messages = [(bytearray(page(trail.rows[:2]).encode()), 7.0), (bytearray("\n".join(BAD_LINES).encode()), 8.0)]
     messages.append((bytearray(page(trail.rows[2:]).encode()), 9.5))
     frame = spark.createDataFrame(messages, "value binary, seconds double").selectExpr(
-        "value", "timestamp_millis(cast(seconds * 1000 as long)) as timestamp"
+        "value as page", "cast(seconds * 1000 as long) as shipped_at"
     )
     shipped = [7_000, 7_000, 9_500, 9_500, 9_500, 9_500]
     expected = [{**row, "shipped_at": at} for row, at in zip(whole(trail.rows), shipped, strict=True)]

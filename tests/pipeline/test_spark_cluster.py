@@ -26,8 +26,9 @@ import sys
 import time
 
 from kproxy.cli import main
-from kproxy.config.audit import DEFAULT_TOPIC
-from kproxy.demo.run import await_trails
+from kproxy.demo.run import audit_when_proven
+from kproxy.pipeline.audit.run import AuditJob
+from kproxy.pipeline.audit.trail_place import parse_trail
 from kproxy.pipeline.session import SessionOptions, open_session
 
 master, bootstrap, topic, directory = sys.argv[1:]
@@ -48,7 +49,9 @@ audit = ["--topics", topic, "--output", f"{directory}/tables", "--engine", "spar
 with open_session(SessionOptions("both jobs", master=master, settings=settings)):
     status = main(["pipeline", "ingest", "--bootstrap", bootstrap, *ingest])
     status = status or main(["pipeline", "ingest", "--bootstrap", bootstrap, *copy])
-    assert await_trails(bootstrap, DEFAULT_TOPIC, time.time_ns() // 1_000_000, timeout_s=120)
+    now_ms = time.time_ns() // 1_000_000
+    job = AuditJob(bootstrap=bootstrap, trail=parse_trail("topic"), topics=(topic,), to_ms=now_ms)
+    assert not audit_when_proven(job, timeout_s=120).verdict.unproven
     sys.exit(status or main(["pipeline", "audit", "--bootstrap", bootstrap, *audit]))
 """
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from kproxy.config import DEFAULT_PREFIX
-from kproxy.demo.run import create_topic, partition_owners
+from kproxy.demo.run import partition_owners
 from kproxy.dev.cluster import DevCluster
 from tests.pipeline.killing import Watched, committed, running
 from tests.support.clients.java import require_java
-from tests.support.clients.kafka_io import read_topic
+from tests.support.clients.kafka_io import create_topic, read_topic
 from tests.support.clients.spark import QUICK
 from tests.support.processes.dev import asyncios_own_loop
 

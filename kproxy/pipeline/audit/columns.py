@@ -1,4 +1,4 @@
-"""The columns of all tables that the audit reads and writes, and the kinds of findings. This module needs no Spark.
+"""The columns of the tables that the audit makes, and the kinds of findings. This module needs no Spark.
 
 Columns that end in `_ms`, and `at`, `first_acked_at` and `last_acked_at`, are milliseconds since the epoch, except for
 `p50_ms` to `max_ms`, which are durations; `window_start` and `window_end` are timestamps. First and last offsets are
@@ -8,42 +8,12 @@ inclusive; `end_offset` is the high watermark, the offset after the last record.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+
+from kproxy.pipeline.audit.report_facts import SUMMED, Finding
 
 Columns = Mapping[str, str]
 """Names of columns, with their types in Spark's words. All may be null: foreign files may lack any value."""
-
-# A row of a trail, of any kind, as kproxy.trail.rows describes. Columns that a kind lacks are null.
-TRAIL: Final[Columns] = {
-    "kind": "string",
-    "proxy": "string",
-    "incarnation": "string",
-    "sequence": "long",
-    "at": "long",
-    "interval_ms": "long",
-    "mark_ms": "long",
-    "topic": "string",
-    "topic_id": "string",
-    "partition": "int",
-    "owner": "int",
-    "revision": "long",
-    "acks": "int",
-    "connection": "long",
-    "peer": "string",
-    "client_id": "string",
-    "principal": "string",
-    "producer_id": "long",
-    "producer_epoch": "int",
-    "first_sequence": "int",
-    "base_offset": "long",
-    "record_count": "long",
-    "batches": "long",
-    "bytes": "long",
-    "first_acked_at": "long",
-    "last_acked_at": "long",
-    "spans": "array<long>",
-    "latency_us": "array<long>",
-}
 
 # One row for each batch header in the log; the records themselves are not read.
 LOG: Final[Columns] = {
@@ -55,11 +25,7 @@ LOG: Final[Columns] = {
     "producer_id": "long",
     "producer_epoch": "int",
     "base_sequence": "int",
-    "leader_epoch": "int",
-    "max_timestamp": "long",
-    "bytes": "int",
     "is_control": "boolean",
-    "is_transactional": "boolean",
     "crc_ok": "boolean",
 }
 
@@ -73,28 +39,15 @@ BOUNDS: Final[Columns] = {
     "topic_id": "string",
 }
 
+# The counts of `Sums` that are of the log and not of a time. Those of batches are among all batches that were read.
+_OF_LOG: Final = ("unclaimed", "corrupt", "unchecked", "unsequenced")
 # The counts of a partition, for one window of time or for all time. An acknowledged record counts in the window of the
 # last acknowledgement in its trail row. Windows without acknowledgements have no row.
 _COUNTS: Final[Columns] = {
-    "acked": "long",
-    "present": "long",
-    "lost": "long",
-    "removed": "long",
-    "deleted": "long",
-    "gone": "long",
-    "unread": "long",
-    "duplicated": "long",
-    "overlapped": "long",
+    **dict.fromkeys((name for name in SUMMED if name not in _OF_LOG), "long"),
     "unproven": "boolean",
-    "late": "long",
     "producers": "long",
-    "batches": "long",
-    "bytes": "long",
-    "p50_ms": "double",
-    "p95_ms": "double",
-    "p99_ms": "double",
-    "max_ms": "double",
-    "ownership_changes": "long",
+    **dict.fromkeys(("p50_ms", "p95_ms", "p99_ms", "max_ms"), "double"),
     "owners": "array<int>",
 }
 
@@ -106,18 +59,11 @@ WINDOWS: Final[Columns] = {
     **_COUNTS,
 }
 
-
 PARTITIONS: Final[Columns] = {
     "topic": "string",
     "partition": "int",
     **_COUNTS,
-    "unclaimed": "long",
-    # Counts of batches, among all batches that were read.
-    "corrupt": "long",
-    "unchecked": "long",
-    "unsequenced": "long",
-    "log_start_offset": "long",
-    "end_offset": "long",
+    **dict.fromkeys((*_OF_LOG, "log_start_offset", "end_offset"), "long"),
 }
 
 # The kinds of findings, the worst first.
@@ -131,35 +77,41 @@ DELETED: Final = "deleted"
 GONE: Final = "gone"
 UNCHECKED: Final = "unchecked"
 UNREAD: Final = "unread"
-FINDING_KINDS: Final = (LOST, OVERLAP, DUPLICATE, CORRUPT, GONE, UNREAD, UNCHECKED, GAP, TAIL, DELETED)
-# Kinds that report something unproven.
-UNPROVEN_KINDS: Final = (GONE, UNREAD, UNCHECKED, GAP, TAIL)
-# Kinds that report a fault: all others except DELETED, which the user declared.
-WRONG_KINDS: Final = (LOST, OVERLAP, DUPLICATE, CORRUPT)
+
+
+class Kind(NamedTuple):
+    """The names of one finding of a kind and of several. A fault, or something unproven, or neither."""
+
+    one: str
+    many: str
+    is_fault: bool = False
+    is_unproven: bool = False
+
+
+FINDING_KINDS: Final[Mapping[str, Kind]] = {
+    LOST: Kind("loss", "losses", is_fault=True),
+    OVERLAP: Kind("overlap", "overlaps", is_fault=True),
+    DUPLICATE: Kind("duplicate", "duplicates", is_fault=True),
+    CORRUPT: Kind("corrupt batch", "corrupt batches", is_fault=True),
+    GONE: Kind("partition gone with its topic", "partitions gone with their topics", is_unproven=True),
+    UNREAD: Kind("partition not read", "partitions not read", is_unproven=True),
+    UNCHECKED: Kind("partition not checked", "partitions not checked", is_unproven=True),
+    GAP: Kind("gap in a trail", "gaps in trails", is_unproven=True),
+    TAIL: Kind("trail without an end", "trails without an end", is_unproven=True),
+    # The user declared it.
+    DELETED: Kind("deleted topic's partition", "deleted topics' partitions"),
+}
+UNPROVEN_KINDS: Final = tuple(kind for kind, names in FINDING_KINDS.items() if names.is_unproven)
+WRONG_KINDS: Final = tuple(kind for kind, names in FINDING_KINDS.items() if names.is_fault)
 
 # `from_ms` to `to_ms`: when the records were acknowledged; for a gap or a tail, the time that it leaves unproven for
 # all topics. `sequence`: the number of a trail row. `of_kind`: the number of findings of this kind, listed or not.
 # Columns that a kind lacks are null.
+_TEXTS: Final = ("kind", "detail", "topic", "proxy", "incarnation")
+_INTEGERS: Final = ("partition", "owner", "other_owner", "producer_epoch")
 FINDINGS: Final[Columns] = {
-    "kind": "string",
-    "topic": "string",
-    "partition": "int",
-    "first_offset": "long",
-    "last_offset": "long",
-    "records": "long",
-    "owner": "int",
-    "revision": "long",
-    "other_owner": "int",
-    "other_revision": "long",
-    "proxy": "string",
-    "incarnation": "string",
-    "producer_id": "long",
-    "producer_epoch": "int",
-    "sequence": "long",
-    "from_ms": "long",
-    "to_ms": "long",
-    "of_kind": "long",
-    "detail": "string",
+    name: "string" if name in _TEXTS else "int" if name in _INTEGERS else "long"
+    for name in (*Finding.__slots__, "of_kind")
 }
 
 # One row for each ownership of a partition under which a broker acknowledged records.
@@ -180,6 +132,11 @@ THROUGHPUT: Final[Columns] = {"window_start": "timestamp", "owner": "int", "reco
 ABOUT: Final = "about"
 
 
+def ddl(names: Columns) -> str:
+    """Return columns as a schema in Spark's words."""
+    return ", ".join(f"{name} {kind}" for name, kind in names.items())
+
+
 def arrow_schema(names: Columns) -> Any:
     """Return the Arrow schema of columns with Spark's types."""
     import pyarrow as pa
@@ -188,6 +145,6 @@ def arrow_schema(names: Columns) -> Any:
     kinds = {
         "string": pa.string(), "int": integer, "long": long, "binary": pa.binary(), "boolean": pa.bool_(),
         "double": pa.float64(), "timestamp": pa.timestamp("us", "UTC"), "array<int>": pa.list_(integer),
-        "array<long>": pa.list_(long), "map<bigint,bigint>": pa.map_(long, long),
+        "map<bigint,bigint>": pa.map_(long, long),
     }  # fmt: skip
     return pa.schema([(name, kinds[kind]) for name, kind in names.items()])

@@ -159,9 +159,6 @@ class Findings:
         if len(self._rows) > 2 * self._most * len(FINDING_KINDS):
             self._rows = self._first()
 
-    def add(self, other: Findings) -> None:
-        self.note(other._rows, other._found)
-
     def whole(self) -> list[Row]:
         """Return rows of FINDINGS."""
         return [

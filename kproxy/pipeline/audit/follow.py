@@ -20,14 +20,14 @@ Invariants
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -39,16 +39,16 @@ from kproxy.errors import StartupError
 from kproxy.pipeline.audit.columns import UNPROVEN_KINDS, WRONG_KINDS
 from kproxy.pipeline.audit.in_process import audit_rows
 from kproxy.pipeline.audit.judge import Batch
-from kproxy.pipeline.audit.log_client import TopicPartition
-from kproxy.pipeline.audit.log_options import Offsets, offsets_as_json, read_options, written
-from kproxy.pipeline.audit.logs import Unread, bounds_now, ends_behind, ends_of, existing, offsets_at, read_headers
+from kproxy.pipeline.audit.log_client import LogClient, Offsets, TopicPartition, Unread
+from kproxy.pipeline.audit.logs import bounds_now, ends_behind, ends_of, existing, offsets_at, read_headers
 from kproxy.pipeline.audit.proof import Stamp, TrailName, TrailPart, trail_part
 from kproxy.pipeline.audit.report_facts import FAULTY, UNPROVEN, UNSIGNED
 from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS, SPARK, AuditJob, acknowledged_by_one, check, first_acknowledged
 from kproxy.pipeline.audit.trail_place import JSON, TOPIC
 from kproxy.pipeline.audit.trail_reader import file_rows, files_of, read_topic
 from kproxy.pipeline.audit.trail_rows import TrailRow
-from kproxy.pipeline.progress import Report
+from kproxy.pipeline.preflight import write_whole
+from kproxy.pipeline.progress import Report, stopped_by_signals
 from kproxy.trail.signature import Signatures
 
 MOST_KEPT: Final = 1_000_000
@@ -198,13 +198,11 @@ class Follower:
             # Forget files that have been removed since.
             self._files = {file.name for file in files}
             return rows
-        bootstrap, topics = job.trail_bootstrap or job.bootstrap, (job.trail.name,)
-        ends = ends_of(bootstrap, topics, job.kafka)
-        starts: Offsets = {TopicPartition(job.trail.name, index): at for index, at in self._offsets.items()}
-        if not starts and job.from_ms is not None:
-            starts = offsets_at(bootstrap, topics, max(0, job.from_ms - self._options.horizon_ms), ends, job.kafka)
-        options = read_options(written(bootstrap, topics, None, {}, job.kafka))
-        with options.client() as client:
+        with LogClient(job.trail_bootstrap or job.bootstrap, job.kafka) as client:
+            ends = ends_of(client, (job.trail.name,))
+            starts: Offsets = {TopicPartition(job.trail.name, index): at for index, at in self._offsets.items()}
+            if not starts and job.from_ms is not None:
+                starts = offsets_at(client, max(0, job.from_ms - self._options.horizon_ms), ends)
             rows = list(read_topic(client, starts, ends, signatures))
         self._offsets = {which.partition: end for which, end in ends.items()}
         return rows
@@ -224,23 +222,26 @@ class Follower:
 
     def _read_logs(self, ranges: Sequence[TrailRow]) -> tuple[Mapping[TopicPartition, list[Batch]], Any, Unread]:
         """Read the logs of the partitions in `ranges`; topics deleted since have none."""
-        job, unread = self._job, Unread()
-        needed = first_acknowledged(ranges, 0)
-        topics = existing(job.bootstrap, {which.topic for which in needed}, job.kafka) if needed else ()
-        if not topics:
+        job, unread, needed = self._job, Unread(), first_acknowledged(ranges, 0)
+        if not needed:
             return {}, {}, unread
-        ends = ends_behind(acknowledged_by_one(ranges), lambda: ends_of(job.bootstrap, topics, job.kafka, unread))
-        # Partitions without new rows start at their end, so none of their batches are read.
-        starts = {which: min(needed.get(which, end), self._read_to.get(which, end), end) for which, end in ends.items()}
-        starts = {which: start if which in needed else ends[which] for which, start in starts.items()}
-        given = {"startOffsets": offsets_as_json(starts), "endOffsets": offsets_as_json(ends)}
-        read = read_headers(read_options(written(job.bootstrap, topics, None, given, job.kafka)), unread=unread)
-        for which in needed:
-            if which in ends:
-                before = [each for each in self._batches[which] if each.base_offset < starts[which]]
-                self._batches[which] = [*before, *read.get(which, ())]
-                self._read_to[which] = ends[which]
-        bounds = bounds_now(job.bootstrap, topics, job.compacted, job.kafka, unread)
+        with LogClient(job.bootstrap, job.kafka) as client:
+            topics = existing(client, {which.topic for which in needed})
+            if not topics:
+                return {}, {}, unread
+            ends = ends_behind(acknowledged_by_one(ranges), lambda: ends_of(client, topics, unread))
+            # Partitions without new rows start at their end, so none of their batches are read.
+            starts = {
+                which: min(first, self._read_to.get(which, first), ends[which])
+                for which, first in needed.items()
+                if which in ends
+            }
+            read = read_headers(client, starts, ends, unread=unread)
+            bounds = bounds_now(client, topics, job.compacted, unread)
+        for which, start in starts.items():
+            before = [each for each in self._batches[which] if each.base_offset < start]
+            self._batches[which] = [*before, *read.get(which, ())]
+            self._read_to[which] = ends[which]
         log = {which: self._batches[which] for which in needed}
         return log, {which: each for which, each in bounds.items() if which in needed}, unread
 
@@ -281,24 +282,15 @@ class Follower:
     def _save(self) -> None:
         horizon_ms = self._options.horizon_ms
         if self._newest_ms - self._snapshots[-1].at_ms >= horizon_ms // _SNAPSHOTS:
-            # Copy the parts, because later rows are joined to them.
-            trails = msgspec.msgpack.decode(
-                msgspec.msgpack.encode([(*name, part) for name, part in self._trails.items()]),
-                type=list[tuple[str, str, TrailPart]],
-            )
+            # Copies, because later rows are joined to the parts.
+            trails = [(*name, deepcopy(part)) for name, part in self._trails.items()]
             files = sorted(self._files)
             self._snapshots.append(Snapshot(self._newest_ms, dict(self._offsets), files, trails, self.acked))
         while len(self._snapshots) > 1 and self._snapshots[1].at_ms <= self._newest_ms - horizon_ms:
             self._snapshots.popleft()
         self.state.begin = self._snapshots[0]
-        if self._options.state is None:
-            return
-        unfinished = self._options.state.with_name(f".{self._options.state.name}.unfinished")
-        try:
-            unfinished.write_bytes(msgspec.json.encode(self.state))
-            unfinished.replace(self._options.state)
-        except OSError as error:
-            raise StartupError(f"--state could not be written to {self._options.state} ({error.strerror}).") from error
+        if self._options.state is not None:
+            write_whole(self._options.state, msgspec.json.encode(self.state).decode(), "--state")
 
 
 def _partition(row: TrailRow) -> TopicPartition:
@@ -337,9 +329,10 @@ def run_follow_job(
     display, stop = display or Report(), stop or threading.Event()
     with display:
         stage = display.stage("audit", "waiting for the first rows")
-        lines = _Lines(display, output or Console(highlight=False))
-        follower = Follower(job, options, lines.alarm)
-        with stopped_by_signals(stop):
+        output = output or Console(highlight=False)
+        # If stdout is a terminal, print through the progress display, which moves its bars below the line.
+        follower = Follower(job, options, partial(_alarm, display.progress if output.is_terminal else output))
+        with stopped_by_signals(stop.set):
             while True:
                 follower.round()
                 stage.say(_progress(follower))
@@ -351,31 +344,11 @@ def run_follow_job(
     return UNPROVEN if follower.state.unproven and not job.allow_unproven else 0
 
 
-@contextmanager
-def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM set `stop` while the block runs; no effect outside the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-class _Lines:
-    """Print alarms on stdout, each when it is found."""
-
-    def __init__(self, display: Report, output: Console) -> None:
-        # If stdout is a terminal, print through the progress display, which moves its bars below the line.
-        self._console = display.progress if output.is_terminal else output
-
-    def alarm(self, sentence: str, fails: bool) -> None:
-        style, word = ("bold red", "ALARM") if fails else ("yellow", "UNPROVEN")
-        now = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} "
-        self._console.print(Text.assemble(now, (word, style), f" {sentence}"), soft_wrap=True)
+def _alarm(console: Console, sentence: str, fails: bool) -> None:
+    """Print an alarm when it is found."""
+    style, word = ("bold red", "ALARM") if fails else ("yellow", "UNPROVEN")
+    now = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} "
+    console.print(Text.assemble(now, (word, style), f" {sentence}"), soft_wrap=True)
 
 
 def _progress(follower: Follower) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,7 +26,6 @@ from kproxy.pipeline.audit.judge import (
 )
 from kproxy.pipeline.audit.log_client import TopicPartition
 from kproxy.pipeline.audit.proof import Stamp, TrailName, TrailPart, Unproven, is_unproven, trail_part
-from kproxy.pipeline.audit.report_gather import R
 from kproxy.pipeline.audit.rules import AuditRules
 from kproxy.pipeline.audit.trail_rows import TrailRow
 
@@ -69,13 +68,12 @@ class Results:
     def listed(self) -> list[Row]:
         return self.findings
 
-    def fold(self, table: str, begin: Callable[[], R], only: Collection[tuple[str, int]] | None = None) -> R:
-        """Reduce a table, or only its rows of some partitions (`report_gather.Source`)."""
-        reduced = begin()
-        for row in getattr(self, table):
-            if only is None or (row["topic"], row["partition"]) in only:
-                reduced.read(row)
-        return reduced
+    def rows(self, table: str, only: Collection[tuple[str, int]] | None = None) -> Iterator[Row]:
+        return (row for row in getattr(self, table) if only is None or (row["topic"], row["partition"]) in only)
+
+    def extent(self) -> tuple[int, int] | None:
+        times = [row[name] for row in self.windows for name in ("window_start", "window_end")]
+        return (round(min(times).timestamp() * 1000), round(max(times).timestamp() * 1000)) if times else None
 
 
 def audit_rows(

@@ -18,7 +18,8 @@ import asyncio
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 from kproxy.ownership.kafka_client import BrokerRefused, BrokerUnreachable, KafkaConnection, open_any
@@ -47,6 +48,10 @@ _HTTP_QUESTION: Final = b"GET / HTTP/1.0\r\n\r\n"
 
 class LogReadFailed(Exception):
     """A log cannot be read; the sentence names topic, partition and offset if they are known."""
+
+
+class NotYet(Exception):
+    """A later attempt may succeed."""
 
 
 async def _other_protocol(address: Address) -> str | None:
@@ -99,7 +104,23 @@ _CLEANUP_POLICY: Final = "cleanup.policy"
 _LIST_OFFSETS_VERSION: Final = 9
 _DESCRIBE_CONFIGS_VERSION: Final = 4
 
+# For each answer, and for the time in which nothing succeeds.
+TIMEOUT_S: Final = 10.0
+PATIENCE_S: Final = 60.0
 _NO_SUCH_TOPIC: Final = frozenset({error_codes.UNKNOWN_TOPIC_OR_PARTITION, error_codes.INVALID_TOPIC_EXCEPTION})
+
+
+def parse_bootstrap(text: str) -> tuple[Address, ...]:
+    """Parse `H:P,H:P`. Raise LogReadFailed. It does not use kproxy.config, whose dependencies executors lack."""
+    addresses = []
+    for part in filter(None, map(str.strip, text.split(","))):
+        host, _, port = part.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise LogReadFailed(f"{part!r} is no address: write HOST:PORT, several with commas between.")
+        addresses.append(Address(host.strip("[]"), int(port)))
+    if not addresses:
+        raise LogReadFailed("There is no address of a kproxy or of a Kafka cluster: write HOST:PORT.")
+    return tuple(addresses)
 
 
 class TopicPartition(NamedTuple):
@@ -110,10 +131,20 @@ class TopicPartition(NamedTuple):
         return f"topic {self.topic}, partition {self.partition}"
 
 
+Offsets = Mapping[TopicPartition, int]
+Unread = dict[TopicPartition, str]
+"""The reasons by partition, for those without a leader or that brokers refuse to read. Calls add to it."""
+
+
 class Patience:
     """Growing pauses between attempts, until nothing has succeeded for `seconds`."""
 
-    def __init__(self, seconds: float, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
+    def __init__(
+        self,
+        seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self._seconds = seconds
         self._clock = clock
         self._sleep = sleep
@@ -131,38 +162,43 @@ class Patience:
         self._sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
 
+    def until(self, attempt: Callable[[], T], what: str) -> T:
+        """Return what `attempt` returns when a broker answers it; `what` is not to be had otherwise."""
+        while True:
+            try:
+                return attempt()
+            except (BrokerUnreachable, NotYet) as error:
+                self.pause(f"{what} not to be had ({error})")
+
 
 class LogClient:
-    """A client for one thread. Times are in seconds. `topic_ids` has the ids of requested topics, in hex.
+    """A client of the cluster at `bootstrap` (H:P[,H:P...]) for one thread. Times are in seconds.
 
-    `kafka` has options of Kafka's clients about TLS and SASL. Raise LogReadFailed if they cannot be used.
+    `topic_ids` has the ids of requested topics, in hex. `kafka` has options of Kafka's clients about TLS and SASL.
+    Raise LogReadFailed if they cannot be used.
     """
 
     def __init__(
         self,
-        bootstrap: Sequence[Address],
-        *,
-        timeout_s: float,
-        patience_s: float,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        bootstrap: str,
         kafka: Mapping[str, str] = NO_OPTIONS,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        patience_s: float = PATIENCE_S,
     ) -> None:
-        self._bootstrap = tuple(bootstrap)
+        self._bootstrap = parse_bootstrap(bootstrap)
         try:
             self._access = read_access(kafka)
         except WrongKafkaOption as error:
             raise LogReadFailed(str(error)) from error
         self._timeout_s = timeout_s
         self._patience_s = patience_s
-        self._clock = clock
-        self._sleep = sleep
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._connections: dict[Address, KafkaConnection] = {}
         self.topic_ids: dict[str, str | None] = {}
         self._brokers: dict[int, Address] = {}
-        self._leaders: dict[TopicPartition, Address] = {}
+        self.leaders: dict[TopicPartition, Address] = {}
 
     def __enter__(self) -> LogClient:
         return self
@@ -219,7 +255,7 @@ class LogClient:
                 self._connections[asked] = connection
             return await ask(connection)
         except BrokerUnreachable:
-            self._leaders = {which: leader for which, leader in self._leaders.items() if leader != asked}
+            self.leaders = {which: leader for which, leader in self.leaders.items() if leader != asked}
             if asked is not None and (failed := self._connections.pop(asked, None)) is not None:
                 failed.abort()
             raise
@@ -243,19 +279,11 @@ class LogClient:
             opening.cancel()
 
     def patience(self) -> Patience:
-        return Patience(self._patience_s, self._clock, self._sleep)
-
-    def remember_leader(self, which: TopicPartition, leader: Address) -> None:
-        """Set the leader that the planner has just learned."""
-        self._leaders[which] = leader
-
-    def leader(self, which: TopicPartition) -> Address | None:
-        """Return the remembered leader, if any."""
-        return self._leaders.get(which)
+        return Patience(self._patience_s)
 
     def forget_leader(self, which: TopicPartition) -> None:
         """Forget the leader, so that Metadata comes before the next request: it may be a lagging follower by now."""
-        self._leaders.pop(which, None)
+        self.leaders.pop(which, None)
 
     def partitions(self, topics: Collection[str] | None) -> dict[str, int]:
         """Return the number of partitions by topic; of all topics for None.
@@ -274,27 +302,31 @@ class LogClient:
         Brokers must deny that the others exist. Raise LogReadFailed for any other error, for example if a topic may not
         be read.
         """
-        patience = self.patience()
-        tries = UNKNOWN_TOPIC_TRIES
-        while True:
-            found = self._ask_metadata(topics, patience)
-            known = {_name(each): each.partition_count for each in found if each.partition_count}
-            reasons = {_name(each): each.error_code for each in found}
-            missing = {
-                topic: reasons.get(topic, error_codes.UNKNOWN_TOPIC_OR_PARTITION)
-                for topic in sorted(set(topics or ()) - known.keys())
-            }
-            tries -= 1
-            pending = [topic for topic, code in missing.items() if code not in _NO_SUCH_TOPIC or tries > 0]
-            if not pending:
-                return known
-            for topic in pending:
-                if missing[topic] not in error_codes.PASSING | _NO_SUCH_TOPIC:
-                    raise LogReadFailed(f"Topic {topic} cannot be read: {error_codes.name_of(missing[topic])}.")
-            patience.pause(f"Metadata of {', '.join(pending)} is not to be had")
+        attempts = iter(range(UNKNOWN_TOPIC_TRIES - 1))
+
+        def attempt() -> dict[str, int]:
+            found = {_name(each): each for each in self._metadata(topics)}
+            known = {name: each.partition_count for name, each in found.items() if each.partition_count}
+            unknown = []
+            for topic in sorted(set(topics or ()) - known.keys()):
+                code = found[topic].error_code if topic in found else error_codes.UNKNOWN_TOPIC_OR_PARTITION
+                if code not in error_codes.PASSING | _NO_SUCH_TOPIC:
+                    raise LogReadFailed(f"Topic {topic} cannot be read: {error_codes.name_of(code)}.")
+                unknown.append((topic, code))
+            is_new = next(attempts, None) is not None
+            for topic, code in unknown:
+                if is_new or code not in _NO_SUCH_TOPIC:
+                    raise NotYet(f"{topic}: {error_codes.name_of(code)}")
+            return known
+
+        return self.patience().until(attempt, "The topics are")
 
     def list_offsets(
-        self, partitions: Iterable[TopicPartition], timestamp: int, unread: dict[TopicPartition, str] | None = None
+        self,
+        partitions: Iterable[TopicPartition],
+        timestamp: int,
+        unread: Unread | None = None,
+        patience_s: float | None = None,
     ) -> dict[TopicPartition, int]:
         """Return the first offsets of logs (EARLIEST) or those after the last records (LATEST, the high watermarks).
 
@@ -303,17 +335,26 @@ class LogClient:
         """
         offsets: dict[TopicPartition, int] = {}
         pending = dict.fromkeys(partitions, "nobody was asked")
-        patience = self.patience()
+        patience = Patience(patience_s or self._patience_s)
         while pending:
-            leaders = self._by_leader(list(pending), patience, pending if unread is not None else None)
-            for leader, asked in leaders.items():
+            before = len(pending)
+            for leader, asked in self._by_leader(pending, patience).items():
                 for first in range(0, len(asked), PARTITIONS_PER_QUESTION):
                     part = asked[first : first + PARTITIONS_PER_QUESTION]
-                    offsets.update(self._list_offsets(leader, part, timestamp, pending, unread))
-            if any(which in offsets for which in pending):
+                    for which, code, offset in self._offsets(leader, part, timestamp, pending):
+                        if code == error_codes.NONE:
+                            offsets[which] = offset
+                            del pending[which]
+                            continue
+                        self.forget_leader(which)
+                        pending[which] = error_codes.name_of(code)
+                        if code in error_codes.PASSING:
+                            continue
+                        if unread is None:
+                            raise LogReadFailed(f"The offsets of {which} cannot be read: {pending[which]}.")
+                        unread[which] = pending.pop(which)
+            if len(pending) < before:
                 patience.succeeded()
-            done = offsets.keys() | (unread or {}).keys()
-            pending = {which: reason for which, reason in pending.items() if which not in done}
             if pending:
                 which, reason = next(iter(pending.items()))
                 try:
@@ -325,15 +366,10 @@ class LogClient:
                     break
         return offsets
 
-    def _list_offsets(
-        self,
-        leader: Address,
-        asked: Sequence[TopicPartition],
-        timestamp: int,
-        reasons: dict[TopicPartition, str],
-        unread: dict[TopicPartition, str] | None,
-    ) -> dict[TopicPartition, int]:
-        """Return the offsets in a leader's answer. For each missing partition, add the reason and forget the leader."""
+    def _offsets(
+        self, leader: Address, asked: Sequence[TopicPartition], timestamp: int, reasons: Unread
+    ) -> Iterator[tuple[TopicPartition, int, int]]:
+        """Yield error codes and offsets in a leader's answer; without an answer, set the reasons."""
         by_topic: dict[str, list[dict[str, int]]] = defaultdict(list)
         for topic, partition in asked:
             wanted = {"partition_index": partition, "current_leader_epoch": -1, "timestamp": timestamp}
@@ -344,107 +380,77 @@ class LogClient:
             answer: Message = self._ask(leader, lambda it: it.ask(keys.LIST_OFFSETS, _LIST_OFFSETS_VERSION, **fields))
         except BrokerUnreachable as error:
             reasons.update(dict.fromkeys(asked, str(error)))
-            return {}
-        offsets = {}
+            return
         for topic in answer.topics:
-            for result in topic.partitions:
-                which = TopicPartition(topic.name, result.partition_index)
-                if result.error_code == error_codes.NONE:
-                    offsets[which] = result.offset
-                    continue
-                self.forget_leader(which)
-                reasons[which] = error_codes.name_of(result.error_code)
-                if result.error_code in error_codes.PASSING:
-                    continue
-                if unread is None:
-                    raise LogReadFailed(f"The offsets of {which} cannot be read: {reasons[which]}.")
-                unread[which] = reasons[which]
-        return offsets
+            for each in topic.partitions:
+                if (which := TopicPartition(topic.name, each.partition_index)) in reasons:
+                    yield which, each.error_code, each.offset
 
     def compacted(self, topics: Collection[str]) -> set[str]:
         """Return the compacted ones of `topics`; none if brokers do not serve DescribeConfigs. Raise LogReadFailed."""
-        asked = [
+        resources = [
             {"resource_type": _TOPIC, "resource_name": topic, "configuration_keys": [_CLEANUP_POLICY]}
             for topic in sorted(topics)
         ]
-        compacted: set[str] = set()
-        for first in range(0, len(asked), PARTITIONS_PER_QUESTION):
-            compacted |= self._compacted(asked[first : first + PARTITIONS_PER_QUESTION])
-        return compacted
+        found: set[str] = set()
+        for first in range(0, len(resources), PARTITIONS_PER_QUESTION):
+            part = resources[first : first + PARTITIONS_PER_QUESTION]
+            found |= self.patience().until(partial(self._compacted, part), "Which topics are compacted is")
+        return found
 
-    def _compacted(self, resources: list[dict[str, Any]]) -> set[str]:
-        patience = self.patience()
-        while True:
-            try:
-                answer = self._ask(None, lambda it: _configs(it, resources))
-            except BrokerUnreachable as error:
-                patience.pause(f"Which topics are compacted is not to be had ({error})")
+    def _compacted(self, resources: Sequence[Mapping[str, Any]]) -> set[str]:
+        answer = self._ask(None, lambda it: _configs(it, resources))
+        for each in () if answer is None else answer.results:
+            if each.error_code == error_codes.NONE:
                 continue
-            if answer is None:
-                return set()
-            refused = [each for each in answer.results if each.error_code != error_codes.NONE]
-            if not refused:
-                return {each.resource_name for each in answer.results if any(map(_says_compact, each.configs))}
-            which, code = refused[0].resource_name, refused[0].error_code
-            reason = f"Whether topic {which} is compacted cannot be read: {error_codes.name_of(code)}"
-            if code not in error_codes.PASSING:
-                raise LogReadFailed(f"{reason}; name the compacted topics with --compacted.")
-            patience.pause(reason)
+            reason = f"Whether topic {each.resource_name} is compacted cannot be read"
+            if each.error_code in error_codes.PASSING:
+                raise NotYet(reason)
+            code = error_codes.name_of(each.error_code)
+            raise LogReadFailed(f"{reason}: {code}; name the compacted topics with --compacted.")
+        return set() if answer is None else {one.resource_name for one in answer.results if _is_compact(one)}
 
     def fetch(self, which: TopicPartition, offset: int, max_bytes: int, patience: Patience) -> PartitionFetched:
         """Return the batches of a partition from `offset` on, or an error code that a retry cannot fix.
 
         Raise LogReadFailed when `patience` is exhausted.
         """
-        while True:
-            try:
-                leader = next(iter(self._by_leader([which], patience)))
-                fetched = self._ask(leader, lambda it: _fetch(it, *which, offset, max_bytes))
-                if fetched.error_code not in error_codes.PASSING:
-                    return fetched
+
+        def attempt() -> PartitionFetched:
+            leader = next(iter(self._by_leader({which: ""}, patience)), None)
+            if leader is None:
+                raise NotYet("it has no leader")
+            fetched = self._ask(leader, lambda it: _fetch(it, *which, offset, max_bytes))
+            if fetched.error_code in error_codes.PASSING:
                 self.forget_leader(which)
-                reason = f"{leader} says {error_codes.name_of(fetched.error_code)}"
-            except BrokerUnreachable as error:
-                reason = str(error)
-            patience.pause(f"Batches of {which} from offset {offset} on are not to be had ({reason})")
+                raise NotYet(f"{leader} says {error_codes.name_of(fetched.error_code)}")
+            return fetched
 
-    def _by_leader(
-        self,
-        partitions: Sequence[TopicPartition],
-        patience: Patience,
-        reasons: dict[TopicPartition, str] | None = None,
-    ) -> dict[Address, list[TopicPartition]]:
-        """Group the partitions by leader; ask for Metadata for unknown leaders.
+        return patience.until(attempt, f"Batches of {which} from offset {offset} on are")
 
-        Wait for leaders. With `reasons`, omit partitions that have none now, and add the reason.
-        """
-        while unknown := [which for which in partitions if which not in self._leaders]:
-            for found in self._ask_metadata({which.topic for which in unknown}, patience):
-                for _, index, leader_id, _ in found.partitions():
-                    if leader_id in self._brokers:
-                        self._leaders[TopicPartition(_name(found), index)] = self._brokers[leader_id]
-            leaderless = next((which for which in unknown if which not in self._leaders), None)
-            if leaderless is not None and reasons is None:
-                patience.pause(f"{leaderless} has no leader")
-            elif reasons is not None:
-                reasons.update((which, "it has no leader") for which in unknown if which not in self._leaders)
-                partitions = [which for which in partitions if which in self._leaders]
+    def _by_leader(self, partitions: Unread, patience: Patience) -> dict[Address, list[TopicPartition]]:
+        """Group the partitions by leader, after Metadata if one is unknown; those that have none get that reason."""
+        if unknown := {which.topic for which in partitions if which not in self.leaders}:
+            patience.until(lambda: self._metadata(unknown), "The leaders are")
         by_leader: dict[Address, list[TopicPartition]] = defaultdict(list)
         for which in partitions:
-            by_leader[self._leaders[which]].append(which)
+            if which in self.leaders:
+                by_leader[self.leaders[which]].append(which)
+            else:
+                partitions[which] = "it has no leader"
         return by_leader
 
-    def _ask_metadata(self, topics: Collection[str] | None, patience: Patience) -> list[TopicLeaders]:
+    def _metadata(self, topics: Collection[str] | None) -> list[TopicLeaders]:
+        """Ask about topics, and remember brokers, leaders and ids. Raise BrokerUnreachable, LogReadFailed."""
         wanted = None if topics is None else [{"name": topic} for topic in sorted(topics)]
-        while True:
-            try:
-                reader = self._ask(None, lambda it: it.metadata(wanted))
-            except BrokerUnreachable as error:
-                patience.pause(str(error))
-                continue
-            self._brokers = {node_id: Address(host, port) for node_id, host, port in reader.brokers}
-            self.topic_ids |= {_name(each): each.topic_id.hex() if each.topic_id else None for each in reader.topics}
-            return reader.topics
+        reader = self._ask(None, lambda it: it.metadata(wanted))
+        self._brokers = {node_id: Address(host, port) for node_id, host, port in reader.brokers}
+        for each in reader.topics:
+            self.topic_ids[_name(each)] = each.topic_id.hex() if each.topic_id else None
+            for _, index, leader_id, _ in each.partitions():
+                if leader_id in self._brokers:
+                    self.leaders[TopicPartition(_name(each), index)] = self._brokers[leader_id]
+        return reader.topics
 
 
 async def _configs(connection: KafkaConnection, resources: Sequence[Mapping[str, Any]]) -> Message | None:
@@ -458,5 +464,5 @@ def _name(topic: TopicLeaders) -> str:
     return (topic.name or b"").decode()
 
 
-def _says_compact(config: Any) -> bool:
-    return config.name == _CLEANUP_POLICY and "compact" in (config.value or "")
+def _is_compact(resource: Any) -> bool:
+    return any(each.name == _CLEANUP_POLICY and "compact" in (each.value or "") for each in resource.configs)

@@ -18,48 +18,48 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Final
+from typing import Any, Final, NamedTuple
 
-from kproxy.pipeline.audit.log_client import EARLIEST, LARGEST_BATCH_BYTES, LATEST, LogClient, LogReadFailed, Patience
-from kproxy.pipeline.audit.log_options import LogRange
+from kproxy.pipeline.audit.judge import Batch
+from kproxy.pipeline.audit.log_client import (
+    EARLIEST,
+    LARGEST_BATCH_BYTES,
+    LATEST,
+    LogClient,
+    LogReadFailed,
+    Patience,
+    TopicPartition,
+)
 from kproxy_codec import error_codes
 from kproxy_codec.errors import CodecError, Truncated
-from kproxy_codec.fetch import PartitionFetched
 from kproxy_codec.primitives import Buffer
-from kproxy_codec.record_batch import HEADER_BYTES, RecordBatch, parse_batch, parse_header
+from kproxy_codec.record_batch import RecordBatch, parse_batch
 
-ROWS_PER_CHUNK: Final = 8192
+HEADERS_PER_CHUNK: Final = 8192
+MAX_BYTES: Final = 4 << 20
 # Compaction may have removed the last batches of a range. One empty answer may be due to a short wait of the broker, so
 # several are needed.
 EMPTY_ANSWERS: Final = 3
 
+
+class LogRange(NamedTuple):
+    """The offsets of a partition from `start` to before `end`; `is_first`: its first range that is read."""
+
+    which: TopicPartition
+    start: int
+    end: int
+    is_first: bool
+
+
 CheckCrc = Callable[[Buffer, RecordBatch], bool]
-Row = tuple[int, int, int, int, int, int, int, int, int, bool, bool, bool | None]
-"""base_offset, last_offset, record_count, producer_id, producer_epoch, base_sequence, leader_epoch, max_timestamp,
-bytes, is_control, is_transactional, crc_ok (None: not checked)."""
-
-
-def _row(batch: RecordBatch, crc_ok: bool | None) -> Row:
-    return (
-        batch.base_offset,
-        batch.last_offset,
-        batch.record_count,
-        batch.producer_id,
-        batch.producer_epoch,
-        batch.base_sequence,
-        batch.partition_leader_epoch,
-        batch.max_timestamp,
-        batch.size_in_bytes,
-        batch.is_control,
-        batch.is_transactional,
-        crc_ok,
-    )
 
 
 class RangeReader:
     """Read one range, once."""
 
-    def __init__(self, client: LogClient, wanted: LogRange, max_bytes: int, check_crc: CheckCrc | None) -> None:
+    def __init__(
+        self, client: LogClient, wanted: LogRange, check_crc: CheckCrc | None, max_bytes: int = MAX_BYTES
+    ) -> None:
         """`check_crc` None: do not check the CRCs of batches."""
         self._client = client
         self._wanted = wanted
@@ -70,12 +70,14 @@ class RangeReader:
         # More bytes to fetch for the batches after a corrupt one, which brokers resend until the position is past it.
         self._more_bytes = 0
         self._done = False
+        self.bytes_read = 0
 
-    def rows(self) -> Iterator[list[Row]]:
-        """Yield chunks of at most ROWS_PER_CHUNK rows. Raise LogReadFailed."""
-        for _, batches in self.answers():
-            while rows := [_row(batch, crc_ok) for batch, crc_ok in islice(batches, ROWS_PER_CHUNK)]:
-                yield rows
+    def headers(self) -> Iterator[list[Batch]]:
+        """Yield chunks of at most HEADERS_PER_CHUNK headers. Raise LogReadFailed."""
+        for records, batches in self.answers():
+            self.bytes_read += len(records)
+            while chunk := [_header(batch, crc_ok) for batch, crc_ok in islice(batches, HEADERS_PER_CHUNK)]:
+                yield chunk
 
     def answers(self) -> Iterator[tuple[Buffer, Iterator[tuple[RecordBatch, bool | None]]]]:
         """Yield the records of each answer with its new batches, which the caller must exhaust.
@@ -85,7 +87,8 @@ class RangeReader:
         patience = self._client.patience()
         empty_answers = 0
         while not self._done:
-            fetched = self._fetch(patience)
+            max_bytes = self._max_bytes + self._more_bytes
+            fetched = self._client.fetch(self._wanted.which, self._position, max_bytes, patience)
             if fetched.error_code == error_codes.OFFSET_OUT_OF_RANGE:
                 self._move_on(patience)
             elif fetched.error_code != error_codes.NONE:
@@ -125,6 +128,9 @@ class RangeReader:
             try:
                 batch = parse_batch(records, at)
             except Truncated:
+                # Brokers send the first batch whole (KIP-74).
+                if at == 0:
+                    raise self._failed("a batch is not sent whole, or says that it is too large") from None
                 return
             except CodecError as error:
                 raise self._failed(str(error)) from error
@@ -148,32 +154,6 @@ class RangeReader:
         else:
             self._position = max(self._position, self._corrupt.last_offset) + 1
 
-    def _fetch(self, patience: Patience) -> PartitionFetched:
-        """Fetch an answer with a whole first batch: if the broker truncated it, ask for its size."""
-        max_bytes = self._max_bytes + self._more_bytes
-        while True:
-            fetched = self._client.fetch(self._wanted.which, self._position, max_bytes, patience)
-            if fetched.error_code or not fetched.records:
-                return fetched
-            needed = self._first_bytes(fetched.records)
-            if needed <= len(fetched.records):
-                return fetched
-            if needed <= max_bytes:
-                raise self._failed(f"a batch of {needed} bytes is not sent whole")
-            max_bytes = needed
-
-    def _first_bytes(self, records: Buffer) -> int:
-        """Return the size of the first batch, or of a batch header if the header is truncated."""
-        try:
-            needed = parse_header(records).size_in_bytes
-        except Truncated:
-            return HEADER_BYTES
-        except CodecError as error:
-            raise self._failed(str(error)) from error
-        if needed > LARGEST_BATCH_BYTES:
-            raise self._failed(f"a batch says that it has {needed} bytes; at most {LARGEST_BATCH_BYTES} are read")
-        return needed
-
     def _move_on(self, patience: Patience) -> None:
         """Move to the log's current beginning. If the log ends before the position, wait for its end to come back."""
         which = self._wanted.which
@@ -193,3 +173,19 @@ class RangeReader:
 
     def _failed(self, reason: str) -> LogReadFailed:
         return LogReadFailed(f"{self._wanted.which} cannot be read at offset {self._position}: {reason}.")
+
+
+def _header(batch: RecordBatch, crc_ok: bool | None) -> Batch:
+    first = batch.base_offset, batch.last_offset, batch.record_count
+    return Batch(*first, batch.producer_id, batch.producer_epoch, batch.base_sequence, batch.is_control, crc_ok)
+
+
+def records_in(client: LogClient, wanted: LogRange) -> Iterator[Any]:
+    """Yield the records of a range, as kafka-python decodes them. Raise LogReadFailed."""
+    from kafka.record.memory_records import MemoryRecords
+
+    for records, batches in RangeReader(client, wanted, None).answers():
+        for batch, _ in batches:
+            for record in MemoryRecords(bytes(records[batch.position : batch.end])).next_batch() or ():
+                if wanted.start <= record.offset < wanted.end:
+                    yield record

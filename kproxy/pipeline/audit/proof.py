@@ -178,14 +178,12 @@ def unproven(
     from_ms: int | None = None,
     to_ms: int | None = None,
     read_from_ms: int | None = None,
-    is_all: bool = True,
 ) -> list[Unproven]:
     """Return the gaps and the tails within the time to judge.
 
     Without `to_ms` the time to judge ends when the trail was read, or, while proxies still write, at the time up to
     which all live trails are complete; otherwise the last seconds of live proxies would always be unproven.
-    `shipping_ms`: the longest time from closing a row until it can be read. `is_all`: all rows were read; if not, only
-    trails with a successor count as ended.
+    `shipping_ms`: the longest time from closing a row until it can be read.
     """
     heard_ms = read_at_ms - shipping_ms
     alive = [trail.whole_until for trail in trails.values() if trail.lives(heard_ms)]
@@ -193,7 +191,7 @@ def unproven(
     found = list(_gaps(trails, read_from_ms))
     for (proxy, incarnation), trail in trails.items():
         rows = trail.rows
-        if trail.whole_until is None or not (is_all or trail.next_begin is not None):
+        if trail.whole_until is None:
             continue
         until = end_ms if trail.next_begin is None else trail.next_begin
         # A live trail is complete up to the audit's end, so no row of it is missing.

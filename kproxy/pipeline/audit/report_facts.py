@@ -43,8 +43,10 @@ class Fault:
     cell: str
     sentence: str
 
-    def said(self, count: int) -> str:
-        return re.sub(r"(\w+)\|(\w+)", r"\1" if count == 1 else r"\2", self.sentence)
+
+def said(sentence: str, count: int) -> str:
+    """Return a sentence with its verb and nouns for one or for many."""
+    return re.sub(r"(\w+)\|(\w+)", r"\1" if count == 1 else r"\2", sentence)
 
 
 ASSIGNED_TWICE: Final = Fault(
@@ -58,14 +60,14 @@ class Count:
     """How reports show a count. Each is declared with its field of `Sums`; `COUNTS` collects them.
 
     `meaning`: for the list of words. `unit`: what is counted, if not records. `rare`: its column is omitted where all
-    are 0. `warning`: a count other than 0 leaves something unproven. `absent`: why records that the count explains are
-    not in the log.
+    are 0. `warning`: how a count other than 0 leaves something unproven, as the sentence of a `Fault`. `absent`: why
+    records that the count explains are not in the log.
     """
 
     meaning: str
     unit: str = ""
     rare: bool = True
-    warning: bool = False
+    warning: str = ""
     absent: str = ""
     fault: Fault | None = None
 
@@ -118,12 +120,12 @@ class Sums:
     )
     gone: int = _count(
         "Acknowledged records of a topic whose id no longer exists, without --deleted-topic.",
-        warning=True,
+        warning="record|records is|are gone with deleted topics. If the deletion was on purpose, give --deleted-topic",
         absent="gone with deleted topics",
     )
     unread: int = _count(
         "Acknowledged records of a partition whose log could not be read: it had no leader, or brokers refused.",
-        warning=True,
+        warning="record|records is|are in logs that could not be read",
         absent="in logs that could not be read",
     )
     unclaimed: int = _count(
@@ -136,7 +138,7 @@ class Sums:
     unchecked: int = _count(
         "Batches whose checksums were not verified, because crc32c is not installed. They may be corrupt.",
         unit="batches",
-        warning=True,
+        warning="batch|batches was|were not checked against checksums, so the log may be corrupt",
     )
     late: int = _count("Records whose rows reached the trail late. They count like all others.")
     batches: int = 0
@@ -316,11 +318,6 @@ class Facts:
     @property
     def sums(self) -> Sums:
         return self.verdict.sums
-
-    @property
-    def rest(self) -> Sums:
-        """The sum of the partitions that are not shown."""
-        return self.sums.without([partition.sums for partition in self.partitions])
 
     @property
     def hidden_findings(self) -> int:

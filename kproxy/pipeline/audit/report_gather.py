@@ -1,18 +1,17 @@
 """Reduce an audit's result tables to the facts of its report.
 
 `Limits` bounds what is kept, whatever the number of partitions, windows and findings: the worst are kept, windows are
-joined until they fit, and everything else is counted. A `Reduced` reads a table's rows in any order and can be added to
-another `Reduced`, so executors can reduce large tables in parts.
+joined until they fit, and everything else is counted. The tables' rows are read one after another.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Final, Protocol, TypeVar
+from itertools import chain
+from typing import Any, Final, Protocol
 
 from kproxy.pipeline.audit.columns import FINDING_KINDS, GAP, OVERLAP, TAIL
 from kproxy.pipeline.audit.report_facts import (
@@ -39,24 +38,17 @@ Row = Mapping[str, Any]
 Which = tuple[str, int]
 
 
-class Reduced(Protocol):
-    """The result of reducing a table."""
-
-    def read(self, row: Row) -> None: ...
-
-    def add(self, other: Any) -> None: ...
-
-
-R = TypeVar("R", bound=Reduced)
-
-
 class Source(Protocol):
     """The result tables. `listed`: the rows of the findings, which are bounded."""
 
     def listed(self) -> Sequence[Row]: ...
 
-    def fold(self, table: str, begin: Callable[[], R], only: Collection[Which] | None = None) -> R:
-        """Reduce a table, or only its rows of some partitions."""
+    def rows(self, table: str, only: Collection[Which] | None = None) -> Iterator[Row]:
+        """Yield the rows of a table, or of some partitions, one after another: there may be many."""
+        ...
+
+    def extent(self) -> tuple[int, int] | None:
+        """Return when the first window begins and the last one ends; None without windows."""
         ...
 
 
@@ -74,64 +66,49 @@ class Limits:
 def gather(source: Source, about: Mapping[str, str], limits: Limits | None = None) -> Facts:
     """Return the facts of the result tables, the same for the same tables. Errors are those of `source`."""
     limits = limits or Limits()
-    totals = source.fold("partitions", partial(_Partitions, limits.partitions))
-    partitions = tuple(map(_partition, totals.worst()))
+    sums: Counter[str] = Counter()
+    topics: set[str] = set()
+
+    def counted() -> Iterator[Row]:
+        for row in source.rows("partitions"):
+            sums.update({name: row[name] or 0 for name in SUMMED})
+            sums.update(partitions=1, unproven=int(bool(row["unproven"])))
+            topics.add(row["topic"])
+            yield row
+
+    partitions = tuple(map(_partition, heapq.nsmallest(limits.partitions, counted(), key=_worst_first)))
     drawn = [(one.topic, one.partition) for one in partitions[: limits.drawn]]
     findings = source.listed()
     counts, conflicts = _finding_counts(findings)
     holes = [row for row in findings if row["kind"] in HOLES and row["from_ms"] is not None]
-    grid = _grid(source.fold("windows", _Extent), holes, limits)
-    holdings = source.fold("owners", partial(_Holdings, limits.holdings), drawn)
+    cells: dict[tuple[str, int, int], int] = {}
+    grid = None
+    windows = source.rows("windows", drawn)
+    # All windows have one length.
+    if (one := next(iter(windows), None)) is not None and (extent := source.extent()) is not None:
+        length = _ms(one, "window_end") - _ms(one, "window_start")
+        grid = _grid(*extent, max(1, length), holes, limits)
+        for row in chain([one], windows):
+            key = row["topic"], row["partition"], _column(grid, _ms(row, "window_start"))
+            cells[key] = max(_state(row), cells.get(key, 0))
+    holdings, hidden = _holdings(source.rows("owners", drawn), limits.holdings)
     return Facts(
         verdict=Verdict(
-            totals.sums(),
+            Sums(**sums),
             trail_faults=sum(counts[kind].findings for kind in HOLES if kind in counts),
             conflicts=conflicts,
         ),
-        topics=len(totals.topics),
+        topics=len(topics),
         partitions=partitions,
         findings=_findings(findings, limits.findings),
         finding_counts=counts,
         grid=grid,
-        cells=source.fold("windows", partial(_Cells, grid), drawn).cells() if grid else (),
+        cells=tuple(Cell(*key, _STATES[state]) for key, state in sorted(cells.items())),
         trail_holes=_trail_holes(grid, holes) if grid else (),
-        holdings=holdings.first(),
-        hidden_holdings=holdings.hidden(),
+        holdings=holdings,
+        hidden_holdings=hidden,
         about=dict(about),
     )
-
-
-class _Partitions:
-    """The sums of all partitions, and the worst ones."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._sums: Counter[str] = Counter()
-        self._worst: list[Row] = []
-        self.topics: set[str] = set()
-
-    def read(self, row: Row) -> None:
-        self._sums.update({name: row[name] or 0 for name in SUMMED})
-        self._sums.update(partitions=1, unproven=int(bool(row["unproven"])))
-        self.topics.add(row["topic"])
-        self._worst.append(row)
-        self._trim(2 * self._most)
-
-    def add(self, other: _Partitions) -> None:
-        self._sums.update(other._sums)
-        self.topics |= other.topics
-        self._worst += other._worst
-        self._trim(self._most)
-
-    def _trim(self, room: int) -> None:
-        if len(self._worst) > room:
-            self._worst = self.worst()
-
-    def worst(self) -> list[Row]:
-        return heapq.nsmallest(self._most, self._worst, key=_worst_first)
-
-    def sums(self) -> Sums:
-        return Sums(**{name: self._sums[name] for name in Sums.__slots__})
 
 
 def _worst_first(row: Row) -> tuple[Any, ...]:
@@ -183,35 +160,13 @@ def _findings(rows: Sequence[Row], most: int) -> tuple[Finding, ...]:
 
 
 def _ms(row: Row, name: str) -> int:
-    seconds: float = row[name].timestamp()
-    return round(seconds * 1000)
+    """Return a time in milliseconds; Spark's tables have it so, because its timestamps are in local time."""
+    value = row[name]
+    return value if isinstance(value, int) else round(value.timestamp() * 1000)
 
 
-class _Extent:
-    """When the first window begins and the last one ends, and the length of the longest."""
-
-    def __init__(self) -> None:
-        self.times: tuple[int, int, int] | None = None
-
-    def read(self, row: Row) -> None:
-        begin, end = _ms(row, "window_start"), _ms(row, "window_end")
-        self._join((begin, end, end - begin))
-
-    def add(self, other: _Extent) -> None:
-        if other.times is not None:
-            self._join(other.times)
-
-    def _join(self, other: tuple[int, int, int]) -> None:
-        begin, end, length = self.times or other
-        self.times = min(begin, other[0]), max(end, other[1]), max(length, other[2])
-
-
-def _grid(extent: _Extent, holes: Sequence[Row], limits: Limits) -> Grid | None:
+def _grid(start: int, end: int, window: int, holes: Sequence[Row], limits: Limits) -> Grid:
     """Return a grid of all windows and of the holes in the trails, as far as the windows stay visible."""
-    if extent.times is None:
-        return None
-    start, end, window = extent.times
-    window = max(1, window)
     windows = max(1, -(-(end - start) // window))
     begins = [row["from_ms"] for row in holes]
     ends = [row["to_ms"] for row in holes if row["to_ms"] is not None]
@@ -221,27 +176,6 @@ def _grid(extent: _Extent, holes: Sequence[Row], limits: Limits) -> Grid | None:
     windows += before + behind
     together = -(-windows // limits.columns)
     return Grid(start - before * window, window * together, -(-windows // together), together)
-
-
-class _Cells:
-    """The worst state of each partition in each step of the grid."""
-
-    def __init__(self, grid: Grid) -> None:
-        self._grid = grid
-        self._states: dict[tuple[str, int, int], int] = {}
-
-    def read(self, row: Row) -> None:
-        self._note((row["topic"], row["partition"], _column(self._grid, _ms(row, "window_start"))), _state(row))
-
-    def add(self, other: _Cells) -> None:
-        for key, state in other._states.items():
-            self._note(key, state)
-
-    def _note(self, key: tuple[str, int, int], state: int) -> None:
-        self._states[key] = max(state, self._states.get(key, 0))
-
-    def cells(self) -> tuple[Cell, ...]:
-        return tuple(Cell(*key, _STATES[state]) for key, state in sorted(self._states.items()))
 
 
 _STATES: Final = tuple(State)
@@ -269,41 +203,23 @@ def _trail_holes(grid: Grid, holes: Sequence[Row]) -> tuple[int, ...]:
     return tuple(sorted(steps))
 
 
-class _Holdings:
-    """The first owners of each partition, and the number of all."""
+def _holdings(rows: Iterable[Row], most: int) -> tuple[tuple[Holding, ...], int]:
+    """Return the first owners of each partition, and the number of the others."""
+    names = ("topic", "partition", "owner", "revision", "first_acked_at", "last_acked_at", "records")
+    kept: dict[Which, list[Holding]] = defaultdict(list)
+    count = 0
+    for row in rows:
+        count += 1
+        each = kept[row["topic"], row["partition"]]
+        each.append(Holding(*(row[name] for name in names)))
+        if len(each) > 2 * most:
+            each[:] = _first(each, most)
+    first = tuple(one for which in sorted(kept) for one in _first(kept[which], most))
+    return first, count - len(first)
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._rows: dict[Which, list[Row]] = defaultdict(list)
-        self._counts: Counter[Which] = Counter()
 
-    def read(self, row: Row) -> None:
-        which = row["topic"], row["partition"]
-        self._counts[which] += 1
-        self._keep(which, [row], 2 * self._most)
-
-    def add(self, other: _Holdings) -> None:
-        self._counts.update(other._counts)
-        for which, rows in other._rows.items():
-            self._keep(which, rows, self._most)
-
-    def _keep(self, which: Which, rows: Sequence[Row], room: int) -> None:
-        self._rows[which] += rows
-        if len(self._rows[which]) > room:
-            self._rows[which] = self._first(which)
-
-    def _first(self, which: Which) -> list[Row]:
-        names = ("first_acked_at", "revision", "owner")
-        return heapq.nsmallest(self._most, self._rows[which], key=lambda row: tuple(row[name] for name in names))
-
-    def first(self) -> tuple[Holding, ...]:
-        names = ("topic", "partition", "owner", "revision", "first_acked_at", "last_acked_at", "records")
-        return tuple(
-            Holding(*(row[name] for name in names)) for which in sorted(self._rows) for row in self._first(which)
-        )
-
-    def hidden(self) -> int:
-        return sum(max(0, count - self._most) for count in self._counts.values())
+def _first(holdings: Iterable[Holding], most: int) -> list[Holding]:
+    return heapq.nsmallest(most, holdings, key=lambda one: (one.first_ms, one.revision, one.owner))
 
 
 def _column(grid: Grid, ms: int) -> int:

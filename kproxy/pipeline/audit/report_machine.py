@@ -12,9 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kproxy.errors import StartupError
 from kproxy.pipeline.audit.report_facts import COUNTS, Facts, Sums
 from kproxy.pipeline.audit.report_text import headline, summary
+from kproxy.pipeline.preflight import write_whole
 
 
 def as_json(facts: Facts, status: int) -> str:
@@ -56,14 +56,7 @@ def _without_none(row: dict[str, Any]) -> dict[str, Any]:
 
 def write_metrics(facts: Facts, status: int, path: Path, now_s: float | None = None) -> None:
     """Write the metrics to `path`, whole or not at all. Raise StartupError."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
-        unfinished.write_text(_metrics(facts, status, time.time() if now_s is None else now_s), encoding="utf-8")
-        unfinished.replace(path)
-    except OSError as error:
-        raise StartupError(
-            f"--metrics could not be written to {path} ({error.strerror}): name another file."
-        ) from error
+    write_whole(path, _metrics(facts, status, time.time() if now_s is None else now_s), "--metrics")
 
 
 def _metrics(facts: Facts, status: int, now_s: float) -> str:

@@ -48,18 +48,18 @@ BAR_PX: Final = 16
 NAME_AT_MOST: Final = 36
 TIMELINES_AT_MOST: Final = 20
 LANES_AT_MOST: Final = 3
-# The class of elements that only wide or only narrow pages show, and the least pixels for a percent of the time.
-_WIDTHS: Final = {"wide": 5.5, "narrow": 3.4}
+# The pixels for a percent of the time on a phone. What fits there fits everywhere.
+PERCENT_PX: Final = 3.4
 LETTER_PX: Final = 7
 
 DAY_MS: Final = 86_400_000
 LAST_DATE_MS: Final = 253_402_300_799_999
-TICKS_AT_MOST: Final = 8
+TICKS_AT_MOST: Final = 5
 _STEPS: Final = (
     *(unit * count for unit in (1, 10, 100) for count in (1, 2, 5)),
     *(unit * count for unit in (1000, 60_000) for count in (1, 2, 5, 10, 15, 30)),
     *(3_600_000 * count for count in (1, 2, 3, 6, 12)),
-    *(DAY_MS * count * 10**power for power in range(6) for count in (1, 2, 5)),
+    *(DAY_MS * count * 10**power for power in range(7) for count in (1, 2, 5)),
 )
 # The longest time in ms, and the part of `2026-11-21 20:15:00.250` that its ticks show.
 _SHOWN: Final = (
@@ -126,9 +126,9 @@ def _plot(name: str, title: str, caption: str, key: Iterable[tuple[str, str]], t
     days, ticks = time.ticks()
     lines = "".join(f'<line x1="{at:g}%" x2="{at:g}%" y2="100%"/>' for at, _ in ticks)
     labels = "".join(
-        f'<text x="{at:g}%" y="14" text-anchor="{"start" if at < 10 else "end" if at > 90 else "middle"}" '
-        f'class="{"wide" if number % 2 else "each"}">{label}</text>'
-        for number, (at, label) in enumerate(ticks)
+        f'<text x="{at:g}%" y="14" text-anchor="{"start" if at < 10 else "end" if at > 90 else "middle"}">'
+        f"{label}</text>"
+        for at, label in ticks
     )
     keys = "".join(
         f'<li><svg width="16" height="16" aria-hidden="true"><rect width="16" height="16" fill="{fill}"/></svg>'
@@ -239,10 +239,9 @@ def _owners(name: str, holdings: Sequence[Holding], time: Time, fills: dict[int,
         drawing += f'<rect class="edge" x="{left:g}%" y="{top}" width="1.5" height="{BAR_PX}"/>'
         # The longest name that fits the bar.
         names = (f"broker {one.owner} r{one.revision}", f"{one.owner} r{one.revision}", str(one.owner))
-        for width, least_px in _WIDTHS.items():
-            room = (time.percent(one.last_ms) - left) * least_px
-            if label := next((label for label in names if len(label) * LETTER_PX + 6 < room), ""):
-                drawing += f'<text class="{width}" x="{left:g}%" dx="5" y="{top + BAR_PX - 4}">{label}</text>'
+        room = (time.percent(one.last_ms) - left) * PERCENT_PX
+        if label := next((label for label in names if len(label) * LETTER_PX + 6 < room), ""):
+            drawing += f'<text x="{left:g}%" dx="5" y="{top + BAR_PX - 4}">{label}</text>'
     told = ", ".join(owner_in_words(one.owner, one.revision) for one in holdings)
     return name, told, (max(lanes) + 1) * ROW_PX, drawing
 

@@ -7,7 +7,7 @@ findings.
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
 from typing import Final
 
@@ -17,17 +17,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from kproxy.pipeline.audit.columns import (
-    CORRUPT,
-    DELETED,
-    DUPLICATE,
     FINDING_KINDS,
-    GAP,
-    GONE,
-    LOST,
     OVERLAP,
-    TAIL,
-    UNCHECKED,
-    UNREAD,
     WRONG_KINDS,
 )
 from kproxy.pipeline.audit.report_facts import (
@@ -40,23 +31,10 @@ from kproxy.pipeline.audit.report_facts import (
     State,
     Sums,
     Verdict,
+    said,
 )
 
 _EPOCH = datetime(1970, 1, 1)
-# Singular and plural.
-KIND_NAMES = {
-    LOST: ("loss", "losses"),
-    OVERLAP: ("overlap", "overlaps"),
-    DUPLICATE: ("duplicate", "duplicates"),
-    CORRUPT: ("corrupt batch", "corrupt batches"),
-    UNREAD: ("partition not read", "partitions not read"),
-    UNCHECKED: ("partition not checked", "partitions not checked"),
-    DELETED: ("deleted topic's partition", "deleted topics' partitions"),
-    GONE: ("partition gone with its topic", "partitions gone with their topics"),
-    GAP: ("gap in a trail", "gaps in trails"),
-    TAIL: ("trail without an end", "trails without an end"),
-}
-
 STATE_NAMES = {
     **{state: state.value for state in State},
     State.NOTHING: "nothing acknowledged",
@@ -88,15 +66,15 @@ def summary(verdict: Verdict) -> str:
     """Explain the headline in a few sentences, with the numbers and with what the audit does not know."""
     sums = verdict.sums
     if verdict.failed:
-        wrong = [f"{number:,} {fault.said(number)}" for fault, number in verdict.faults]
+        wrong = [f"{number:,} {said(fault.sentence, number)}" for fault, number in verdict.faults]
         found = f"Of {counted(sums.acked, 'acknowledged record')} {_listed(wrong)}."
     elif sums.acked:
         how_often = ", each at one offset" if sums.unsequenced else ", once and at one offset"
         found = f"{_there(sums)}{'' if verdict.unproven or not sums.present else how_often}."
     else:
         found = "The trail has no acknowledged record in this time and of these topics: there is nothing to check."
-    said = [found, *([_unproven(verdict)] if verdict.unproven else []), *([] if verdict.empty else _unknown(sums))]
-    return " ".join(said)
+    unproven = [_unproven(verdict)] if verdict.unproven else []
+    return " ".join([found, *unproven, *([] if verdict.empty else _unknown(sums))])
 
 
 def _unknown(sums: Sums) -> list[str]:
@@ -127,20 +105,13 @@ def _there(sums: Sums) -> str:
 def _unproven(verdict: Verdict) -> str:
     """State what is not known, because unknown is not the same as clean."""
     sums, holes = verdict.sums, verdict.trail_faults
-    said = []
-    if sums.unchecked:
-        unchecked = f"{batches(sums.unchecked)} {_were(sums.unchecked)} not checked against checksums"
-        said.append(f"{unchecked}, so the log may be corrupt")
-    if sums.gone:
-        records = f"{counted(sums.gone, 'record')} {_are(sums.gone)}"
-        said.append(f"{records} gone with deleted topics. If the deletion was on purpose, give --deleted-topic")
-    if sums.unread:
-        said.append(f"{counted(sums.unread, 'record')} {_are(sums.unread)} in logs that could not be read")
-    if holes or not (sums.unchecked or sums.gone or sums.unread):
+    numbers = {count.warning: getattr(sums, name) for name, count in COUNTS.items() if count.warning}
+    told = [f"{number:,} {said(warning, number)}" for warning, number in numbers.items() if number]
+    if holes or not told:
         what = f"The trails have {counted(holes, 'gap')}" if holes else "The trails are incomplete"
-        said.append(f"{what}: further records acknowledged in that time are unknown")
+        told.append(f"{what}: further records acknowledged in that time are unknown")
     concerned = f" ({sums.unproven:,} of {counted(sums.partitions, 'partition')} affected)" if sums.unproven else ""
-    return f"{'. '.join(said)}{concerned}."
+    return f"{'. '.join(told)}{concerned}."
 
 
 def where(finding: Finding) -> str:
@@ -179,11 +150,6 @@ def owner_in_words(owner: int, revision: int | None) -> str:
     return f"broker {owner}" if revision is None or revision < 0 else f"broker {owner} at revision {revision}"
 
 
-def owners_in_words(owners: Sequence[int]) -> str:
-    """Return `1, 2, 3`; a dash for none."""
-    return ", ".join(str(owner) for owner in owners) or "–"
-
-
 def partition_verdict(sums: Sums) -> str:
     """Return the verdict for a table cell; it is "at least once" if duplicates cannot be known."""
     if sums.faults:
@@ -197,14 +163,50 @@ def partition_verdict(sums: Sums) -> str:
     return "at least once" if sums.unsequenced else "clean"
 
 
-def tone(sums: Sums) -> str:
-    """Return the tone of a partition's verdict: bad, warn, good or idle."""
-    return "bad" if sums.failed else "warn" if sums.unproven else "good" if sums.acked else "idle"
-
-
 def columns(facts: Facts) -> list[str]:
     """Return the counts that a table shows."""
     return [name for name, count in COUNTS.items() if not count.rare or getattr(facts.sums, name)]
+
+
+def partition_rows(facts: Facts, most: int | None = None) -> list[tuple[str, Sums, Partition | None]]:
+    """Return the rows of the table of partitions: at most `most`, the sum of the others, and the sum of all."""
+    shown = facts.partitions[:most]
+    rows: list[tuple[str, Sums, Partition | None]] = [(one.name, one.sums, one) for one in shown]
+    hidden = facts.sums.without([one.sums for one in shown])
+    if hidden.partitions:
+        rows.append((f"{hidden.partitions:,} more", hidden, None))
+    if facts.sums.partitions > 1:
+        rows.append((f"all {facts.sums.partitions:,}", facts.sums, None))
+    return rows
+
+
+# The columns beside the verdict and the counts: those that sums of partitions have too, and the others.
+_OF_SUMS: Final[Mapping[str, Callable[[Sums], str]]] = {
+    "changes": lambda sums: f"{sums.ownership_changes:,}",
+    "bytes": lambda sums: bytes_in_words(sums.bytes),
+}
+_OF_ONE: Final[Mapping[str, Callable[[Partition], str]]] = {
+    "owners": lambda one: ", ".join(map(str, one.owners)) or "–",
+    "producers": lambda one: f"{one.producers:,}",
+    "median": lambda one: _time_in_words(one.p50_ms),
+    "99 %": lambda one: _time_in_words(one.p99_ms),
+    "longest": lambda one: _time_in_words(one.max_ms),
+    "log": lambda one: "not read" if one.end_offset is None else f"{one.log_start_offset:,} to {one.end_offset:,}",
+}
+OTHERS: Final = ("owners", "changes", "producers", "bytes", "median", "99 %", "longest", "log")
+
+
+def cell(name: str, sums: Sums, one: Partition | None) -> tuple[str, str]:
+    """Return the text and the tone of a cell: bad, warn, good, idle, zero, or "" for none."""
+    if name == "verdict":
+        tone = "bad" if sums.failed else "warn" if sums.unproven else "good" if sums.acked else "idle"
+        return partition_verdict(sums), tone
+    if name in _OF_SUMS:
+        return _OF_SUMS[name](sums), ""
+    if name in _OF_ONE:
+        return "" if one is None else _OF_ONE[name](one), ""
+    count, number = COUNTS[name], getattr(sums, name)
+    return f"{number:,}", "zero" if not number else "bad" if count.fault else "warn" if count.warning else ""
 
 
 def kinds_counted(facts: Facts) -> str:
@@ -212,13 +214,18 @@ def kinds_counted(facts: Facts) -> str:
     counts = facts.finding_counts
     kinds = [kind for kind in FINDING_KINDS if kind in counts]
     kinds += sorted(set(counts) - set(FINDING_KINDS))
-    return ", ".join(counted(counts[kind].findings, *KIND_NAMES.get(kind, (kind, kind))) for kind in kinds)
+    return ", ".join(counted(counts[kind].findings, *_names(kind)) for kind in kinds)
 
 
 def kind_in_words(finding: Finding) -> str:
     if finding.kind == OVERLAP and finding.owner != finding.other_owner:
         return "split brain"
-    return KIND_NAMES.get(finding.kind, (finding.kind,))[0]
+    return _names(finding.kind)[0]
+
+
+def _names(kind: str) -> tuple[str, str]:
+    """Return the names of one and of several; foreign tables may have other kinds."""
+    return FINDING_KINDS[kind][:2] if kind in FINDING_KINDS else (kind, kind)
 
 
 def printable(text: str) -> str:
@@ -259,7 +266,7 @@ def duration(ms: float) -> str:
     return _scaled(ms, {"d": 86_400_000, "h": 3_600_000, "min": 60_000, "s": 1000, "ms": 0})
 
 
-def time_in_words(ms: float | None) -> str:
+def _time_in_words(ms: float | None) -> str:
     return "–" if ms is None else duration(ms)
 
 
@@ -281,10 +288,6 @@ def _are(count: int) -> str:
     return "is" if count == 1 else "are"
 
 
-def _were(count: int) -> str:
-    return "was" if count == 1 else "were"
-
-
 def shortened(text: str, longest: int) -> str:
     """Shorten `text` in the middle: the beginning and the end tell topic names apart."""
     if len(text) <= longest:
@@ -295,13 +298,11 @@ def shortened(text: str, longest: int) -> str:
 
 ROWS_AT_MOST: Final = 20
 FINDINGS_AT_MOST: Final = 10
-# The longest topic name shown, on wide and on narrow terminals.
-NAME_LENGTHS: Final = (40, 22)
-# Measures the natural width of a table.
-_UNBOUNDED: Final = Console(width=10_000)
-VERDICT_AT_MOST: Final = 13
-OWNERS_AT_MOST: Final = 12
-_STYLES: Final = {"bad": "bold red", "warn": "yellow", "good": "green", "idle": "dim"}
+# The longest name shown takes this part of the terminal's width.
+NAME_SHARE: Final = 4
+NAME_AT_LEAST: Final = 22
+_WIDEST: Final = {"verdict": 13, "owners": 12}
+_STYLES: Final = {"bad": "bold red", "warn": "yellow", "good": "green", "idle": "dim", "zero": "dim", "": ""}
 # Columns that a narrow terminal drops, in this order.
 _LEFT_OUT: Final = ("99 %", "owners", *(name for name in reversed(COUNTS) if COUNTS[name].rare), "present", "verdict")
 
@@ -325,46 +326,22 @@ def show_table(facts: Facts, console: Console) -> None:
 def _partitions(facts: Facts, console: Console) -> Table:
     """Return the table of partitions, with as many columns as fit the terminal."""
     names = [*columns(facts), "owners", "99 %", "verdict"]
-    table = _table(facts, names, NAME_LENGTHS[0])
-    for left_out in range(len(_LEFT_OUT) + 1):
-        if Measurement.get(console, _UNBOUNDED.options, table).maximum <= console.width:
+    for left_out in (None, *_LEFT_OUT):
+        names = [name for name in names if name != left_out]
+        table = Table(Column("partition", no_wrap=True))
+        for name in names:
+            justify: JustifyMethod = "left" if name in _WIDEST else "right"
+            table.add_column(name, justify=justify, no_wrap=name != "verdict", max_width=_WIDEST.get(name))
+        for title, sums, one in partition_rows(facts, ROWS_AT_MOST):
+            if one is None:
+                table.add_section()
+            cells = [cell(name, sums, one) for name in names]
+            name = shortened(printable(title), max(NAME_AT_LEAST, console.width // NAME_SHARE))
+            table.add_row(Text(name), *(Text(text, style=_STYLES[tone]) for text, tone in cells))
+        # The natural width, on a terminal without an end.
+        if Measurement.get(console, console.options.update(max_width=10_000), table).maximum <= console.width:
             break
-        table = _table(facts, [name for name in names if name not in _LEFT_OUT[:left_out]], NAME_LENGTHS[1])
     return table
-
-
-def _table(facts: Facts, names: Sequence[str], longest: int) -> Table:
-    widest = {"verdict": VERDICT_AT_MOST, "owners": OWNERS_AT_MOST}
-    table = Table(Column("partition", no_wrap=True))
-    for name in names:
-        justify: JustifyMethod = "left" if name in widest else "right"
-        table.add_column(name, justify=justify, no_wrap=name != "verdict", max_width=widest.get(name))
-
-    def add(title: str, sums: Sums, one: Partition | None = None) -> None:
-        table.add_row(Text(title), *[_cell(name, sums, one) for name in names])
-
-    shown = facts.partitions[:ROWS_AT_MOST]
-    for one in shown:
-        add(f"{shortened(printable(one.topic), longest)}/{one.partition}", one.sums, one)
-    hidden = facts.sums.without([one.sums for one in shown])
-    if hidden.partitions:
-        table.add_section()
-        add(f"{hidden.partitions:,} more", hidden)
-    if facts.sums.partitions > 1:
-        table.add_section()
-        add(f"all {facts.sums.partitions:,}", facts.sums)
-    return table
-
-
-def _cell(name: str, sums: Sums, one: Partition | None) -> Text:
-    if name == "verdict":
-        return Text(partition_verdict(sums), style=_STYLES[tone(sums)])
-    if name in COUNTS:
-        number = getattr(sums, name)
-        return Text(f"{number:,}", style="" if not COUNTS[name].fault else "bold red" if number else "dim")
-    if one is None:
-        return Text()
-    return Text(owners_in_words(one.owners) if name == "owners" else time_in_words(one.p99_ms))
 
 
 def _show_findings(facts: Facts, console: Console) -> None:

@@ -23,8 +23,8 @@ class AuditRules:
     `read_at_ms`: when the trail was read; `read_from_ms`: only rows shipped since then were read, None for all.
     `topics`: () for all in the trail. `window_ms`: the length of a window. A row that is shipped more than
     `late_after_ms` after it was closed is late; a live proxy's rows take up to `shipping_ms` until they can be read. At
-    most `max_findings` of a kind are listed; the counts include all. `is_all` False: later rows exist, which are not
-    missing. `deleted_topics`: topics that the user says were deleted on purpose.
+    most `max_findings` of a kind are listed; the counts include all. `deleted_topics`:
+    topics that the user says were deleted on purpose.
     """
 
     read_at_ms: int
@@ -36,7 +36,6 @@ class AuditRules:
     late_after_ms: int = LATE_AFTER_MS
     shipping_ms: int = SHIPPING_MS
     max_findings: int = MAX_FINDINGS
-    is_all: bool = True
     deleted_topics: tuple[str, ...] = ()
 
     def judges(self, topic: str, last_acked_at: int) -> bool:
@@ -68,7 +67,6 @@ class AuditRules:
             from_ms=self.from_ms,
             to_ms=self.to_ms,
             read_from_ms=self.read_from_ms,
-            is_all=self.is_all,
         )
         promised = {name: trail.interval_ms for name, trail in whole.items()}
         rules = JudgeRules(

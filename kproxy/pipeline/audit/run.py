@@ -25,18 +25,24 @@ from kproxy import installed
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.in_process import Results, audit_rows
 from kproxy.pipeline.audit.judge import Batch, Bounds
-from kproxy.pipeline.audit.log_client import EARLIEST, LATEST, LogClient, LogReadFailed, TopicPartition
-from kproxy.pipeline.audit.log_options import Offsets, offsets_as_json, parse_bootstrap, read_options, written
+from kproxy.pipeline.audit.log_client import (
+    EARLIEST,
+    LATEST,
+    LogClient,
+    LogReadFailed,
+    Offsets,
+    TopicPartition,
+    Unread,
+    parse_bootstrap,
+)
 from kproxy.pipeline.audit.logs import (
     TooLarge,
-    Unread,
     bounds_now,
     ends_behind,
     ends_of,
     existing,
     offsets_at,
     read_headers,
-    starts_at_or_before,
 )
 from kproxy.pipeline.audit.report_facts import TRAIL_READ, UNSIGNED, Facts
 from kproxy.pipeline.audit.report_gather import gather
@@ -218,22 +224,19 @@ def audit_here(job: AuditJob, stage: Stage | None = None, *, is_bounded: bool = 
         if is_bounded and len(rows) > MOST_ROWS:
             raise TooLarge
     ranges = [row for row in rows if row.kind == "range"]
-    topics = there(job) if job.topics else existing(job.bootstrap, {row.topic or "" for row in ranges}, job.kafka)
-    if stage is not None:
-        stage.say(f"reading the logs of {len(topics)} topics")
     log: Mapping[TopicPartition, list[Batch]] = {}
     bounds: Mapping[TopicPartition, Bounds] = {}
     unread: Unread = {}
-    if topics:
-        ends = ends_behind(acknowledged_by_one(ranges), lambda: ends_of(job.bootstrap, topics, job.kafka, unread))
-        given = {"endOffsets": offsets_as_json(ends)}
-        if job.from_ms is not None:
-            first = first_acknowledged(ranges, job.from_ms - LOG_LOOKBACK_MS)
-            given["startOffsets"] = offsets_as_json(starts_at_or_before(first, ends))
-        options = read_options(written(job.bootstrap, topics, None, given, job.kafka))
-        most_batches, most_bytes = (MOST_BATCHES, MOST_BYTES) if is_bounded else (None, None)
-        log = read_headers(options, most_batches, most_bytes, unread)
-        bounds = bounds_now(job.bootstrap, topics, job.compacted, job.kafka, unread)
+    with LogClient(job.bootstrap, job.kafka) as client:
+        topics = there(client, job) if job.topics else existing(client, {row.topic or "" for row in ranges})
+        if stage is not None:
+            stage.say(f"reading the logs of {len(topics)} topics")
+        if topics:
+            ends = ends_behind(acknowledged_by_one(ranges), lambda: ends_of(client, topics, unread))
+            first = None if job.from_ms is None else first_acknowledged(ranges, job.from_ms - LOG_LOOKBACK_MS)
+            most_batches, most_bytes = (MOST_BATCHES, MOST_BYTES) if is_bounded else (None, None)
+            log = read_headers(client, first, ends, most_batches, most_bytes, unread)
+            bounds = bounds_now(client, topics, job.compacted, unread)
     results = audit_rows(rows, log, bounds, job.rules(read_at_ms), unread)
     words = {**about(job), TRAIL_READ: f"{utc(read_at_ms)} UTC"}
     if signatures is not None:
@@ -245,21 +248,18 @@ def _read_trail(job: AuditJob, signatures: Signatures | None) -> Iterator[TrailR
     if job.trail.kind != TOPIC:
         yield from read_files(job.trail, job.read_from_ms, signatures)
         return
-    bootstrap, starts, ends = trail_offsets(job)
-    options = read_options(written(bootstrap, (job.trail.name,), None, {}, job.kafka))
-    with options.client() as client:
+    with LogClient(job.trail_bootstrap or job.bootstrap, job.kafka) as client:
+        starts, ends = trail_offsets(client, job)
         yield from read_topic(client, starts, ends, signatures)
 
 
-def trail_offsets(job: AuditJob) -> tuple[str, Offsets, Offsets]:
-    """Return the address of the trail's topic, and its offsets to read from and to. Raise StartupError."""
-    bootstrap, topics = job.trail_bootstrap or job.bootstrap, (job.trail.name,)
+def trail_offsets(client: LogClient, job: AuditJob) -> tuple[Offsets, Offsets]:
+    """Return the offsets of the trail's topic to read from and to. Raise StartupError."""
     try:
-        ends = ends_of(bootstrap, topics, job.kafka)
-        starts = {} if job.read_from_ms is None else offsets_at(bootstrap, topics, job.read_from_ms, ends, job.kafka)
+        ends = ends_of(client, (job.trail.name,))
+        return {} if job.read_from_ms is None else offsets_at(client, job.read_from_ms, ends), ends
     except LogReadFailed as error:
         raise StartupError(f"The audit trail could not be read: {error}") from error
-    return bootstrap, starts, ends
 
 
 def acknowledged_by_one(ranges: Sequence[TrailRow]) -> dict[TopicPartition, int]:
@@ -283,10 +283,10 @@ def first_acknowledged(ranges: Sequence[TrailRow], since_ms: int) -> dict[TopicP
     return first
 
 
-def there(job: AuditJob) -> tuple[str, ...]:
+def there(client: LogClient, job: AuditJob) -> tuple[str, ...]:
     """Return the named topics without deleted ones that were not created anew."""
     deleted = set(job.topics) & set(job.deleted_topics)
-    living = set(existing(job.bootstrap, deleted, job.kafka)) if deleted else set()
+    living = set(existing(client, deleted)) if deleted else set()
     return tuple(topic for topic in job.topics if topic not in deleted - living)
 
 
@@ -355,11 +355,11 @@ def _topics(bootstrap: str, flag: str, kafka: Mapping[str, str]) -> dict[str, in
 
 def _client(bootstrap: str, flag: str, kafka: Mapping[str, str]) -> LogClient:
     try:
-        addresses = parse_bootstrap(bootstrap)
+        parse_bootstrap(bootstrap)
     except LogReadFailed as error:
         raise StartupError(f"{flag} {bootstrap} is no address: give HOST:PORT of a kproxy or of a broker.") from error
     try:
-        return LogClient(addresses, timeout_s=PATIENCE_S, patience_s=PATIENCE_S, kafka=kafka)
+        return LogClient(bootstrap, kafka, timeout_s=PATIENCE_S, patience_s=PATIENCE_S)
     except LogReadFailed as error:
         raise StartupError(str(error)) from error
 

@@ -9,46 +9,30 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, Final
 
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.audit.in_process import audit_rows
-from kproxy.pipeline.audit.judge import Batch
-from kproxy.pipeline.audit.log_client import TopicPartition
-from kproxy.pipeline.audit.log_source import log_options, read_log
-from kproxy.pipeline.audit.logs import (
-    bounds_now,
-    ends_behind,
-    ends_of,
-    existing,
-    starts_at_or_before,
-)
+from kproxy.pipeline.audit.columns import BOUNDS, LOG, ddl
+from kproxy.pipeline.audit.log_client import LogClient, Offsets, TopicPartition
+from kproxy.pipeline.audit.logs import bounds_now, ends_behind, ends_of, existing, plan
 from kproxy.pipeline.audit.report_facts import TRAIL_READ, Facts
 from kproxy.pipeline.audit.report_gather import gather
 from kproxy.pipeline.audit.report_text import utc
-from kproxy.pipeline.audit.rules import AuditRules
 from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS, AuditJob, about, there, trail_offsets
-from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA
+from kproxy.pipeline.audit.spark_tasks import PAGES, Pieces
 from kproxy.pipeline.audit.tables import (
-    NAMES,
-    SCHEMAS,
     Land,
-    Tables,
     audit_tables,
-    bounds_in,
     read_results,
     write_results,
 )
-from kproxy.pipeline.audit.trail import read_files, read_topic
+from kproxy.pipeline.audit.trail import read_files, rows_of
 from kproxy.pipeline.audit.trail_place import TOPIC
-from kproxy.pipeline.audit.trail_rows import TrailRow
 from kproxy.pipeline.progress import JobsProgress, Report
 from kproxy.pipeline.session import SessionOptions, open_session
 from kproxy.pipeline.spark import as_spark_failure, on_this_machine
@@ -56,12 +40,12 @@ from kproxy.pipeline.spark import as_spark_failure, on_this_machine
 # Spark ignores names that begin with `_`, so a reader of the results does not read intermediate tables.
 _WORK = "_work"
 _BEHIND_LAST: Final = "element_at(spans, -2) + element_at(spans, -1)"
-# The most rows of the trail and batches of the log that the driver judges itself.
-FEW: Final = 50_000
 _SHUFFLE_PARTITIONS: Final = "spark.sql.shuffle.partitions"
 # About 60 MB, with two endpoints for each row.
 _ROWS_PER_TASK: Final = 300_000
 _MAX_PARTITIONS: Final = 10_000
+# A page of a trail has up to some hundreds of rows.
+PAGES_PER_PIECE: Final = 2_000
 
 
 def audit_on_spark(job: AuditJob, spark: SessionOptions, display: Report) -> Facts:
@@ -85,118 +69,74 @@ def _check_output(job: AuditJob, master: str) -> None:
 
 
 def audit_in(session: Any, job: AuditJob, display: Report) -> Facts:
-    """Audit in an open session. Errors are those of `audit_on_spark`."""
+    """Audit in an open session. Errors are those of `audit_on_spark`.
+
+    Intermediate tables are in a directory beside the results until the end.
+    """
+    stage = display.stage("audit", "reading the trail")
     with ExitStack() as stack:
         output = job.output
         if output is None:
             output = tempfile.mkdtemp(prefix="kproxy-audit-")
             stack.callback(shutil.rmtree, output, ignore_errors=True)
-        stage = display.stage("audit", "reading the trail")
-        with JobsProgress(session, stage):
-            result = run_audit(session, job, output, about(job))
-            with fitted(session, result.rows), as_spark_failure("The audit's results could not be read"):
-                facts = gather(result.tables, result.about)
-        stage.finish(f"{facts.sums.acked:,} acknowledged records")
-        return facts
-
-
-@dataclass(frozen=True, slots=True)
-class AuditResult:
-    """The tables and their `about`, as written. `rows`: the number of rows and batches read."""
-
-    tables: Tables
-    about: Mapping[str, str]
-    rows: int
-
-
-def run_audit(session: Any, job: AuditJob, output: str, about: Mapping[str, str]) -> AuditResult:
-    """Audit once, and write the tables to `output`.
-
-    Raise StartupError if there is nothing to read, else SparkFailed or LogReadFailed. `about` is stored with the
-    results. Intermediate tables are in a directory beside them until the end.
-    """
-    with as_spark_failure("The audit failed"), work_in(session, f"{output.rstrip('/')}/{_WORK}") as land:
+        stack.enter_context(JobsProgress(session, stage))
+        stack.enter_context(as_spark_failure("The audit failed"))
+        land = stack.enter_context(work_in(session, f"{output.rstrip('/')}/{_WORK}"))
         # Before the trail's end is fixed: reading may take longer than a live proxy is silent.
         read_at_ms = int(time.time() * 1000)
         rows = land("rows", _read_trail(session, job))
-        topics = there(job) if job.topics else _topics_of(rows, job)
-        log, bounds = _read_logs(session, job, topics, rows, land)
-        rules = job.rules(read_at_ms)
-        words = {**about, TRAIL_READ: f"{utc(read_at_ms)} UTC"}
-        amount, tables = judge(session, rows, log, bounds, rules, land, output, words)
-    return AuditResult(tables, words, amount)
-
-
-def judge(
-    session: Any,
-    rows: DataFrame,
-    log: DataFrame,
-    bounds: DataFrame,
-    rules: AuditRules,
-    land: Land,
-    output: str,
-    about: Mapping[str, str],
-) -> tuple[int, Tables]:
-    """Audit the inputs and write the tables to `output`. Return the number of input rows, and the tables."""
-    amount = rows.count() + log.count()
-    tables = _audited(session, rows, log, bounds, rules, land, amount)
-    with fitted(session, amount):
-        write_results(tables, output, about)
-    return amount, read_results(session, output)[0]
-
-
-def _audited(
-    session: Any, rows: DataFrame, log: DataFrame, bounds: DataFrame, rules: AuditRules, land: Land, amount: int
-) -> Tables:
-    """Audit `amount` rows and batches. The driver judges a few itself, for which Spark would mostly run empty tasks."""
-    if amount > FEW:
-        with fitted(session, amount):
-            return audit_tables(rows, log, bounds, rules, land)
-    names = TrailRow.__struct_fields__
-    batches: dict[TopicPartition, list[Batch]] = defaultdict(list)
-    for row in log.collect():
-        batches[TopicPartition(row.topic, row.partition)].append(Batch(*(row[name] for name in Batch._fields)))
-    limits = {TopicPartition(row.topic, row.partition): bounds_in(row) for row in bounds.collect()}
-    trail = [TrailRow(*(row[name] for name in names)) for row in rows.select(*names).collect()]
-    results = audit_rows(trail, batches, limits, rules)
-    return Tables(
-        **{
-            name: session.createDataFrame([tuple(row.values()) for row in getattr(results, name)], SCHEMAS[name])
-            for name in NAMES
-        }
-    )
+        with LogClient(job.bootstrap, job.kafka) as client:
+            log, bounds = _read_logs(session, client, job, rows, land)
+        words = {**about(job), TRAIL_READ: f"{utc(read_at_ms)} UTC"}
+        with fitted(session, rows.count() + log.count()):
+            write_results(audit_tables(rows, log, bounds, job.rules(read_at_ms), land), output, words)
+            facts = gather(read_results(session, output), words)
+    stage.finish(f"{facts.sums.acked:,} acknowledged records")
+    return facts
 
 
 def _read_trail(session: Any, job: AuditJob) -> DataFrame:
     if job.trail.kind != TOPIC:
         return read_files(session, job.trail, from_ms=job.read_from_ms)
-    bootstrap, starts, ends = trail_offsets(job)
-    return read_topic(
-        session, job.trail.name, bootstrap=bootstrap, starts=starts, ends=ends, kafka=job.kafka, keys=job.trail.keys
-    )
+    bootstrap = job.trail_bootstrap or job.bootstrap
+    with LogClient(bootstrap, job.kafka) as client:
+        starts, ends = trail_offsets(client, job)
+        pieces = Pieces(bootstrap, job.kafka, plan(client, starts or None, ends, PAGES_PER_PIECE), client.leaders)
+    pages = _numbers(session, pieces).mapInArrow(lambda numbers: pieces.pages(numbers), PAGES)
+    return rows_of(pages, job.trail.keys)
 
 
-def _topics_of(rows: DataFrame, job: AuditJob) -> tuple[str, ...]:
-    """Return the trail's topics that exist."""
-    named = rows.where("topic is not null").select("topic").distinct().collect()
-    return existing(job.bootstrap, {row.topic for row in named}, job.kafka)
+def _numbers(session: Any, pieces: Pieces) -> DataFrame:
+    """Return the number of each piece, in a task of its own."""
+    count = len(pieces.pieces)
+    numbers: DataFrame = session.range(0, count, 1, max(1, count))
+    return numbers
 
 
 def _read_logs(
-    session: Any, job: AuditJob, topics: tuple[str, ...], rows: DataFrame, land: Land
+    session: Any, client: LogClient, job: AuditJob, rows: DataFrame, land: Land
 ) -> tuple[DataFrame, DataFrame]:
     """Return the logs' headers and bounds; topics deleted since the trail was written have none."""
+    if job.topics:
+        topics = there(client, job)
+    else:
+        named = rows.where("topic is not null").select("topic").distinct().collect()
+        topics = existing(client, {row.topic for row in named})
     if not topics:
-        return session.createDataFrame([], LOG_SCHEMA), session.createDataFrame([], BOUNDS_SCHEMA)
-    acknowledged = acknowledged_by_one(rows)
-    ends = ends_behind(acknowledged, lambda: ends_of(job.bootstrap, topics, job.kafka))
-    starts = None
-    if job.from_ms is not None:
-        starts = starts_at_or_before(first_acknowledged(rows, job.from_ms - LOG_LOOKBACK_MS), ends)
-    options = log_options(job.bootstrap, topics=topics, starts=starts, ends=ends, kafka=job.kafka)
-    log = land("log", read_log(session, options))
-    bounds = bounds_now(job.bootstrap, topics, job.compacted, job.kafka)
-    return log, session.createDataFrame([(*which, *each) for which, each in bounds.items()], BOUNDS_SCHEMA)
+        return session.createDataFrame([], ddl(LOG)), session.createDataFrame([], ddl(BOUNDS))
+    ends = ends_behind(acknowledged_by_one(rows), lambda: ends_of(client, topics))
+    first = None if job.from_ms is None else first_acknowledged(rows, job.from_ms - LOG_LOOKBACK_MS)
+    log = land("log", read_log(session, client, job, first, ends))
+    bounds = bounds_now(client, topics, job.compacted)
+    return log, session.createDataFrame([(*which, *each) for which, each in bounds.items()], ddl(BOUNDS))
+
+
+def read_log(
+    session: Any, client: LogClient, job: AuditJob, first: Offsets | None, ends: Offsets, most: int | None = None
+) -> DataFrame:
+    """Return LOG: the headers of the batches that `plan` names, read by a task for each piece."""
+    pieces = Pieces(job.bootstrap, job.kafka, plan(client, first, ends, most), client.leaders)
+    return _numbers(session, pieces).mapInArrow(lambda numbers: pieces.headers(numbers), ddl(LOG))
 
 
 @contextmanager

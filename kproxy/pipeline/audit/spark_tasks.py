@@ -7,12 +7,13 @@ its dependencies, so this module needs only pyarrow.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final
 
-from kproxy.pipeline.audit.columns import DELETED, GONE, WINDOWS, arrow_schema
-from kproxy.pipeline.audit.findings import Findings, sum_up, window_row
+from kproxy.pipeline.audit.columns import DELETED, GONE, LOG, WINDOWS, arrow_schema, ddl
+from kproxy.pipeline.audit.findings import sum_up, window_row
 from kproxy.pipeline.audit.judge import (
     Amounts,
     Batch,
@@ -25,18 +26,23 @@ from kproxy.pipeline.audit.judge import (
     judge_log,
     repeats,
 )
+from kproxy.pipeline.audit.log_client import PATIENCE_S, LogClient, TopicPartition
+from kproxy.pipeline.audit.log_reader import LogRange, RangeReader, records_in
+from kproxy.pipeline.audit.logs import crc_check
 from kproxy.pipeline.audit.proof import Stamp, Unproven, is_unproven, trail_part
-from kproxy.pipeline.audit.report_gather import Reduced
+from kproxy.pipeline.audit.trail_rows import NEEDED_FIELDS, TrailRow, is_row
+from kproxy.pipeline.kafka_access import KafkaOptions
+from kproxy.routing.topology import Address
 from kproxy.trail.signature import Signatures
 
 TRAIL_PARTS: Final = "proxy string, incarnation string, first long, part binary"
-REPEATS: Final = (
-    "topic string, partition int, base_offset long, last_offset long, record_count int, producer_id long, "
-    "producer_epoch int, base_sequence int, is_control boolean, crc_ok boolean, first_base_offset long"
-)
+REPEATS: Final = f"{ddl(LOG)}, first_base_offset long"
 # A part of a window of time, or, where that is null, of a partition. `copy`: the base offset of a repeated batch of
 # which a copy was acknowledged in the window; such a row has no part.
 PARTS: Final = "topic string, partition int, window_ms long, copy long, records long, part binary"
+# The values of a topic's records, and their timestamps.
+PAGES: Final = "shipped_at long, page binary"
+_PAGES_PER_CHUNK: Final = 100
 FLOWS: Final = "window_ms long, owner int, records long, bytes long"
 JUDGED: Final = (
     "topic string, partition int, row binary, findings binary, found binary, owners binary, changes map<bigint,bigint>"
@@ -57,6 +63,40 @@ def _table(schema: str, rows: list[tuple[Any, ...]]) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
+class Pieces:
+    """Read the pieces of logs that a task's numbers name. `leaders`: those of the partitions when it was planned.
+
+    Executors need kafka-python for it, which is sent to them, and crc32c, without which `crc_ok` is null.
+    """
+
+    bootstrap: str
+    kafka: KafkaOptions
+    pieces: Sequence[Sequence[LogRange]]
+    leaders: Mapping[TopicPartition, Address]
+    patience_s: float = PATIENCE_S
+
+    def _ranges(self, numbers: Iterable[Any]) -> Iterator[tuple[LogClient, LogRange]]:
+        with LogClient(self.bootstrap, self.kafka, patience_s=self.patience_s) as client:
+            client.leaders.update(self.leaders)
+            for wanted in (each for batch in numbers for n in batch.column(0).to_pylist() for each in self.pieces[n]):
+                yield client, wanted
+
+    def headers(self, numbers: Iterable[Any]) -> Iterator[Any]:
+        """Yield LOG. Raise LogReadFailed."""
+        check = crc_check()
+        for client, wanted in self._ranges(numbers):
+            for headers in RangeReader(client, wanted, check).headers():
+                yield from _table(ddl(LOG), [(*wanted.which, *each) for each in headers]).to_batches()
+
+    def pages(self, numbers: Iterable[Any]) -> Iterator[Any]:
+        """Yield PAGES. Raise LogReadFailed."""
+        records = (record for client, wanted in self._ranges(numbers) for record in records_in(client, wanted))
+        pages = ((record.timestamp, record.value or b"") for record in records)
+        while chunk := list(islice(pages, _PAGES_PER_CHUNK)):
+            yield from _table(PAGES, chunk).to_batches()
+
+
+@dataclass(frozen=True, slots=True)
 class SignedLines:
     """Keep the lines that are signed with one of `keys`."""
 
@@ -69,6 +109,16 @@ class SignedLines:
         for batch in batches:
             lines = batch.column("line").to_pylist()
             yield batch.filter(pa.array([line is not None and accept(line.encode()) for line in lines], pa.bool_()))
+
+
+def rows_of_proxies(batches: Iterable[Any]) -> Iterator[Any]:
+    """Keep the rows of trails that a proxy may have written."""
+    import pyarrow as pa
+
+    for batch in batches:
+        rows = zip(*(batch.column(name).to_pylist() for name in TrailRow.__slots__), strict=True)
+        kept = [None not in row[:NEEDED_FIELDS] and is_row(TrailRow(*row)) for row in rows]
+        yield batch.filter(pa.array(kept, pa.bool_()))
 
 
 def part_of_trail(key: tuple[Any, ...], table: Any) -> Any:
@@ -198,24 +248,3 @@ class Unpack:
                 rows = pickle.loads(packed)  # noqa: S301 - of this job
                 rows = rows if isinstance(rows, list) else [rows]
                 yield from pa.Table.from_pylist(rows, arrow_schema(self.names)).to_batches()
-
-
-class PackedFindings(Findings):
-    """Reads the packed findings of partitions."""
-
-    def read(self, row: Mapping[str, Any]) -> None:
-        self.note(pickle.loads(row["findings"]), pickle.loads(row["found"]))  # noqa: S301 - of this job
-
-
-@dataclass(frozen=True, slots=True)
-class Reduce:
-    """Read the rows of a task, and yield the one pickled result."""
-
-    begin: Callable[[], Reduced]
-
-    def __call__(self, batches: Iterable[Any]) -> Iterator[Any]:
-        reduced = self.begin()
-        for batch in batches:
-            for row in batch.to_pylist():
-                reduced.read(row)
-        yield from _table("part binary", [(pickle.dumps(reduced),)]).to_batches()

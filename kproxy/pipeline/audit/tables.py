@@ -10,30 +10,20 @@ from __future__ import annotations
 
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
-from functools import partial, reduce
+from functools import reduce
 from operator import or_
 from typing import Any, Final
 
-from pyspark.errors import AnalysisException
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 
-from kproxy.errors import StartupError
-from kproxy.pipeline.audit.columns import ABOUT, OWNERS, PARTITIONS
-from kproxy.pipeline.audit.findings import of_unproven
+from kproxy.pipeline.audit.columns import ABOUT, FINDINGS, OWNERS, PARTITIONS, THROUGHPUT, WINDOWS, ddl
+from kproxy.pipeline.audit.findings import Findings, of_unproven
 from kproxy.pipeline.audit.judge import Batch, Bounds, PartitionPart, Range
 from kproxy.pipeline.audit.proof import Stamp, TrailName, TrailPart
-from kproxy.pipeline.audit.report_gather import R
 from kproxy.pipeline.audit.rules import AuditRules
-from kproxy.pipeline.audit.schemas import (
-    FINDINGS_SCHEMA,
-    OWNERS_SCHEMA,
-    PARTITIONS_SCHEMA,
-    THROUGHPUT_SCHEMA,
-    WINDOWS_SCHEMA,
-)
 from kproxy.pipeline.audit.spark_tasks import (
     FLOWS,
     JUDGED,
@@ -41,9 +31,7 @@ from kproxy.pipeline.audit.spark_tasks import (
     REPEATS,
     TRAIL_PARTS,
     BucketJudge,
-    PackedFindings,
     PartitionSum,
-    Reduce,
     Unpack,
     WindowSum,
     flows,
@@ -70,12 +58,14 @@ def audit_tables(
 ) -> Tables:
     """Audit a whole trail.
 
-    `rows` have TRAIL_SCHEMA and `shipped_at`, in any order; `log` and `bounds` have their schemas. Rows and log are
+    `rows` have TRAIL and `shipped_at`, in any order; `log` and `bounds` have their schemas. Rows and log are
     read several times. `land` stores intermediate tables that are read several times.
     """
     session = rows.sparkSession
     judge, missing = rules.prove(_trail_parts(rows))
-    limits = {(each.topic, each.partition): bounds_in(each) for each in bounds.collect()}
+    limits = {
+        (each.topic, each.partition): Bounds(*(each[name] for name in Bounds._fields)) for each in bounds.collect()
+    }
     deleted = frozenset(rules.deleted_topics)
     judged = _judged_rows(rows, rules, {topic: each.topic_id for (topic, _), each in limits.items()})
     claims = judged.withColumn("bucket", F.explode(_buckets(bits)))
@@ -96,30 +86,24 @@ def audit_tables(
         .groupBy(*PARTITION)
         .applyInArrow(lambda key, part: of_partitions(key, part), JUDGED),
     )
-    listed = fold(sums.select("findings", "found"), partial(PackedFindings, judge.max_findings))
+    listed = Findings(judge.max_findings)
+    for packed in sums.select("findings", "found").toLocalIterator():
+        listed.note(pickle.loads(packed.findings), pickle.loads(packed.found))  # noqa: S301 - of this job
     for each in map(of_unproven, missing):
         listed.note([each], {each["kind"]: 1})
     findings = [tuple(row.values()) for row in listed.whole()]
-    partitions = land("partitions", sums.select("row").mapInArrow(Unpack(PARTITIONS), PARTITIONS_SCHEMA))
+    partitions = land("partitions", sums.select("row").mapInArrow(Unpack(PARTITIONS), ddl(PARTITIONS)))
     unchecked = partitions.where("unchecked > 0").select(*PARTITION).collect()
     of_windows = WindowSum(rules.window_ms, missing, frozenset((each.topic, each.partition) for each in unchecked))
     return Tables(
         windows=_with_all_parts(parts, sums)
         .groupBy(*_WINDOW)
-        .applyInArrow(lambda key, part: of_windows(key, part), WINDOWS_SCHEMA),
+        .applyInArrow(lambda key, part: of_windows(key, part), ddl(WINDOWS)),
         partitions=partitions,
-        findings=session.createDataFrame(findings, FINDINGS_SCHEMA),
-        owners=sums.select("owners").mapInArrow(Unpack(OWNERS), OWNERS_SCHEMA),
+        findings=session.createDataFrame(findings, ddl(FINDINGS)),
+        owners=sums.select("owners").mapInArrow(Unpack(OWNERS), ddl(OWNERS)),
         throughput=_throughput(parts),
     )
-
-
-def fold(frame: DataFrame, begin: Callable[[], R]) -> R:
-    """Reduce a table on the executors; the driver adds the results of the tasks. Raise Spark's errors."""
-    whole = begin()
-    for packed in frame.mapInArrow(Reduce(begin), "part binary").collect():
-        whole.add(pickle.loads(packed.part))  # noqa: S301 - of this job
-    return whole
 
 
 def _trail_parts(rows: DataFrame) -> dict[TrailName, TrailPart]:
@@ -219,19 +203,11 @@ def _throughput(parts: DataFrame) -> DataFrame:
     return added.select(F.timestamp_millis("window_ms").alias("window_start"), "owner", "records", "bytes")
 
 
-def bounds_in(row: Any) -> Bounds:
-    """Return a row of BOUNDS_SCHEMA without its partition."""
-    return Bounds(row.log_start_offset, row.end_offset, bool(row.is_compacted), row.topic_id)
-
-
-_ABOUT_SCHEMA = "label string, text string"
-
-
 @dataclass(frozen=True, slots=True)
 class Tables:
     """The result tables, not collected.
 
-    `kproxy/pipeline/audit/schemas.py` has the columns. `windows`: one row for each topic, partition and window of time.
+    `columns.py` has the columns. `windows`: one row for each topic, partition and window of time.
     `partitions`: the same over all time. `findings`: one row for each fault or unproven time. `owners`: what each
     broker acknowledged, from when to when, under which ownership revision. `throughput`: records and bytes by window
     and owner.
@@ -246,8 +222,7 @@ class Tables:
     def listed(self) -> list[Mapping[str, Any]]:
         return [row.asDict() for row in self.findings.collect()]
 
-    def fold(self, table: str, begin: Callable[[], R], only: Collection[tuple[str, int]] | None = None) -> R:
-        """Reduce a table on the executors, or its rows of these few partitions (`report_gather.Source`)."""
+    def rows(self, table: str, only: Collection[tuple[str, int]] | None = None) -> Iterator[Mapping[str, Any]]:
         frame = getattr(self, table)
         if only is not None:
             numbers = defaultdict(list)
@@ -256,17 +231,18 @@ class Tables:
             # A filter, with which Parquet skips files; no join.
             those = [(F.col("topic") == topic) & F.col("partition").isin(*each) for topic, each in numbers.items()]
             frame = frame.where(reduce(or_, those, F.lit(False)))
-        return fold(frame, begin)
+        times = [name for name, kind in frame.dtypes if kind == "timestamp"]
+        frame = frame.withColumns({name: F.unix_millis(name) for name in times})
+        return (row.asDict() for row in frame.toLocalIterator())
+
+    def extent(self) -> tuple[int, int] | None:
+        begin, end = (F.unix_millis(each) for each in (F.min("window_start"), F.max("window_end")))
+        found = self.windows.agg(begin, end).first()
+        return None if found is None or found[0] is None else tuple(found)
 
 
 NAMES = tuple(field.name for field in fields(Tables))
-SCHEMAS: Final = {
-    "windows": WINDOWS_SCHEMA,
-    "partitions": PARTITIONS_SCHEMA,
-    "findings": FINDINGS_SCHEMA,
-    "owners": OWNERS_SCHEMA,
-    "throughput": THROUGHPUT_SCHEMA,
-}
+SCHEMAS: Final = dict(zip(NAMES, map(ddl, (WINDOWS, PARTITIONS, FINDINGS, OWNERS, THROUGHPUT)), strict=True))
 
 
 def write_results(tables: Tables, directory: str, about: Mapping[str, str]) -> None:
@@ -274,27 +250,17 @@ def write_results(tables: Tables, directory: str, about: Mapping[str, str]) -> N
 
     `about` describes the audit. Raise SparkFailed.
     """
+    rows = [(label, text) for label, text in about.items()]
+    described = tables.partitions.sparkSession.createDataFrame(rows, "label string, text string").coalesce(1)
     with as_spark_failure(f"The audit's results could not be written to {directory}"):
-        session = tables.partitions.sparkSession
-        for name in NAMES:
-            getattr(tables, name).write.mode("overwrite").parquet(_place(directory, name))
-        rows = [(label, text) for label, text in about.items()]
-        session.createDataFrame(rows, _ABOUT_SCHEMA).coalesce(1).write.mode("overwrite").parquet(
-            _place(directory, ABOUT)
-        )
+        for name, frame in (*((name, getattr(tables, name)) for name in NAMES), (ABOUT, described)):
+            frame.write.mode("overwrite").parquet(_place(directory, name))
 
 
-def read_results(session: SparkSession, directory: str) -> tuple[Tables, dict[str, str]]:
-    """Return the tables in `directory` and their `about`. Raise StartupError unless all are there."""
-    try:
-        # Without a schema Spark would first read a file of each table.
-        read = {name: session.read.schema(SCHEMAS[name]).parquet(_place(directory, name)) for name in NAMES}
-        about = session.read.schema(_ABOUT_SCHEMA).parquet(_place(directory, ABOUT)).collect()
-    except AnalysisException as error:
-        raise StartupError(
-            f"{directory} has no audit's results: give a directory that `kproxy pipeline audit --output` wrote to."
-        ) from error
-    return Tables(**read), {row.label: row.text for row in about}
+def read_results(session: SparkSession, directory: str) -> Tables:
+    """Return the tables in `directory`."""
+    # Without a schema Spark would first read a file of each table.
+    return Tables(**{name: session.read.schema(SCHEMAS[name]).parquet(_place(directory, name)) for name in NAMES})
 
 
 def _place(directory: str, name: str) -> str:

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Final
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.audit.log_client import LogClient
-from kproxy.pipeline.audit.log_options import DEFAULT_MAX_BYTES, LogRange, Offsets
-from kproxy.pipeline.audit.log_reader import RangeReader
+from kproxy.pipeline.audit.log_client import LogClient, Offsets
+from kproxy.pipeline.audit.log_reader import LogRange, records_in
 from kproxy.pipeline.audit.trail_place import JSON, PARQUET, TrailPlace
-from kproxy.pipeline.audit.trail_rows import TrailRow, only_rows, rows_in
+from kproxy.pipeline.audit.trail_rows import NEEDED_FIELDS, TrailRow, is_row, rows_in
 from kproxy.trail.signature import Signatures
 
 _PATTERNS: Final = {JSON: "*.jsonl", PARQUET: "*.parquet"}
@@ -57,7 +56,7 @@ def _parquet_rows(file: Path) -> Iterator[TrailRow]:
         raise StartupError("A trail in Parquet files needs pyarrow: pip install 'kproxy-kafka[parquet]'.") from error
     from kproxy.trail.parquet_sink import SCHEMA
 
-    names = [name for name in TrailRow.__struct_fields__ if name != "shipped_at"]
+    names = [name for name in TrailRow.__slots__ if name != "shipped_at"]
     try:
         # Files of other releases may lack columns, or have more columns or narrower numbers.
         opened = pyarrow.parquet.ParquetFile(file)
@@ -66,8 +65,8 @@ def _parquet_rows(file: Path) -> Iterator[TrailRow]:
             table = pyarrow.Table.from_batches([batch])
             columns = {name: table.column(name).cast(SCHEMA.field(name).type).to_pylist() for name in there}
             values = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
-            needed = ("kind", "proxy", "incarnation", "sequence", "at")
-            yield from only_rows(TrailRow(**row) for row in values if None not in map(row.get, needed))
+            whole = (TrailRow(**row) for row in values if None not in map(row.get, names[:NEEDED_FIELDS]))
+            yield from filter(is_row, whole)
     except pyarrow.ArrowException as error:
         raise StartupError(f"The trail could not be read: {file}: {error}.") from error
 
@@ -79,14 +78,7 @@ def read_topic(
 
     Rows that retention has removed are missing from the trail, which the audit reports. Raise LogReadFailed.
     """
-    from kafka.record.memory_records import MemoryRecords
-
     for which, end in ends.items():
-        wanted = LogRange(which, starts.get(which, 0), end, is_first=True)
-        if wanted.start >= end:
-            continue
-        for records, batches in RangeReader(client, wanted, DEFAULT_MAX_BYTES, None).answers():
-            for batch, _ in batches:
-                for record in MemoryRecords(bytes(records[batch.position : batch.end])).next_batch() or ():
-                    if wanted.start <= record.offset < end:
-                        yield from rows_in(record.value or b"", record.timestamp, signatures)
+        if (start := starts.get(which, 0)) < end:
+            for record in records_in(client, LogRange(which, start, end, is_first=True)):
+                yield from rows_in(record.value or b"", record.timestamp, signatures)

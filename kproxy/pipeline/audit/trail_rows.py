@@ -1,4 +1,4 @@
-"""Decode the rows of a trail in this process, and distinguish a proxy's rows from foreign ones.
+"""The rows of a trail: decode them, and distinguish a proxy's rows from foreign ones. Both engines use it.
 
 Anyone may write to the trail's topic. Rows that no proxy writes must not make the audit fail, by numbers that overflow
 or that stand for too much data: they are skipped, like partial rows. Their sequence numbers are then missing, which the
@@ -7,14 +7,17 @@ audit reports as a gap.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Final
-
-import msgspec
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Final
 
 from kproxy.pipeline.audit.judge import Range
 from kproxy.pipeline.audit.proof import Stamp
 from kproxy.trail.signature import Signatures
+
+if TYPE_CHECKING:
+    import msgspec
 
 KINDS: Final = ("begin", "range", "mark", "end")
 # Limits far above real values, and far below those whose sums overflow.
@@ -26,7 +29,8 @@ MOST_BYTES: Final = 1 << 48
 MOST_IN_SPANS: Final = 10_000
 
 
-class TrailRow(msgspec.Struct):
+@dataclass(slots=True)
+class TrailRow:
     """A row of any kind, as kproxy.trail.rows describes; fields that a kind lacks are None."""
 
     kind: str
@@ -68,25 +72,31 @@ class TrailRow(msgspec.Struct):
         )  # fmt: skip
 
 
-_DECODER: Final = msgspec.json.Decoder(TrailRow)
+# How many fields, the first ones, all rows have.
+NEEDED_FIELDS: Final = 5
+
+
+@cache
+def _decoder() -> msgspec.json.Decoder[TrailRow]:
+    # Imported here, because executors lack it.
+    import msgspec
+
+    return msgspec.json.Decoder(TrailRow)
 
 
 def rows_in(page: bytes, shipped_at: int | None = None, signatures: Signatures | None = None) -> Iterator[TrailRow]:
     """Yield the rows in lines of JSON, without those that no proxy writes, or that are not signed."""
+    decode = _decoder().decode
     for line in page.split(b"\n"):
         if signatures is not None and line and not signatures.accept(line):
             continue
         try:
-            row = _DECODER.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+            row = decode(line)
+        except ValueError:
             continue
         row.shipped_at = shipped_at
         if is_row(row):
             yield row
-
-
-def only_rows(rows: Iterable[TrailRow]) -> Iterator[TrailRow]:
-    return (row for row in rows if is_row(row))
 
 
 def is_row(row: TrailRow) -> bool:

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import signal
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -299,22 +297,7 @@ def _watch(
     return None
 
 
-@contextlib.contextmanager
-def stopped_by_signals(stop: Stop) -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM call `stop.ask` while the block runs; no effect outside the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, lambda *_: stop.ask()) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 _REFUSED: Final = re.compile(re.escape(REFUSED) + r"\|([^|]*)\|([^|]*)\|(?:([^|]*)\|)?")
-_RAISED: Final = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Failed): (.+)$", re.MULTILINE)
 _WITH_NEW_COLUMNS: Final = (
     "give a --schema that has it, or --on-new-columns dead-letter (or ignore), and start the job again, which writes "
     "this micro-batch again"
@@ -357,13 +340,7 @@ def why(error: BaseException, options: IngestOptions) -> str:
                 checkpoint=options.checkpoint,
                 source=_source(options),
             )
-    return _cause(text) or type(error).__name__
-
-
-def _cause(text: str) -> str:
-    """Return Java's innermost cause, else the Python error of a micro-batch that Java quotes, else the first line."""
-    raised = _RAISED.findall(text)
-    return raised[-1].strip() if raised and "Caused by: " not in text else cause_in(text)
+    return cause_in(text) or type(error).__name__
 
 
 def _source(options: IngestOptions) -> str:

@@ -38,10 +38,9 @@ NEW_IN_FILE: Final = "new column in a file"
 # Gives records the timestamps that TIMESTAMP_HEADER tells. A test builds the jar from its source and compares.
 INTERCEPTOR_CLASS: Final = "kproxy.KeepTimestamps"
 JAR: Final = "keep_timestamps.jar"
-# A task reads several small files, because each task costs more than such a file. There are more tasks than cores,
-# because files differ in size. A micro-batch with many blocks has a task for each BLOCKS_PER_TASK of them.
+# A task reads several blocks of files, because each task costs more than a small file. There are more tasks than cores,
+# because files differ in size. Their number does not depend on the blocks, whose number only another plan would tell.
 TASKS_PER_CORE: Final = 4
-BLOCKS_PER_TASK: Final = 16
 OBSERVED_TIMEOUT_S: Final = 10.0
 _POLL_S: Final = 0.005
 # How much of a text that is no JSON an error needs.
@@ -115,7 +114,7 @@ class BatchWriter:
         placed = transforms.placed(rows)
         if self._options.reads_files and not batch.isStreaming:
             # Rows are numbered by then, each block from 0.
-            placed = placed.coalesce(max(TASKS_PER_CORE * self._tasks, batch.rdd.getNumPartitions() // BLOCKS_PER_TASK))
+            placed = placed.coalesce(TASKS_PER_CORE * self._tasks)
         return transforms.encoded(placed, self._options, batch=f"{self._job_id}/{number}")
 
     def _check_files(self, session: SparkSession, number: int) -> None:

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from kproxy.demo.run import create_topic, partition_owners
+from kproxy.demo.run import partition_owners
 from kproxy.dev.cluster import DevCluster
 from kproxy.trail.rows import Begin, End, Mark, Range, Row, decode_page
 from tests.support.clients.attempts import Writer
 from tests.support.clients.idempotent_writers import IdempotentWriter
+from tests.support.clients.kafka_io import create_topic
 from tests.support.processes.dev import asyncios_own_loop, serving
 
 PARTITIONS = 3

@@ -11,33 +11,29 @@ from typing import Any
 import confluent_kafka
 import pytest
 
-from kproxy.demo.run import create_topic
+from kproxy.pipeline.audit.judge import Batch
 from kproxy.pipeline.audit.log_client import EARLIEST, LATEST, LogClient, LogReadFailed, TopicPartition
-from kproxy.pipeline.audit.log_options import cut, read_options
-from kproxy.pipeline.audit.log_reader import RangeReader, Row
+from kproxy.pipeline.audit.log_reader import RangeReader
+from kproxy.pipeline.audit.logs import cut
 from kproxy_codec.record_crc import crc_is_valid
-from tests.support.clients.kafka_io import TIMEOUT_S, produce
+from tests.support.clients.kafka_io import TIMEOUT_S, create_topic, produce
 from tests.support.processes.dev import KproxyProcess
 from tests.support.processes.ports import free_port
 
 PARTITIONS = 3
-# Timeouts of a client that gets answers, and of one that gets none.
-PATIENCE_MS, SHORT_MS = 60_000, 2_000
+# The patience of a client that gets no answer.
+SHORT_S = 2.0
 
 
-def client_of(bootstrap: str, **more: str) -> LogClient:
-    return read_options({"bootstrap": bootstrap, "topics": "t", "patienceMs": str(PATIENCE_MS), **more}).client()
-
-
-def read(bootstrap: str, topic: str, most: int = 1000, max_bytes: int = 1 << 20) -> dict[int, list[Row]]:
+def read(bootstrap: str, topic: str, most: int = 1000, max_bytes: int = 1 << 20) -> dict[int, list[Batch]]:
     """Read a whole topic, in ranges of `most` offsets, by partition."""
-    found: dict[int, list[Row]] = {}
-    with client_of(bootstrap) as client:
+    found: dict[int, list[Batch]] = {}
+    with LogClient(bootstrap) as client:
         partitions = [TopicPartition(topic, index) for index in range(client.partitions([topic])[topic])]
         starts, ends = client.list_offsets(partitions, EARLIEST), client.list_offsets(partitions, LATEST)
         for piece in cut(starts, ends, most):
             for wanted in piece:
-                for rows in RangeReader(client, wanted, max_bytes, crc_is_valid).rows():
+                for rows in RangeReader(client, wanted, crc_is_valid, max_bytes).headers():
                     found.setdefault(wanted.which.partition, []).extend(rows)
     return found
 
@@ -63,8 +59,8 @@ def write(bootstrap: str, topic: str, partition: int, batches: int, **settings: 
         assert producer.flush(TIMEOUT_S) == 0
 
 
-def told(rows: Sequence[Row]) -> list[tuple[int, int, bool | None]]:
-    return [(row[0], row[2], row[11]) for row in rows]
+def told(rows: Sequence[Batch]) -> list[tuple[int, int, bool | None]]:
+    return [(row.base_offset, row.record_count, row.crc_ok) for row in rows]
 
 
 @pytest.mark.parametrize("most", [7, 10, 1000])
@@ -90,19 +86,17 @@ def test_header_is_reported_as_its_producer_made_it(dev_cluster: KproxyProcess, 
     found = read(dev_cluster.kafka, written)
     plain, idempotent = found[0], found[1]
     for row in [*plain, *idempotent]:
-        assert row[1] == row[0] + 9, "last_offset"
-        assert row[9:11] == (False, False), "neither control nor transactional"
-        assert row[7] > 1_700_000_000_000, "max_timestamp"
+        assert row.last_offset == row.base_offset + 9
+        assert not row.is_control
     assert {row[3:6] for row in plain} == {(-1, -1, -1)}
     (producer_id,) = {row[3] for row in idempotent}
     assert producer_id >= 0
     assert [row[4:6] for row in idempotent] == [(0, 10 * n) for n in range(5)]
-    assert max(row[8] for row in idempotent) < min(row[8] for row in plain), "compressed batches are the smaller ones"
 
 
 def test_ends_and_beginnings_are_listed_for_all_partitions(dev_cluster: KproxyProcess, written: str) -> None:
     partitions = [TopicPartition(written, index) for index in range(PARTITIONS)]
-    with client_of(dev_cluster.kafka) as client:
+    with LogClient(dev_cluster.kafka) as client:
         assert client.list_offsets(partitions, EARLIEST) == dict.fromkeys(partitions, 0)
         assert client.list_offsets(partitions, LATEST) == dict(zip(partitions, [80, 50, 0], strict=True))
         assert client.compacted([written]) == set()
@@ -110,7 +104,7 @@ def test_ends_and_beginnings_are_listed_for_all_partitions(dev_cluster: KproxyPr
 
 
 def test_a_topic_that_is_not_there_is_named(dev_cluster: KproxyProcess) -> None:
-    with client_of(dev_cluster.kafka) as client:
+    with LogClient(dev_cluster.kafka) as client:
         with pytest.raises(LogReadFailed, match=f"^There is no topic missing at {dev_cluster.kafka}.$"):
             client.partitions(["missing"])
         assert "missing" not in client.partitions(None), "asking has made it"
@@ -119,7 +113,7 @@ def test_a_topic_that_is_not_there_is_named(dev_cluster: KproxyProcess) -> None:
 def test_unanswered_read_is_reported_after_a_while() -> None:
     address = f"127.0.0.1:{free_port()}"
     with (
-        client_of(address, patienceMs=str(SHORT_MS)) as client,
+        LogClient(address, patience_s=SHORT_S) as client,
         pytest.raises(LogReadFailed, match=f"{address} cannot be reached.*given up after"),
     ):
         client.partitions(["t"])
@@ -128,13 +122,13 @@ def test_unanswered_read_is_reported_after_a_while() -> None:
 def test_hung_broker_address_does_not_block_the_next(dev_cluster: KproxyProcess, written: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         bootstrap = f"127.0.0.1:{deaf.getsockname()[1]},{dev_cluster.kafka}"
-        with client_of(bootstrap, timeoutMs="2000") as client:
+        with LogClient(bootstrap, timeout_s=SHORT_S) as client:
             assert client.partitions([written]) == {written: PARTITIONS}
 
 
 def test_a_connection_that_was_closed_is_opened_again(dev_cluster: KproxyProcess, written: str) -> None:
     which = TopicPartition(written, 0)
-    with client_of(dev_cluster.kafka) as client:
+    with LogClient(dev_cluster.kafka) as client:
         assert client.list_offsets([which], LATEST) == {which: 80}
         for connection in client._connections.values():
             number = connection._transport.get_extra_info("socket").fileno()
@@ -146,9 +140,9 @@ def test_a_connection_that_was_closed_is_opened_again(dev_cluster: KproxyProcess
 def test_later_records_are_not_read(dev_cluster: KproxyProcess, topic: str) -> None:
     produce(dev_cluster.kafka, topic, [b"before"] * 3)
     which = TopicPartition(topic, 0)
-    with client_of(dev_cluster.kafka) as client:
+    with LogClient(dev_cluster.kafka) as client:
         ends = client.list_offsets([which], LATEST)
         produce(dev_cluster.kafka, topic, [b"after"] * 3)
         ((wanted,),) = cut({which: 0}, ends, 100)
-        rows = [row for chunk in RangeReader(client, wanted, 1 << 20, crc_is_valid).rows() for row in chunk]
-    assert sum(row[2] for row in rows) == 3
+        rows = [row for chunk in RangeReader(client, wanted, crc_is_valid).headers() for row in chunk]
+    assert sum(row.record_count for row in rows) == 3

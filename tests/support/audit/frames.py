@@ -6,25 +6,27 @@ from collections.abc import Iterable
 from typing import Any
 
 from pyspark.sql import DataFrame
+from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import LongType, StructField, StructType
 
-from kproxy.pipeline.audit.schemas import BOUNDS_SCHEMA, LOG_SCHEMA, TRAIL_SCHEMA
+from kproxy.pipeline.audit.columns import BOUNDS, LOG, ddl
+from kproxy.trail.parquet_sink import SCHEMA
 from tests.support.audit.trails import Row
 
-SHIPPED_SCHEMA = StructType([*TRAIL_SCHEMA.fields, StructField("shipped_at", LongType())])
+SHIPPED_SCHEMA = StructType([*from_arrow_schema(SCHEMA).fields, StructField("shipped_at", LongType())])
 
 
-def _frame(spark: Any, rows: Iterable[Row], schema: StructType) -> DataFrame:
-    return spark.createDataFrame([tuple(row.get(name) for name in schema.names) for row in rows], schema).coalesce(1)
+def _frame(spark: Any, rows: Iterable[Row], names: Iterable[str], schema: Any) -> DataFrame:
+    return spark.createDataFrame([tuple(map(row.get, names)) for row in rows], schema).coalesce(1)
 
 
 def trail_frame(spark: Any, rows: Iterable[Row]) -> DataFrame:
-    return _frame(spark, rows, SHIPPED_SCHEMA)
+    return _frame(spark, rows, SHIPPED_SCHEMA.names, SHIPPED_SCHEMA)
 
 
 def log_frame(spark: Any, rows: Iterable[Row]) -> DataFrame:
-    return _frame(spark, rows, LOG_SCHEMA)
+    return _frame(spark, rows, LOG, ddl(LOG))
 
 
 def bounds_frame(spark: Any, rows: Iterable[Row]) -> DataFrame:
-    return _frame(spark, rows, BOUNDS_SCHEMA)
+    return _frame(spark, rows, BOUNDS, ddl(BOUNDS))

@@ -120,11 +120,7 @@ def batch(
         "producer_id": producer,
         "producer_epoch": epoch if producer >= 0 else -1,
         "base_sequence": sequence if producer >= 0 else -1,
-        "leader_epoch": 0,
-        "max_timestamp": BEGAN_AT,
-        "bytes": count * 10,
         "is_control": is_control,
-        "is_transactional": False,
         "crc_ok": crc_ok,
     }
 
@@ -153,7 +149,7 @@ def page(rows: Iterable[Row]) -> str:
 
 
 def trail_rows(rows: Iterable[Row]) -> list[TrailRow]:
-    names = TrailRow.__struct_fields__
+    names = TrailRow.__slots__
     return [TrailRow(**{name: value for name, value in row.items() if name in names}) for row in rows]
 
 

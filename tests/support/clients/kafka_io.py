@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import aiokafka  # type: ignore[import-untyped]
 import confluent_kafka
+from kafka.admin import KafkaAdminClient
 
 TIMEOUT_S = 60.0
 
@@ -27,6 +28,16 @@ def produce(bootstrap: str, topic: str, values: Sequence[bytes], partition: int 
     assert producer.flush(TIMEOUT_S) == 0, "not all was acknowledged in time"
     assert failed == []
     return list(values)
+
+
+def create_topic(bootstrap: str, topic: str, partitions: int) -> None:
+    """Create a topic with the default replication, and wait until it has leaders."""
+    admin = KafkaAdminClient(bootstrap_servers=bootstrap)
+    try:
+        settings = {"num_partitions": partitions, "replication_factor": -1}
+        admin.create_topics({topic: settings}, wait_for_metadata=True)
+    finally:
+        admin.close()
 
 
 def read_partition(bootstrap: str, topic: str, partition: int, count: int) -> list[bytes]:

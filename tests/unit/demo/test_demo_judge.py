@@ -74,13 +74,13 @@ def test_keyed_rows_stay_in_one_partition() -> None:
     verdict = judge([(0, 1), (1, 2), (0, 3), (1, 6), (0, 4), (2, 5)], rows=6)
 
     assert faults(verdict) == {"keys in two partitions": 1}
-    assert verdict.scattered_keys.examples == ["B in partitions 1 and 2"]
+    assert verdict.faults["keys in two partitions"].examples == ["B in partitions 1 and 2"]
 
 
 def test_a_key_in_many_partitions_is_one_fault() -> None:
     verdict = judge([(0, 1), (1, 4), (2, 7), (1, 10)], rows=10)
 
-    assert verdict.scattered_keys.count == 1
+    assert verdict.faults["keys in two partitions"].count == 1
 
 
 @pytest.mark.parametrize("second", [5, 4, 0])
@@ -132,9 +132,9 @@ def test_message_differing_from_its_row_is_altered(
 def test_examples_name_the_rows_and_are_bounded() -> None:
     verdict = judge([(0, 1), (0, 1)], rows=100)
 
-    assert verdict.missing.count == 99
-    assert verdict.missing.examples == ["n=2", "n=3", "n=4"][:MAX_EXAMPLES]
-    assert verdict.duplicated.examples == ["n=1 again at offset 1 of partition 0"]
+    assert verdict.faults["missing"].count == 99
+    assert verdict.faults["missing"].examples == ["n=2", "n=3", "n=4"][:MAX_EXAMPLES]
+    assert verdict.faults["duplicated"].examples == ["n=1 again at offset 1 of partition 0"]
 
 
 def test_rows_are_counted_by_partition_despite_faults() -> None:

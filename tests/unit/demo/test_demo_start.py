@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from kproxy.demo import run
 from kproxy.demo.run import DemoOptions, run_demo
 from kproxy.errors import StartupError
 from kproxy.installed import install_command
@@ -78,15 +77,6 @@ def test_bootstrap_without_listener_is_refused() -> None:
 def test_bootstrap_with_a_listener_is_accepted(host: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         check_reachable(f"127.0.0.1:1,{host}:{server.getsockname()[1]}", "--bootstrap")
-
-
-def test_uncreatable_topic_is_reported_with_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "REQUEST_TIMEOUT_MS", 200)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and does not listen
-        bootstrap = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(run.TopicNotCreated, match=f"through {bootstrap}"):
-            run.create_topic(bootstrap, "flights", 1)
 
 
 def test_uncreatable_data_directory_is_refused(tmp_path: Path) -> None:

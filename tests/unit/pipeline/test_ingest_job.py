@@ -13,11 +13,12 @@ from pyspark.sql.types import ArrayType, DataType, LongType, MapType, StringType
 
 from kproxy.errors import StartupError
 from kproxy.pipeline.ingest.checkpoint import Job, settle
-from kproxy.pipeline.ingest.job import Stop, stopped_by_signals, why
+from kproxy.pipeline.ingest.job import Stop, why
 from kproxy.pipeline.ingest.options import IngestOptions
 from kproxy.pipeline.ingest.progress import Metrics, Tally
 from kproxy.pipeline.ingest.sink import BatchDone, lacking
 from kproxy.pipeline.ingest.sources import Backlog, records_behind
+from kproxy.pipeline.progress import stopped_by_signals
 
 KNOWN = Job("known", "csv files in file:/in", "topic flights", None, "cluster-1", '{"old": 1}', True)
 ASKED = Job("asked", "csv files in file:/in", "topic flights", None, "cluster-1")
@@ -152,7 +153,7 @@ def test_missing_columns_are_found_nested_in_any_case() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_second_signal_ends_without_waiting(number: signal.Signals) -> None:
     stop, before = Stop(), signal.getsignal(number)
-    with stopped_by_signals(stop):
+    with stopped_by_signals(stop.ask):
         assert (stop.wanted, stop.at_once) == (False, False)
         os.kill(os.getpid(), number)
         assert (stop.wanted, stop.at_once) == (True, False)

@@ -10,10 +10,9 @@ import pytest
 
 from kproxy.cli.pipeline import kafka_options
 from kproxy.errors import StartupError
-from kproxy.pipeline.audit.log_client import LogReadFailed
-from kproxy.pipeline.audit.log_options import read_options, written
-from kproxy.pipeline.audit.logs import ends_of, existing
+from kproxy.pipeline.audit.log_client import LogClient, LogReadFailed
 from kproxy.pipeline.audit.run import AuditJob, check
+from kproxy.pipeline.audit.spark_tasks import Pieces
 from kproxy.pipeline.audit.trail_place import parse_trail
 from kproxy.pipeline.kafka_access import KafkaOptions, WrongKafkaOption, read_access, read_properties
 from tests.support.security.tls_files import Signer
@@ -120,9 +119,7 @@ def test_file_missing_at_connection_time_is_named() -> None:
     name, kind = "ssl.truststore.location", "ssl.truststore.type"
     gone = KafkaOptions({"security.protocol": "SSL", kind: "PEM", name: "/nonexistent"})
     with pytest.raises(LogReadFailed, match=f"{name} /nonexistent cannot be read"):
-        existing("127.0.0.1:1", ["t"], gone)
-    with pytest.raises(LogReadFailed, match=f"{name} /nonexistent cannot be read"):
-        ends_of("127.0.0.1:1", ["t"], kafka=gone)
+        LogClient("127.0.0.1:1", gone)
     job = AuditJob(bootstrap="127.0.0.1:1", trail=parse_trail("topic"), kafka=gone)
     with pytest.raises(StartupError, match=f"^{name} /nonexistent cannot be read"):
         check(job)
@@ -148,7 +145,7 @@ def test_properties_file_is_read_as_by_kafkas_tools(tmp_path: Path) -> None:
 
 
 def test_options_reach_executors_and_stay_hidden() -> None:
-    options = read_options(written("h:1", ["t"], None, {}, KafkaOptions(SCRAM)))
+    options = Pieces("h:1", KafkaOptions(SCRAM), [], {})
     again = pickle.loads(pickle.dumps(options))
     assert again.kafka == SCRAM
     assert "alice" not in repr(options)

@@ -74,7 +74,7 @@ def listening(behaviour: Behaviour) -> Iterator[Address]:
     [(answers_http, "HTTP"), (waits_for_a_line, "HTTP"), (closes_what_is_no_http, "HTTP"), (alerts, "TLS")],
 )
 def test_other_protocol_is_named_at_once(behaviour: Behaviour, protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kproxy.pipeline.audit.logs.TOPICS_TIMEOUT_S", 3 * SOON_S)
+    monkeypatch.setattr("kproxy.pipeline.audit.run.PATIENCE_S", 3 * SOON_S)
     began = time.monotonic()
     with listening(behaviour) as address, pytest.raises(StartupError) as raised:
         check_places(str(address), parse_trail("topic"), str(address), ())
@@ -88,7 +88,7 @@ def test_client_of_tls_broker_is_told_its_option() -> None:
     options = {"security.protocol": "SASL_PLAINTEXT", "sasl.mechanism": "PLAIN", "sasl.jaas.config": login}
     with (
         listening(alerts) as address,
-        LogClient([address], timeout_s=SOON_S, patience_s=0, kafka=options) as client,
+        LogClient(str(address), options, timeout_s=SOON_S, patience_s=0) as client,
         pytest.raises(LogReadFailed, match=r"speaks TLS.*: set security\.protocol to SSL or SASL_SSL"),
     ):
         client.partitions(None)
@@ -106,7 +106,7 @@ def is_slow(handler: socketserver.StreamRequestHandler) -> None:
 def test_possible_broker_is_waited_for(behaviour: Behaviour) -> None:
     with (
         listening(behaviour) as address,
-        LogClient([address], timeout_s=1.5, patience_s=1) as client,
+        LogClient(str(address), timeout_s=1.5, patience_s=1) as client,
         pytest.raises(LogReadFailed, match=r"no answer in time.*given up"),
     ):
         client.partitions(None)

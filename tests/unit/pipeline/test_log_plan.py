@@ -1,22 +1,19 @@
-"""The ranges and pieces of a read of logs, and the options for them."""
+"""The ranges and pieces of a read of logs, and the check of their batches."""
 
 from __future__ import annotations
+
+import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kproxy.pipeline.audit.log_client import EARLIEST, LATEST, LogReadFailed, TopicPartition
-from kproxy.pipeline.audit.log_options import (
-    LEAST_PIECES,
-    cut,
-    expect_partitions,
-    matching,
-    offsets_as_json,
-    parse_offsets,
-    read_options,
-)
+from kproxy.pipeline.audit.log_client import LogClient, LogReadFailed, Patience, TopicPartition, parse_bootstrap
+from kproxy.pipeline.audit.log_reader import LogRange, RangeReader
+from kproxy.pipeline.audit.logs import LEAST_PIECES, crc_check, cut, plan
 from kproxy.routing.topology import Address
+from kproxy_codec.fetch import PartitionFetched
+from tests.support.wire.record_batches import build_batch
 
 T0, T1 = TopicPartition("t", 0), TopicPartition("t", 1)
 LOGS = st.dictionaries(
@@ -55,56 +52,44 @@ def test_short_logs_share_a_task() -> None:
     assert [len(piece) for piece in cut(dict.fromkeys(many, 0), dict.fromkeys(many, 10), 400)] == [40, 40, 20]
 
 
-def test_offsets_are_read_as_they_are_written() -> None:
-    offsets = {T0: 5, T1: 2**40, TopicPartition("u", 0): 0}
-    assert parse_offsets(offsets_as_json(offsets), "endOffsets") == (LATEST, offsets)
-    assert parse_offsets('{"t": {"0": -2, "1": "-1"}}', "startOffsets") == (EARLIEST, {T0: EARLIEST, T1: LATEST})
-    assert parse_offsets(" Latest ", "startOffsets") == (LATEST, {})
-
-
 @pytest.mark.parametrize(
-    "text", ["", "now", "5", "[]", '{"t": 5}', '{"t": {"a": 5}}', '{"t": {"0": null}}', '{"t":{"0":-3}}']
-)
-def test_invalid_offsets_are_refused_naming_the_option(text: str) -> None:
-    with pytest.raises(LogReadFailed, match="endOffsets"):
-        parse_offsets(text, "endOffsets")
-
-
-def test_offsets_of_unread_partitions_are_refused() -> None:
-    with pytest.raises(LogReadFailed, match="endOffsets mentions topic t, partition 1,"):
-        expect_partitions([T0, T1], [T0], "endOffsets")
-
-
-def test_pattern_matches_whole_names_without_internal_topics() -> None:
-    topics = ["orders", "orders-2", "__kproxy_audit", "__consumer_offsets", "reorders"]
-    assert matching(topics, "orders.*") == ["orders", "orders-2"]
-    assert matching(topics, ".*") == ["orders", "orders-2", "reorders"]
-    for pattern, said in [("missing", "No topic matches 'missing'"), ("(", "is no pattern")]:
-        with pytest.raises(LogReadFailed, match=said):
-            matching(topics, pattern)
-
-
-def test_options_have_their_names_in_any_case() -> None:
-    options = read_options({"BOOTSTRAP": "a:1, [::1]:2", "Topics": "t, u", "maxbytes": "1000"})
-    assert options.bootstrap == (Address("a", 1), Address("::1", 2))
-    assert (options.start_offsets, options.end_offsets, options.offsets_per_partition) == ("earliest", "latest", None)
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
+    ("first", "starts"),
     [
-        ({"bootstrap": ""}, "bootstrap is missing"),
-        ({"bootstrap": "localhost"}, "has 'localhost'"),
-        ({"bootstrap": "h:0"}, "has 'h:0'"),
-        ({"topics": ""}, "either by option topics"),
-        ({"topicPattern": "t"}, "either by option topics"),
-        ({"maxBytes": "0"}, "maxBytes is '0'"),
-        ({"timeoutMs": "soon"}, "timeoutMs is 'soon'"),
-        ({"offsetsPerPartition": "-1"}, "offsetsPerPartition is '-1'"),
-        ({"checkCrc": "maybe"}, "auto, true, false"),
-        ({"topic": "t"}, "no option topic; there are bootstrap, topics,"),
+        (None, {T0: 10, T1: 0}),
+        ({}, {}),
+        ({T0: 40}, {T0: 40}),
+        # Acknowledged before the log's beginning, behind its end, and in a partition that is there no more.
+        ({T0: 5, T1: 60, TopicPartition("t", 2): 0}, {T0: 10}),
     ],
 )
-def test_invalid_log_options_are_refused(changed: dict[str, str], said: str) -> None:
-    with pytest.raises(LogReadFailed, match=said):
-        read_options({"bootstrap": "h:1", "topics": "t", **changed})
+def test_log_is_read_from_first_needed_offset(
+    first: dict[TopicPartition, int] | None, starts: dict[TopicPartition, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LogClient, "list_offsets", lambda *_: {T0: 10, T1: 0})
+    pieces = plan(LogClient("h:1"), first, {T0: 100, T1: 50})
+    assert {each.which: each.start for piece in pieces for each in piece} == starts
+
+
+def test_addresses_are_parsed() -> None:
+    assert parse_bootstrap("a:1, [::1]:2") == (Address("a", 1), Address("::1", 2))
+    for text, said in [("", "no address of a kproxy"), ("localhost", "'localhost' is no"), ("h:0", "'h:0' is no")]:
+        with pytest.raises(LogReadFailed, match=said):
+            parse_bootstrap(text)
+
+
+class OneCorruptBatch(LogClient):
+    """A cluster of one topic, in which the last byte of the only record is another than it was."""
+
+    def fetch(self, which: TopicPartition, offset: int, max_bytes: int, patience: Patience) -> PartitionFetched:
+        batch = build_batch([b"value"])
+        batch[-2] ^= 1
+        return PartitionFetched(0, 0, 1, 0, None, batch if offset == 0 else b"")
+
+
+@pytest.mark.parametrize("has_crc32c", [True, False])
+def test_missing_crc32c_leaves_batches_unchecked(has_crc32c: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_crc32c:
+        monkeypatch.setitem(sys.modules, "crc32c", None)
+        monkeypatch.delitem(sys.modules, "kproxy_codec.record_crc", raising=False)
+    reader = RangeReader(OneCorruptBatch("h:1"), LogRange(T0, 0, 1, is_first=True), crc_check())
+    assert [each.crc_ok for headers in reader.headers() for each in headers] == [False if has_crc32c else None]
