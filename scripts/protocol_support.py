@@ -31,8 +31,13 @@ log says why.
 HANDLING = {
     Handling.PROXY: "answered by the proxy",
     Handling.SPLIT: "split by the owners of its partitions, and the answers are merged",
+    Handling.EACH_OWNER: "divided, each partition sent to its owner once, and the answers are merged",
     Handling.GROUP_COORDINATOR: "sent to the broker that coordinates its group",
+    Handling.EACH_GROUP: "divided, each group sent to its coordinator, and the answers are merged",
     Handling.TRANSACTION_COORDINATOR: "sent to the broker that coordinates its transactional id",
+    Handling.EACH_TRANSACTION: "divided, each transactional id sent to its coordinator, and the answers are merged",
+    Handling.NAMED_BROKER: "sent to the broker that it names, or parts of it; what names none, to one broker",
+    Handling.ALL_BROKERS: "sent to all brokers, and the answers are merged; one that does not answer is an error in it",
     Handling.ANY_BROKER: "sent to one broker; if that one does not answer, to the next",
     Handling.REFUSED: "not served: the connection is closed",
 }
@@ -80,7 +85,8 @@ def row(api_key: int, api: Api) -> str:
     """Return the line of one served API."""
     lowest, highest = api.versions
     versions = str(lowest) if lowest == highest else f"{lowest}–{highest}"
-    permission = ", ".join(f"{each.operation.value} {each.resource.value}" for each in api.needs) or "none"
+    needs = dict.fromkeys(f"{each.operation.value} {each.resource.value}" for each in api.needs or ())
+    permission = ", ".join(needs) or "none"
     cells = (kafka_name(api_key), str(api_key), versions, api.handling.value, permission, " ".join(notes(api)))
     return f"| {' | '.join(cells)} |"
 

@@ -1,7 +1,8 @@
 """Encode and decode small control-plane messages, with kafka-python.
 
 kafka-python contains Apache Kafka's own message schemas, so this module need not describe Metadata, CreateTopics and
-the like again. No other module uses kafka-python. Its decoder trusts its input, so this module checks it:
+the like again. Only this module uses it (`kproxy_codec.schemas` adds some that it lacks). Its decoder trusts its input,
+so this module checks it:
 
 - errors of the decoder on bad bytes (IndexError, struct.error, ValueError, OverflowError, ...) become CodecError;
 - bytes left over (but see `decode_request`), a length that reaches past the end, and null in a field that may not be
@@ -31,6 +32,7 @@ from typing import Any, TypeAlias
 from kafka.protocol import admin, consumer, metadata, producer, sasl
 from kafka.protocol.api_message import ApiMessage
 
+from kproxy_codec import schemas
 from kproxy_codec.api_keys import API_VERSIONS, METADATA
 from kproxy_codec.error_codes import UNSUPPORTED_VERSION
 from kproxy_codec.errors import InvalidField, Truncated, UnsupportedVersion
@@ -60,7 +62,7 @@ _HIGH_BITS = bytes(byte >> 7 for byte in range(256))
 def _classes() -> tuple[dict[int, Message], dict[int, Message]]:
     requests: dict[int, Message] = {}
     responses: dict[int, Message] = {}
-    for module in (admin, consumer, metadata, producer, sasl):
+    for module in (admin, consumer, metadata, producer, sasl, schemas):
         for name in module.__all__:
             candidate: Message = getattr(module, name)
             if isinstance(candidate, type(ApiMessage)):
@@ -79,6 +81,12 @@ def version_range(api_key: int) -> tuple[int, int]:
         raise UnsupportedVersion(f"API key {api_key} is not one this codec reads")
     lowest, highest = message_class.valid_versions
     return lowest, highest
+
+
+def response_fields(api_key: int) -> Mapping[str, Message]:
+    """The schema of each field of a response, by name, whatever the version; one's own fields are its `fields`."""
+    fields: Mapping[str, Message] = _RESPONSES[api_key]._struct.fields
+    return fields
 
 
 def build_request(api_key: int, api_version: int, **fields: Any) -> Message:

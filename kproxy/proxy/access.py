@@ -12,7 +12,6 @@ not enforced.
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -67,8 +66,6 @@ class AccessControl:
             for operation in Operation
             for resource in Resource
         }
-        # A connection holds this lock while it reads a long message.
-        self.turn = asyncio.Lock()
 
     @property
     def rules(self) -> Rules:
@@ -145,11 +142,6 @@ class ClientAccess:
         self.principal = principal
         self._looked_at = self.current()
 
-    @property
-    def turn(self) -> asyncio.Lock:
-        """The lock of the process: see AccessControl."""
-        return self._control.turn
-
     def current(self) -> Permissions:
         """The permissions by the rules that were read last."""
         rules, principal = self._control.rules, self.principal
@@ -168,6 +160,11 @@ class ClientAccess:
     def request(self) -> RequestAccess:
         """The view of one request."""
         return RequestAccess(self, self._control)
+
+    @property
+    def is_enforced(self) -> bool:
+        """Whether refusals count; see AccessControl."""
+        return self._control.is_enforced
 
     def allows(self, operation: Operation, resource: Resource, name: str) -> bool:
         """Like `allows` of a request that needs only this permission."""

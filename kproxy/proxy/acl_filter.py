@@ -9,33 +9,37 @@ other place. Topics that the client may not have are cut out, and get 29. These 
 | FindCoordinator | describe the group or transactional id; for a share group: administer the cluster | 30, 53, 31 |
 | InitProducerId of an idempotent producer | write any topic, or the cluster | 31 |
 | DeleteTopics by id | delete each topic | 29; 100 for an unknown id; 42 for a name with an id |
-| DescribeConfigs | describe the topic, or the cluster | 29, 31 for a resource |
+| DescribeConfigs | describe the topic, group, or cluster | 29, 30, 31 for a resource |
+| AlterConfigs, IncrementalAlterConfigs | alter the topic, group, or cluster | the same |
+| ConsumerGroupHeartbeat | read the group, describe the subscribed topics | 30; 29, for a regular expression too |
+| ConsumerGroupDescribe | describe the group, and the topics that its members have | 30, 29 for a group |
+| DescribeAcls, CreateAcls, DeleteAcls | describe or alter the cluster | 31; 54 (SECURITY_DISABLED) with the right |
 | Metadata, DescribeTopicPartitions | describe each topic | 29 for a topic; one that was not named is left out |
 
-OffsetFetch for all topics, too, leaves out those that the client may not see. AddPartitionsToTxn adds all partitions or
-none: if a topic is refused, all others get 55. To create a topic a permission for the cluster is enough. A client
-without the right to create never creates a topic by asking for its metadata. Brokers page through the topics of
-DescribeTopicPartitions, and name the next one: the proxy asks only for visible topics. Everybody may ask for the
-cluster (DescribeCluster), as in Kafka: the answer names proxies.
+OffsetFetch for all topics, ListGroups, ListTransactions and DescribeTransactions leave out what the client may not see.
+AddPartitionsToTxn adds all partitions or none: if a topic is refused, all others get 55. To create a topic a permission
+for the cluster is enough. A client without the right to create never creates a topic by asking for its metadata.
+Brokers page through the topics of DescribeTopicPartitions, and name the next one: the proxy asks only for visible
+topics. Everybody may ask for the cluster (DescribeCluster), as in Kafka: the answer names proxies.
 
-Messages are read by kproxy_codec.control: requests are at most 1 MiB with at most MAX_ELEMENTS elements, and only
-authenticated clients send them. An element costs up to 20 µs, so all but short requests are read on another thread, and
-of long ones one at a time in a process: the others' threads, which check passwords as well, stay free. A request is
-encoded again only if a part of it is refused.
+Messages are read by kproxy_codec.control, on another thread unless they are short (kproxy.proxy.long_answers): requests
+are at most 1 MiB with at most MAX_ELEMENTS elements, and only authenticated clients send them. A request is encoded
+again only if a part of it is refused.
 """
 
 from __future__ import annotations
 
-import asyncio
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias
 from uuid import UUID
 
 from kproxy.proxy.access import ERRORS, ClientAccess, text
-from kproxy.proxy.apis import APIS
+from kproxy.proxy.apis import APIS, Permission
+from kproxy.proxy.long_answers import READ_AT_ONCE_BYTES, Portions
 from kproxy.routing.topology import Topology
 from kproxy.security.acls import CLUSTER_NAME, Operation, Resource
 from kproxy_codec import api_keys as keys
@@ -49,13 +53,14 @@ from kproxy_codec.control import (
     encode_request,
     encode_response,
 )
-from kproxy_codec.coordination import BATCHED_FROM, GROUP, TRANSACTION, is_refused_by_partition, refuse_partitions
+from kproxy_codec.coordination import BATCHED_FROM, GROUP, TRANSACTION
 from kproxy_codec.error_codes import (
     CLUSTER_AUTHORIZATION_FAILED,
     GROUP_AUTHORIZATION_FAILED,
     INVALID_REQUEST,
     NONE,
     OPERATION_NOT_ATTEMPTED,
+    SECURITY_DISABLED,
     TOPIC_AUTHORIZATION_FAILED,
     TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
     UNKNOWN_TOPIC_ID,
@@ -63,14 +68,11 @@ from kproxy_codec.error_codes import (
 )
 from kproxy_codec.errors import CodecError
 from kproxy_codec.framing import RequestHeader, frame_message
+from kproxy_codec.parts import keep, name_of, refused, result_of
 from kproxy_codec.primitives import Buffer
-from kproxy_codec.walk import at_once
 
-# Longer messages are read on another thread.
-_SHORT_BYTES: Final = 1 << 10
-# A process reads longer ones one at a time.
-_LONG_BYTES: Final = 16 << 10
-_TOPIC: Final = 2
+# The kinds of configuration resources that are not the cluster's.
+_CONFIGURED: Final = MappingProxyType({2: Resource.TOPIC, 32: Resource.GROUP})
 _TOPIC_IDS_FROM: Final = 6
 _NO_ID: Final = UUID(int=0)
 # Key types of FindCoordinator.
@@ -88,15 +90,16 @@ _MESSAGES: Final[Mapping[int, str]] = {
 _CHANGE_MESSAGES: Final[Mapping[int, str | None]] = {
     keys.CREATE_TOPICS: "Authorization failed.",
     keys.CREATE_PARTITIONS: None,
-    keys.DELETE_TOPICS: _MESSAGES[TOPIC_AUTHORIZATION_FAILED],
 }
+
+_OWN_ACLS: Final = "Clients of this proxy are subject to its own ACLs (kproxy acl). Change the brokers' at a broker."
+_TOPICS: Final = Permission(Operation.DESCRIBE, Resource.TOPIC, "topics", "topics")
 
 Amend: TypeAlias = Callable[[Message], None]
 Code: TypeAlias = Callable[[Any], int]
 """The error code of an element of a request, NONE if it stays."""
 Refused: TypeAlias = Callable[[Any, int], dict[str, object]]
 """The result of an element that is refused with this code."""
-Result = TypeVar("Result")
 
 
 class Filtered(NamedTuple):
@@ -119,8 +122,12 @@ class AclFilter:
     _header: RequestHeader
     _request: Message
 
-    def __init__(self, access: ClientAccess, topology: Topology) -> None:
-        self._turn = access.turn
+    def __init__(
+        self, access: ClientAccess, topology: Topology, portions: Portions, *, is_carried: bool = False
+    ) -> None:
+        """`is_carried`: brokers know the client by its own identity."""
+        self._tells_apart = access.is_enforced and not is_carried
+        self._portions = portions
         self._access = access.request()
         self._topology = topology
         # The topics known when the filter begins; threads do not read the topology itself.
@@ -136,28 +143,18 @@ class AclFilter:
         size = len(frame)
         if header.api_key == keys.DESCRIBE_TOPIC_PARTITIONS:
             # A short request may be about all topics.
-            self._names, size = self._topology.names, max(size, _SHORT_BYTES + 1)
-        return await self._apart(size, self._screen)
-
-    async def _apart(self, size: int, read: Callable[[], Result]) -> Result:
-        """Read a message of this many bytes without delaying others. Raises the errors of `read`."""
-        if size <= _SHORT_BYTES:
-            return read()
-        if size <= _LONG_BYTES:
-            return await asyncio.to_thread(read)
-        async with self._turn:
-            return await asyncio.to_thread(read)
+            self._names, size = self._topology.names, max(size, READ_AT_ONCE_BYTES + 1)
+        return await self._portions.apart(size, self._screen)
 
     def _screen(self) -> Filtered:
         key, version = self._header.api_key, self._header.api_version
-        needs = APIS[key].needs if key in APIS else ()
-        decide = _BY_API.get(key)
-        if decide is None:
-            # `_by_needs` ends with the topics.
-            if not needs or not all(need.at for need in needs) or any(need.to for need in needs[:-1]):
-                # Never forward it: brokers would treat it as the proxy's own request.
-                raise CodecError(f"no rules of access are known for {keys.name_of(key)}, so that it is refused")
-            decide = AclFilter._by_needs
+        needs = APIS[key].needs if key in APIS else None
+        decide = _BY_API.get(key, AclFilter._by_needs)
+        if needs is None or (key not in _BY_API and not all(map(_is_general, needs))):
+            # Never forward it: brokers would treat it as the proxy's own request.
+            raise CodecError(f"no rules of access are known for {keys.name_of(key)}, so that it is refused")
+        if not needs and key not in _BY_API:
+            return Filtered(self._frame)
         self._request = decode_request(key, version, self._frame[self._header.body_offset :])
         # On the thread that decides: the connection may have ended by now.
         with self._access:
@@ -168,7 +165,7 @@ class AclFilter:
         amend = screened.amend
         if amend is None:
             return body
-        return await self._apart(len(body), lambda: self._amended(amend, body))
+        return await self._portions.apart(len(body), lambda: self._amended(amend, body))
 
     def _amended(self, amend: Amend, body: Buffer) -> Buffer:
         answer = decode_response(self._header.api_key, self._header.api_version, body)
@@ -178,21 +175,36 @@ class AclFilter:
     # By the needs of the API
 
     def _by_needs(self) -> Filtered:
-        for need in APIS[self._header.api_key].needs:
-            if need.to:
-                return self._only_allowed(need.operation, need.at, need.to)
-            if not self._access.allows(need.operation, need.resource, getattr(self._request, need.at)):
-                return self._refused(ERRORS[need.resource])
-        return Filtered(self._frame)
+        if getattr(self._request, "include_authorized_operations", False):
+            # A broker's answer would be about the proxy.
+            self._request.include_authorized_operations = False
+            self._frame = self._reframed()
+        decided = Filtered(self._frame)
+        for need in APIS[self._header.api_key].needs or ():
+            if need.resource is Resource.CLUSTER or not need.to:
+                name = getattr(self._request, need.at) if need.resource is not Resource.CLUSTER else CLUSTER_NAME
+                if not self._access.allows(need.operation, need.resource, name):
+                    return self._refused(ERRORS[need.resource])
+            elif need.at and decided.answer is None:
+                decided = self._only_allowed(need)
+            elif not need.at and decided.answer is None:
+                decided = decided._replace(amend=_both(decided.amend, partial(self._hide, need)))
+        return decided
 
-    def _refused(self, error_code: int) -> Filtered:
+    def _hide(self, need: Permission, answer: Message) -> None:
+        """Leave out of an answer what the client may not see. Who may describe the cluster sees all groups."""
+        if need.resource is Resource.GROUP and self._access.permits(need.operation, Resource.CLUSTER, CLUSTER_NAME):
+            return
+        keep(answer, need.to, lambda each: self._access.permits(need.operation, need.resource, name_of(each)))
+
+    def _refused(self, error_code: int, message: str | None = None) -> Filtered:
         """Refuse the whole request."""
-        key, version = self._header.api_key, self._header.api_version
-        if is_refused_by_partition(key, version):
-            body = self._frame[self._header.body_offset :]
-            return Filtered(self._frame, answer=at_once(refuse_partitions(key, version, body, error_code)))
-        no_id = {"producer_id": -1, "producer_epoch": -1} if key == keys.INIT_PRODUCER_ID else {}
-        return self._answered(error_code=error_code, **no_id)
+        key = self._header.api_key
+        if key == keys.INIT_PRODUCER_ID:
+            return self._answered(error_code=error_code, producer_id=-1, producer_epoch=-1)
+        at, to = APIS[key].parts
+        answer = refused(self._request, error_code, message or _message_of(key, error_code), at=at, to=to)
+        return Filtered(self._frame, answer=encode_response(answer))
 
     def _answered(self, **fields: object) -> Filtered:
         """Answer without a broker."""
@@ -201,20 +213,23 @@ class AclFilter:
     def _response(self, fields: Mapping[str, object]) -> Message:
         return build_response(self._header.api_key, self._header.api_version, **fields)
 
-    def _only_allowed(self, operation: Operation, at: str, to: str) -> Filtered:
-        """Remove the topics that the client may not access."""
+    def _only_allowed(self, need: Permission) -> Filtered:
+        """Remove the parts that the client may not access."""
+        operation, kind, at, to = need
         if getattr(self._request, at) is None:
-            return Filtered(self._frame, amend=self._hide_topics)
-        allows = self._access.each(operation, Resource.TOPIC)
+            return Filtered(self._frame, amend=partial(self._hide, need))
+        allows = self._access.each(operation, kind)
 
-        def code_of(topic: Any) -> int:
-            name = topic if isinstance(topic, str) else topic.name
+        def code_of(part: Any) -> int:
+            name = name_of(part)
             is_allowed = (operation is Operation.CREATE and self._access.may_create(name)) or allows(name)
-            return NONE if is_allowed else TOPIC_AUTHORIZATION_FAILED
+            return NONE if is_allowed else ERRORS[kind]
 
-        return self._cut(at, to, code_of, self._refused_topic)
+        return self._cut(at, to, code_of)
 
-    def _cut(self, at: str, to: str, code_of: Code, refused: Refused, *, may_be_empty: bool = False) -> Filtered:
+    def _cut(
+        self, at: str, to: str, code_of: Code, refused: Refused | None = None, *, may_be_empty: bool = False
+    ) -> Filtered:
         """Remove elements of the field `at`; their results are added to the answer's field `to`.
 
         A broker gets the rest, unless it is empty and not `may_be_empty`.
@@ -224,7 +239,8 @@ class AclFilter:
         if self._header.api_key == keys.ADD_PARTITIONS_TO_TXN and any(code for _, code in decided):
             decided = [(each, code or OPERATION_NOT_ATTEMPTED) for each, code in decided]
         kept = [each for each, code in decided if not code]
-        results = {to: [refused(each, code) for each, code in decided if code]}
+        result = refused or partial(self._refused_part, to)
+        results = {to: [result(each, code) for each, code in decided if code]}
         setattr(request, at, kept)
         if not results[to]:
             return Filtered(self._frame)
@@ -237,25 +253,13 @@ class AclFilter:
 
         return Filtered(self._reframed(), amend=amend)
 
-    def _refused_topic(self, topic: Any, error_code: int) -> dict[str, object]:
+    def _refused_part(self, to: str, part: Any, error_code: int) -> dict[str, Any]:
         key = self._header.api_key
-        if key in (keys.METADATA, keys.DESCRIBE_TOPIC_PARTITIONS):
-            return {"name": topic.name, "error_code": error_code}
-        if key in _CHANGE_MESSAGES:
-            name = topic if isinstance(topic, str) else topic.name
-            return {"name": name, "error_code": error_code, "error_message": _CHANGE_MESSAGES[key]}
-        if key == keys.ADD_PARTITIONS_TO_TXN:
-            error = {"partition_error_code": error_code}
-            partitions = [{"partition_index": each, **error} for each in topic.partitions]
-            return {"name": topic.name, "results_by_partition": partitions}
+        result = result_of(key, to, part, error_code, _message_of(key, error_code))
         if key == keys.OFFSET_FETCH:
-            indexes, rest = topic.partition_indexes, {"committed_offset": -1}
-        else:
-            indexes, rest = [each.partition_index for each in topic.partitions], {}
-        return {
-            "name": topic.name,
-            "partitions": [{"partition_index": each, "error_code": error_code, **rest} for each in indexes],
-        }
+            for each in result["partitions"]:
+                each["committed_offset"] = -1
+        return result
 
     def _reframed(self) -> memoryview:
         """The frame with the current body of the request."""
@@ -264,9 +268,6 @@ class AclFilter:
             # kafka-python cannot encode a message that it has decoded.
             request = build_request(header.api_key, header.api_version, **request.to_dict())
         return memoryview(bytearray(frame_message(self._frame[4 : header.body_offset], encode_request(request))))
-
-    def _hide_topics(self, answer: Message) -> None:
-        answer.topics = [each for each in answer.topics if self._sees(each.name)]
 
     def _sees(self, topic: str) -> bool:
         return self._access.permits(Operation.DESCRIBE, Resource.TOPIC, topic)
@@ -318,30 +319,57 @@ class AclFilter:
                 return UNKNOWN_TOPIC_ID
             return NONE if may_delete(name) else TOPIC_AUTHORIZATION_FAILED
 
-        def refused(topic: Any, code: int) -> dict[str, object]:
-            error = {"error_code": code, "error_message": _MESSAGES.get(code)}
-            return {"name": topic.name, "topic_id": _id_of(topic), **error}
-
-        return self._cut("topics", "responses", code_of, refused)
+        return self._cut("topics", "responses", code_of)
 
     def _name_of(self, topic: Any) -> str | None:
         name = self._topology.name_of(_id_of(topic).bytes)
         return None if name is None else text(name)
 
-    def _describe_configs(self) -> Filtered:
-        describes = self._access.each(Operation.DESCRIBE, Resource.TOPIC)
-        describes_cluster = self._access.each(Operation.DESCRIBE, Resource.CLUSTER)
+    def _configs(self) -> Filtered:
+        need = (APIS[self._header.api_key].needs or ())[0]
 
         def code_of(each: Any) -> int:
-            if each.resource_type == _TOPIC:
-                return NONE if describes(each.resource_name) else TOPIC_AUTHORIZATION_FAILED
-            return NONE if describes_cluster(CLUSTER_NAME) else CLUSTER_AUTHORIZATION_FAILED
+            kind = _CONFIGURED.get(each.resource_type, Resource.CLUSTER)
+            name = CLUSTER_NAME if kind is Resource.CLUSTER else each.resource_name
+            return NONE if self._access.allows(need.operation, kind, name) else ERRORS[kind]
 
-        def refused(each: Any, code: int) -> dict[str, object]:
-            named = {"resource_type": each.resource_type, "resource_name": each.resource_name}
-            return {"error_code": code, "error_message": _MESSAGES[code], **named}
+        return self._cut(need.at, need.to, code_of)
 
-        return self._cut("resources", "results", code_of, refused)
+    # Groups of KIP-848, and the brokers' ACLs
+
+    def _group_heartbeat(self) -> Filtered:
+        request = self._request
+        if not self._access.allows(Operation.READ, Resource.GROUP, request.group_id):
+            return self._refused(GROUP_AUTHORIZATION_FAILED)
+        if getattr(request, "subscribed_topic_regex", None) and self._tells_apart:
+            # Brokers resolve it among the topics that the proxy may see.
+            return self._refused(TOPIC_AUTHORIZATION_FAILED, "Name the topics: the proxy (kproxy) has ACLs.")
+        if not all(map(self._access.each(Operation.DESCRIBE, Resource.TOPIC), request.subscribed_topic_names or ())):
+            return self._refused(TOPIC_AUTHORIZATION_FAILED)
+        return Filtered(self._frame)
+
+    def _group_describe(self) -> Filtered:
+        screened = self._only_allowed((APIS[self._header.api_key].needs or ())[0])
+        return screened._replace(amend=_both(screened.amend, self._hide_members))
+
+    def _hide_members(self, answer: Message) -> None:
+        """Describe no member of a group that has a topic which the client may not see, as Kafka."""
+        for group in answer.groups:
+            has = {
+                each.topic_name
+                for member in group.members
+                for assignment in (member.assignment, member.target_assignment)
+                for each in assignment.topic_partitions
+            }
+            if not all(map(self._sees, has)):
+                group.error_code, group.members = TOPIC_AUTHORIZATION_FAILED, []
+                group.error_message = "The group has described topic(s) that the client is not authorized to describe."
+
+    def _acls(self) -> Filtered:
+        """Refuse what has no effect on the clients of this proxy, which alone tells them apart."""
+        decided = self._by_needs()
+        is_decided = decided.answer is not None or not self._tells_apart
+        return decided if is_decided else self._refused(SECURITY_DISABLED, _OWN_ACLS)
 
     # Metadata
 
@@ -368,7 +396,6 @@ class AclFilter:
             "topics",
             "topics",
             lambda each: TOPIC_AUTHORIZATION_FAILED if each.name in denied and not _is_by_id(each) else NONE,
-            self._refused_topic,
             may_be_empty=version > 0,
         )._replace(verdict=verdict)
 
@@ -386,7 +413,7 @@ class AclFilter:
                     return self._answered(topics=[{"name": name, **invalid} for name in sorted(names)])
                 request.topics = [each for each in request.topics if each.name >= begins_at]
                 self._move_cursor(cursor, sorted(each.name for each in request.topics if self._sees(each.name)))
-            return self._only_allowed(Operation.DESCRIBE, "topics", "topics")._replace(verdict=verdict)
+            return self._only_allowed(_TOPICS)._replace(verdict=verdict)
         most = min(max(request.response_partition_limit, 1), _MOST_PARTITIONS_A_PAGE)
         first = bisect_left(self._names, begins_at.encode(errors="surrogatepass"))
         # Two more than fit: from the extra one the broker says where the next page begins, unless topics were deleted.
@@ -441,6 +468,25 @@ class AclFilter:
         return decide
 
 
+def _is_general(need: Permission) -> bool:
+    """Whether it says which names of a request or an answer need it."""
+    return bool(need.at or need.to) or need.resource is Resource.CLUSTER
+
+
+def _message_of(api_key: int, error_code: int) -> str | None:
+    message = _MESSAGES.get(error_code)
+    return _CHANGE_MESSAGES.get(api_key, message) if message else None
+
+
+def _both(first: Amend | None, second: Amend) -> Amend:
+    def amend(answer: Message) -> None:
+        if first is not None:
+            first(answer)
+        second(answer)
+
+    return amend
+
+
 def _is_by_id(topic: Any) -> bool:
     # If a topic has both, Kafka uses the id.
     return _id_of(topic) != _NO_ID
@@ -456,7 +502,14 @@ _BY_API: Final[Mapping[int, Callable[[AclFilter], Filtered]]] = {
     keys.FIND_COORDINATOR: AclFilter._find_coordinator,
     keys.INIT_PRODUCER_ID: AclFilter._init_producer_id,
     keys.DELETE_TOPICS: AclFilter._delete_topics,
-    keys.DESCRIBE_CONFIGS: AclFilter._describe_configs,
+    keys.DESCRIBE_CONFIGS: AclFilter._configs,
+    keys.ALTER_CONFIGS: AclFilter._configs,
+    keys.INCREMENTAL_ALTER_CONFIGS: AclFilter._configs,
+    keys.CONSUMER_GROUP_HEARTBEAT: AclFilter._group_heartbeat,
+    keys.CONSUMER_GROUP_DESCRIBE: AclFilter._group_describe,
+    keys.DESCRIBE_ACLS: AclFilter._acls,
+    keys.CREATE_ACLS: AclFilter._acls,
+    keys.DELETE_ACLS: AclFilter._acls,
     keys.METADATA: AclFilter._metadata,
     keys.DESCRIBE_TOPIC_PARTITIONS: AclFilter._topic_partitions,
     keys.DESCRIBE_CLUSTER: AclFilter._cluster,

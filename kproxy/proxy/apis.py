@@ -34,9 +34,14 @@ class Handling(Enum):
 
     PROXY = "ended here"
     SPLIT = "split by owner"
+    EACH_OWNER = "each owner"
     GROUP_COORDINATOR = "group coordinator"
+    EACH_GROUP = "each group's coordinator"
     TRANSACTION_COORDINATOR = "transaction coordinator"
+    EACH_TRANSACTION = "each transaction's coordinator"
+    NAMED_BROKER = "named broker"
     ANY_BROKER = "any broker"
+    ALL_BROKERS = "all brokers"
     REFUSED = "refused"
 
 
@@ -46,11 +51,18 @@ KEY_TYPES: Final[Mapping[Handling, int]] = MappingProxyType(
 """Key types of FindCoordinator, for requests that go to a coordinator."""
 
 
+_DIVIDED: Final = frozenset(
+    {Handling.EACH_OWNER, Handling.EACH_GROUP, Handling.EACH_TRANSACTION, Handling.NAMED_BROKER, Handling.ALL_BROKERS}
+)
+
+
 class Permission(NamedTuple):
     """`operation` on each resource of this kind that a request names.
 
-    `at`: the field of the request with the name, or with topics; empty: the API's handler finds them. `to`: the field
-    of the answer with the results of refused topics; empty: the whole request is refused.
+    `at`: the field of the request with the name or the parts (kproxy_codec.parts). `to`: the field of the answer with
+    the parts' results. With both each part needs the permission; of the cluster, the whole request. With `to` alone the
+    answer leaves out what the client may not see. With neither, for the cluster, the whole request needs it; for
+    others kproxy.proxy.acl_filter finds the names.
     """
 
     operation: Operation
@@ -62,23 +74,37 @@ class Permission(NamedTuple):
 class Api(NamedTuple):
     """One row of the table.
 
-    - `needs`: the permissions that ACLs ask for, after Kafka's table of resources and operations by protocol.
-      kproxy.proxy.acl_filter enforces those of APIs that brokers answer, in this order; kproxy.proxy.access enforces
-      the others where the API is handled.
+    - `needs`: the permissions that ACLs ask for, after Kafka's table of resources and operations by protocol; none: all
+      may ask; None: undecided, so that with ACLs nobody may. kproxy.proxy.acl_filter enforces those of APIs that
+      brokers answer, in this order; kproxy.proxy.access enforces the others where the API is handled.
     - `repeatable`: a request that one broker may have carried out may be sent to another broker.
     - `names_brokers`: the answer names brokers, which the proxy replaces (kproxy.proxy.virtual_brokers).
+    - `replicas`: where a part of the request names brokers for replicas; a proxy holds none.
+    - `of_broker`: the field in the results of all brokers that is put behind the id of the broker that it is from.
     - `waits`: the answer may wait for other members of a group, for minutes.
     - `ends_here`: whether the proxy answers itself before brokers with these APIs in common, given the means for it.
     """
 
     handling: Handling
     versions: Range = NOT_SERVED
-    needs: tuple[Permission, ...] = ()
+    needs: tuple[Permission, ...] | None = None
     repeatable: bool = True
     names_brokers: bool = False
+    replicas: str = ""
+    of_broker: str = ""
     waits: bool = False
     ends_here: Callable[[Ranges], bool] | None = None
     note: str = ""
+
+    @property
+    def parts(self) -> tuple[str, str]:
+        """The fields of the request with its parts, and of the answer with their results; empty if there are none."""
+        return next(((need.at, need.to) for need in self.needs or () if need.to), ("", ""))
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether parts of a request may go to different brokers (kproxy.proxy.distribution)."""
+        return self.handling in _DIVIDED or bool(self.replicas)
 
     @property
     def min_version(self) -> int:
@@ -99,12 +125,46 @@ _OWN_GROUP: Final = Permission(Operation.OWN, Resource.GROUP)
 _WRITE_TRANSACTION: Final = Permission(Operation.WRITE, Resource.TRANSACTIONAL_ID, "transactional_id")
 _DESCRIBE_TRANSACTION: Final = Permission(Operation.DESCRIBE, Resource.TRANSACTIONAL_ID)
 _DESCRIBE_CLUSTER: Final = Permission(Operation.DESCRIBE, Resource.CLUSTER)
+_ALTER_CLUSTER: Final = Permission(Operation.ALTER, Resource.CLUSTER)
+_BROKERS_OWN_ACLS: Final = (
+    "The ACLs are the brokers' own. Where the proxy's ACLs tell clients apart: refused with SECURITY_DISABLED."
+)
+_NO_REPLICAS: Final = "A proxy's node id among the replicas gets INVALID_REPLICA_ASSIGNMENT."
+_FOR_ALL: Final = "Everybody may ask, as in Kafka."
 
 _REFUSED: Final = Api(Handling.REFUSED)
 
 
 def _each_topic(operation: Operation, at: str = "topics", to: str = "topics") -> Permission:
     return Permission(operation, Resource.TOPIC, at, to)
+
+
+def _each_group(operation: Operation, at: str = "", to: str = "groups") -> Permission:
+    return Permission(operation, Resource.GROUP, at, to)
+
+
+def _administers(*parts: str, note: str = "", replicas: str = "", versions: Range = (0, 0)) -> Api:
+    """A change of the cluster."""
+    needs = (_ALTER_CLUSTER._replace(at=parts[0], to=parts[1]) if parts else _ALTER_CLUSTER,)
+    return Api(Handling.ANY_BROKER, versions, needs, repeatable=False, replicas=replicas, note=note)
+
+
+def _describes_cluster(versions: Range, note: str = "") -> Api:
+    return Api(Handling.ANY_BROKER, versions, (_DESCRIBE_CLUSTER,), note=note)
+
+
+def _alters_configs(versions: Range) -> Api:
+    return Api(
+        Handling.NAMED_BROKER,
+        versions,
+        needs=(
+            _each_topic(Operation.ALTER, "resources", "responses"),
+            _DESCRIBE_GROUP._replace(operation=Operation.ALTER, at=""),
+            _ALTER_CLUSTER,
+        ),
+        repeatable=False,
+        note="A proxy's configuration cannot be altered: its node id gets INVALID_REQUEST.",
+    )
 
 
 def _sasl(api_key: int) -> Api:
@@ -171,20 +231,33 @@ APIS: Final[Mapping[int, Api]] = MappingProxyType(
         keys.HEARTBEAT: Api(Handling.GROUP_COORDINATOR, (0, 4), needs=(_READ_GROUP,)),
         keys.LEAVE_GROUP: Api(Handling.GROUP_COORDINATOR, (0, 5), needs=(_READ_GROUP,)),
         keys.SYNC_GROUP: Api(Handling.GROUP_COORDINATOR, (0, 5), needs=(_READ_GROUP,), waits=True),
-        keys.DESCRIBE_GROUPS: _REFUSED,
-        keys.LIST_GROUPS: _REFUSED,
+        keys.DESCRIBE_GROUPS: Api(Handling.EACH_GROUP, (0, 6), needs=(_each_group(Operation.DESCRIBE, "groups"),)),
+        keys.LIST_GROUPS: Api(
+            Handling.ALL_BROKERS,
+            (0, 5),
+            needs=(_each_group(Operation.DESCRIBE),),
+            note="Who may describe the cluster sees all groups. For a broker that does not answer the error is"
+            " COORDINATOR_NOT_AVAILABLE.",
+        ),
         keys.SASL_HANDSHAKE: _sasl(keys.SASL_HANDSHAKE),
         keys.API_VERSIONS: Api(
             Handling.PROXY, (0, 4), note="Other versions are answered in version 0 with UNSUPPORTED_VERSION (KIP-511)."
         ),
-        keys.CREATE_TOPICS: Api(Handling.ANY_BROKER, (2, 7), needs=(_each_topic(Operation.CREATE),), repeatable=False),
+        keys.CREATE_TOPICS: Api(
+            Handling.ANY_BROKER,
+            (2, 7),
+            needs=(_each_topic(Operation.CREATE),),
+            repeatable=False,
+            replicas="assignments.broker_ids",
+            note=_NO_REPLICAS,
+        ),
         keys.DELETE_TOPICS: Api(
             Handling.ANY_BROKER,
             (1, 6),
             needs=(_each_topic(Operation.DELETE, "topic_names", "responses"),),
             repeatable=False,
         ),
-        keys.DELETE_RECORDS: _REFUSED,
+        keys.DELETE_RECORDS: Api(Handling.EACH_OWNER, (0, 2), needs=(_each_topic(Operation.DELETE),), repeatable=False),
         keys.INIT_PRODUCER_ID: Api(
             Handling.TRANSACTION_COORDINATOR,
             (0, 5),
@@ -194,7 +267,7 @@ APIS: Final[Mapping[int, Api]] = MappingProxyType(
             note="Any broker answers a request without a transactional id. Where brokers give out no producer ids"
             " (KafScale), it is ended here, with ids from etcd.",
         ),
-        keys.OFFSET_FOR_LEADER_EPOCH: _REFUSED,
+        keys.OFFSET_FOR_LEADER_EPOCH: Api(Handling.EACH_OWNER, (2, 4), needs=(_each_topic(Operation.DESCRIBE),)),
         keys.ADD_PARTITIONS_TO_TXN: Api(
             Handling.TRANSACTION_COORDINATOR,
             (0, 3),
@@ -212,50 +285,98 @@ APIS: Final[Mapping[int, Api]] = MappingProxyType(
             (0, 5),
             needs=(_WRITE_TRANSACTION, _READ_GROUP, _each_topic(Operation.READ)),
         ),
-        keys.DESCRIBE_ACLS: _REFUSED,
-        keys.CREATE_ACLS: _REFUSED,
-        keys.DELETE_ACLS: _REFUSED,
+        keys.DESCRIBE_ACLS: _describes_cluster((1, 3), _BROKERS_OWN_ACLS),
+        keys.CREATE_ACLS: _administers("creations", "results", versions=(1, 3), note=_BROKERS_OWN_ACLS),
+        keys.DELETE_ACLS: _administers("filters", "filter_results", versions=(1, 3), note=_BROKERS_OWN_ACLS),
         keys.DESCRIBE_CONFIGS: Api(
-            Handling.ANY_BROKER,
+            Handling.NAMED_BROKER,
             (1, 4),
-            needs=(_DESCRIBE_TOPIC, _DESCRIBE_CLUSTER),
+            needs=(
+                _each_topic(Operation.DESCRIBE, "resources", "results"),
+                _DESCRIBE_GROUP._replace(at=""),
+                _DESCRIBE_CLUSTER,
+            ),
             note="A proxy's node id stands for one of the brokers.",
         ),
-        keys.ALTER_CONFIGS: _REFUSED,
+        keys.ALTER_CONFIGS: _alters_configs((0, 2)),
         keys.ALTER_REPLICA_LOG_DIRS: _REFUSED,
-        keys.DESCRIBE_LOG_DIRS: _REFUSED,
+        keys.DESCRIBE_LOG_DIRS: Api(
+            Handling.ALL_BROKERS,
+            (3, 5),
+            needs=(_DESCRIBE_CLUSTER._replace(to="results"),),
+            of_broker="log_dir",
+            note="Each proxy tells the directories of all brokers, as ID:DIRECTORY. Before version 3 an answer has no"
+            " place for an error.",
+        ),
         keys.SASL_AUTHENTICATE: _sasl(keys.SASL_AUTHENTICATE),
         keys.CREATE_PARTITIONS: Api(
-            Handling.ANY_BROKER, (0, 3), needs=(_each_topic(Operation.ALTER, to="results"),), repeatable=False
+            Handling.ANY_BROKER,
+            (0, 3),
+            needs=(_each_topic(Operation.ALTER, to="results"),),
+            repeatable=False,
+            replicas="assignments.broker_ids",
+            note=_NO_REPLICAS,
         ),
         keys.CREATE_DELEGATION_TOKEN: _REFUSED,
         keys.RENEW_DELEGATION_TOKEN: _REFUSED,
         keys.EXPIRE_DELEGATION_TOKEN: _REFUSED,
         keys.DESCRIBE_DELEGATION_TOKEN: _REFUSED,
-        keys.DELETE_GROUPS: _REFUSED,
-        keys.ELECT_LEADERS: _REFUSED,
-        keys.INCREMENTAL_ALTER_CONFIGS: _REFUSED,
-        keys.ALTER_PARTITION_REASSIGNMENTS: _REFUSED,
-        keys.LIST_PARTITION_REASSIGNMENTS: _REFUSED,
-        keys.OFFSET_DELETE: _REFUSED,
-        keys.DESCRIBE_CLIENT_QUOTAS: _REFUSED,
-        keys.ALTER_CLIENT_QUOTAS: _REFUSED,
-        keys.DESCRIBE_USER_SCRAM_CREDENTIALS: _REFUSED,
-        keys.ALTER_USER_SCRAM_CREDENTIALS: _REFUSED,
-        keys.DESCRIBE_QUORUM: _REFUSED,
-        keys.UPDATE_FEATURES: _REFUSED,
-        keys.ENVELOPE: _REFUSED,
-        keys.DESCRIBE_CLUSTER: Api(
-            Handling.ANY_BROKER, (0, 1), names_brokers=True, note="Everybody may ask, as in Kafka."
+        keys.DELETE_GROUPS: Api(
+            Handling.EACH_GROUP,
+            (0, 2),
+            needs=(_each_group(Operation.DELETE, "groups_names", "results"),),
+            repeatable=False,
         ),
-        keys.DESCRIBE_PRODUCERS: _REFUSED,
-        keys.DESCRIBE_TRANSACTIONS: _REFUSED,
-        keys.LIST_TRANSACTIONS: _REFUSED,
-        keys.CONSUMER_GROUP_HEARTBEAT: _REFUSED,
-        keys.CONSUMER_GROUP_DESCRIBE: _REFUSED,
-        keys.GET_TELEMETRY_SUBSCRIPTIONS: _REFUSED,
-        keys.PUSH_TELEMETRY: _REFUSED,
-        keys.LIST_CONFIG_RESOURCES: _REFUSED,
+        keys.ELECT_LEADERS: _administers(versions=(1, 2)),
+        keys.INCREMENTAL_ALTER_CONFIGS: _alters_configs((0, 1)),
+        keys.ALTER_PARTITION_REASSIGNMENTS: _administers(
+            "topics", "responses", versions=(0, 1), replicas="partitions.replicas", note=_NO_REPLICAS
+        ),
+        keys.LIST_PARTITION_REASSIGNMENTS: _describes_cluster((0, 0), "The ids are the brokers' own."),
+        keys.OFFSET_DELETE: Api(
+            Handling.GROUP_COORDINATOR,
+            (0, 0),
+            needs=(_READ_GROUP._replace(operation=Operation.DELETE), _each_topic(Operation.READ)),
+        ),
+        keys.DESCRIBE_CLIENT_QUOTAS: _describes_cluster((0, 1), "The quotas are the brokers' own."),
+        keys.ALTER_CLIENT_QUOTAS: _administers(
+            "entries", "entries", versions=(0, 1), note="The quotas are the brokers' own."
+        ),
+        keys.DESCRIBE_USER_SCRAM_CREDENTIALS: _describes_cluster((0, 0), "The users are the brokers' own."),
+        keys.ALTER_USER_SCRAM_CREDENTIALS: _administers(
+            "deletions upsertions", "results", note="The users are the brokers' own."
+        ),
+        keys.DESCRIBE_QUORUM: _describes_cluster((0, 1), "Version 2 has the addresses of controllers."),
+        keys.UPDATE_FEATURES: _administers(versions=(0, 2)),
+        keys.ENVELOPE: _REFUSED,
+        keys.DESCRIBE_CLUSTER: Api(Handling.ANY_BROKER, (0, 1), (), names_brokers=True, note=_FOR_ALL),
+        keys.DESCRIBE_PRODUCERS: Api(Handling.EACH_OWNER, (0, 0), needs=(_each_topic(Operation.READ),)),
+        keys.DESCRIBE_TRANSACTIONS: Api(
+            Handling.EACH_TRANSACTION,
+            (0, 0),
+            needs=(
+                _DESCRIBE_TRANSACTION._replace(at="transactional_ids", to="transaction_states"),
+                _each_topic(Operation.DESCRIBE, "", "transaction_states.topics"),
+            ),
+        ),
+        keys.LIST_TRANSACTIONS: Api(
+            Handling.ALL_BROKERS, (0, 2), needs=(_DESCRIBE_TRANSACTION._replace(to="transaction_states"),)
+        ),
+        keys.CONSUMER_GROUP_HEARTBEAT: Api(
+            Handling.GROUP_COORDINATOR,
+            (0, 1),
+            needs=(_READ_GROUP, _DESCRIBE_TOPIC),
+            note="Where the proxy's ACLs tell clients apart, a regular expression for topics, which brokers would"
+            " resolve, gets TOPIC_AUTHORIZATION_FAILED.",
+        ),
+        keys.CONSUMER_GROUP_DESCRIBE: Api(
+            Handling.EACH_GROUP,
+            (0, 1),
+            needs=(_each_group(Operation.DESCRIBE, "group_ids"), _DESCRIBE_TOPIC),
+        ),
+        keys.GET_TELEMETRY_SUBSCRIPTIONS: Api(Handling.ANY_BROKER, (0, 0), (), note=_FOR_ALL),
+        keys.PUSH_TELEMETRY: Api(Handling.ANY_BROKER, (0, 0), (), note=_FOR_ALL),
+        keys.LIST_CONFIG_RESOURCES: Api(Handling.ANY_BROKER, (0, 1), (_DESCRIBE_CLUSTER,), names_brokers=True),
         keys.DESCRIBE_TOPIC_PARTITIONS: Api(Handling.ANY_BROKER, (0, 0), needs=(_DESCRIBE_TOPIC,), names_brokers=True),
         keys.OWN: Api(
             Handling.PROXY,

@@ -603,6 +603,10 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
                 await dial
 
 
+class Unanswerable(Exception):
+    """No answer can be given; the connection is closed instead, or each part gets an error."""
+
+
 class Lost(Exception):
     """The connection ended before the answer; `written` says whether the broker may have seen the request."""
 

@@ -43,11 +43,11 @@ from kproxy.proxy.answer_memory import ClientMemory
 from kproxy.proxy.answer_order import AnswerOrder, Slot
 from kproxy.proxy.api_versions import check_served, covers
 from kproxy.proxy.apis import NOT_SERVED, Ranges
-from kproxy.proxy.broker_connection import FLUSH_S, Upstream
+from kproxy.proxy.broker_connection import FLUSH_S, Unanswerable, Upstream
 from kproxy.proxy.client_identity import ClientIdentity
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
-from kproxy.proxy.control_plane import ControlPlane, ControlRequests, Unanswerable
+from kproxy.proxy.control_plane import ControlPlane, ControlRequests
 from kproxy.proxy.fanout import FanoutShell
 from kproxy.proxy.memory_budget import Arrival
 from kproxy.proxy.metering import Meter, ThrottledSlot

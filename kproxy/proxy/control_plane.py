@@ -8,8 +8,9 @@ not all held together (a Kafka broker serves one request of a connection at a ti
 connection, since a request without an answer would block all later ones.
 
 `ControlPlane` gets the answer. It answers ApiVersions itself, from what the proxy and all its brokers serve. A request
-about a group or transaction goes to its coordinator (kproxy.proxy.coordinators), any other to one broker as received,
-and brokers that its answer names are replaced (kproxy.proxy.virtual_brokers). After a broker that cannot be reached,
+about a group or transaction goes to its coordinator (kproxy.proxy.coordinators). One whose parts go to several brokers
+is divided (kproxy.proxy.distribution). Any other goes to one broker as received, and brokers that its answer names are
+replaced (kproxy.proxy.virtual_brokers). After a broker that cannot be reached,
 does not answer or sends a malformed answer, the next one is asked. If a broker may have carried out a request that must
 not be repeated, the proxy closes the client's connection, as a broker would.
 
@@ -23,7 +24,7 @@ Where brokers leave it to the proxy (`Api.ends_here`), it also answers
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
@@ -37,14 +38,14 @@ from kproxy.proxy.admission import Gate
 from kproxy.proxy.answer_order import Slot
 from kproxy.proxy.api_versions import check_api_versions_request, offered_response, unsupported_version_response
 from kproxy.proxy.apis import KEY_TYPES, NOT_SERVED, SERVED, Ranges
-from kproxy.proxy.broker_configs import BrokerConfigs
-from kproxy.proxy.broker_connection import Lost, Upstream, ask
+from kproxy.proxy.broker_connection import Lost, Unanswerable, Upstream, ask
 from kproxy.proxy.claims import MAX_CLIENT_BYTES, ClientClaims, NoClaims, SeverableClient
 from kproxy.proxy.client_identity import NotJudged
 from kproxy.proxy.connections import Connections, PressedClient
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.coordinators import CoordinatorRequests
 from kproxy.proxy.dialling import reason_of
+from kproxy.proxy.distribution import Distribution
 from kproxy.proxy.virtual_brokers import AskAnother, VirtualBrokers
 from kproxy.routing.fleet import Fleet
 from kproxy.routing.rendezvous import preferred
@@ -86,12 +87,8 @@ _ERROR_CODE_AT: Final = INT32.size
 _PRODUCER_ID_AT: Final = _ERROR_CODE_AT + INT16.size
 
 Result = TypeVar("Result")
-# Makes the result from a broker's answer, the request's frame and its header.
-Take = Callable[[memoryview, memoryview, RequestHeader], Awaitable[Result]]
-
-
-class Unanswerable(Exception):
-    """No answer can be given; the connection is closed instead."""
+# Makes the result from a broker's answer.
+Take = Callable[[memoryview], Awaitable[Result]]
 
 
 class ControlClient(PressedClient, SeverableClient, Protocol):
@@ -304,7 +301,8 @@ class ControlPlane:
             return _framed(header, encode_response(await self._api_versions(header, body)))
         if self._access is None:
             return await self._answer(frame, header)
-        screen = AclFilter(self._access, self._context.topology)
+        context, is_carried = self._context, not self._shares_answers
+        screen = AclFilter(self._access, context.topology, context.portions, is_carried=is_carried)
         screened = await screen.screen(frame, header)
         try:
             return await self._answer_screened(screen, screened, header)
@@ -336,6 +334,10 @@ class ControlPlane:
                     return await self._coordination.answer(frame, header, coordinated)
             if key in self._context.brokers.offered.native:
                 return _framed(header, await self._answer_natively(header, body))
+        if SERVED[key].is_divided:
+            merged = await Distribution(self._context, self._virtual, self, frame, header).answer()
+            if merged is not None:
+                return _framed(header, merged)
         return await self._answer_by_broker(frame, header, verdict)
 
     async def _answer_by_broker(
@@ -346,10 +348,7 @@ class ControlPlane:
             async with asyncio.timeout(self._context.limits.control_timeout_s):
                 if SERVED[key].names_brokers:
                     return _framed(header, await self._renamed(frame, header, verdict))
-                configs = await self._configs_of_brokers(frame, header) if key == keys.DESCRIBE_CONFIGS else None
-                if configs is not None:
-                    return _framed(header, await self._ask_any(frame, header, configs.take, configs))
-                answer = await self._ask_any(frame, header, self._forward)
+                answer = await self._ask_any(frame, header, partial(self._forward, header))
         except (TimeoutError, Unanswerable) as error:
             if key != keys.METADATA:
                 raise Unanswerable(f"no broker answered {keys.name_of(key)}: {error}") from error
@@ -371,7 +370,7 @@ class ControlPlane:
             and len(body) <= _MAX_SHARED_BYTES
             and asks_for_all_topics(header.api_version, body)
         ):
-            return await self._ask_any(frame, header, partial(self._rename, verdict=verdict))
+            return await self._ask_any(frame, header, partial(self._rename, frame, header, verdict=verdict))
         same = self._fleet, header.api_version, bytes(body)
         answer = await self._context.all_topics.ask(same, lambda: self._all_topics(frame, header))
         if answer is None:
@@ -380,31 +379,34 @@ class ControlPlane:
 
     async def _all_topics(self, frame: memoryview, header: RequestHeader) -> Buffer | None:
         try:
-            return await self._ask_any(frame, header, self._rename)
+            return await self._ask_any(frame, header, partial(self._rename, frame, header))
         except Unanswerable:
             return None
 
-    async def _configs_of_brokers(self, frame: memoryview, header: RequestHeader) -> BrokerConfigs | None:
-        virtual = {b"%d" % proxy.node_id for proxy in self._fleet.proxies}
-        return await BrokerConfigs.of(self._context.portions, frame, header, virtual)
+    async def _ask_any(self, frame: memoryview, header: RequestHeader, take: Take[Result]) -> Result:
+        """As `ask_first`, of any broker, in the order of this connection."""
 
-    async def _ask_any(
-        self, frame: memoryview, header: RequestHeader, take: Take[Result], configs: BrokerConfigs | None = None
+        async def frame_for(upstream: Upstream) -> memoryview:
+            return frame
+
+        return await self.ask_first(self.in_turn(), header, frame_for, take)
+
+    async def ask_first(
+        self,
+        upstreams: Iterable[Upstream],
+        header: RequestHeader,
+        frame_for: Callable[[Upstream], Awaitable[memoryview]],
+        take: Take[Result],
     ) -> Result:
-        """Return the result of `take` for the first broker that answers.
-
-        Each broker is asked at most once, in the order of this connection, or of `configs` if given, which adapts the
-        request. Raises Unanswerable.
-        """
+        """Return the result of `take` for the first broker that answers; each is asked once. Raises Unanswerable."""
         api = SERVED[header.api_key]
-        for upstream in self._in_turn(self._key if configs is None else configs.key):
-            if configs is not None:
-                frame = await configs.to(b"%d" % upstream.owner)
+        for upstream in upstreams:
+            frame = await frame_for(upstream)
             try:
                 async with asyncio.timeout(self._context.limits.control_attempt_s if api.repeatable else None):
                     answer = await self._ask(upstream, frame)
                 # Outside the broker's time: this may wait for other long answers.
-                taken = await take(answer, frame, header)
+                taken = await take(answer)
                 self._doubted.pop(upstream.owner, None)
                 return taken
             except Lost as lost:
@@ -420,11 +422,11 @@ class ControlPlane:
             self._doubted[upstream.owner] = None
         raise Unanswerable("no broker can be reached")
 
-    def _in_turn(self, key: bytes) -> Iterator[Upstream]:
-        """Yield the connection to each broker once, on demand; `key` decides the order."""
+    def in_turn(self, key: bytes | None = None) -> Iterator[Upstream]:
+        """Yield the connection to each broker once, on demand; `key` decides the order, or this connection's."""
         untried = set(self._context.topology.brokers)
         while untried:
-            broker = preferred(key, self._likeliest(untried))
+            broker = preferred(key or self._key, self._likeliest(untried))
             if broker is None:
                 return
             untried.discard(broker)
@@ -432,10 +434,19 @@ class ControlPlane:
                 # Otherwise the broker left while another one was asked.
                 yield self._connections.to(broker)
 
+    def at(self, broker: int) -> Iterator[Upstream]:
+        """Yield the connection to this broker, if its address is known."""
+        if self._context.topology.address(broker) is not None:
+            yield self._connections.to(broker)
+
+    async def coordinator(self, key_type: int, key: str) -> int | None:
+        """Return the coordinator of a group or transactional id; None if there is none."""
+        return await self._coordination.broker_for(key_type, key)
+
     async def authenticate(self) -> Session:
         """Let the first broker that judges the client's identity accept it. Raises IdentityRefused, NotJudged."""
         reason = "no broker is known"
-        for upstream in self._in_turn(self._key):
+        for upstream in self.in_turn():
             try:
                 session = await upstream.authenticated()
                 self._doubted.pop(upstream.owner, None)
@@ -461,12 +472,12 @@ class ControlPlane:
         set_correlation_id(frame, correlation_id)
         return await ask(upstream, correlation_id, [frame])
 
-    async def _forward(self, answer: memoryview, frame: memoryview, header: RequestHeader) -> list[Buffer]:
+    async def _forward(self, header: RequestHeader, answer: memoryview) -> list[Buffer]:
         set_response_correlation_id(answer, header.correlation_id)
         return [answer]
 
     async def _rename(
-        self, answer: memoryview, frame: memoryview, header: RequestHeader, verdict: Verdict | None = None
+        self, frame: memoryview, header: RequestHeader, answer: memoryview, verdict: Verdict | None = None
     ) -> Buffer:
         return await self._virtual.rewrite(answer, frame[header.body_offset :], header, verdict)
 
@@ -480,7 +491,8 @@ class ControlPlane:
         frame = memoryview(bytearray(b"".join(with_length([head, body]))))
         try:
             async with asyncio.timeout(self._context.limits.control_timeout_s):
-                await self._ask_any(frame, parse_request_header(frame), self._rename)
+                header = parse_request_header(frame)
+                await self._ask_any(frame, header, partial(self._rename, frame, header))
         except (TimeoutError, Unanswerable):
             self._context.counters["coordinators.not_found"] += 1
 

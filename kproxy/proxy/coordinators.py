@@ -195,9 +195,10 @@ class CoordinatorRequests:
         api = APIS[header.api_key]
         key_type = KEY_TYPES[api.handling]
         body = frame[header.body_offset :]
-        upstream = await self._upstream_for(key_type, key)
-        if upstream is None:
+        broker = await self.broker_for(key_type, key)
+        if broker is None:
             return await self._refusal(header, body, COORDINATOR_NOT_AVAILABLE)
+        upstream = self._connections.to(broker)
         correlation_id = upstream.next_correlation_id()
         set_correlation_id(frame, correlation_id)
         try:
@@ -245,16 +246,14 @@ class CoordinatorRequests:
             return with_length([head, encode_response(build_response(key, version, error_code=error_code))])
         return with_length([head, await self._context.portions.of(work, len(request_body))])
 
-    async def _upstream_for(self, key_type: int, key: str) -> Upstream | None:
-        """Return the connection to the coordinator; None if there is none."""
+    async def broker_for(self, key_type: int, key: str) -> int | None:
+        """Return the coordinator, whose address is known; None if there is none."""
         coordinators, topology = self._context.coordinators, self._context.topology
         broker = coordinators.get(key_type, key)
         if not coordinators.are_leased and (broker is None or topology.address(broker) is None):
             await self._find(key_type, key)
             broker = coordinators.get(key_type, key)
-        if broker is None or topology.address(broker) is None:
-            return None
-        return self._connections.to(broker)
+        return broker if broker is not None and topology.address(broker) is not None else None
 
 
 def _no_transactions_code(header: RequestHeader) -> int:

@@ -22,6 +22,9 @@ Result = TypeVar("Result")
 
 # Some hundred partitions: a fraction of a portion.
 SHORT_BYTES: Final = 4 << 10
+# kproxy_codec.control takes up to 20 µs for an element.
+READ_AT_ONCE_BYTES: Final = 1 << 10
+_READ_TOGETHER_BYTES: Final = 16 << 10
 
 
 class Portions:
@@ -29,6 +32,20 @@ class Portions:
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
+        self._apart = asyncio.Lock()
+
+    async def apart(self, size: int, read: Callable[[], Result]) -> Result:
+        """Read or build a message of `size` bytes with kproxy_codec.control: on another thread, unless it is short.
+
+        Of long ones one at a time: other threads, which check passwords as well, stay free. Raises the errors of
+        `read`.
+        """
+        if size <= READ_AT_ONCE_BYTES:
+            return read()
+        if size <= _READ_TOGETHER_BYTES:
+            return await asyncio.to_thread(read)
+        async with self._apart:
+            return await asyncio.to_thread(read)
 
     async def of(self, work: Work[Result], size: int) -> Result:
         """Return the result of `work` on a message of `size` bytes.

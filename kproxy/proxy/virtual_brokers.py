@@ -5,6 +5,8 @@ which is also its only replica; a claimed partition (the Own API) is led by its 
 always -1, so that no client compares one with a broker's (KIP-320). Racks are omitted. The cluster's id, topics,
 partitions, ids, configurations and error codes stay as the broker says, so all proxies of one upstream say the same.
 
+In requests, too, a virtual broker's id means that proxy: `is_virtual`.
+
 An answer may be megabytes long (kproxy.proxy.long_answers). It names the proxies that were in the fleet when it was
 begun.
 """
@@ -12,13 +14,16 @@ begun.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Final
 
 from kproxy.claims.service import OwnService
 from kproxy.proxy.context import ProxyContext
-from kproxy.routing.fleet import Fleet, Proxy
+from kproxy.routing.fleet import FIRST_NODE_ID, Fleet, Proxy
 from kproxy_codec import api_keys as keys
 from kproxy_codec import cluster
 from kproxy_codec.cluster import ASK_ANOTHER, Named, Verdict, rename_brokers
+from kproxy_codec.control import decode_response, encode_response
 from kproxy_codec.coordination import (
     GROUP,
     Found,
@@ -28,7 +33,11 @@ from kproxy_codec.coordination import (
 )
 from kproxy_codec.error_codes import INVALID_REQUEST, NONE
 from kproxy_codec.framing import RequestHeader, response_body_offset
+from kproxy_codec.parts import changed
 from kproxy_codec.primitives import Buffer
+
+BROKER_TYPES: Final = frozenset({4, 8})
+"""The types of configuration resources whose names are node ids: brokers, and brokers' loggers."""
 
 
 class AskAnother(Exception):
@@ -53,12 +62,30 @@ class VirtualBrokers:
         body = answer[response_body_offset(answer, key, version) :]
         if key == keys.METADATA and bytes(body[-len(ASK_ANOTHER) :]) == ASK_ANOTHER:
             raise AskAnother
+        if key == keys.LIST_CONFIG_RESOURCES:
+            return await self._context.portions.apart(len(body), partial(self._config_resources, version, body))
         if key == keys.FIND_COORDINATOR:
             asked = parse_find_coordinator(version, request_body)
             work = replace_coordinators(version, asked, body, self._learn_coordinator)
         else:
             work = rename_brokers(key, version, body, self._named(verdict))
         return await self._context.portions.of(work, len(body))
+
+    def _config_resources(self, version: int, body: memoryview) -> Buffer:
+        message = decode_response(keys.LIST_CONFIG_RESOURCES, version, body)
+        listed = {each.resource_type: each for each in message.config_resources}
+        message.config_resources = [
+            each for each in message.config_resources if each.resource_type not in BROKER_TYPES
+        ] + [
+            changed(of_type, resource_name=str(proxy.node_id))
+            for kind, of_type in listed.items()
+            for proxy in (self._fleet.proxies if kind in BROKER_TYPES else ())
+        ]
+        return encode_response(message)
+
+    def is_virtual(self, node_id: int) -> bool:
+        """Whether a client that names this broker means a proxy, of the fleet now or earlier."""
+        return node_id >= FIRST_NODE_ID and node_id not in self._context.topology.brokers
 
     async def leaderless_metadata(self, header: RequestHeader, request_body: memoryview) -> Buffer:
         """Answer Metadata with proxies, and with topics that have no leaders.

@@ -40,6 +40,8 @@ FIELDS: dict[int, dict[str, Any]] = {
     keys.HEARTBEAT: {"group_id": "k"},
     keys.LEAVE_GROUP: {"group_id": "k"},
     keys.SYNC_GROUP: {"group_id": "k"},
+    keys.OFFSET_DELETE: {"group_id": "k", "topics": [{"name": "t", "partitions": [{"partition_index": 3}]}]},
+    keys.CONSUMER_GROUP_HEARTBEAT: {"group_id": "k"},
 }
 
 

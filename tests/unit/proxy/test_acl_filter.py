@@ -15,9 +15,10 @@ from uuid import UUID
 import pytest
 from structlog.testing import capture_logs
 
-from kproxy.proxy import acl_filter
+from kproxy.proxy import acl_filter, long_answers
 from kproxy.proxy.access import AccessControl, ClientAccess
 from kproxy.proxy.acl_filter import AclFilter, Filtered
+from kproxy.proxy.long_answers import Portions
 from kproxy.routing.topology import Topology
 from kproxy.security.acls import Acl, Operation, Permissions, Resource, Rules
 from kproxy.security.events import SecurityEvents
@@ -56,7 +57,7 @@ async def test_denied_keys_cost_time_linear_in_number(access: ClientAccess) -> N
     """Each key was looked up in the list of all that are denied: 20,000 took six seconds of a CPU."""
     frame = request(keys.FIND_COORDINATOR, 4, key_type=0, coordinator_keys=[f"{number:x}" for number in range(20_000)])
     began = time.process_time()
-    screened = await AclFilter(access, Topology()).screen(frame, parse_request_header(frame))
+    screened = await AclFilter(access, Topology(), Portions()).screen(frame, parse_request_header(frame))
     assert time.process_time() - began < 4
     assert screened.answer is not None
     coordinators = decode_response(keys.FIND_COORDINATOR, 4, screened.answer).coordinators
@@ -93,13 +94,13 @@ async def test_api_with_unplaced_needs_is_refused(access: ClientAccess) -> None:
     """Where in a request its topics are stands in the row; otherwise brokers would get it with the proxy's identity."""
     frame = request(keys.LIST_OFFSETS, 5, replica_id=-1, isolation_level=0, topics=[])
     with pytest.raises(CodecError, match="no rules of access are known for LIST_OFFSETS"):
-        await AclFilter(access, Topology()).screen(frame, parse_request_header(frame))
+        await AclFilter(access, Topology(), Portions()).screen(frame, parse_request_header(frame))
 
 
 async def test_first_denial_of_control_request_is_logged() -> None:
     counters: Counter[str] = Counter()
     rules = Rules([])
-    screen = AclFilter(AccessControl(lambda: rules, counters).client(), Topology())
+    screen = AclFilter(AccessControl(lambda: rules, counters).client(), Topology(), Portions())
     frame = request(keys.DELETE_TOPICS, 5, topic_names=[f"t{n}" for n in range(10)], timeout_ms=1)
     with capture_logs() as lines:
         screened = await screen.screen(frame, parse_request_header(frame))
@@ -169,7 +170,7 @@ def seeing(*names: str) -> AclFilter:
     for number, name in enumerate(("a", "b", "c", "secret-1", "secret-2", "z")):
         topology.set_owner(name.encode(), 0, 1, number + 1)
     topology.set_topic_id(b"secret-1", SECRET.bytes)
-    return AclFilter(AccessControl(lambda: rules, Counter()).client(), topology)
+    return AclFilter(AccessControl(lambda: rules, Counter()).client(), topology, Portions())
 
 
 async def screened(screen: AclFilter, api_key: int, version: int, **fields: object) -> tuple[Filtered, Any]:
@@ -323,7 +324,7 @@ def told_to(events: Told, *, dry_run: bool = False) -> ClientAccess:
 async def test_denials_of_request_are_one_event(dry_run: bool) -> None:
     """Of a dry run each name is decided about twice: before a broker is asked, and in its answer."""
     events = Told()
-    screen = AclFilter(told_to(events, dry_run=dry_run), Topology())
+    screen = AclFilter(told_to(events, dry_run=dry_run), Topology(), Portions())
     names = [f"topic-{number}" for number in range(200)]
     frame = request(keys.METADATA, 5, topics=[{"name": name} for name in names])
     await screen.screen(frame, parse_request_header(frame))
@@ -336,7 +337,7 @@ async def test_denials_of_request_are_one_event(dry_run: bool) -> None:
 
 async def test_denials_in_answer_are_told_at_its_end() -> None:
     events = Told()
-    screen = AclFilter(told_to(events), Topology())
+    screen = AclFilter(told_to(events), Topology(), Portions())
     frame = request(keys.METADATA, 12, topics=[{"topic_id": SECRET, "name": None}])
     screened = await screen.screen(frame, parse_request_header(frame))
     assert screened.verdict is not None
@@ -356,7 +357,9 @@ async def test_denials_are_told_when_client_leaves_meanwhile(monkeypatch: pytest
 
     monkeypatch.setattr(acl_filter, "decode_request", slowly)
     frame = request(keys.DELETE_TOPICS, 5, topic_names=[f"topic-{n}" for n in range(300)], timeout_ms=1)
-    filtering = asyncio.create_task(AclFilter(told_to(events), Topology()).screen(frame, parse_request_header(frame)))
+    filtering = asyncio.create_task(
+        AclFilter(told_to(events), Topology(), Portions()).screen(frame, parse_request_header(frame))
+    )
     await asyncio.sleep(0.1)
     filtering.cancel()
     await asyncio.gather(filtering, return_exceptions=True)
@@ -381,7 +384,7 @@ async def test_long_requests_are_read_singly_beside_short_ones(
 
     def slowly(api_key: int, version: int, body: memoryview) -> object:
         nonlocal reading, most
-        if len(body) > acl_filter._LONG_BYTES:
+        if len(body) > long_answers._READ_TOGETHER_BYTES:
             reading += 1
             most = max(most, reading)
             may_end.wait(10)
@@ -392,10 +395,11 @@ async def test_long_requests_are_read_singly_beside_short_ones(
     names = [{"name": f"topic-{number}"} for number in range(3_000)]
     long, medium, short = (request(keys.METADATA, 5, topics=names[:count]) for count in (3_000, 500, 1))
     header = parse_request_header(long)
-    waiting = [asyncio.create_task(AclFilter(access, Topology()).screen(long, header)) for _ in range(40)]
+    portions = Portions()
+    waiting = [asyncio.create_task(AclFilter(access, Topology(), portions).screen(long, header)) for _ in range(40)]
     for frame in (medium, short):
         async with asyncio.timeout(10):
-            assert (await AclFilter(access, Topology()).screen(frame, header)).verdict is not None
+            assert (await AclFilter(access, Topology(), portions).screen(frame, header)).verdict is not None
     assert not any(each.done() for each in waiting)
     may_end.set()
     await asyncio.gather(*waiting)

@@ -11,6 +11,7 @@ import pytest
 
 from kproxy.proxy.access import AccessControl
 from kproxy.proxy.acl_filter import AclFilter, Filtered
+from kproxy.proxy.long_answers import Portions
 from kproxy.routing.topology import Topology
 from kproxy.security.acls import CLUSTER_NAME, Acl, Operation, Resource, Rules
 from kproxy_codec import api_keys as keys
@@ -30,7 +31,7 @@ async def screen(needs: Iterable[Need], api_key: int, version: int, **fields: ob
     body = encode_request(build_request(api_key, version, **fields))
     frame = memoryview(bytearray(b"".join(with_length([request_header(api_key, version, 1, b"c"), body]))))
     header = parse_request_header(frame)
-    screened = await AclFilter(access, Topology()).screen(frame, header)
+    screened = await AclFilter(access, Topology(), Portions()).screen(frame, header)
     if screened.answer is not None:
         return screened, None
     rest = parse_request_header(screened.frame)

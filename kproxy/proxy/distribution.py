@@ -1,0 +1,273 @@
+"""Divide a request among brokers, and merge their answers into one.
+
+The row of an API says where its parts go (`Handling` and `needs` in kproxy.proxy.apis):
+- EACH_GROUP, EACH_TRANSACTION: each key to its coordinator;
+- EACH_OWNER: each partition to its owner;
+- NAMED_BROKER: a resource that is a broker to that broker, the others to any;
+- ANY_BROKER with `replicas`: to any broker, but for parts with replicas on proxies;
+- ALL_BROKERS: the whole request to every known broker.
+
+Schemas of messages do the rest (kproxy_codec.parts). A share without an answer gives each of its parts an error, so no
+answer is silently shorter than the request; where all brokers are asked, the answer as a whole has the error. Clients
+act on it as on a broker's own: after NOT_COORDINATOR and COORDINATOR_NOT_AVAILABLE they look for the coordinator again,
+after NOT_LEADER_OR_FOLLOWER for the leader. Admin clients show errors for ListGroups beside what other brokers listed,
+or ask again.
+
+In requests, too, a proxy's node id means the proxy (kproxy.proxy.virtual_brokers). Its configuration is that of one of
+the brokers, always the same as long as that one answers: a broker describes only itself, so the request names that
+broker, and the answer the proxy. A proxy's configuration cannot be altered, and a proxy holds no replicas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Final, NamedTuple, Protocol, TypeAlias
+
+from kproxy.proxy.apis import SERVED, Api, Handling
+from kproxy.proxy.broker_connection import Unanswerable, Upstream
+from kproxy.proxy.context import ProxyContext
+from kproxy.proxy.virtual_brokers import BROKER_TYPES, VirtualBrokers
+from kproxy.routing.split import route
+from kproxy.routing.topology import NO_OWNER
+from kproxy_codec import api_keys as keys
+from kproxy_codec.control import Message, decode_request, decode_response, encode_request, encode_response
+from kproxy_codec.coordination import GROUP, TRANSACTION
+from kproxy_codec.error_codes import (
+    BROKER_NOT_AVAILABLE,
+    COORDINATOR_NOT_AVAILABLE,
+    INVALID_REPLICA_ASSIGNMENT,
+    INVALID_REQUEST,
+    NOT_COORDINATOR,
+    NOT_LEADER_OR_FOLLOWER,
+    REQUEST_TIMED_OUT,
+    UNKNOWN_TOPIC_OR_PARTITION,
+)
+from kproxy_codec.framing import RequestHeader, frame_message, response_body_offset
+from kproxy_codec.parts import (
+    Part,
+    answered,
+    changed,
+    merged,
+    name_of,
+    numbers,
+    only,
+    partitions_of,
+    parts_of,
+    refused,
+    result_of,
+)
+from kproxy_codec.primitives import Buffer
+
+# Of a node id.
+_MOST_DIGITS: Final = 10
+_KEY_TYPES: Final = {Handling.EACH_GROUP: GROUP, Handling.EACH_TRANSACTION: TRANSACTION}
+# The errors for parts of which no answer comes.
+_UNANSWERED: Final = {
+    Handling.EACH_GROUP: NOT_COORDINATOR,
+    Handling.EACH_TRANSACTION: NOT_COORDINATOR,
+    Handling.EACH_OWNER: NOT_LEADER_OR_FOLLOWER,
+    Handling.ALL_BROKERS: COORDINATOR_NOT_AVAILABLE,
+}
+
+
+class Refusal(NamedTuple):
+    """Parts that no broker gets."""
+
+    error_code: int
+    message: str | None = None
+
+
+Target: TypeAlias = "int | str | Refusal | None"
+"""Where a part goes: to the broker with this id, to one in the place of the proxy with this id, or to any."""
+
+
+class Brokers(Protocol):
+    """How brokers are reached: kproxy.proxy.control_plane."""
+
+    async def ask_first(
+        self,
+        upstreams: Iterable[Upstream],
+        header: RequestHeader,
+        frame_for: Callable[[Upstream], Awaitable[memoryview]],
+        take: Callable[[memoryview], Awaitable[Message]],
+    ) -> Message:
+        """The result of `take` for the first broker that answers. Raises Unanswerable."""
+        ...
+
+    def in_turn(self, key: bytes | None = None) -> Iterable[Upstream]:
+        """Each broker once; the key decides the order."""
+        ...
+
+    def at(self, broker: int) -> Iterable[Upstream]:
+        """That broker, if it is known."""
+        ...
+
+    async def coordinator(self, key_type: int, key: str) -> int | None:
+        """The broker that coordinates a key."""
+        ...
+
+
+class Distribution:
+    """Divide the request in `frame`, of an API with `is_divided`."""
+
+    def __init__(
+        self, context: ProxyContext, virtual: VirtualBrokers, brokers: Brokers, frame: memoryview, header: RequestHeader
+    ) -> None:
+        self._context = context
+        self._topology = context.topology
+        self._virtual = virtual
+        self._brokers = brokers
+        self._frame = frame
+        self._header = header
+        self._api: Api = SERVED[header.api_key]
+        self._at, self._to = self._api.parts
+
+    async def answer(self) -> Buffer | None:
+        """The body of the answer; None if any broker may have the request as it is. Raises CodecError."""
+        header, portions = self._header, self._context.portions
+        body = self._frame[header.body_offset :]
+        request = await portions.apart(len(body), partial(decode_request, header.api_key, header.api_version, body))
+        try:
+            async with asyncio.timeout(self._context.limits.control_timeout_s):
+                shares = await self._divide(request)
+        except TimeoutError:
+            shares = {Refusal(self._unanswered): parts_of(request, self._at)}
+        if not shares.keys() - {None}:
+            return None
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(self._answer(request, *share)) for share in shares.items()]
+        answers = [each.result() for each in asked]
+        return await portions.apart(len(body) * len(answers), lambda: encode_response(merged(answers, self._to)))
+
+    # Dividing
+
+    async def _divide(self, request: Message) -> dict[Target, list[Part]]:
+        if self._api.handling is Handling.ALL_BROKERS:
+            return {broker: [] for broker in self._topology.brokers} or {Refusal(self._unanswered): []}
+        shares: dict[Target, list[Part]] = {}
+        for part in parts_of(request, self._at):
+            if self._api.handling is not Handling.EACH_OWNER:
+                shares.setdefault(await self._target(part), []).append(part)
+                continue
+            owned: dict[Target, list[Part]] = {}
+            for each in partitions_of(part):
+                owned.setdefault(await self._owner(name_of(part), name_of(each)), []).append(each)
+            for target, partitions in owned.items():
+                shares.setdefault(target, []).append(only(part, partitions))
+        return shares
+
+    async def _target(self, part: Part) -> Target:
+        key_type = _KEY_TYPES.get(self._api.handling)
+        if key_type is not None:
+            broker = await self._brokers.coordinator(key_type, part)
+            return Refusal(COORDINATOR_NOT_AVAILABLE) if broker is None else broker
+        if self._api.replicas:
+            for broker in numbers(part, self._api.replicas):
+                if self._virtual.is_virtual(broker):
+                    return Refusal(INVALID_REPLICA_ASSIGNMENT, f"{self._a_proxy(broker)} for its replicas, or none")
+            return None
+        name = part.resource_name
+        if part.resource_type not in BROKER_TYPES or not name.isdecimal() or len(name) > _MOST_DIGITS:
+            return None
+        if not self._virtual.is_virtual(int(name)):
+            return int(name) if int(name) in self._topology.brokers else None
+        if self._header.api_key == keys.DESCRIBE_CONFIGS:
+            return str(name)
+        return Refusal(INVALID_REQUEST, f"{self._a_proxy(name)} to configure, or no id for the default of all")
+
+    def _a_proxy(self, name: object) -> str:
+        known = ", ".join(map(str, sorted(self._topology.brokers)[:10]))
+        return f"{name} is the id of a proxy (kproxy): name a broker behind it ({known})"
+
+    async def _owner(self, topic: str, partition_index: int) -> Target:
+        name = topic.encode(errors="surrogateescape")
+        owner = route(self._topology, name, partition_index)
+        if owner == NO_OWNER:
+            await self._look_up(name, partition_index)
+            owner = route(self._topology, name, partition_index)
+        if owner != NO_OWNER:
+            return owner
+        is_unknown = self._topology.lacks(name, partition_index)
+        return Refusal(UNKNOWN_TOPIC_OR_PARTITION if is_unknown else NOT_LEADER_OR_FOLLOWER)
+
+    async def _look_up(self, topic: bytes, partition_index: int) -> None:
+        revision = self._topology.owner_revision(topic, partition_index)
+        await self._context.source.refresh(topic, partition_index, revision)
+
+    # Asking
+
+    async def _answer(self, request: Message, target: Target, parts: Sequence[Part]) -> Message:
+        """The answer to these parts, or the error of each of them."""
+        if isinstance(target, Refusal):
+            return self._refused(request, parts, target)
+        if target is None:
+            upstreams = self._brokers.in_turn()
+        elif isinstance(target, str):
+            upstreams = self._brokers.in_turn(target.encode())
+        else:
+            upstreams = self._brokers.at(target)
+        asked = ""
+
+        async def frame_for(upstream: Upstream) -> memoryview:
+            nonlocal asked
+            asked = str(upstream.owner)
+            named = [changed(part, resource_name=asked) for part in parts] if isinstance(target, str) else parts
+            return await self._context.portions.apart(len(self._frame), partial(self._reframed, request, named))
+
+        async def take(frame: memoryview) -> Message:
+            key, version = self._header.api_key, self._header.api_version
+            body = frame[response_body_offset(frame, key, version) :]
+            answer = await self._context.portions.apart(len(body), partial(decode_response, key, version, body))
+            if isinstance(target, str):
+                for result in answer.results:
+                    result.resource_name = target
+            for result in getattr(answer, self._to) if self._api.of_broker else ():
+                setattr(result, self._api.of_broker, f"{asked}:{getattr(result, self._api.of_broker)}")
+            return answer
+
+        try:
+            async with asyncio.timeout(self._context.limits.control_timeout_s):
+                answer = await self._brokers.ask_first(upstreams, self._header, frame_for, take)
+        except (TimeoutError, Unanswerable):
+            answer = self._refused(request, parts, Refusal(self._unanswered))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._context.limits.control_attempt_s):
+                await self._doubt(answer, target)
+        return answer
+
+    @property
+    def _unanswered(self) -> int:
+        return BROKER_NOT_AVAILABLE if self._api.of_broker else _UNANSWERED.get(self._api.handling, REQUEST_TIMED_OUT)
+
+    def _refused(self, request: Message, parts: Sequence[Part], refusal: Refusal) -> Message:
+        if not self._at:
+            return refused(request, *refusal)
+        return answered(
+            request, self._to, [result_of(self._header.api_key, self._to, part, *refusal) for part in parts]
+        )
+
+    async def _doubt(self, answer: Message, target: Target) -> None:
+        """Before the client's next attempt forget a coordinator that is none, and look up an owner that is none."""
+        key_type, coordinators = _KEY_TYPES.get(self._api.handling), self._context.coordinators
+        if not isinstance(target, int):
+            return
+        for result in getattr(answer, self._to):
+            name = name_of(result)
+            if key_type is not None and result.error_code == NOT_COORDINATOR:
+                coordinators.forget(key_type, name)
+                coordinators.refused(key_type, name, target)
+            elif self._api.handling is Handling.EACH_OWNER:
+                for each in partitions_of(result):
+                    if each.error_code == NOT_LEADER_OR_FOLLOWER:
+                        await self._look_up(name.encode(errors="surrogateescape"), name_of(each))
+
+    def _reframed(self, request: Message, parts: Sequence[Part]) -> memoryview:
+        """The frame of a request with these parts alone; it is as received if all brokers get it."""
+        if not self._at:
+            return memoryview(bytearray(self._frame))
+        head = self._frame[4 : self._header.body_offset]
+        body = encode_request(changed(request, **{self._at: parts}))
+        return memoryview(bytearray(frame_message(head, body)))
