@@ -33,7 +33,7 @@ from kafka.protocol import admin, consumer, metadata, producer, sasl
 from kafka.protocol.api_message import ApiMessage
 
 from kproxy_codec import schemas
-from kproxy_codec.api_keys import API_VERSIONS, METADATA
+from kproxy_codec.api_keys import ALTER_USER_SCRAM_CREDENTIALS, API_VERSIONS, METADATA
 from kproxy_codec.error_codes import UNSUPPORTED_VERSION
 from kproxy_codec.errors import InvalidField, Truncated, UnsupportedVersion
 from kproxy_codec.primitives import MAX_TAGGED_FIELDS, Buffer, read_tagged_fields, skip_bytes, skip_string
@@ -48,9 +48,9 @@ with the square of their length."""
 
 _ENDS_EARLY = (IndexError, struct.error, OverflowError)
 _FAILURES = (*_ENDS_EARLY, ValueError, TypeError, AttributeError, AssertionError, MemoryError)
-# librdkafka (2.16 at least) puts three bytes too many into a Metadata request for all topics. Kafka's broker accepts
-# the request, because it ignores bytes after a request.
-_MAY_TRAIL = frozenset({METADATA})
+# librdkafka (2.16 at least) puts three bytes too many into a Metadata request for all topics, and one into a change of
+# users. Kafka's broker accepts these requests, because it ignores bytes after a request.
+_MAY_TRAIL = frozenset({METADATA, ALTER_USER_SCRAM_CREDENTIALS})
 # The most elements in all arrays of a request together. 16 numbers count as one element, which costs as much.
 MAX_ELEMENTS = 32_768
 _NUMBERS_AS_ONE = 16
@@ -100,7 +100,7 @@ def build_response(api_key: int, api_version: int, **fields: Any) -> Message:
 
 
 def decode_request(api_key: int, api_version: int, body: Buffer) -> Message:
-    """Decode a whole request; raises CodecError. Bytes after a Metadata request are ignored, as by Kafka."""
+    """Decode a whole request; raises CodecError. Bytes after some requests are ignored, as by Kafka."""
     message_class = _class_of(_REQUESTS, api_key, api_version)
     _Census(body, api_version, compact=message_class.flexible_version_q(api_version)).count_in(message_class._struct)
     return _decode(message_class, api_version, body, may_trail=api_key in _MAY_TRAIL)

@@ -124,6 +124,7 @@ class Distribution:
         self._header = header
         self._api: Api = SERVED[header.api_key]
         self._at, self._to = self._api.parts
+        self._answered_bytes = 0
 
     async def answer(self) -> Buffer | None:
         """The body of the answer; None if any broker may have the request as it is. Raises CodecError."""
@@ -140,7 +141,8 @@ class Distribution:
         async with asyncio.TaskGroup() as tasks:
             asked = [tasks.create_task(self._answer(request, *share)) for share in shares.items()]
         answers = [each.result() for each in asked]
-        return await portions.apart(len(body) * len(answers), lambda: encode_response(merged(answers, self._to)))
+        size = max(len(body), self._answered_bytes)
+        return await portions.apart(size, lambda: encode_response(merged(answers, self._to)))
 
     # Dividing
 
@@ -220,6 +222,7 @@ class Distribution:
         async def take(frame: memoryview) -> Message:
             key, version = self._header.api_key, self._header.api_version
             body = frame[response_body_offset(frame, key, version) :]
+            self._answered_bytes += len(body)
             answer = await self._context.portions.apart(len(body), partial(decode_response, key, version, body))
             if isinstance(target, str):
                 for result in answer.results:
@@ -252,17 +255,17 @@ class Distribution:
     async def _doubt(self, answer: Message, target: Target) -> None:
         """Before the client's next attempt forget a coordinator that is none, and look up an owner that is none."""
         key_type, coordinators = _KEY_TYPES.get(self._api.handling), self._context.coordinators
-        if not isinstance(target, int):
+        if not isinstance(target, int) or (key_type is None and self._api.handling is not Handling.EACH_OWNER):
             return
         for result in getattr(answer, self._to):
             name = name_of(result)
-            if key_type is not None and result.error_code == NOT_COORDINATOR:
-                coordinators.forget(key_type, name)
-                coordinators.refused(key_type, name, target)
-            elif self._api.handling is Handling.EACH_OWNER:
+            if key_type is None:
                 for each in partitions_of(result):
                     if each.error_code == NOT_LEADER_OR_FOLLOWER:
                         await self._look_up(name.encode(errors="surrogateescape"), name_of(each))
+            elif result.error_code == NOT_COORDINATOR:
+                coordinators.forget(key_type, name)
+                coordinators.refused(key_type, name, target)
 
     def _reframed(self, request: Message, parts: Sequence[Part]) -> memoryview:
         """The frame of a request with these parts alone; it is as received if all brokers get it."""

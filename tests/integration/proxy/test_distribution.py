@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kproxy.config import Limits
 from kproxy_codec import api_keys as keys
 from kproxy_codec import error_codes
 from kproxy_codec.control import decode_request
@@ -22,7 +21,9 @@ NOT_AVAILABLE, NOT_COORDINATOR, NOT_LEADER = 15, 16, 6
 UNKNOWN_TOPIC, TIMED_OUT, INVALID_REQUEST, INVALID_REPLICAS = 3, 7, 42, 39
 BROKER, TOPIC = 4, 2
 
-three = partial(scene, HOLDS, HOLDS, HOLDS, introduced=False, limits=Limits(control_attempt_s=0.5, control_timeout_s=2))
+three = partial(
+    scene, HOLDS, HOLDS, HOLDS, introduced=False, limits={"control_attempt_s": 0.5, "control_timeout_s": 2.0}
+)
 
 
 class Brokers(Cluster):

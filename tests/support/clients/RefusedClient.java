@@ -12,9 +12,12 @@ import java.util.concurrent.Future;
 
 import org.apache.kafka.clients.admin.Admin;
 import org.apache.kafka.clients.admin.AdminClient;
+import org.apache.kafka.clients.admin.AlterConfigOp;
+import org.apache.kafka.clients.admin.ConfigEntry;
 import org.apache.kafka.clients.admin.NewPartitions;
 import org.apache.kafka.clients.admin.NewTopic;
 import org.apache.kafka.clients.admin.OffsetSpec;
+import org.apache.kafka.clients.admin.RecordsToDelete;
 import org.apache.kafka.clients.admin.ScramCredentialInfo;
 import org.apache.kafka.clients.admin.ScramMechanism;
 import org.apache.kafka.clients.admin.UserScramCredentialUpsertion;
@@ -23,10 +26,19 @@ import org.apache.kafka.clients.consumer.KafkaConsumer;
 import org.apache.kafka.clients.consumer.OffsetAndMetadata;
 import org.apache.kafka.clients.producer.KafkaProducer;
 import org.apache.kafka.clients.producer.ProducerRecord;
+import org.apache.kafka.common.ElectionType;
 import org.apache.kafka.common.KafkaException;
 import org.apache.kafka.common.Node;
 import org.apache.kafka.common.TopicPartition;
+import org.apache.kafka.common.acl.AccessControlEntry;
+import org.apache.kafka.common.acl.AclBinding;
+import org.apache.kafka.common.acl.AclBindingFilter;
+import org.apache.kafka.common.acl.AclOperation;
+import org.apache.kafka.common.acl.AclPermissionType;
 import org.apache.kafka.common.config.ConfigResource;
+import org.apache.kafka.common.resource.PatternType;
+import org.apache.kafka.common.resource.ResourcePattern;
+import org.apache.kafka.common.resource.ResourceType;
 
 /**
  * Attempts that an ACL refuses, by a producer, a consumer and an admin client; needs kafka-clients 4.
@@ -241,6 +253,28 @@ public final class RefusedClient implements Runnable {
             return admin.createDelegationToken().delegationToken();
         } else if (what.equals("describe-tokens")) {
             return admin.describeDelegationToken().delegationTokens();
+        } else if (what.equals("delete-records")) {
+            TopicPartition place = new TopicPartition(name, 0);
+            return admin.deleteRecords(Collections.singletonMap(place, RecordsToDelete.beforeOffset(0L))).all();
+        } else if (what.equals("alter-settings")) {
+            ConfigResource resource = new ConfigResource(ConfigResource.Type.TOPIC, name);
+            AlterConfigOp change =
+                new AlterConfigOp(new ConfigEntry("retention.ms", "1000000"), AlterConfigOp.OpType.SET);
+            return admin.incrementalAlterConfigs(
+                Collections.singletonMap(resource, Collections.singletonList(change))).all();
+        } else if (what.equals("describe-group")) {
+            return admin.describeConsumerGroups(Collections.singletonList(name)).all();
+        } else if (what.equals("delete-group")) {
+            return admin.deleteConsumerGroups(Collections.singletonList(name)).all();
+        } else if (what.equals("elect-leaders")) {
+            return admin.electLeaders(ElectionType.PREFERRED,
+                Collections.singleton(new TopicPartition(name, 0))).all();
+        } else if (what.equals("describe-acls")) {
+            return admin.describeAcls(AclBindingFilter.ANY).values();
+        } else if (what.equals("create-acl")) {
+            return admin.createAcls(Collections.singletonList(acl(name))).all();
+        } else if (what.equals("delete-acl")) {
+            return admin.deleteAcls(Collections.singletonList(acl(name).toFilter())).all();
         } else if (what.equals("describe-users")) {
             return admin.describeUserScramCredentials().all();
         } else if (what.equals("alter-user")) {
@@ -249,5 +283,10 @@ public final class RefusedClient implements Runnable {
             return admin.alterUserScramCredentials(Collections.singletonList(change)).all();
         }
         throw new IllegalArgumentException(what);
+    }
+
+    private static AclBinding acl(String topic) {
+        return new AclBinding(new ResourcePattern(ResourceType.TOPIC, topic, PatternType.LITERAL),
+            new AccessControlEntry("User:mallory", "*", AclOperation.READ, AclPermissionType.ALLOW));
     }
 }

@@ -129,6 +129,24 @@ def _configs(admin: Any, name: str) -> Mapping[Any, Any]:
     return admin.describe_configs([librdkafka_admin.ConfigResource(kind, name)])  # type: ignore[no-any-return]
 
 
+def _alters(admin: Any, name: str) -> Mapping[Any, Any]:
+    entry = librdkafka_admin.ConfigEntry(
+        "retention.ms", "1000000", incremental_operation=librdkafka_admin.AlterConfigOpType.SET
+    )
+    kind = librdkafka_admin.ResourceType.TOPIC
+    resource = librdkafka_admin.ConfigResource(kind, name, incremental_configs=[entry])
+    return admin.incremental_alter_configs([resource])  # type: ignore[no-any-return]
+
+
+_Filter = librdkafka_admin.AclBindingFilter
+
+
+def _acl(kind: type[Any], topic: str | None) -> Any:
+    literal, allow = librdkafka_admin.ResourcePatternType.LITERAL, librdkafka_admin.AclPermissionType.ALLOW
+    read = librdkafka_admin.AclOperation.READ
+    return kind(librdkafka_admin.ResourceType.TOPIC, topic, literal, "User:mallory", "*", read, allow)
+
+
 _SCRAM = librdkafka_admin.ScramCredentialInfo(librdkafka_admin.ScramMechanism.SCRAM_SHA_256, 4_096)
 _LIBRDKAFKA: Mapping[str, Callable[..., str]] = {
     "write": _librdkafka_writes,
@@ -151,6 +169,20 @@ _LIBRDKAFKA: Mapping[str, Callable[..., str]] = {
     "offsets-of-group": _by_admin(
         lambda admin, name: admin.list_consumer_group_offsets([confluent_kafka.ConsumerGroupTopicPartitions(name)])
     ),
+    "delete-records": _by_admin(lambda admin, name: admin.delete_records([confluent_kafka.TopicPartition(name, 0, 0)])),
+    "alter-settings": _by_admin(_alters),
+    "describe-group": _by_admin(lambda admin, name: admin.describe_consumer_groups([name])),
+    "delete-group": _by_admin(lambda admin, name: admin.delete_consumer_groups([name])),
+    "elect-leaders": _by_admin(
+        lambda admin, name: {
+            name: admin.elect_leaders(
+                librdkafka_admin.ElectionType.PREFERRED, [confluent_kafka.TopicPartition(name, 0)]
+            )
+        }
+    ),
+    "describe-acls": _by_admin(lambda admin, name: {name: admin.describe_acls(_acl(_Filter, None))}),
+    "create-acl": _by_admin(lambda admin, name: admin.create_acls([_acl(librdkafka_admin.AclBinding, name)])),
+    "delete-acl": _by_admin(lambda admin, name: admin.delete_acls([_acl(_Filter, name)])),
     # confluent-kafka crashes when it is refused the description of users.
     "alter-user": _by_admin(
         lambda admin, name: admin.alter_user_scram_credentials(
