@@ -53,10 +53,10 @@ have carried out is not sent to another where the notes say "Once". With ACLs (s
 COMMAND_LINE = """
 ## Kafka's command line tools
 
-`make test-all` runs every command below against a cluster of Apache Kafka {release}, direct and through a proxy alone
-before it, and fails if an outcome is not as here. "Same" is the same exit status and the same lines, where a proxy
-stands for its brokers. "Refused" is an error that the tool shows. `NODE` and `NODES` are ids as the client sees them:
-the proxy's, behind a proxy; `BROKER` and `BROKERS` are the brokers' own.
+`make test-all` runs each command below against three brokers of Apache Kafka {release}, direct and through one proxy,
+and fails where an outcome is not as here. "Same": the same exit status and the same lines, where a proxy's id and
+address stand for those of its brokers. "Refused": the tool shows this error. In a command NODE and NODES are ids as its
+client sees them, which are the proxy's behind a proxy; BROKER and BROKERS are the brokers' own.
 
 | tool | command | through the proxy |
 | --- | --- | --- |"""

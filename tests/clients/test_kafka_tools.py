@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,7 +15,17 @@ import pytest
 from tests.support.brokers.real_kafka import RealKafka, start_real_kafka
 from tests.support.clients.group_members import LibrdkafkaMember
 from tests.support.clients.kafka_io import TIMEOUT_S
-from tests.support.clients.kafka_tools import DIRECT, PROXIED, Command, Side, Tools, commands, kafka_tools, unexpected
+from tests.support.clients.kafka_tools import (
+    DIRECT,
+    PROXIED,
+    Command,
+    Ran,
+    Side,
+    Tools,
+    commands,
+    kafka_tools,
+    unexpected,
+)
 from tests.support.processes.served import kafka_proxy
 
 # The very first run downloads Kafka's jars.
@@ -27,6 +39,9 @@ FIRST_TIME_MS = 1_700_000_000_000
 PROXY_ID = 1_000_000
 # Numbers that appear nowhere else in what tools show.
 FIRST_ID = 711
+READS = re.compile(r"\b(describe|list)\b")
+# Brokers learn of a change after the controller's answer.
+SETTLES_S = 1.0
 # So that the tools for ACLs, quotas and share groups work; everybody may do everything.
 OPTIONS = {
     "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
@@ -48,8 +63,16 @@ class Pair:
 
     def unexpected(self, rows: Sequence[Command]) -> list[str]:
         """Run the commands, all direct and then all through the proxy; tell what is not as the table says."""
-        direct, proxied = ([self._tools.run(row, side) for row in rows] for side in self.sides)
+        direct, proxied = ([*self._run(rows, side)] for side in self.sides)
         return [problem for each in zip(rows, direct, proxied, strict=True) if (problem := unexpected(*each))]
+
+    def _run(self, rows: Sequence[Command], side: Side) -> Iterator[Ran]:
+        is_settled = True
+        for row in rows:
+            if READS.search(row.run) and not is_settled:
+                time.sleep(SETTLES_S)
+            is_settled = READS.search(row.run) is not None
+            yield self._tools.run(row, side)
 
     def prepare_share_groups(self, side: Side) -> None:
         """A share group that has been used, and that reads from the earliest record, as another one will."""

@@ -32,14 +32,16 @@ _HUNG = "hung"
 _VOLATILE = (
     (re.compile(r"^\d\d:\d\d:\d\d\.\d+ \[[^]]*\] ", re.MULTILINE), ""),
     (re.compile(r"\b[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b"), "UUID"),
-    # Kafka's own ids are 16 bytes in base64. Some names of its classes are as long.
-    (re.compile(r"(?<![\w-])(?!([A-Z][a-z]+)+(?![\w-]))[\w-]{22}(?![\w-])"), "UUID"),
+    # Kafka's own ids are 16 bytes in base64. Some of its names are as long.
+    (re.compile(r"(?<![\w-])(?!([a-z-]+|[A-Z_]+|([A-Za-z][a-z]+)+)(?![\w-]))[\w-]{22}(?![\w-])"), "UUID"),
     (re.compile(r"\b(adminclient|consumer-[\w-]+)-\d+\b"), r"\1"),
     (re.compile(r"\bEpoch: \d+"), "Epoch:"),
     (re.compile(r"\b1[6-9]\d{11}\b"), "TIME"),
     (re.compile(r"\b\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d[.:,]\d+Z?\b"), "TIME"),
     # A trace of a tool's calls; the error stands above it.
-    (re.compile(r"^\s*at [\w.$/]+\(.*\)$", re.MULTILINE), ""),
+    (re.compile(r"^\s*(at [\w.$/]+\(.*\)|\.\.\. \d+ more)$", re.MULTILINE), ""),
+    # An assignment by the new protocol of groups may take two steps.
+    (re.compile(r'^.*"partitions_assigned","partitions":\[\].*$', re.MULTILINE), ""),
 )
 _NUMBERS = re.compile(r"\d+([.,]\d+)*(E-?\d+)?|NaN")
 
@@ -104,7 +106,8 @@ class Side:
         """The lines of an output without what differs between the sides and between any two runs."""
         other = f"-{PROXIED if self.name == DIRECT else DIRECT}"
         text = "\n".join(line for line in output.splitlines() if other not in line)
-        text = re.sub(rf"-{self.name}\b", "-SIDE", text).replace(str(self.files), "FILES")
+        text = text.replace(self.names["FILE"], "FILE").replace(str(self.files), "FILES")
+        text = re.sub(rf"-{self.name}\b", "-SIDE", text)
         for pattern, instead in _VOLATILE:
             text = pattern.sub(instead, text)
         for address in self.kafka.split(","):
