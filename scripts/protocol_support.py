@@ -1,20 +1,25 @@
-"""Write docs/protocol-support.md from the table of APIs; `--check` only reports whether it is up to date."""
+"""Write docs/protocol-support.md from the tables of APIs and tools; `--check` only reports whether it is up to date."""
 
 from __future__ import annotations
 
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from kproxy.proxy.apis import APIS, SERVED, Api, Handling
 from kproxy_codec.api_keys import name_of
 
-PAGE = Path(__file__).parents[1] / "docs" / "protocol-support.md"
+REPOSITORY = Path(__file__).parents[1]
+PAGE = REPOSITORY / "docs" / "protocol-support.md"
+TOOLS = REPOSITORY / "tests" / "support" / "clients" / "kafka_tools.toml"
 
 INTRODUCTION = """\
 # Protocol support
 
-<!-- Written by scripts/protocol_support.py from kproxy/proxy/apis.py: run `make docs` after a change there. -->
+<!-- Written by scripts/protocol_support.py from kproxy/proxy/apis.py and tests/support/clients/kafka_tools.toml: run
+`make docs` after a change there. -->
 
 The proxy knows these APIs of Kafka's protocol. A client is offered each API in the versions that both the proxy and all
 upstream brokers serve, and ApiVersions names them. A request outside of that is answered with UNSUPPORTED_VERSION in
@@ -45,6 +50,21 @@ have carried out is not sent to another where the notes say "Once". With ACLs (s
 
 | API | key | versions | handling | permission | notes |
 | --- | ---: | --- | --- | --- | --- |"""
+
+COMMAND_LINE = """
+## Kafka's command line tools
+
+`make test-all` runs each command below against three brokers of Apache Kafka {release}, direct and through one proxy,
+and fails where an outcome is not as here. "Same": the same exit status and the same lines, where a proxy's id and
+address stand for those of its brokers. "Refused": the tool shows this error. In a command NODE and NODES are ids as its
+client sees them, which are the proxy's behind a proxy; BROKER and BROKERS are the brokers' own.
+
+| tool | command | through the proxy |
+| --- | --- | --- |"""
+
+NOT_RUN = """
+Not run: tools that speak to no broker (`kafka-dump-log`, `kafka-storage`, `kafka-metadata-shell`, `kafka-jmx`), and
+`kafka-replica-verification`, which never ends and reads as a replica."""
 
 
 def kafka_name(api_key: int) -> str:
@@ -81,6 +101,20 @@ def refused() -> Iterator[str]:
             yield f"- {kafka_name(key)} ({key})" + (f": {api.note}" if api.note else "")
 
 
+def tool_rows() -> Iterator[str]:
+    """Yield the section on Kafka's tools."""
+    table: dict[str, Any] = tomllib.loads(TOOLS.read_text())
+    yield COMMAND_LINE.format(release=table["release"])
+    for tool in table["tools"]:
+        for command in tool["commands"]:
+            outcome = f"refused: {command['refused']}" if "refused" in command else "same"
+            if "differs" in command:
+                outcome = f"differs: {command['differs']}"
+            run = f"`{command['run']}`" if command["run"] else ""
+            yield f"| {tool['script']} | {run} | {outcome} |"
+    yield NOT_RUN
+
+
 def lines() -> Iterable[str]:
     yield INTRODUCTION
     for handling in Handling:
@@ -90,6 +124,7 @@ def lines() -> Iterable[str]:
         yield row(key, api)
     yield ""
     yield from refused()
+    yield from tool_rows()
 
 
 def main() -> int:

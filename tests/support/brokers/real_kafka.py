@@ -316,6 +316,7 @@ def start_real_kafka(
     directory: Path,
     nodes: int,
     *,
+    first_id: int = 1,
     host: str = "127.0.0.1",
     more_listeners: Mapping[str, int] = MappingProxyType({}),
     more: Mapping[str, object] = MappingProxyType({}),
@@ -328,7 +329,8 @@ def start_real_kafka(
     which {node} is a broker's id; `java_options` those of their Java. The data directories are formatted by `version`.
     """
     started_before = _started_before()
-    brokers = _brokers(directory, nodes, host, more_listeners, more, [*shared_classes(), *java_options])
+    ids = range(first_id, first_id + nodes)
+    brokers = _brokers(directory, ids, host, more_listeners, more, [*shared_classes(), *java_options])
     try:
         for broker in brokers:
             broker.version = version
@@ -372,7 +374,7 @@ def _started_before() -> Path:
             with tempfile.TemporaryDirectory(dir=jars.parent, prefix=".starting-") as name:
                 aside = Path(name)
                 (aside / "kept").mkdir()
-                (broker,) = _brokers(aside / "broker", 1, "127.0.0.1", {}, {}, [])
+                (broker,) = _brokers(aside / "broker", [1], "127.0.0.1", {}, {}, [])
                 shutil.copyfile(broker.format(), aside / "kept" / _CHECKPOINT)
                 try:
                     broker.start(f"-XX:ArchiveClassesAtExit={aside / 'kept' / _CLASSES}")
@@ -386,19 +388,19 @@ def _started_before() -> Path:
 
 def _brokers(
     directory: Path,
-    nodes: int,
+    ids: Sequence[int],
     host: str,
     more_listeners: Mapping[str, int],
     more: Mapping[str, object],
     java_options: Sequence[str],
 ) -> list[RealBroker]:
     """The brokers of a cluster, before formatting."""
+    nodes = len(ids)
     ports = free_ports(2 * nodes)
-    kafka_ports, controller_ports = ports[:nodes], ports[nodes:]
-    voters = ",".join(f"{number}@127.0.0.1:{port}" for number, port in enumerate(controller_ports, 1))
+    voters = ",".join(f"{number}@127.0.0.1:{port}" for number, port in zip(ids, ports[nodes:], strict=True))
     brokers = []
-    for number in range(1, nodes + 1):
-        listeners = {"PLAINTEXT": kafka_ports[number - 1], "CONTROLLER": controller_ports[number - 1]}
+    for number, kafka_port, controller_port in zip(ids, ports[:nodes], ports[nodes:], strict=True):
+        listeners = {"PLAINTEXT": kafka_port, "CONTROLLER": controller_port}
         addresses = {name: f"127.0.0.1:{port}" for name, port in listeners.items()}
         addresses |= {name: f"{host}:{port}" for name, port in more_listeners.items()}
         options = {
@@ -433,7 +435,7 @@ def _brokers(
             **more,
         }
         text = {key: str(value).replace("{node}", str(number)) for key, value in options.items()}
-        brokers.append(RealBroker(number, kafka_ports[number - 1], directory / str(number), text, java_options))
+        brokers.append(RealBroker(number, kafka_port, directory / str(number), text, java_options))
     return brokers
 
 
