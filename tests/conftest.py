@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.processes.dev import KproxyProcess, dev_arguments, serving
 
-# The tests read the logs of commands as text; a command logs JSON where stderr is no terminal.
+# Tests read the logs of commands as text, but commands log JSON if stderr is not a terminal.
 os.environ["KPROXY_LOG_FORMAT"] = "text"
 
 pytest_plugins = [

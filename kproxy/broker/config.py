@@ -164,7 +164,7 @@ def _number(name: str, value: str) -> int:
     text = value.strip()
     number = int(text) if _NUMBER.fullmatch(text) else None
     if number is None or not least <= number <= most:
-        raise InvalidConfig(f"{name}={value}: a whole number from {least} to {most} is wanted")
+        raise InvalidConfig(f"{name}={value}: a whole number from {least} to {most} is required")
     return number
 
 

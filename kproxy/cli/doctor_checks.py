@@ -468,8 +468,8 @@ class _Probe:
             )
         except BrokerUnreachable as error:
             raise _Failed(
-                f"{error}: the record for {self._topic}, partition {partition}, may be there or not; see which brokers "
-                f"hang, and their logs."
+                f"{error}: the record for {self._topic}, partition {partition}, may or may not be there; see which "
+                f"brokers hang, and their logs."
             ) from error
         if not answer.responses or not answer.responses[0].partition_responses:
             raise _Failed(f"{self._at} returns an empty Produce response: see its log.")

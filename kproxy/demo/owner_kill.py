@@ -107,7 +107,7 @@ class OwnerKill:
                 await mirror.wait_synced()
             yield
         except TimeoutError as error:
-            raise OwnerNotKilled(f"etcd at {self._cluster.etcd} did not tell in time who owns what") from error
+            raise OwnerNotKilled(f"etcd at {self._cluster.etcd} did not report the owners in time") from error
         finally:
             mirroring.cancel()
             await asyncio.gather(mirroring, return_exceptions=True)

@@ -180,7 +180,7 @@ def _check(options: DemoOptions) -> Path:
         )
     if (options.tls or options.sasl) and options.bootstrap is not None:
         raise StartupError(
-            "--tls and --sasl do not go with --bootstrap: they are of the proxy that the demo starts itself; "
+            "--tls and --sasl do not go with --bootstrap: they configure the proxy that the demo starts; "
             "leave them out."
         )
     pyspark_home(extra="demo")

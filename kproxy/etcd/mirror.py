@@ -374,14 +374,14 @@ class PrefixMirror:
                 await self._take(message)
             elif self._clock() - quiet_since >= self._quiet_limit_s:
                 raise EtcdUnavailable(
-                    f"etcd at {self._client.endpoints} has said nothing on a watch for {self._quiet_limit_s:g} s."
+                    f"etcd at {self._client.endpoints} has sent nothing on a watch for {self._quiet_limit_s:g} s."
                 )
             else:
                 await stream.ask_for_sign_of_life(self._watched[1].prefix)
 
     async def _take(self, message: WatchMessage) -> None:
         if message.cluster_id != self._cluster_id:
-            raise _Restored(f"etcd is another cluster now: {message.cluster_id:x}, before it was {self._cluster_id:x}")
+            raise _Restored(f"etcd is now cluster {message.cluster_id:x}; before, it was {self._cluster_id:x}")
         if message.compact_revision:
             raise Compacted(f"etcd has compacted up to revision {message.compact_revision}")
         if message.canceled and message.watch_id != SIGN_OF_LIFE_WATCH_ID:

@@ -278,7 +278,7 @@ class NumberedConnections(Connections):
         """Write a piece, or queue it for the dial."""
         upstream = self.upstreams[action.connection]
         if upstream.closed:
-            # One of the actions before has ended it.
+            # An earlier action has ended the connection.
             self._losses[action.connection].append((action.piece, Loss.UNWRITTEN))
             return
         exchange, part = action.exchange, action.part

@@ -150,7 +150,7 @@ class _Proxy:
             await membership.join()
             _tune_gc()
             sys.setswitchinterval(SWITCH_S)
-            # Also if only the other proxies are found by etcd.
+            # Even if etcd is used only to find the other proxies.
             etcd = f" etcd={','.join(config.etcd)}" if config.etcd else ""
             self._host.ready(
                 f"{Address(config.listen.host, port)}{ready_listeners(config.listeners, ports)}", opened.ready or etcd

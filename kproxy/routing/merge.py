@@ -350,7 +350,7 @@ def match_results(exchange: Exchange, selection: Selection, response: Partitione
                 raise InvalidField(f"the answer lacks partition {asked.partitions[ordinal]} of {asked.wire!r}")
             matched.append(((topic_place, ordinal), result[0].error_codes[result[1]], *result))
     if found:
-        raise InvalidField(f"the answer has partitions that were not asked for: {sorted(found)[:3]}")
+        raise InvalidField(f"the answer has partitions that were not requested: {sorted(found)[:3]}")
     return matched
 
 

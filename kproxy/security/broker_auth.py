@@ -288,7 +288,7 @@ class BrokerAuth:
     async def _carry(self, identity: Identity, exchange: Exchange, version: int) -> Session:
         credential, number = identity.credential, identity.number
         if credential is None:
-            raise IdentityRefused("its client has gone")
+            raise IdentityRefused("its client has disconnected")
         client = SaslClient(credential, version, "sasl.mechanisms")
         try:
             async with asyncio.timeout(JUDGE_S):

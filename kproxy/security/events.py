@@ -225,7 +225,7 @@ class SecurityEvents:
             written = os.write(descriptor, lines)
             if written < len(lines):
                 os.ftruncate(descriptor, size)
-                raise OSError(f"it took {written} of {len(lines)} bytes")
+                raise OSError(f"it accepted {written} of {len(lines)} bytes")
         finally:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
 

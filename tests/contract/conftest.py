@@ -21,7 +21,7 @@ def sides(
 ) -> Iterator[dict[str, Side]]:
     """Apache Kafka ("real") and three reference brokers ("ours"); a test that takes a broker down brings it back."""
     directory, prefix = tmp_path_factory.mktemp("oracle"), f"/oracle-{uuid.uuid4().hex[:10]}"
-    # As Kafka's are configured.
+    # Configured like Kafka's topics.
     defaults = {"num_partitions": 3, "default_replication_factor": 3}
     with start_brokers(NODES, directory, etcd.endpoint, prefix, lease_ttl_s=LEASE_TTL_S, **defaults) as brokers:
         yield {"real": RealSide(real_kafka), "ours": ReferenceSide(brokers)}

@@ -29,7 +29,7 @@ from tests.support.processes.served import kafka_proxy, port_of
 from tests.support.waiting import wait_for
 from tests.support.wire.record_batches import build_batch
 
-# Replaced in the fields of requests: a topic to read, one to write, a name for one to create, a name that nothing has,
+# Placeholders in the fields of requests: a topic to read, one to write, the name of a new one, a name without a topic,
 # and the broker that Metadata names.
 TOPIC, TOPIC_ID, WRITTEN, NEW, UNKNOWN, NODE = "TOPIC", "TOPIC_ID", "WRITTEN", "NEW", "UNKNOWN", "NODE"
 NO_ID, STRANGE_ID = uuid.UUID(int=0), uuid.UUID("9b4b2b3e-1111-4222-8333-944444444444")
@@ -476,7 +476,7 @@ ASKED: Sequence[Asked] = [
 ]
 
 
-# Differences on purpose
+# Intended differences
 
 
 _NOT_OFFERED = "the API is not offered, and ApiVersions says so"

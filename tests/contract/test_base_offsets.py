@@ -43,16 +43,16 @@ VERSIONS = (3, 7, 9, 11, 13)
 TOPIC_IDS_FROM = 13
 UNKNOWN_PARTITION = 7
 PATIENCE_S = 60.0
-# Far more than it takes to depose a leader.
+# Far longer than deposing a leader takes.
 WAITS_MS = 30_000
-# The cluster takes a frozen broker out of the ISR after 5 s. An attempt that is slower than that starts over.
+# The cluster takes a frozen broker out of the ISR after 5 s. An attempt that is slower is repeated.
 ATTEMPTS = 5
 REFUSED = Outcome("NOT_LEADER_OR_FOLLOWER")
 UNKNOWN = Outcome("UNKNOWN_TOPIC_OR_PARTITION")
 TOO_FEW = Outcome("NOT_ENOUGH_REPLICAS")
 TIMED_OUT = Outcome("REQUEST_TIMED_OUT")
 ONE = bytes(build_batch([b"one"]))
-# How long to look for the one error that only a race brings, and the requests in flight meanwhile.
+# The time to look for the one error that only a race causes, and the number of racing requests.
 RACE_S = 6.0
 RACERS = 4
 PIPELINED = 10
@@ -88,7 +88,7 @@ class Topic:
             )
 
         wait_for(lambda: all(map(told, NODES)), PATIENCE_S, f"{self.name} in sync on {replicas}")
-        # A broker tells of a change before it has made it.
+        # A broker may report a change before it has made it.
         leads = {node_id: node_id == replicas[0] for node_id in NODES}
         wait_for(lambda: {each: self._leads(each) for each in NODES} == leads, PATIENCE_S, f"the leader {replicas[0]}")
 
@@ -194,13 +194,13 @@ def test_non_leader_refuses_with_base_offset_minus_one(side: RealSide, real_kafk
             for version in VERSIONS
         }
         assert said == {version: [REFUSED, REFUSED, UNKNOWN] for version in VERSIONS}
-        # A planned move: the leader of before lives on.
+        # A planned move: the former leader lives on.
         topic.assign(leader, 2, 1)
         topic.elect_preferred(leader)
         topic.wait_in_sync(2, 1)
         deposed = {version: produce(leader, topic, ONE, version, acks=acks) for version in VERSIONS}
         assert deposed == dict.fromkeys(VERSIONS, REFUSED)
-        # The leader of before may have dropped its end and be fetching it again.
+        # The former leader may have truncated its log and be fetching again.
         wait_for(lambda: topic.stored(1) == topic.stored(2) == before, PATIENCE_S, "both logs as before")
         assert produce(follower, topic, ONE, 9) == Outcome("NONE", 1)
 
@@ -353,7 +353,7 @@ def test_deposed_leader_reports_offset_of_waiting_batch(
                 happens(topic, roles, controller)
                 said = {each.what: answered(each.client) for each in waiting}
                 if happens is lead_elsewhere:
-                    # To send them again to the new leader would append them again: all but the idempotent one.
+                    # Sending them to the new leader would append them again, except for the idempotent one.
                     for each in waiting:
                         assert each.value in topic.stored(roles.successor, each.partition), each.what
         if Outcome("NONE", 0) not in said.values():
@@ -381,7 +381,7 @@ def test_replica_shortage_reports_offset_only_after_append(side: RealSide, real_
             VERSIONS, TOO_FEW
         )
         seen = race(side, roles, racing)
-        # Below min.insync.replicas the high watermark stands still since Kafka 4.0: the wait ends with 7, not with 20.
+        # Since Kafka 4.0 the high watermark does not rise below min.insync.replicas: the wait ends with 7, not with 20.
         assert answered(first) == Outcome("REQUEST_TIMED_OUT", 0)
         assert strict.stored(roles.leader) == before
     print(f"under changes of min.insync.replicas: {dict(seen)}")
@@ -421,7 +421,7 @@ def race(side: RealSide, roles: Roles, topic: Topic) -> Counter[tuple[str, bool]
     return seen
 
 
-# What the proxy makes of it
+# The proxy's answers
 
 
 @pytest.fixture(scope="module")
@@ -444,7 +444,7 @@ def test_proxy_resends_appended_batch_only_where_recognised(
                 send_all(topic, roles.leader, waiting)
                 topic.elect_preferred(controller)
             said = {each.what: answered(each.client) for each in waiting}
-        # The proxy sends again for 3 s, in which a busy machine may not have the next leader ready.
+        # The proxy retries for 3 s; on a busy machine the next leader may not be ready by then.
         gave_up = any(said[each.what] == TIMED_OUT for each in waiting if "idempotent" in each.what)
         if said[waiting[0].what] != Outcome("NONE", 0) and not gave_up:
             break

@@ -44,7 +44,7 @@ class Difference(NamedTuple):
     why: str
 
 
-# Batches as they should not be
+# Invalid batches
 
 
 def patched(batch: bytes, position: int, value: int, size: int) -> bytes:

@@ -29,10 +29,10 @@ from tests.support.brokers.oracle import (
 )
 
 Sides = Mapping[str, Side]
-# By then a dead broker is known to be dead, on both sides.
+# By then both sides know that a dead broker is dead.
 SHRUNK_MS = 14_000
 RANDOM_STEPS = 120
-# On both sides who does not fetch is in sync for longer.
+# On both sides a follower that does not fetch stays in sync for longer.
 IN_SYNC_S = 2.5
 
 
@@ -105,7 +105,7 @@ def _is_neither_acknowledged_nor_read(sides: Sides, topic: str) -> bool:
     real, ours = on_both(sides, script)
     if max(stopped_s) > IN_SYNC_S:
         return False
-    # Kafka tells the offset of what it has appended, though it may yet be lost; here no offset goes with an error.
+    # Kafka reports the offset of an appended batch even if it may be lost; here an error has no offset.
     untold = Outcome("REQUEST_TIMED_OUT", 4), Outcome("REQUEST_TIMED_OUT", -1)
     assert differing(real, ours) == {"acks=all": untold, "acks=all, again": untold}
     assert real["latest"].offset == 2, "there was nothing to wait for"
@@ -193,9 +193,9 @@ def test_replicas_survive_leader_deaths_and_come_back(sides: Sides, topic: str) 
         return told
 
     real, ours = on_both(sides, script)
-    # Kafka looks at the records only where enough replicas are in sync; clients send them again after either.
+    # Kafka reads the records only if enough replicas are in sync; clients retry after either error.
     unread = Outcome("NOT_ENOUGH_REPLICAS"), Outcome("CORRUPT_MESSAGE")
-    # Where replicas in sync become too few after the append, Kafka lets the time go by: its high watermark stands.
+    # If replicas leave the ISR after the append, Kafka waits until the timeout: its high watermark stays.
     shrunk = Outcome("REQUEST_TIMED_OUT", 2), Outcome("NOT_ENOUGH_REPLICAS_AFTER_APPEND")
     assert differing(real, ours) == {
         "three, dying: acks=all": shrunk,

@@ -32,7 +32,7 @@ PARTITIONS = 7
 class World(ABC):
     """One kind of source, with what stands behind it."""
 
-    # Whether a refused request makes it learn what has changed.
+    # Whether a refused request makes the source learn the change.
     follows = True
 
     def __init__(self) -> None:
@@ -243,7 +243,7 @@ async def test_table_is_loaded_when_source_is_open(world: World) -> None:
         assert owners(topology, world.topic) == true_owners
         assert len(true_owners) == PARTITIONS
         assert topology.brokers == true_brokers
-        # What is routed is routed to somewhere.
+        # Every owner has an address.
         for index in range(PARTITIONS):
             assert topology.address(topology.owner(world.topic.encode(), index)) is not None
             assert topology.owner_revision(world.topic.encode(), index) > 0
@@ -279,7 +279,7 @@ async def test_unknown_partition_has_no_owner(world: World) -> None:
         name = world.topic.encode()
         for topic, index in ((b"never", 0), (name, PARTITIONS), (name, -1), (name, 2**31 - 1), (b"\xff\x00", 0)):
             assert topology.owner(topic, index) == NO_OWNER
-            # A client may well ask for it: nobody waits for ever, and nothing comes of it.
+            # A client may ask for this partition: the wait ends, and nothing changes.
             await asyncio.wait_for(
                 source.source.refresh(topic, index, topology.owner_revision(topic, index)), PATIENCE_S
             )
@@ -295,14 +295,14 @@ async def test_refresh_reflects_state_at_its_begin(world: World) -> None:
         true_owners, _ = await world.truth()
         if world.follows:
             await world.move()
-            # Somebody may have told the source already. The Kafka broker that is asked may not know yet itself.
+            # The source may know already. The Kafka broker that is asked may not know yet.
             old_owners = true_owners
             deadline = time.monotonic() + PATIENCE_S
             while true_owners == old_owners:
                 assert time.monotonic() < deadline, "nothing has moved"
                 true_owners, _ = await world.truth()
 
-        # A Kafka broker learns of new leaders a moment after the controller has chosen them; a refused client asks on.
+        # A Kafka broker learns of new leaders a moment after the controller chose them; a refused client asks again.
         async def are_told() -> bool:
             refreshes = (source.source.refresh(name, index, before[index]) for index in range(PARTITIONS))
             await asyncio.wait_for(asyncio.gather(*refreshes), PATIENCE_S)
@@ -311,7 +311,7 @@ async def test_refresh_reflects_state_at_its_begin(world: World) -> None:
         await eventually(are_told, lambda: owners(topology, world.topic))
         if world.follows:
             assert all(topology.owner_revision(name, index) > before[index] for index in range(PARTITIONS))
-            # A refusal of an earlier owner that comes late changes nothing.
+            # A late refusal of an earlier owner changes nothing.
             version = topology.version
             for index in range(PARTITIONS):
                 await asyncio.wait_for(source.source.refresh(name, index, before[index]), PATIENCE_S)
@@ -326,7 +326,7 @@ async def test_reload_reads_what_has_changed(world: World) -> None:
         before = {index: topology.owner_revision(name, index) for index in range(PARTITIONS)}
         await world.move()
         await reloaded_to_truth(world, source, topology, before)
-        # Nothing has changed since: no route is doubted.
+        # Nothing has changed since, so no route is doubted.
         version = topology.version
         await asyncio.wait_for(source.source.reload(), PATIENCE_S)
         assert topology.version == version
@@ -367,7 +367,7 @@ async def test_deleted_topic_has_no_owners_and_recreated_differs(world: World) -
             assert topology.owner(topic, 0) == NO_OWNER
         await world.make_again()
         await reloaded(source, lambda: len(owners(topology, world.topic)) == PARTITIONS)
-        # A refusal of the first topic's time is older than what is known now.
+        # A refusal from the first topic's time is older than the present state.
         await reloaded_to_truth(world, source, topology, revisions)
         new_id = await world.topic_id()
         assert topology.topic_ids.get(name) == new_id
@@ -377,7 +377,7 @@ async def test_deleted_topic_has_no_owners_and_recreated_differs(world: World) -
             assert topology.owner(new_id, 0) == topology.owner(name, 0)
 
 
-async def test_a_source_that_is_heard_is_not_stale(world: World) -> None:
+async def test_source_that_answers_is_not_stale(world: World) -> None:
     await world.prepare()
     async with opened(world) as (source, _):
         assert not source.source.stale
@@ -395,5 +395,5 @@ async def test_closing_leaves_nothing_behind(world: World) -> None:
     await asyncio.sleep(0.05)
     left = [task.get_name() for task in asyncio.all_tasks() - before]
     assert left == []
-    # Whoever still asks is not kept waiting.
+    # Later callers do not wait.
     await asyncio.wait_for(source.source.refresh(world.topic.encode(), 0, topology.revision), PATIENCE_S)

@@ -48,7 +48,7 @@ ASKED: list[Asked] = [
     *configured("unclean.leader.election.enable", "false", "nothing"),
     *configured("no.such.thing", "1"),
 ]
-# Kafka knows more configurations, and other values of those.
+# Kafka has more configurations, and more values of these.
 REFUSED_HERE: list[Asked] = [
     *configured("cleanup.policy", "compact", "compact,delete"),
     *configured("compression.type", "zstd"),

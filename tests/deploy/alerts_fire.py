@@ -204,13 +204,13 @@ async def test_reference_brokers_and_etcd_raise_alarms(tmp_path: Path) -> None:
             victim.kill()
             await alarms.until("KproxyBrokerUnderReplicated")
             await alarms.until("KproxyBrokerUnderMinIsr")
-            # The partitions of "single" that it kept: no live broker has a replica.
+            # Partitions of "single" that the broker kept: no live broker has a replica.
             await alarms.until("KproxyBrokerPartitionsOffline")
             # Its key is gone with its lease.
             await eventually(lambda: counted(proxy.admin, "kproxy_table_brokers ") == 2)
             await alarms.until("KproxyBrokerDown", broker="3", instance=proxy.admin)
 
-            # The partitions of "single" that only the victim has: no broker takes the fence.
+            # Partitions of "single" whose only replica is at the victim: no broker takes the fence.
             claimant = await RawClient().connect(port_of(proxy))
             claim = own.encode_own_request(own.OwnRequest("g", None))
             claimant.send(control_request(api_keys.OWN, own.OWN_MAX_VERSION, claim))

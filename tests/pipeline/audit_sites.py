@@ -42,7 +42,7 @@ class AuditedProxies:
 
     def start(self, *, interval_s: float, listen: str = "127.0.0.1:0") -> KproxyProcess:
         self._started += 1
-        # A broker that sleeps over its lease is not to be given up before it wakes.
+        # The proxy must not give up a broker that sleeps past its lease before it wakes.
         config = self._directory / "proxy.toml"
         config.write_text(f"[limits]\nprobe_timeout_s = {ADMIN_TIMEOUT_S}\n")
         where = ["serve", "--config", config, *self._ownership, "--listen", listen, "--admin", "127.0.0.1:0"]
@@ -55,7 +55,7 @@ class ForgeableCluster:
 
     def __init__(self, directory: Path, etcd: str, stack: ExitStack) -> None:
         directory.mkdir()
-        # Either could; one is told to.
+        # Either broker could; one of them is told to.
         options = {"lease_ttl_s": TTL_S, "unfenced": 1}
         self.sleeper, self.forged = stack.enter_context(start_brokers((1, 2), directory, etcd, PREFIX, **options))
 

@@ -60,6 +60,6 @@ def _read(directory: Path) -> tuple[Path, bytearray, list[RecordBatch]]:
 
 def _write(segment: Path, content: bytearray) -> None:
     segment.write_bytes(content)
-    # Of Apache Kafka's: it makes them anew from what it finds.
+    # Apache Kafka writes these indexes again from the log.
     for index in ("index", "timeindex"):
         segment.with_suffix(f".{index}").unlink(missing_ok=True)

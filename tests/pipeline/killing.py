@@ -21,7 +21,7 @@ class Job:
     def __init__(self, command: Sequence[str | Path], directory: Path, name: str) -> None:
         self.said = directory / name
         with self.said.open("wb") as said:
-            # What a killed one cannot clear away goes with the test's directory.
+            # The test's directory keeps what a killed process cannot remove.
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -68,7 +68,7 @@ class Watched:
         try:
             return self._consumer.get_watermark_offsets(confluent_kafka.TopicPartition(self._topic, partition), 5.0)[1]
         except confluent_kafka.KafkaException:
-            # Nobody owns it just now.
+            # The partition has no owner just now.
             return 0
 
     def count(self) -> int:

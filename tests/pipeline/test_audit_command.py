@@ -93,7 +93,7 @@ def test_forged_rows_do_not_decide_a_signed_audit(
         produce(proxy.kafka, topic, [b"value"] * RECORDS)
         assert proxy.stop() == 0
     (rows,) = trails_in_topic(dev_cluster.kafka, trail).values()
-    # A record that nobody wrote, in the name of the proxy, and of one that there is not.
+    # A record that nobody wrote, in the proxy's name and in a nonexistent proxy's.
     forged = ForgedTrail(rows[0].incarnation, rows[0].proxy, sequence=rows[-1].sequence + 1)
     produce(dev_cluster.kafka, trail, [encode_page([forged.acked(topic, RECORDS, 1)])])
     produce(dev_cluster.kafka, trail, [encode_page([ForgedTrail("f" * 16, "nobody:1").acked(topic, RECORDS + 1, 1)])])
@@ -107,7 +107,7 @@ def test_forged_rows_do_not_decide_a_signed_audit(
     assert "Trail rows left out, not signed with the key: 2." in out
 
 
-def test_large_audit_goes_on_to_spark(unended: AuditJob, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_audit_continues_on_spark(unended: AuditJob, monkeypatch: pytest.MonkeyPatch) -> None:
     def on_spark(*_: object) -> None:
         raise StartupError("on Spark")
 

@@ -41,7 +41,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 PARTITIONS = "spark.sql.shuffle.partitions"
 FIRST_SEED = secrets.randbelow(1 << 31)
 SEEDS = range(FIRST_SEED, FIRST_SEED + examples(40))
-# Small, so that cases and histories meet the boundaries of buckets.
+# Few bits, so that cases and histories meet the boundaries of buckets.
 BITS = 5
 
 
@@ -152,7 +152,7 @@ def test_few_rows_are_judged_equally_by_driver(spark: Any, tmp_path: Path, monke
 
 @pytest.mark.long
 def test_results_written_here_are_read_by_spark(spark: Any, here: Results, tmp_path: Path) -> None:
-    # A second audit takes the place of the first.
+    # A second audit replaces the first.
     for _ in range(2):
         here.write(str(tmp_path), {"made": "now"})
     read, about = read_results(spark, str(tmp_path))
@@ -173,7 +173,7 @@ def test_spark_reads_trails_and_logs_of_a_cluster(
     assert document["verdict"] == "Loss"
     counts = {state: document["counts"][state] for state in ("acked", "present", "lost")}
     assert counts == {"acked": 33, "present": 30, "lost": 3}
-    # The proxy has no end: it is not known what else it acknowledged.
+    # The proxy's trail has no end, so it may have acknowledged more.
     assert document["findings_by_kind"].keys() == {"lost", "tail"}
 
 

@@ -76,7 +76,7 @@ def story(spark: Any, etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFacto
         with raw_client(one) as first, raw_client(one) as second:
             late = _acknowledged_late(cluster, [first, second])
         cluster.sleeper.stop()
-        # Through the same proxy to partition 0, to partition 1 through another; all in one batch each.
+        # Partition 0 through the same proxy, partition 1 through another; each gets one batch.
         for partition, proxy in enumerate((one, other)):
             write(spark, proxy.kafka, {("split", partition): AFTER}, acks=1, linger_ms=10_000)
         wait_for(
@@ -122,9 +122,9 @@ def _acknowledged_late(cluster: ForgeableCluster, clients: Sequence[RawClient]) 
     return [Offsets(answer.base_offset, answer.base_offset + LATE - 1) for answer in answers]
 
 
-# The demo's audit is of such a run as well.
+# The demo audits such a run, too.
 @pytest.mark.long
-def test_run_without_faults_audits_clean(story: Story) -> None:
+def test_run_without_faults_passes_the_audit(story: Story) -> None:
     clean = audit(story.bootstrap, story.trail_in_order, ["clean"])
     assert clean.findings == []
     assert clean.exit_status == 0

@@ -21,7 +21,7 @@ from tests.support.clients.java import require_java
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
 
 MARK = "KPROXY_TEST_RUN"
-# What the scripts of Spark and the guards of children call by name.
+# Programs that Spark's scripts and the guards of children call by name.
 TOOLS = ("sh", "bash", "env", "dirname", "uname", "cat", "sleep", "kill", "ps")
 
 
@@ -64,7 +64,7 @@ class Demo:
                 if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
                     yield " ".join(process.cmdline())
             except psutil.Error:
-                continue  # gone meanwhile, or somebody else's
+                continue  # ended meanwhile, or another user's
 
     def end(self) -> None:
         self.process.kill()
@@ -115,7 +115,9 @@ def test_demo_with_pip_java_and_kill_is_clean(tmp_path: Path, without_java: dict
         pytest.param(signal.SIGTERM, "cluster", 143, id="SIGTERM while Spark starts"),
     ],
 )
-def test_a_signal_ends_it_and_all_it_started(tmp_path: Path, number: signal.Signals, stage: str, status: int) -> None:
+def test_signal_ends_the_demo_and_its_processes(
+    tmp_path: Path, number: signal.Signals, stage: str, status: int
+) -> None:
     require_java()
     demo = Demo(tmp_path / "data", "--rows", "100000", "--kill-owner")
     try:
@@ -141,5 +143,5 @@ def test_killed_demo_ends_all_its_processes(tmp_path: Path) -> None:
     finally:
         demo.end()
 
-    # They notice it themselves: brokers close their logs first, a JVM that is still starting must have started.
+    # Processes notice the end themselves: brokers close their logs first, and a starting JVM must start before it ends.
     assert demo.living(grace_s=90) == []

@@ -90,7 +90,7 @@ def course(tmp_path_factory: pytest.TempPathFactory, spark: Any, beside: LoopThr
         yield Course(beside, relay, cluster.etcd)
 
 
-# The next test has a fault on the wire judged by the same run of the demo, and more; tests/unit/demo has each fault.
+# The next test judges a fault on the wire in the same run of the demo, and more; tests/unit/demo has each fault.
 @pytest.mark.parametrize(
     ("change", "wrong", "read"),
     [
@@ -129,14 +129,14 @@ def test_one_fault_on_the_wire_ends_with_1(
         assert tamper.victims, "no batch was fit for the fault"
         (fault,) = wrong
         assert any(f"n={n}" in table[fault][1] for n in tamper.victims)
-    # What is wrong is kept to be looked at, what is right is not.
+    # The files of a bad run stay for inspection, those of a good run do not.
     assert bool(list(tmp_path.iterdir())) == bool(wrong)
 
 
 def test_fault_beside_an_owner_kill_is_found(
     beside: LoopThread, spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # It is swapped in the first micro-batch, before the kill: what is sent again after that is sent as it was.
+    # The relay swaps records in the first micro-batch, before the kill; resent batches are unchanged.
     relay = TamperingRelay(keep_producers=True)
     relay.tamper = tamper = Tamper(swap_two)
     relay.upstream_port = free_port()

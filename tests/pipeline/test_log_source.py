@@ -97,6 +97,6 @@ def test_missing_topic_is_named_by_driver_and_spark(spark: Any, dev_cluster: Kpr
         read_log(spark, log_options(dev_cluster.kafka, topics=["missing"])).collect()
 
 
-def test_options_are_judged_before_spark_sees_them(spark: Any) -> None:
+def test_options_are_checked_before_spark_gets_them(spark: Any) -> None:
     with pytest.raises(LogReadFailed, match="Say what to read"):
         read_log(spark, log_options(f"127.0.0.1:{free_port()}", topics=[]))

@@ -158,7 +158,7 @@ class History:
         self.raise_high_watermark()
         state = self.opened.state_below(self.high_watermark)
         self.disk.before_call = count_down
-        with suppress(LogFailed):  # a segment that was removed meanwhile is not told of
+        with suppress(LogFailed):  # a segment removed meanwhile reports no failure
             self.opened.checkpoint(self.high_watermark, Leadership(self.epoch, 0), state)
         self.disk.before_call = lambda: None
         assert self.opened.failure is None

@@ -287,7 +287,7 @@ def test_every_partition_is_refused(key: int, version: int, data: st.DataObject)
     assert bytes(at_once(refuse_partitions(key, version, body, 16))) == refused_by_kafka_python(key, version, body)
 
 
-# Whatever comes
+# Arbitrary bytes
 
 
 def works(kind: str, key: int, version: int, body: bytes) -> list[Work[Any]]:
@@ -354,6 +354,6 @@ def test_excess_tagged_fields_are_refused(kind: str, key: int, version: int) -> 
                 at_once(work)
 
 
-def test_long_lists_of_nodes_cost_nothing() -> None:
+def test_long_lists_of_nodes_cost_little() -> None:
     body = fattest("response", keys.METADATA, 12, ("topics", "partitions", "replica_nodes"), 1 << 20)
     assert len(at_once(rename_brokers(keys.METADATA, 12, body, NAMED))) < 1 << 10

@@ -153,7 +153,7 @@ def check(take: Taker, message: Callable[[int], bytes], longest: int, told: str)
 
 
 @pytest.mark.parametrize("taker", TAKERS)
-def test_cost_grows_with_length_alone(taker: str) -> None:
+def test_cost_depends_only_on_length(taker: str) -> None:
     seed = secrets.randbelow(1 << 32)
     for message in messages(Random(seed)):
         check(TAKERS[taker], partial(of_length, message), MOST_FRAME_BYTES - 100, f"{message!r}; seed {seed}")
@@ -165,7 +165,7 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> ssl.SSLContext:
     return load_for_acceptor(ListenerTls(pair.cert, pair.key)).context
 
 
-def test_hello_costs_with_its_length_alone(tls: ssl.SSLContext) -> None:
+def test_hello_cost_depends_only_on_its_length(tls: ssl.SSLContext) -> None:
     """Each pair of extensions shares the bytes, and each has them alone, with TLS 1.3 and without."""
 
     def take(message: bytes) -> None:
@@ -233,7 +233,7 @@ def ask(request: pytest.FixtureRequest) -> Iterator[Taker]:
     pages = _Pages()
     page = AdminPage(cast(Pages, pages), pages.table, guard)
     with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
-        # aiohttp answers nothing to a host that is no name of IDNA: the page closes the connection.
+        # aiohttp does not answer a host that is not a valid IDNA name: the page closes the connection.
         patch.setattr(http_page, "REQUEST_S", 0.2)
         port = runner.run(page.start("127.0.0.1", 0))
 
@@ -302,7 +302,7 @@ PAGE_PIECES: Final = (
 )
 
 
-def test_page_costs_with_length_alone(ask: Taker, request: pytest.FixtureRequest) -> None:
+def test_page_cost_depends_only_on_length(ask: Taker, request: pytest.FixtureRequest) -> None:
     has_token = "token" in request.node.name
     places = {name: ends for name, ends in TO_PAGE.items() if not has_token or name.startswith("Authorization")}
     seed = secrets.randbelow(1 << 32)

@@ -77,7 +77,7 @@ def test_invalid_key_is_refused(rest: str) -> None:
         KEYS.parse_claim(KEYS.claims + rest)
 
 
-def test_a_key_from_elsewhere_is_refused() -> None:
+def test_key_of_another_prefix_is_refused() -> None:
     for key in ("g/r", KEYS.member("1f"), "/other/kproxy/own/g/r"):
         with pytest.raises(ValueError, match=REFUSED):
             KEYS.parse_claim(key)

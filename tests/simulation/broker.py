@@ -34,7 +34,7 @@ class BrokerConnection:
         self.transport: SimulatedTransport | None = None
         self._cluster = cluster
         self._bytes = b""
-        # With their arrival and write times; and the write time of the request being served.
+        # With arrival and write times; and the write time of the request that is being served.
         self._queue: deque[tuple[bytes, float, float]] = deque()
         self.written_at = 0.0
         # The fences that bind writes on it.

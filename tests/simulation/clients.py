@@ -145,7 +145,7 @@ class Client:
         self._numbers: dict[Partition, int] = defaultdict(int)
         self._dice = world.dice
         self._is_waiting = False
-        # Whether a fault that is no error has affected this client, which is then no longer judged.
+        # Whether an intended fault has affected this client, which is then no longer judged.
         self.is_void = False
 
     def __str__(self) -> str:

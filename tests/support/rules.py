@@ -96,7 +96,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         marks = [*item.iter_markers("long")]
         if marks:
-            # Of a parameter's and its test's, the stricter one.
+            # If a parameter and its test both have a mark, the stricter one counts.
             most, by_file = min((_most(mark), "but_one" in mark.kwargs) for mark in marks)
             of = (item.path, "" if by_file else item.name.partition("[")[0])
             if in_any_case[of] >= most:

@@ -54,7 +54,7 @@ class Scene:
 
     def __init__(self, at: float) -> None:
         self.now = at
-        # By number.
+        # By request number.
         self.sent: dict[int, bytes] = {}
         self.brokers: list[ScriptedUpstream] = []
         self.clients: list[RawClient] = []

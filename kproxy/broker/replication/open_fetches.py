@@ -123,7 +123,7 @@ class OpenFetches:
         if fetch.replica_id != self._replica_id:
             raise CloseConnection(f"Fetch with replica_id {fetch.replica_id} from broker {self._replica_id}")
         if fetch.session_epoch != OPEN_EPOCH:
-            raise CloseConnection(f"broker {self._replica_id} is of another release: upgrade all brokers together")
+            raise CloseConnection(f"broker {self._replica_id} runs another release: upgrade all brokers together")
         broker.name_topics(fetch)
         asked = []
         for topic in fetch.topics:

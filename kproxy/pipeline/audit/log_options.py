@@ -46,7 +46,7 @@ def matching(topics: Iterable[str], pattern: str) -> list[str]:
     try:
         form = re.compile(pattern)
     except re.error as error:
-        raise LogReadFailed(f"{pattern!r} is no pattern for topics ({error}): write a regular expression.") from error
+        raise LogReadFailed(f"{pattern!r} is not a topic pattern ({error}): write a regular expression.") from error
     found = sorted(topic for topic in topics if not topic.startswith("__") and form.fullmatch(topic))
     if not found:
         raise LogReadFailed(f"No topic matches {pattern!r}.")
@@ -92,7 +92,7 @@ def expect_partitions(
     """Raise LogReadFailed if offsets of other partitions are given: a name is probably mistyped."""
     stranger = min(set(mentioned) - set(partitions), default=None)
     if stranger is not None:
-        raise LogReadFailed(f"{option} mentions {stranger}, which is not among what is to be read.")
+        raise LogReadFailed(f"{option} mentions {stranger}, which is not among the topics to read.")
 
 
 def cut(starts: Offsets, ends: Offsets, offsets_per_partition: int | None) -> list[list[LogRange]]:
@@ -176,7 +176,7 @@ def read_options(options: Mapping[str, str]) -> LogOptions:
         raise LogReadFailed(f"There is no option {unknown[0]}; there are {', '.join(_KNOWN.values())}.")
     topics, pattern = _names(given.get("topics", "")), given.get("topicpattern")
     if bool(topics) == (pattern is not None):
-        raise LogReadFailed("Say what to read: either by option topics (names, commas between) or topicPattern.")
+        raise LogReadFailed("Name what to read by the option topics (names separated by commas) or topicPattern.")
     check_crc = given.get("checkcrc", CHECKS[0]).lower()
     if check_crc not in CHECKS:
         raise LogReadFailed(f"Option checkCrc is {check_crc!r}: write one of {', '.join(CHECKS)}.")
@@ -215,7 +215,7 @@ def parse_bootstrap(text: str) -> tuple[Address, ...]:
     for part in _names(text):
         host, _, port = part.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
-            raise LogReadFailed(f"Option bootstrap has {part!r}: write HOST:PORT, several with commas between.")
+            raise LogReadFailed(f"Option bootstrap has {part!r}: write HOST:PORT, several separated by commas.")
         addresses.append(Address(host.strip("[]"), int(port)))
     if not addresses:
         raise LogReadFailed("Option bootstrap is missing: the address of a kproxy or of a Kafka cluster, HOST:PORT.")

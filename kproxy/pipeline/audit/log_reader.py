@@ -141,7 +141,7 @@ class RangeReader:
     def _step_over(self, answer_bytes: int) -> None:
         """Move past the corrupt batch that an answer without new batches consists of."""
         if self._corrupt is None:
-            raise self._failed("its leader sends only what lies before that offset")
+            raise self._failed("its leader sends only batches before that offset")
         if answer_bytes >= self._max_bytes + self._more_bytes and self._more_bytes < LARGEST_BATCH_BYTES:
             # The next batch did not fit into the answer.
             self._more_bytes *= 2
@@ -171,7 +171,7 @@ class RangeReader:
         except CodecError as error:
             raise self._failed(str(error)) from error
         if needed > LARGEST_BATCH_BYTES:
-            raise self._failed(f"a batch says that it has {needed} bytes; at most {LARGEST_BATCH_BYTES} are read")
+            raise self._failed(f"a batch announces {needed} bytes; at most {LARGEST_BATCH_BYTES} are read")
         return needed
 
     def _move_on(self, patience: Patience) -> None:

@@ -38,20 +38,20 @@ from pyspark.sql.types import (
 from kproxy.errors import StartupError
 from kproxy.pipeline.ingest.transforms import CORRUPT, quoted
 
-# Spark takes a text for null that equals `nullValue`, quoted or not. No text equals this one.
+# Spark reads a text that equals `nullValue` as null, quoted or not. No text equals this one.
 READER_OPTIONS: Final = {"nullvalue": "\0kproxy: nothing\0"}
-# Java reads this for bytes that are invalid in the encoding.
+# Java's replacement for bytes that are invalid in the encoding.
 REPLACED: Final = "\ufffd"
 MAX_DIGITS: Final = 38
 _TEXTS: Final = (StringType, CharType, VarcharType, BinaryType)
 _WHOLE_NUMBER: Final = "[+-]?[0-9]+"
 _NUMBER: Final = r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"
-# A time of JSON, and what Spark takes for a time when it infers: it begins with a date.
+# A JSON time, or a text that Spark infers as a time: it begins with a date.
 _TIME: Final = "H:m[:s[.SSSSSSSSS]]"
 TIMESTAMP_NTZ_FORMAT: Final = f"yyyy-M-d['T'{_TIME}][' '{_TIME}]"
 TIMESTAMP_FORMAT: Final = f"{TIMESTAMP_NTZ_FORMAT}[XXX][XX][X][' 'VV]"
 _DATE: Final = "[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}"
-# What a text of the type looks like; Spark's cast then decides. Other types take what the cast does.
+# The form of a type's texts; Spark's cast then decides. Other types accept whatever the cast accepts.
 _LOOKS: Final[Mapping[type[DataType], str]] = {
     **dict.fromkeys((ByteType, ShortType, IntegerType, LongType), _WHOLE_NUMBER),
     **dict.fromkeys((FloatType, DoubleType, DecimalType), _NUMBER),
@@ -65,9 +65,9 @@ _FORMATS: Final[Mapping[type[DataType], str]] = {
     TimestampType: "timestampformat",
     TimestampNTZType: "timestampntzformat",
 }
-# The reader's options for numbers that have names, and their names by default.
+# The reader's options for special numbers, and their default names.
 _NAMED: Final = (("nanvalue", "NaN", "NaN"), ("positiveinf", "Inf", "Infinity"), ("negativeinf", "-Inf", "-Infinity"))
-# The options by which a row is written as it was read.
+# The options that keep a written row as it was read.
 _DIALECT: Final = ("sep", "delimiter", "quote", "escape", "nullvalue")
 _UNCHANGED: Final = {"ignoreleadingwhitespace": "false", "ignoretrailingwhitespace": "false"}
 
@@ -85,13 +85,13 @@ def valued(rows: DataFrame, schema: StructType, options: Mapping[str, str]) -> D
     newline alone. Raise StartupError for an option that is not known here.
     """
     if "locale" in options:
-        raise StartupError("--source-option locale is not taken: read numbers and dates as STRING, and use --select.")
+        raise StartupError("--source-option locale is not supported: read numbers and dates as STRING with --select.")
     damaged, values = [], {}
     for field in schema.fields:
         text = F.col(quoted(field.name))
         if not isinstance(field.dataType, _TEXTS):
             values[field.name] = value = _value(text, field.dataType, options)
-            # Quotes around nothing: what quotes all values has them for null.
+            # An empty quoted field: programs that quote all values use it for null.
             damaged.append((text != "") & value.isNull())
             continue
         values[field.name] = text.cast("binary") if isinstance(field.dataType, BinaryType) else text

@@ -44,7 +44,7 @@ TASKS_PER_CORE: Final = 4
 BLOCKS_PER_TASK: Final = 16
 OBSERVED_TIMEOUT_S: Final = 10.0
 _POLL_S: Final = 0.005
-# How much of a text that is no JSON an error needs.
+# The length of invalid JSON that an error shows.
 _BEGINNING: Final = 10
 
 
@@ -114,7 +114,7 @@ class BatchWriter:
             rows = documents.of_records(batch, self._schema, verbatim=self._options.verbatim)
         placed = transforms.placed(rows)
         if self._options.reads_files and not batch.isStreaming:
-            # Rows are numbered by then, each block from 0.
+            # Rows are numbered by then, from 0 in each block.
             placed = placed.coalesce(max(TASKS_PER_CORE * self._tasks, batch.rdd.getNumPartitions() // BLOCKS_PER_TASK))
         return transforms.encoded(placed, self._options, batch=f"{self._job_id}/{number}")
 

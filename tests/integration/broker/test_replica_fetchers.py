@@ -319,7 +319,7 @@ async def test_unauthenticated_peer_is_closed_in_time(tmp_path: Path, monkeypatc
         assert both.leader.listener.followers == {2}, "whoever has authenticated stays"
 
 
-# Leaders that lie
+# Leaders that send false answers
 
 Behave = Callable[["Liar", memoryview], Awaitable[bytes]]
 
@@ -502,12 +502,12 @@ LIES: dict[str, tuple[Callable[[memoryview], bytes], str]] = {
 
 
 @pytest.mark.parametrize("case", LIES)
-async def test_leader_with_invalid_answer_is_not_believed(tmp_path: Path, case: str) -> None:
+async def test_invalid_answer_of_leader_is_rejected(tmp_path: Path, case: str) -> None:
     make, reason = LIES[case]
     await _is_found_out(tmp_path, Liar(once_authenticated(make)), reason)
 
 
-async def test_leader_that_answers_twice_is_not_believed(tmp_path: Path) -> None:
+async def test_second_answer_of_leader_is_rejected(tmp_path: Path) -> None:
     liar = Liar(once_authenticated(lambda frame: fetched(frame, good(records=b"", high_watermark=0)) * 2))
     with capture_logs() as logs:
         async with lied_to(tmp_path, liar):

@@ -121,7 +121,7 @@ def claimed_behind_another_answer() -> Step:
     async def send(run: CaseRun) -> Checked:
         first = run.clients["B"].send_fetch(run.topic, 1, await run.end_of(1), max_wait_ms=20_000)
         second = run.clients["B"].send_fetch(run.topic, 0, 0)
-        # The broker has answered the second one by now.
+        # The broker has answered the second fetch by now.
         await asyncio.sleep(0.3)
         await (await own("A", [("0", 1)], New(1), group=READERS)(run))
 

@@ -101,7 +101,7 @@ def test_restarted_query_writes_no_row_twice(
     # As if killed after its write and before Spark noted the commit.
     last = max(numbered(checkpoint / "commits"))
     remove(checkpoint / "commits", last)
-    # If stopped between two batches, it may have planned the next one; if killed, it had not.
+    # A stopped job may have planned the next batch; a killed one had not.
     for batch in numbered(checkpoint / "offsets"):
         if batch > last:
             remove(checkpoint / "offsets", batch)

@@ -26,7 +26,7 @@ CONNECTIONS = 50
 CLAIMS_EACH = 4
 # Resources of one request, which takes about a second.
 MANY = 1_000
-# To see which is served sooner.
+# Enough attempts to see which is served sooner.
 ATTEMPTS = 5
 
 

@@ -117,7 +117,7 @@ def test_killed_broker_is_reported_and_comes_back(dev: KproxyProcess) -> None:
     assert len(told.lines) == 2, told.lines
 
 
-def test_a_broker_that_is_stopped_has_not_died(dev: KproxyProcess) -> None:
+def test_stopped_broker_is_not_restarted(dev: KproxyProcess) -> None:
     told, process = Told(dev), psutil.Process(pid_of(dev, "broker 1"))
     process.suspend()
     try:

@@ -35,7 +35,7 @@ async def secured(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sec
         yield Secured(authority, authority.issue("client"), f"https://localhost{port}", server)
 
 
-async def test_both_sides_show_their_certificates(secured: Secured) -> None:
+async def test_both_sides_present_their_certificates(secured: Secured) -> None:
     async with connected(
         EtcdClient([secured.url], EtcdOptions(ca=secured.authority.ca, **secured.client._asdict()))
     ) as client:

@@ -105,7 +105,7 @@ def end(proxy: KproxyProcess, number: int) -> None:
     proxy.wait()
 
 
-def test_each_names_all_and_partitions_spread(site: Site) -> None:
+def test_each_proxy_names_all_and_partitions_spread(site: Site) -> None:
     with site.proxies(3) as proxies, site.proxy(0, "--alone") as sidecar:
         expected = ports(proxies)
         agree(proxies, expected)
@@ -397,7 +397,7 @@ def served(proxy: KproxyProcess) -> float:
 
 @pytest.mark.java
 @pytest.mark.timeout(900)
-def test_clients_write_on_while_proxies_come_and_go(site: Site) -> None:
+def test_clients_keep_writing_while_proxies_change(site: Site) -> None:
     topic = "through-the-fleet"
     with site.proxies(3) as proxies, ExitStack() as stack:
         agree(proxies, ports(proxies))
@@ -431,7 +431,7 @@ def test_clients_write_on_while_proxies_come_and_go(site: Site) -> None:
 
 @pytest.mark.java
 @pytest.mark.timeout(900)
-def test_group_goes_on_after_its_coordinating_proxy_dies(site: Site, real_kafka: RealKafka, tmp_path: Path) -> None:
+def test_group_continues_after_its_coordinating_proxy_dies(site: Site, real_kafka: RealKafka, tmp_path: Path) -> None:
     topic = real_kafka.create_topic(f"fleet-{uuid.uuid4().hex[:10]}", 3)
     kafka_source = ("--ownership", "kafka", "--bootstrap", real_kafka.bootstrap, "--prefix", f"{site.prefix}/kafka")
     with site.proxy(0, *kafka_source) as one, site.proxy(0, *kafka_source) as other:

@@ -110,7 +110,7 @@ async def test_a_connection_without_a_request_is_closed(site: Site, monkeypatch:
     assert site.cut == {"page.cut.idle": 2}
 
 
-async def test_missing_request_body_is_not_waited_for(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_request_body_is_not_awaited(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_page, "BODY_S", 0.3)
     head = b"POST /echo HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 5\r\n\r\n"
     assert b"408" in await answer(await site.connect(), head + b"12")

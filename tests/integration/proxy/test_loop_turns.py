@@ -44,8 +44,8 @@ from tests.support.processes.dev import KproxyProcess
 from tests.support.processes.served import ServedBroker, beside, port_of, static_proxy
 from tests.support.wire.fattest import arrays, body_of, control_answer, control_request, fattest, many_tags
 
-# In decodings of a produce request of 4,096 partitions, 1.3 ms each on an idle core: losing the brokers of as many
-# partitions takes 35 to 55.
+# In decodings of a produce request of 4,096 partitions, 1.3 ms each on an idle core: a turn takes 35 to 55 if as many
+# partitions lose their brokers.
 LONGEST_TURN: Final = 80.0
 MANY_CLIENTS: Final = 400
 # Seconds for each group of cases, but no longer than its cases last, each ROUNDS times.
@@ -498,7 +498,7 @@ async def figure(site: Site, name: str) -> tuple[float, str]:
             what = await CASES[name](site)
             longest = await site.longest_turn()
     except (TimeoutError, AssertionError) as error:
-        # It would not stop by itself either.
+        # The proxy would not stop by itself either.
         site.process.signal(signal.SIGKILL)
         longest, what = inf, f"{type(error).__name__} {error}"
     site.part()
@@ -535,7 +535,7 @@ async def judge(group: str, directory: Path, more: Sequence[str] = ()) -> None:
     assert is_well, "\n".join(lines)
 
 
-# They repeat the measurements of PRODUCE.
+# These repeat the measurements of PRODUCE.
 OTHERS_UNKNOWN = ("FETCH of unknown topics", "LIST_OFFSETS of unknown topics")
 
 

@@ -88,7 +88,7 @@ class Case:
         acks = self.acks if acks is None else acks
         client.send(request_to(self.place, number, acks, self.producer_id, split=self.split))
         if acks == 0:
-            # Until it is there or can no longer come.
+            # Wait until the batch is there or can no longer arrive.
             await eventually(lambda: self.broker.has_done_with(number), str(self))
             return
         answer = await client.answer()

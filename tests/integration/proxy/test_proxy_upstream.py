@@ -44,7 +44,7 @@ async def test_connection_made_after_dial_timeout_is_not_used(s: Scene, monkeypa
     connection_made = Upstream.connection_made
 
     def made_too_late(self: Upstream, transport: asyncio.BaseTransport) -> None:
-        # Like the timer, if it is due earlier in the same step of the loop.
+        # Like the timer, if it fires earlier in the same turn of the loop.
         assert self._dial is not None
         self._dial.cancel()
         connection_made(self, transport)
@@ -152,7 +152,7 @@ async def test_requests_waiting_for_session_renewal_are_answered(s: Scene, outco
     asked = await s.next()
     (session,) = s.proxy.listener._sessions
     connection = session._connections.by_broker[1]
-    # As while the proxy reauthenticates.
+    # The state during a reauthentication.
     connection._kept, connection._outbox = connection._outbox, None
     s.produces(4, 5)
     await eventually(lambda: len(connection._queue) == 2, "both wait")

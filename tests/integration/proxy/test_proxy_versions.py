@@ -93,7 +93,7 @@ unknown = functools.partial(scene, introduced=False, follows_versions=True, one_
 """A scene whose brokers are asked by the proxy itself."""
 
 
-# A broker joins that serves less
+# A broker with fewer versions joins
 
 
 @unknown(serves(NEWEST, answers=holds))
@@ -138,7 +138,7 @@ async def test_old_broker_joining_closes_idle_client(s: Scene) -> None:
 @unknown(serves(NEWEST))
 async def test_client_without_api_versions_gets_current_limits(s: Scene) -> None:
     """kafka-python 2.0.2 with a pinned version sends no ApiVersions at all."""
-    # By name: one connection calls a topic one thing.
+    # By name: a connection names a topic in one way only.
     assert await is_served(s.client, TOPIC_IDS_FROM - 1)
     async with joined(s, OLD):
         assert await is_served(s.client, OLD)
@@ -160,7 +160,7 @@ async def test_client_with_lower_versions_stays_limited(s: Scene) -> None:
     await eventually(lambda: current_produce(s.proxy) == NEWEST)
     assert await is_served(s.client, OLD)
     assert not await is_served(s.client, NEWEST)
-    # Asked again it is told of more.
+    # A repeated ApiVersions gets the newer versions.
     other = await s.proxy.client()
     assert await offered_produce(other) == NEWEST
     assert await is_served(other, NEWEST)
@@ -194,14 +194,14 @@ async def test_broker_departure_and_failed_attempts_are_logged(s: Scene, monkeyp
     await eventually(lambda: s.broker.log)
     await eventually(lambda: s.proxy.context.brokers.offered.ranges)
     assert told == [], "it is there"
-    # No client is connected: nobody else would notice.
+    # No client is connected, so only the probes notice.
     await s.broker.stop()
     await eventually(lambda: len(told) >= 3)
     assert told[-1] - told[1] >= 0.28, "not at every look"
 
 
 @unknown(serves(NEWEST))
-async def test_a_broker_with_another_address_is_asked_there(s: Scene) -> None:
+async def test_broker_is_asked_at_its_new_address(s: Scene) -> None:
     await eventually(lambda: s.broker.log)
     async with joined(s, OLD, node_id=1):
         pass
@@ -291,7 +291,7 @@ async def test_features_match_the_offered_versions(s: Scene, version: int) -> No
     if version < 3:
         assert (supported, finalized) == ({}, {})
         return
-    # Support from level 0 on can be said from version 4 on.
+    # Only versions from 4 on can express support from level 0 on.
     lowest = {"transaction.version": (0, 1)} if version >= 4 else {}
     assert supported == {**lowest, "metadata.version": (7, 27)}
     assert finalized == {"transaction.version": (1, 1), "metadata.version": (27, 27)}
@@ -301,7 +301,7 @@ async def test_features_match_the_offered_versions(s: Scene, version: int) -> No
 # Requests between brokers
 
 
-# Kafka's keys of requests between brokers, controllers and coordinators; the names are Kafka's.
+# Kafka's keys and names of requests between brokers, controllers and coordinators.
 INTERNAL = {
     "LeaderAndIsr": 4,
     "StopReplica": 5,
@@ -391,7 +391,7 @@ async def test_replica_lists_offsets_as_a_consumer(s: Scene, version: int) -> No
         ([range(1), range(1)], True),
         ([range(0)], False),
         ([range(1), range(0)], False),
-        # Only a version that the proxy does not support.
+        # The broker has only a version that the proxy does not support.
         ([range(1), range(1, 3)], False),
         # A broker of unknown versions: as a leader it gets a fence to keep, and answers then.
         ([range(1), None], True),

@@ -82,7 +82,7 @@ def test_killed_proxy_leaves_its_shipped_trail(dev_cluster: KproxyProcess, tmp_p
     with serve(dev_cluster, tmp_path, "--audit-sink", f"topic:{trail_topic}") as process:
         produce(process.kafka, topic, [b"v"] * 50)
         wait_for(lambda: shipped(process) >= 2, what="a range")
-        # There may be more than one range of them.
+        # The 50 records may be in several ranges.
         trails = partial(trails_in_topic, dev_cluster.kafka, trail_topic)
         wait_for(lambda: told(chain.from_iterable(trails().values()), topic) == 50, what="all of it")
         process.signal(signal.SIGKILL)
@@ -293,7 +293,7 @@ async def test_internal_connection_is_no_client_and_outlives_clients() -> None:
         await s.proxy.listener.drain()
         assert await s.client.is_closed()
         assert await code(inside, 2) == 0
-        # Another one, for the sink's new start after a failure.
+        # The sink opens another connection after a failure.
         later = await over(s.proxy.listener.connect_inside())
         assert await code(later, 3) == 0
         await s.proxy.listener.stop()

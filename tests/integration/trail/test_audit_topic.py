@@ -50,7 +50,7 @@ async def test_pages_are_messages_of_one_partition_in_order(dev_cluster: KproxyP
     await sink.write(pages[:1])
     await sink.write(pages[1:])
     await sink.close()
-    # Somebody else's, to a topic that is there.
+    # Another proxy's rows, in the existing topic.
     other = TopicSink(trail_topic, "0" * 16, bootstrap=[parse_address(dev_cluster.kafka, "")])
     await other.write([encode_page([msgspec.structs.replace(row, incarnation="0" * 16) for row in some_rows(3)])])
     await other.close()
@@ -133,7 +133,7 @@ async def test_too_large_batch_is_sent_in_parts() -> None:
     assert shown == [(0, 3), (0, 1), (1, 2), (1, 1), (2, 1), (3, 1)]
 
 
-async def test_sink_begins_anew_after_final_refusal() -> None:
+async def test_sink_restarts_after_final_refusal() -> None:
     broker = TrailBroker(codes.OUT_OF_ORDER_SEQUENCE_NUMBER, codes.NONE)
     await broker.upstream.start()
     sink = TopicSink("trail", INCARNATION, bootstrap=[broker.upstream.address])
@@ -157,7 +157,7 @@ async def test_attempts_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch, tr
     monkeypatch.setattr(topic_sink, "TIMEOUT_S", 0.3)
     monkeypatch.setattr(topic_sink, "OPEN_S", 0.3)
     sink = TopicSink(trail_topic, INCARNATION, bootstrap=[Address("127.0.0.1", port)])
-    # What is made once is not counted.
+    # Objects that are made only once are not counted.
     with pytest.raises(SinkFailed):
         await sink.write([b"{}"])
     gc.collect()

@@ -47,7 +47,7 @@ async def existing_among(*topics: str, **named: int) -> tuple[str, ...]:
         await broker.stop()
 
 
-async def test_new_topic_is_found_when_asked_for() -> None:
+async def test_new_topic_is_found_on_request() -> None:
     assert await existing_among(TOLD_OF, "hidden") == ("hidden", TOLD_OF)
 
 

@@ -109,7 +109,7 @@ def test_ends_and_beginnings_are_listed_for_all_partitions(dev_cluster: KproxyPr
         assert client.partitions(None)[written] == PARTITIONS
 
 
-def test_a_topic_that_is_not_there_is_named(dev_cluster: KproxyProcess) -> None:
+def test_missing_topic_is_named(dev_cluster: KproxyProcess) -> None:
     with client_of(dev_cluster.kafka) as client:
         with pytest.raises(LogReadFailed, match=f"^There is no topic missing at {dev_cluster.kafka}.$"):
             client.partitions(["missing"])
@@ -132,7 +132,7 @@ def test_hung_broker_address_does_not_block_the_next(dev_cluster: KproxyProcess,
             assert client.partitions([written]) == {written: PARTITIONS}
 
 
-def test_a_connection_that_was_closed_is_opened_again(dev_cluster: KproxyProcess, written: str) -> None:
+def test_closed_connection_is_reopened(dev_cluster: KproxyProcess, written: str) -> None:
     which = TopicPartition(written, 0)
     with client_of(dev_cluster.kafka) as client:
         assert client.list_offsets([which], LATEST) == {which: 80}

@@ -52,7 +52,7 @@ def make(seed: int) -> tuple[Trail, History]:
         if what < 0.75:
             claim([offset, count], who)
         if what < 0.1:
-            # Once more: the same record, or part of it, or another.
+            # Acknowledge the same record again, or part of it, or another.
             again = chance.randint(0, count - 1)
             other = dict(who, sequence=who["sequence"] + again) if chance.random() < 0.7 else some(offset, count)
             claim([offset + again, chance.randint(1, 20)], other)
@@ -67,7 +67,7 @@ def make(seed: int) -> tuple[Trail, History]:
                 log.append(batch(topic, offset, count, **who))
         offset += count
     if chance.random() < 0.3 and len(acked) > 1:
-        # One row of several spans, where others wrote in between.
+        # One row of several spans, with other writers in between.
         first, second = chance.randint(0, 30), chance.randint(40, 70)
         claim([first, 3, second, 4], {"producer": 1, "epoch": 0, "sequence": first})
     return trail, History(acked, log, chance.choice([0, 0, chance.randint(0, OFFSETS)]), chance.random() < 0.2)

@@ -19,7 +19,7 @@ INTERVAL_MS = 5_000
 Row = dict[str, Any]
 
 
-# Lines that are no rows.
+# Invalid lines.
 BAD_LINES = [
     '{"kind":"range","proxy":"p","incarnation":"p","sequence":900,"at":1,"topic":"t","spans":[1]}',
     '{"kind":"range","proxy":"p","incarnation":"p","sequence":901,"at":1}',

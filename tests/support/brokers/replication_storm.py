@@ -19,7 +19,7 @@ from tests.support.brokers.reference_broker import Closed, RawClient, fetch
 from tests.support.clients.attempts import Address, Stored, ThreadedClient, stored
 
 BROKERS = (1, 2, 3)
-# In seconds: below, around and beyond the TTL of 2 s.
+# Seconds: below, around and beyond the TTL of 2 s.
 HOLDS = (0.1, 0.5, 1.5, 2.5, 4.0)
 KINDS = (
     *("killed",) * 3,

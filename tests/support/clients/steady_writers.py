@@ -31,7 +31,7 @@ from tests.support.clients.kafka_io import Placed
 
 PAUSE_S = 0.02
 IN_TRANSACTION = 5
-# Of a producer, before the next one takes its place.
+# The number of records before a producer is replaced.
 IN_PRODUCER = 15
 TIMEOUT_S = 60.0
 _SOURCE = Path(__file__).with_name("SteadyClient.java")
@@ -75,7 +75,7 @@ class Writer:
         self.settings, self.is_renewed = settings, is_renewed
         # The times (time.monotonic) in order.
         self.acknowledged_at: list[float] = []
-        # Offsets by number of all records that must be there: those of a transaction as soon as it is committed.
+        # The offsets of all records that must be there, by number; a transaction's records count once it is committed.
         self.kept: dict[int, int] = {}
         self.problems: list[str] = []
         self._pending: dict[int, int] = {}
@@ -241,7 +241,7 @@ class _Aiokafka(_Session):
     def send(self, value: bytes) -> int:
         sending = self._producer.send_and_wait(self._writer.topic, value, partition=self._writer.partition)
         placed = self._run(asyncio.wait_for(sending, TIMEOUT_S))
-        # With acks=0 there is none.
+        # With acks=0 there is no offset.
         return -1 if placed is None else int(placed.offset)
 
     def begin(self) -> None:
@@ -254,7 +254,7 @@ class _Aiokafka(_Session):
         self._run(self._producer.abort_transaction())
 
     def pause(self) -> None:
-        # Meanwhile it does other work of its own.
+        # The client does other work meanwhile.
         self._run(asyncio.sleep(PAUSE_S))
 
     def close(self) -> None:

@@ -47,7 +47,7 @@ def etcd_prefix() -> str:
 
 @pytest_asyncio.fixture
 async def etcd_client(etcd: EmbeddedEtcd) -> AsyncIterator[EtcdClient]:
-    # This etcd is always there, but sometimes slow.
+    # This etcd is always up, but sometimes slow.
     async with connected(EtcdClient([etcd.endpoint], timeout_s=PATIENCE_S)) as client:
         yield client
 
@@ -86,7 +86,7 @@ async def freeze(server: EmbeddedEtcd) -> None:
     os.kill(server.pid, signal.SIGSTOP)
     process = psutil.Process(server.pid)
     await eventually(lambda: process.status() == psutil.STATUS_STOPPED)
-    # Bytes that it had written to its sockets before still arrive.
+    # Bytes that it wrote to its sockets earlier still arrive.
     await asyncio.sleep(0.05)
 
 

@@ -16,7 +16,7 @@ from tests.support.models.replication_recovery import broken_by, recover, shorte
 from tests.support.models.simulated_broker import SimulatedProcess, State
 from tests.support.models.simulated_etcd import Link
 
-# Mostly little time, and sometimes more than a lease's TTL.
+# Mostly little time, sometimes more than a lease's TTL.
 ADVANCES = (0, 0, 0, 1, 1, 2, 3, 3)
 
 

@@ -93,12 +93,12 @@ class SimulatedProcess:
         self.client = SimulatedEtcdClient(store)
         self.view = ClusterView(Keys("/p"))
         self.watches = True
-        # By prefix, in seconds.
+        # Seconds by key prefix.
         self.watch_delays: dict[str, float] = {}
-        # By prefix: the revision up to which etcd has sent changes, and the arrival time of the last of them.
+        # By key prefix: the revision up to which etcd has sent changes, and the arrival time of the last of them.
         self._told: dict[str, int] = {}
         self._arrives_at: dict[str, float] = {}
-        # A reload begins another one; changes on their way on an earlier one are dropped.
+        # A reload begins another stream; changes on their way on an earlier one are dropped.
         self._stream = 0
         self._on_left_behind = on_left_behind
         self._data_dir = DataDir.open(directory, node_id)
@@ -146,7 +146,7 @@ class SimulatedProcess:
         )
         self.loop.create_task(self._serve())
 
-    # The server's work
+    # The broker as a server
 
     async def _serve(self) -> None:
         fence = await self._establish()

@@ -46,7 +46,7 @@ class EtcdStore:
         self.on_change: Callable[[], None] = lambda: None
         self._next_lease_id = 1000
 
-    # Reading, as the model itself does
+    # Reads of the model itself
 
     def get(self, key: str) -> KeyValue | None:
         kv = self.kvs.get(key.encode())

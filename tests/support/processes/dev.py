@@ -100,7 +100,7 @@ class KproxyProcess:
         module: str = KPROXY_MAIN,
     ) -> None:
         self.stderr_path = stderr_path
-        # Processes that we start do not outlive us, however we end.
+        # Processes started here do not outlive this one, however it ends.
         parent = _parent_pipe()
         environ = {**os.environ, PARENT_FD: str(parent.read_fd)}
         self._process: forked.Started

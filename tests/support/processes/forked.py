@@ -61,7 +61,7 @@ AT_IMPORT: Final = (
     "SSL_CERT_DIR",
     "SSL_CERT_FILE",
 )
-# As the fork server has them; a test may change them for its own processes.
+# The fork server's values; a test may change them for its own processes.
 _AT_START: Final = {name: os.environ[name] for name in AT_IMPORT if name in os.environ}
 _MOST_BYTES: Final = 1 << 20
 _MOST_DESCRIPTORS: Final = 16
@@ -236,7 +236,7 @@ def start(
     return Forked([module, *arguments], status_fd, piped)
 
 
-# The server's side.
+# The server's side
 
 
 def _serve(control: socket.socket) -> tuple[_Asked, list[int]] | None:
@@ -286,7 +286,7 @@ def _tell(status_fd: int, number: int) -> None:
     try:
         os.write(status_fd, number.to_bytes(_NUMBER_BYTES, "big", signed=True))
     except BrokenPipeError:
-        # Nobody waits for it.
+        # The client has gone.
         return
 
 
@@ -298,7 +298,7 @@ def _become(asked: _Asked, descriptors: Sequence[int]) -> Callable[[], Any]:
         os.dup2(each, number)
     first = 0
     for number in (*sorted(asked.numbers), os.sysconf("SC_OPEN_MAX")):
-        # closerange(0, 0) closes all there are.
+        # closerange(0, 0) closes all descriptors.
         if first < number:
             os.closerange(first, number)
         first = number + 1
@@ -314,7 +314,7 @@ def _become(asked: _Asked, descriptors: Sequence[int]) -> Callable[[], Any]:
 
 
 def main() -> NoReturn:
-    # As kproxy.__main__ does before anything else is imported.
+    # kproxy.__main__ does this before anything else is imported.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     for module in PRELOADED:
         importlib.import_module(module)
@@ -327,7 +327,7 @@ def main() -> NoReturn:
         asked = _serve(control)
         if asked is None:
             sys.exit()
-        # Its number may be one that the copy is to have.
+        # The copy may need the descriptor's number.
         control.detach()
     status = _become(*asked)()
     # As at the end of `python -m`, but without taking the interpreter apart: that is a quarter of a short process.

@@ -41,7 +41,7 @@ from tests.support.brokers.scripted_upstream import HOST, PATIENCE_S, ScriptedUp
 from tests.support.clients.raw_client import RawClient
 from tests.support.wire.messages import topic_id
 
-# One test of each file runs on asyncio's own loop, too; make test-all runs them all on both.
+# One test of each file also runs on asyncio's own loop; `make test-all` runs all tests on both loops.
 _ON_BOTH = pytest.mark.parametrize(
     "loop_factory",
     [
@@ -54,7 +54,7 @@ _IN_ONE_GO: set[Callable[..., Any]] = set()
 ATTEMPTS = 5
 STOOD_STILL_S = 0.1
 LOOK_S = 0.01
-# The possible delay of any look.
+# The possible delay of each look.
 USUAL_S = 0.005
 IDENTITY = Proxy(1_000_000, "proxy.test", 19092)
 _PROXY_MODULES = ("kproxy.proxy", "kproxy.routing")
@@ -83,7 +83,7 @@ class Pauses:
         try:
             await work
         finally:
-            # It may end in the very turn after the pause.
+            # The work may end in the same turn as the pause.
             self._note()
             looking.cancel()
             await asyncio.wait((looking,))
@@ -177,7 +177,7 @@ class RunningProxy:
         self.topology = Topology()
         self.source = Owners()
         self.pages: list[bytes] = []
-        # As in every proxy that serves; but only tests look at it.
+        # Every serving proxy has a trail; here only tests read it.
         self.trail = Trail(
             "proxy.test:19092",
             "0123456789abcdef",

@@ -42,7 +42,7 @@ def static_proxy(
     they have listeners. `command` is what runs in place of `kproxy`, and so is the `main` of `module`.
     """
     lines = ["[ownership]", 'ownership = "static"', "[limits]"]
-    # Brokers in this process answer when it gets to run: no proxy may give them up before.
+    # Brokers in this process answer only when it runs, so no proxy may give them up earlier.
     limits = {"probe_timeout_s": PATIENCE_S, **(limits or {})}
     lines += [f"{key} = {str(value).lower()}" for key, value in limits.items()]
     lines += ["[brokers]", *(f'{broker} = "127.0.0.1:{port}"' for broker, port in brokers.items())]

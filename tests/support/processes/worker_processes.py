@@ -74,7 +74,7 @@ async def clients_of_each(process: KproxyProcess) -> dict[int, list[RawClient]]:
     while not all(held.values()):
         before = of_each()
         client = await RawClient().connect(port)
-        # It is accepted a moment after it is connected.
+        # The worker accepts a moment after the connection is made.
         while (after := of_each()) == before:
             assert time.monotonic() < deadline, f"no connection reaches some worker: {held}"
             await asyncio.sleep(0.01)

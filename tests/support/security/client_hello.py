@@ -22,7 +22,7 @@ def share(group: int, key: bytes) -> bytes:
     return number(group) + sized(key)
 
 
-# What makes an honest one.
+# The extensions of an ordinary client.
 EXTENSIONS: Final = {
     VERSIONS: b"\x04\x03\x04\x03\x03",
     SIGNATURES: sized(b"\x04\x03\x08\x04\x04\x01"),
@@ -53,7 +53,7 @@ CIPHERS_FILL: Final = {
     "one cipher of TLS 1.2": _repeated(b"\xc0\x2b"),
     "signalling ciphers": _repeated(b"\x00\xff"),
 }
-# Ways to fill extensions: the kind, and the content for so many bytes.
+# Ways to fill extensions: the extension's kind, and its content for a number of bytes.
 FILLS: Final[dict[str, tuple[int, Callable[[int], bytes]]]] = {
     "unknown groups": (GROUPS, _repeated(number(UNKNOWN), number(OTHER))),
     "one group": (GROUPS, _repeated(number(X25519))),

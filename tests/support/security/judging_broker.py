@@ -45,7 +45,7 @@ class JudgingBroker(ScriptedUpstream):
         self.lifetime_ms = 0
         self.may_write: Callable[[str, str], bool] = lambda name, topic: True
         self.misbehaves: Callable[[Asked], bool] = lambda asked: False
-        # The message and the version of each SaslAuthenticate, in order.
+        # The message and version of each SaslAuthenticate, in order.
         self.presented: list[tuple[bytes, int]] = []
         self.names: dict[UpstreamConnection, str] = {}
         # The sender of each request: (name, API key); "" for the proxy itself.

@@ -26,9 +26,9 @@ OK = "ok"
 ANOTHERS = "another's:"
 WITHIN_S = 20.0
 JAVA_TIMEOUT_S = 300.0
-# librdkafka has no consumer without a group; everybody who may read at all must be allowed this one.
+# librdkafka has no consumer without a group, so all users who may read must have access to this group.
 READERS = "mine"
-# By attempt.
+# Outcomes by attempt.
 Outcomes = dict[str, str]
 _SOURCE = Path(__file__).parents[1] / "clients" / "RefusedClient.java"
 
@@ -191,7 +191,7 @@ def _java(bootstraps: Sequence[str], attempts: Sequence[str], names: Mapping[str
     return outcomes
 
 
-# All of them
+# All clients
 
 CLIENTS = ("librdkafka", "java")
 

@@ -21,7 +21,7 @@ from tests.support.clients.raw_client import RawClient, control_frame
 
 ISSUER = "https://issuer.test/"
 AUDIENCE = "kafka.test"
-# For tests of something else.
+# For tests that are not about access.
 ALLOW_ALL = """
 [[acls]]
 principal = "User:*"

@@ -49,7 +49,7 @@ def librdkafka(bootstrap: str, topic: str, mechanism: str | None, name: str, pas
     if mechanism is not None:
         settings |= {"security.protocol": "SASL_PLAINTEXT", "sasl.mechanism": mechanism}
         if mechanism == "OAUTHBEARER":
-            # Whatever the token says, librdkafka presents it.
+            # librdkafka presents the token without checking it.
             settings["oauth_cb"] = lambda _: (password, time.time() + 600.0)
         else:
             settings |= {"sasl.username": name, "sasl.password": password}
@@ -148,7 +148,7 @@ def java(bootstrap: str, topic: str, mechanism: str | None, name: str, password:
     if mechanism is not None:
         settings |= {"security.protocol": "SASL_PLAINTEXT", "sasl.mechanism": mechanism}
     if mechanism == "OAUTHBEARER":
-        # It reads the token from a file, and needs more jars for that.
+        # The Java client reads the token from a file, and needs more jars for that.
         classpath = kafka_classpath()
         with NamedTemporaryFile("w", suffix=".jwt") as file:
             file.write(password)
@@ -160,7 +160,7 @@ def java(bootstrap: str, topic: str, mechanism: str | None, name: str, password:
             settings["sasl.oauthbearer.token.endpoint.url"] = url
             settings["sasl.oauthbearer.jwt.retriever.class"] = f"{_SECURITY}.oauthbearer.FileJwtRetriever"
             options = [f"-Dorg.apache.kafka.sasl.oauthbearer.allowed.urls={url}"]
-            # Its log would go to its output.
+            # Its log would mix with its output.
             options.append("-Dorg.apache.logging.log4j.level=OFF")
             return _java_outcome(classpath, topic, settings, options)
     if mechanism is not None:

@@ -100,7 +100,7 @@ def start_tls_kafka(directory: Path, *, session_s: float = 0) -> Iterator[TlsKaf
         "ssl.truststore.type": "PEM",
         "ssl.truststore.location": signer.ca,
         "listener.name.ssl.ssl.client.auth": "required",
-        # Certificates of another authority may take the place of these.
+        # Certificates of another authority may replace these.
         "ssl.allow.dn.changes": "true",
         "ssl.allow.san.changes": "true",
         "sasl.enabled.mechanisms": "PLAIN,SCRAM-SHA-256,SCRAM-SHA-512,OAUTHBEARER",

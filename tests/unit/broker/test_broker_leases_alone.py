@@ -248,7 +248,7 @@ async def test_records_for_deleted_topic_id_miss_its_namesake(stage: Stage, monk
     async def take_late(keys: Iterable[PartitionKey], timeout_s: float) -> None:
         await stage.recreate_topic()
         stage.tell()
-        await asyncio.sleep(0.2)  # the old one's log is removed
+        await asyncio.sleep(0.2)  # the old owner's log is removed
         await take(keys, timeout_s)
         assert stage.leases.led(b"t", 0) is not None
 

@@ -116,7 +116,7 @@ def test_failed_partial_write_leaves_no_trace(log: Log) -> None:
     append_values(log, 100)
     size = log.size_in_bytes
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 500, limits[1]))  # the next write goes through by 500 bytes
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 500, limits[1]))  # the next write stops after 500 bytes
     try:
         with pytest.raises(OSError, match="File too large"):
             append_values(log, 5000)

@@ -214,7 +214,7 @@ async def test_names_that_killed_process_left_reach_the_disk(
     killed = broker.host().log
     append_values(killed, 4000, 4000)
     broker.hosted.clear()
-    killed.close()  # flushes nothing
+    killed.close()  # does not flush
     hosted, synced = broker.host(), []
     assert hosted.log.directory == killed.directory
     sync = os.fsync
@@ -333,7 +333,7 @@ async def test_log_of_killed_broker_is_flushed(broker: Broker, disk: Disk) -> No
     assert disk.syncs == 1
 
 
-async def test_log_with_failed_flush_serves_nothing_more(broker: Broker) -> None:
+async def test_log_with_failed_flush_is_no_longer_read(broker: Broker) -> None:
     """The kernel may count data as written that it could not write, so a flush must not be repeated."""
     broken, well = broker.host("broken"), broker.host("well")
     for hosted in (broken, well):
@@ -414,7 +414,7 @@ def touch_in_every_way(group: Group) -> Iterator[tuple[str, Partition]]:
 
 
 @pytest.mark.parametrize("flush", ["interval", "never"])
-async def test_replica_rests_until_something_changes(tmp_path: Path, flush: FlushPolicy) -> None:
+async def test_unchanged_replica_is_not_flushed_again(tmp_path: Path, flush: FlushPolicy) -> None:
     group = Group(tmp_path, flush=flush)
     replicas = group.replicas.values()
     keeper = LogMaintenance(lambda: replicas, flush_interval_s=1.0, retention_check_interval_s=1.0)
@@ -433,7 +433,7 @@ async def test_replica_rests_until_something_changes(tmp_path: Path, flush: Flus
     keeper.close()
 
 
-async def test_rounds_leave_replicas_at_rest_alone(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rounds_skip_unchanged_replicas(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     for topic in ("t", "u", "v"):
         broker.host(topic)
     await settle(broker.keeper)
@@ -448,7 +448,7 @@ async def test_rounds_leave_replicas_at_rest_alone(broker: Broker, monkeypatch: 
     assert set(looked_at) == {busy.log}
 
 
-async def test_never_flushed_log_rests(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_never_flushed_log_needs_no_rounds(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     hosted = broker.host(flush="never")
     append_values(hosted.log, 10, 10)
     hosted.high_watermark = 2

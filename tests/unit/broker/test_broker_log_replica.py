@@ -37,7 +37,7 @@ def segment_names(log: Log) -> list[int]:
     return sorted(int(path.stem) for path in log.directory.glob("*.log"))
 
 
-# Taking what the leader sends
+# Appending the leader's batches
 
 
 def test_replica_log_equals_leaders_byte_for_byte(log: Log) -> None:
@@ -91,7 +91,7 @@ def with_byte(data: bytearray, position: int, value: int) -> bytearray:
         pytest.param(leader_batches(5, 1, leader_epoch=2), "leader epoch 2 at offset 5 comes behind", id="old epoch"),
         pytest.param(
             leader_batches(5, 1, leader_epoch=4) + leader_batches(6, 1, leader_epoch=3),
-            "leader epoch 3 at offset 6 comes behind epoch 4",
+            "leader epoch 3 at offset 6 comes after epoch 4",
             id="old epoch within",
         ),
         pytest.param(
@@ -154,7 +154,7 @@ def test_the_limit_holds_in_every_segment(log: Log) -> None:
         assert (found, offset) == (up_to // 10, up_to)
 
 
-# Going back
+# Truncation
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_follower_drops_segments_its_leader_dropped(log: Log) -> None:
     assert log.log_end_offset == 400
 
 
-# What is remembered beside the log
+# State files beside the log
 
 
 def test_a_checkpoint_is_found_again(log: Log) -> None:

@@ -112,7 +112,7 @@ async def test_lagging_follower_shows_in_lag_then_isr(group: Group, page: Page) 
     ]
 
 
-async def test_leader_of_uncertain_lease_leads_nothing(group: Group, page: Page) -> None:
+async def test_leader_with_uncertain_lease_is_not_counted(group: Group, page: Page) -> None:
     group.elect(1)
     group.fences[1].live = False
     assert await page("led_partitions") == 0

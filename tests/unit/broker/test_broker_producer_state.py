@@ -130,7 +130,7 @@ def test_producer_read_from_a_log_expires_by_timestamp() -> None:
     clock.now += 1
     states.update(batch(1, producer_id=4), 5)
     assert [remembered(states, producer_id) for producer_id in (1, 2, 3)] == [False, True, True]
-    # A batch from the future counts as of the time when it was read.
+    # A batch with a future timestamp is dated by the time when it was read.
     clock.now += EXPIRATION_MS - GRACE_MS
     states.update(batch(2, producer_id=4), 6)
     assert (len(states), states.expired, states.evicted) == (1, 3, 0)
@@ -157,7 +157,7 @@ def test_excess_producers_are_counted_and_logged() -> None:
             states.update(batch(0, producer_id=producer_id), producer_id)
     assert (len(states), states.evicted, states.expired) == (2, 5, 0)
     assert [line["evicted"] for line in logs] == [1, 2, 4], "not a line for each"
-    # As many as are read from the log of a long life: most of them wrote long ago.
+    # An old log holds batches of many producers, most of which stopped long ago.
     read = ProducerStates(max_producers=2, clock=clock)
     for producer_id in range(1, 8):
         read.update(batch(0, producer_id=producer_id), producer_id, clock.now - EXPIRATION_MS)

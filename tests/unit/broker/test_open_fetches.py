@@ -98,7 +98,7 @@ def test_idle_partition_is_answered_once_it_has_news(site: Site) -> None:
     assert site.ask((1, 1)) == []
 
 
-def test_idle_partition_costs_no_look(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_partition_is_not_checked_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     idle(site, 50)
     looks: list[int] = []
     read = Partition.read_as_replica
@@ -235,7 +235,7 @@ def test_answer_partitions_are_limited(site: Site, monkeypatch: pytest.MonkeyPat
     assert got == [[0, 1, 2], [3, 4, 5], [6, 7]]
 
 
-def test_read_error_is_no_success(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_error_does_not_count_as_caught_up(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     idle(site, 1)
     append(site.partitions[0], b"v")
 

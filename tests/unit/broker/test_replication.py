@@ -231,7 +231,7 @@ def test_isr_counts_expansion_at_proposal_and_shrink_afterwards(group: Group) ->
     assert leader.high_watermark == 2, "2 may still be elected"
 
 
-def test_isr_that_is_not_due_is_right(group: Group) -> None:
+def test_isr_without_due_change_is_correct(group: Group) -> None:
     seed = time.time_ns() % (1 << 32)
     print(f"seed {seed}")
     chance = random.Random(seed)
@@ -331,7 +331,7 @@ def test_leader_lacking_committed_records_is_not_followed(group: Group) -> None:
     append(leader, b"instead", acks=1)
     follower = group.replicas[2]
     group.fetch(2)
-    assert "records that were acknowledged are not there" in follower.failure
+    assert "acknowledged records are missing there" in follower.failure
     assert follower.log_end_offset == 1
     assert follower.next_fetch() is None
 

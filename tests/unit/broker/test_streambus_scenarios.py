@@ -257,10 +257,10 @@ def test_inconsistent_high_watermark_is_refused(group: Group, high_watermark: in
     ("leader_end", "parts_at"),
     [
         (EpochEnd(0, 2), 2),  # the leader's epoch 0 ended earlier
-        (EpochEnd(0, 9), 3),  # it went on; here the next one began at 3
+        (EpochEnd(0, 9), 3),  # the leader's epoch 0 went on; this replica's epoch 1 begins at 3
         (EpochEnd(1, 4), 4),
-        (EpochEnd(1, 9), 5),  # this replica only lags
-        (EpochEnd(-1, 0), 0),  # nothing in common
+        (EpochEnd(1, 9), 5),  # this replica lags
+        (EpochEnd(-1, 0), 0),  # the logs have nothing in common
     ],
 )
 def test_divergence_point_is_found(tmp_path: Path, leader_end: EpochEnd, parts_at: int) -> None:
@@ -343,7 +343,7 @@ class Waiting:
 
 @pytest.fixture
 def waiting(tmp_path: Path) -> Iterator[Waiting]:
-    # No replica leaves the ISR, however long the test waits.
+    # No replica leaves the ISR during the test.
     group = Group(tmp_path, isr_lag_s=1000.0)
     waiting = Waiting(group)
     yield waiting
@@ -394,7 +394,7 @@ def test_several_waiters_are_answered_at_their_offsets(waiting: Waiting) -> None
     waiting.advance(2)
     assert also_at_one.result() == error_codes.REQUEST_TIMED_OUT
     for node_id in (A, B):
-        # Both report msg1, and not yet msg2.
+        # Both replicas report msg1, but not yet msg2.
         waiting.replication.replica_fetched(on_disk(node_id), 2)
     waiting.loop.run_ready()
     assert at_one.result() == error_codes.NONE

@@ -45,7 +45,7 @@ def test_fence_rules_decide_who_may_write(fence: int, is_owned: bool, bound: int
         (7, OWNED, 7, RELEASE, FenceComparison.HOLDS),
         (7, OWNED, 8, RELEASE, FenceComparison.HIGHER),
         (7, OPEN, 6, BIND, FenceComparison.LOWER),
-        # One transaction may end one grant and make another.
+        # One transaction may end one grant and begin another.
         (7, OPEN, 7, BIND, FenceComparison.HIGHER),
         (7, OPEN, 8, BIND, FenceComparison.HIGHER),
         (7, OPEN, 7, RELEASE, FenceComparison.HOLDS),
@@ -63,7 +63,7 @@ def test_bind_and_release_give_expected_outcomes(
     [
         (KeptFence(8, OPEN, 20), (8, OPEN, 20)),
         (KeptFence(7, OPEN, 20), (7, OPEN, 20)),
-        # Another client has deleted the key, or put an older one: the known fence stays.
+        # Another client has deleted the key or put an older fence: the known fence stays.
         (KeptFence(6, OPEN, 20), (7, OWNED, 20)),
         (KeptFence(), (7, OWNED, 0)),
     ],
@@ -78,7 +78,7 @@ class Ask(NamedTuple):
     connection: int
     fence: int
     is_released: bool
-    # etcd says nothing, and the next that asks finds what it has done; or nobody does.
+    # Without an answer of etcd, the next request finds what was applied; or there is no next request.
     answered: bool
     new_leader: bool
 

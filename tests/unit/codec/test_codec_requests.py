@@ -65,7 +65,7 @@ def test_fetch_request_fields_are_read(version: int) -> None:
     assert isinstance(request, FetchRequest)
     assert (request.max_wait_ms, request.min_bytes, request.max_bytes, request.isolation_level) == (500, 2, 3, 1)
     assert (request.session_id, request.session_epoch) == ((9, 4) if version >= 7 else (0, -1))
-    # As `sample_request` has it.
+    # The values of `sample_request`.
     assert partition_fetch(request, request.topics[0].starts[1]) == PartitionFetch(
         partition_index=2,
         current_leader_epoch=11 if version >= 9 else -1,
@@ -90,9 +90,7 @@ def test_fetch_request_fields_are_read(version: int) -> None:
         ([("t", []), ("t", [])], False),
     ],
 )
-def test_a_partition_that_stands_twice_is_noticed(
-    api_key: int, partitions: list[tuple[str, list[int]]], repeats: bool
-) -> None:
+def test_repeated_partition_is_detected(api_key: int, partitions: list[tuple[str, list[int]]], repeats: bool) -> None:
     topics: list[dict[str, Any]] = []
     for name, indexes in partitions:
         topics += sample_request(api_key, {name: indexes})[REQUEST_FIELDS[api_key][0]]
@@ -164,7 +162,7 @@ def test_null_topics_and_null_partitions_are_refused(api_key: int, version: int)
             _parse(api_key, version, request_body(api_key, version, hostile))
 
 
-# Versions, and the fields that may not be null in them; from 13 on a topic has an id, which cannot be null.
+# Versions, and their non-nullable fields; from version 13 on a topic has an id, which cannot be null.
 NULLS_IN_THE_TRAILER: list[tuple[range, dict[str, Any]]] = [
     (range(7, 14), {"forgotten_topics_data": None}),
     (range(7, 13), {"forgotten_topics_data": [{"topic": None, "partitions": []}]}),
@@ -183,7 +181,7 @@ NULLS_IN_THE_TRAILER: list[tuple[range, dict[str, Any]]] = [
 )
 def test_null_in_fetch_trailer_is_refused(version: int, first_version: int, change: dict[str, Any]) -> None:
     if version < first_version:
-        # The field is not in it, and what the test has put there never reaches the wire.
+        # This version lacks the field, so the test's value never reaches the wire.
         assert _asking(FETCH, version, {"t": [0]}, **change).partition_count == 1
         return
     with pytest.raises(InvalidField, match="null"):
@@ -201,7 +199,7 @@ def test_admitted_fetch_names_no_rack(version: int, rack: str) -> None:
     for each in (named, nameless):
         APIS[FETCH].admit(each)
     assert bytes(named.frame) == bytes(nameless.frame)
-    # It is read as a whole again, so its length is its own.
+    # The entry is decoded whole again, so its length may differ.
     assert APIS[FETCH].parse_request(named.frame, head_of(named.frame)).partition_count == 2
 
 
@@ -288,7 +286,7 @@ def test_inflated_request_is_refused_at_once(api_key: int, version: int) -> None
     start = topics_offset[api_key]
     hostile = body[:start] + count + one * 200_000 + body[start + (1 if flexible else 4) :]
     took = []
-    # Garbage may be collected in one of them.
+    # The garbage collector may run during one of them.
     for _ in range(3):
         begin = time.thread_time()
         with pytest.raises(InvalidField):

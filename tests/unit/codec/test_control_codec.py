@@ -195,7 +195,7 @@ def test_tagged_fields_of_unauthenticated_clients_are_bounded(api_key: int, vers
         control.decode_request(api_key, version, b"\x7f")
 
 
-# An element without content of each array that a client may fill, and the bytes before and behind the array.
+# An empty element of each array that a client may fill, and the bytes before and after the array.
 _SMALLEST = {
     "Metadata": (api_keys.METADATA, 9, b"", b"\x01%b", bytes(4)),
     "OffsetCommit": (api_keys.OFFSET_COMMIT, 8, b"\x02g" + bytes(4) + b"\x02m\x00", b"\x02t\x01%b", b"\x00"),

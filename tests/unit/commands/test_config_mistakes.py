@@ -118,7 +118,7 @@ def test_unusable_file_is_named_with_the_remedy(site: Site, path: str) -> None:
             continue
         assert names(path, said), said
         assert str(file) in said, said
-        # Something to do stands behind the reason.
+        # The remedy follows the reason.
         assert re.search(r": (name|give|write|run|make) .{8,}\.$", said), said
     for value in ("", 7, ["a"], "a\0b"):
         said = error_of(site.with_value(path, value))
@@ -176,7 +176,7 @@ def test_keys_at_a_url_are_checked_without_fetching(site: Site) -> None:
     assert error_of(site.with_value("oauth.jwks", "https://127.0.0.1:1/keys")) == ""
 
 
-def test_a_file_without_users_is_warned_of(site: Site) -> None:
+def test_file_without_users_causes_a_warning(site: Site) -> None:
     file, empty = site.with_value("sasl.users", str(site.place / "empty")), site.place / "empty"
     done = CliRunner().invoke(cli, ["check-config", "--config", str(file)])
     assert done.exit_code == 0

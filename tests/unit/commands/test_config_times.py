@@ -39,5 +39,5 @@ def test_times_are_utc_unless_they_say_otherwise(text: str, ms: int) -> None:
 
 @pytest.mark.parametrize("text", ["yesterday", "12:00", "2027-13-01", ""])
 def test_invalid_time_is_refused(text: str) -> None:
-    with pytest.raises(StartupError, match=r"--to .* is no time: write it as"):
+    with pytest.raises(StartupError, match=r"--to .* is not a time: write it as"):
         parse_time_ms(text, "--to", NOW_MS)

@@ -122,7 +122,7 @@ def test_users_in_read_only_mount_are_read(mounted: tuple[Path, Callable[[], obj
     assert read_users(mount / "token").by_name == {}
 
 
-def test_file_in_read_only_mount_is_let_be(mounted: tuple[Path, Callable[[], object]]) -> None:
+def test_file_in_read_only_mount_is_accepted(mounted: tuple[Path, Callable[[], object]]) -> None:
     mount, make_read_only = mounted
     secret = [("admin.token_file", mount / "token")]
     assert [each.what for each in exposed(secret)] == ["admin.token_file"]

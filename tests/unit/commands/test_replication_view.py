@@ -111,7 +111,7 @@ def test_missing_replicas_add_no_output() -> None:
     assert about_replicas([], [1, 2], AT) == []
 
 
-def test_whole_replicas_are_one_line() -> None:
+def test_complete_replicas_are_one_line() -> None:
     (finding,) = about_replicas([row(0), row(1)], [1, 2, 3], AT)
     assert (finding.mark, finding.check, finding.at) == ("ok", "replication.isr", AT)
     assert finding.text == "all replicas of 2 partitions are in sync"

@@ -39,14 +39,14 @@ class Busy:
 
 
 busy = Busy()
-# There is no way to remove it.
+# The module cannot be removed.
 os.register_at_fork(after_in_child=busy)
 
 
 @pytest.fixture
 def busy_copies() -> Iterator[None]:
     usual, busy.is_on = gc.get_threshold(), True
-    # What is garbage here stays until the fork.
+    # Existing garbage stays until the fork.
     gc.set_threshold(1_000_000)
     yield
     gc.set_threshold(*usual)

@@ -54,11 +54,11 @@ def acked(at: int) -> Range:
         ),
     ],
 )
-def test_trails_are_complete_when_each_is_far_enough(rows: list[Row], told: bool) -> None:
+def test_audit_waits_until_every_trail_is_complete(rows: list[Row], told: bool) -> None:
     assert cover(stamps(rows), UNTIL_MS, now_ms=UNTIL_MS + 1_000) is told
 
 
-def test_overdue_silent_trail_is_not_waited_for() -> None:
+def test_overdue_silent_trail_is_not_awaited() -> None:
     read = stamps([begin(90_000), mark(UNTIL_MS), begin(50_000, "killed")])
     silent_ms = 50_000 + INTERVAL_MS + MARK_MS + SHIPPING_MS
 

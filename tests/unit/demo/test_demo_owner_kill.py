@@ -53,7 +53,7 @@ async def test_last_micro_batch_alone_waits_for_the_kill() -> None:
     stream.before_batch(1)
 
     last = asyncio.ensure_future(asyncio.to_thread(stream.before_batch, 2))
-    # However quick the stream was, the kill's time has come by now.
+    # The kill is due by now, however fast the stream was.
     await asyncio.wait_for(stream.reached.wait(), WAIT_S)
     await asyncio.wait([last], timeout=0.1)
     assert not last.done()
@@ -87,21 +87,21 @@ def test_partition_is_taken_when_its_lease_changes() -> None:
     now = 4.0
     change(0, None)
     change(1, None)
-    change(2, 3)  # not one of those that are waited for
+    change(2, 3)  # not one of the awaited partitions
     assert take_overs.at == {}
     now = 4.5
     change(0, 2)
     now = 5.0
     change(1, 3)
     now = 6.0
-    change(0, 3)  # what comes after the first taking is another story
+    change(0, 3)  # changes after the first takeover do not matter
     assert take_overs.are_complete()
     assert take_overs.at == {0: 4.5, 1: 5.0}
     assert take_overs.owners == {0: 2, 1: 3}
     assert take_overs.last_at == 5.0
 
 
-def test_same_broker_with_new_lease_counts_as_taking() -> None:
+def test_new_lease_of_same_broker_counts_as_taking() -> None:
     view, change = view_of({0: 1})
     take_overs = TakeOvers(view, TOPIC, [0], lambda: 7.0)
     change(0, 11)

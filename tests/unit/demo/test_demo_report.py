@@ -82,7 +82,7 @@ def test_rows_are_summed_by_owner_or_without_one() -> None:
     assert any("rows, no owner now" in line and " 1 │ 1 partition" in line for line in lines)
 
 
-def test_unknown_owners_are_said_to_be_unknown() -> None:
+def test_unknown_owners_are_reported_as_unknown() -> None:
     assert "not known without --etcd" in _shown(_outcome())
 
 
@@ -149,7 +149,7 @@ def test_finished_stage_without_terminal_is_one_line() -> None:
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_line_printed_during_a_stage_stays(is_terminal: bool) -> None:
+def test_line_printed_during_a_stage_remains(is_terminal: bool) -> None:
     progress = io.StringIO()
     with Report(progress=Console(file=progress, width=40, force_terminal=is_terminal)) as report:
         stage = report.stage("kill", "kill -9")

@@ -85,7 +85,7 @@ def marked(at: int) -> Trail:
     return trail
 
 
-# Rows as they are read, and what they leave unproven.
+# Rows as read, and what they leave unproven.
 CASES: dict[str, tuple[list[Row], list[tuple[Any, ...]]]] = {
     "whole": (long_trail("whole", 200).rows, []),
     "one row missing": (without(long_trail("p", 200), 70), [gap(70, 1, 69, 71)]),
@@ -108,14 +108,14 @@ CASES: dict[str, tuple[list[Row], list[tuple[Any, ...]]]] = {
         shared_names(),
         [("gap", 0, 1, *seconds(-61, 25)), tail(1, 20_000 - INTERVAL_MS, READ_AT // 1000)],
     ),
-    # It is unknown how long this proxy kept a row open.
+    # The trail does not say how long this proxy kept a row open.
     "killed, and its begin is lost": (
         without(long_trail("p", 200, ends=False), 0),
         [("gap", 0, 1, *seconds(-61, 1)), tail(199, 199_000 - 61_000, READ_AT // 1000)],
     ),
 }
 
-# Cases in which a proxy lives, whose time bounds the judgement of all else.
+# Cases with a live proxy, whose time bounds the other findings.
 LIVING: dict[str, tuple[list[Row], list[tuple[Any, ...]]]] = {
     "lives, heard of a moment ago": (marked(READ_AT - 9_000).rows, []),
     "lives, and another was killed": (
@@ -189,7 +189,7 @@ def test_trail_filling_a_file_counts_as_live() -> None:
     assert unproven_of(rows, shipping_ms=parse_place("parquet:/trail").shipping_ms) == []
 
 
-def test_only_the_times_that_are_judged_are_unproven() -> None:
+def test_only_judged_times_are_unproven() -> None:
     rows = without(long_trail("p", 200, ends=False), 20, 100)
     found = unproven_of(rows, from_ms=BEGAN_AT + 96_000, to_ms=BEGAN_AT + 300_000)
     assert found == [("gap", 100, 1, *seconds(96, 101)), ("tail", 199, 0, *seconds(194, 300))]
@@ -203,7 +203,7 @@ def test_live_trail_is_not_dead_in_wider_audit() -> None:
     assert "killed or cut off" in said["killed"]
 
 
-def test_many_gaps_are_told_as_one() -> None:
+def test_many_gaps_are_reported_as_one() -> None:
     rows = without(long_trail("p", 5_001), *range(1, 5_000, 2))
     found = missing_in(rows, read_at_ms=BEGAN_AT + 6_000_000)
     assert len(found) == 1_000

@@ -72,7 +72,7 @@ def test_unusable_java_is_skipped_for_the_next(tmp_path: Path, in_java_home: str
 
 
 @pytest.mark.parametrize("home_name", ["jvm", "a home with 'quotes' and spaces"])
-def test_java_without_vector_module_runs_behind_wrapper(tmp_path: Path, home_name: str) -> None:
+def test_java_without_vector_module_runs_in_wrapper(tmp_path: Path, home_name: str) -> None:
     home = _java(tmp_path / home_name, "21.0.1", has_vector_module=False)
 
     java = find_java({"JAVA_HOME": str(home), "PATH": WITHOUT_JAVA})

@@ -82,7 +82,7 @@ def test_other_protocol_is_named_at_once(behaviour: Behaviour, protocol: str, mo
     assert time.monotonic() - began < SOON_S
 
 
-def test_client_of_tls_broker_is_told_its_option() -> None:
+def test_client_of_tls_broker_gets_the_option() -> None:
     """With SASL no other question is sent to the port."""
     login = 'username="alice" password="secret"'
     options = {"security.protocol": "SASL_PLAINTEXT", "sasl.mechanism": "PLAIN", "sasl.jaas.config": login}
@@ -103,7 +103,7 @@ def is_slow(handler: socketserver.StreamRequestHandler) -> None:
 
 
 @pytest.mark.parametrize("behaviour", [is_silent, is_slow])
-def test_possible_broker_is_waited_for(behaviour: Behaviour) -> None:
+def test_possible_broker_is_awaited(behaviour: Behaviour) -> None:
     with (
         listening(behaviour) as address,
         LogClient([address], timeout_s=1.5, patience_s=1) as client,

@@ -15,7 +15,7 @@ ENDS = {TopicPartition("a", 0): 100, TopicPartition("a", 1): 50, TopicPartition(
     [
         ({}, ENDS),
         ({TopicPartition("a", 0): 40}, ENDS | {TopicPartition("a", 0): 40}),
-        # Acknowledged behind the end, and in a partition that is there no more.
+        # Acknowledged past the end of the log, and in a partition that no longer exists.
         ({TopicPartition("a", 1): 60, TopicPartition("a", 2): 0}, ENDS),
     ],
 )

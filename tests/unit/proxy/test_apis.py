@@ -38,7 +38,7 @@ def test_code_handles_every_row_of_the_table() -> None:
 
 
 @pytest.mark.parametrize("can_answer", [(), (keys.OWN,), tuple(SASL)])
-def test_versions_before_capable_broker_are_the_tables(can_answer: tuple[int, ...]) -> None:
+def test_versions_follow_the_table_before_brokers_answer(can_answer: tuple[int, ...]) -> None:
     everything = BrokerApis(dict.fromkeys(range(1 << 15), (0, 1 << 10)))
     ranges = {key: APIS[key].versions for key in can_answer}
     offered = offer([everything], can_answer=ranges).ranges
@@ -71,7 +71,7 @@ def test_the_codec_reads_every_version_of_the_table() -> None:
         assert lowest <= SERVED[key].min_version <= SERVED[key].max_version <= highest
 
 
-def test_a_request_that_changes_something_is_not_repeated() -> None:
+def test_request_with_effects_is_not_repeated() -> None:
     changes = {keys.CREATE_TOPICS, keys.DELETE_TOPICS, keys.CREATE_PARTITIONS, keys.OWN, *SASL}
     assert {key for key, api in APIS.items() if not api.repeatable} == changes
 

@@ -17,7 +17,7 @@ from kproxy.proxy.outbox import FLUSH_BYTES, Outbox, flushes_of
 
 OUTBOXES = 1000
 MESSAGE = bytes(100)
-# Much less than a large block for each.
+# Much less than a large block for each outbox.
 MOST_BYTES = OUTBOXES * (20 << 10) + (16 << 20)
 
 

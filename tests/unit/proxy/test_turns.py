@@ -69,7 +69,7 @@ async def test_first_failing_step_raises_at_its_caller() -> None:
     assert taken == [1]
 
 
-async def test_all_taken_waits_for_handed_on_steps() -> None:
+async def test_wait_covers_steps_that_steps_add() -> None:
     turns, taken = Turns(lambda: 0.0), list[int]()
 
     def first() -> None:

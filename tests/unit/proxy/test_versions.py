@@ -107,7 +107,7 @@ CAN_ANSWER = (keys.INIT_PRODUCER_ID, keys.FIND_COORDINATOR)
         ([KAFSCALE], (keys.INIT_PRODUCER_ID,), (keys.INIT_PRODUCER_ID,)),
         # Brokers that assign producer ids recognize batches; brokers that keep fences report coordinators themselves.
         ([REFERENCE], CAN_ANSWER, ()),
-        # One that does not is enough.
+        # One broker that does not is enough.
         ([REFERENCE, KAFSCALE], CAN_ANSWER, CAN_ANSWER),
         # Transactions have coordinators that only brokers know.
         ([NEW], CAN_ANSWER, ()),

@@ -12,7 +12,7 @@ from kproxy.routing.lanes import LaneState
 from kproxy_codec.error_codes import POLICY_VIOLATION
 from tests.support.models.playbook import Playbook
 
-# Seconds from a deadline until a broker's silence ends its connection.
+# The time in seconds from a deadline until a silent broker's connection is closed.
 HUNG_AFTER_S = 5.0
 
 
@@ -171,19 +171,19 @@ def test_partitions_in_flight_are_counted_only_on_demand() -> None:
     assert play.core._in_flight._sequences is None
 
 
-# A broker that hangs
+# Hung brokers
 
 
 def test_silent_connection_ends_after_a_deadline() -> None:
     play = proven()
     play.submits(2, "t-0", deadline_s=1)
     assert play.ticks(after_s=1) == ["answer 2: t-0=7"]
-    # Its client sends it again, and that waits.
+    # The client sends the batch again, and it waits.
     assert play.submits(3, "t-0", producer=(7, 0, 2), deadline_s=60) == []
     assert play.ticks(after_s=HUNG_AFTER_S - 0.1) == []
     assert play.ticks(after_s=0.1) == ["close c1"]
     assert play.core._in_flight.connections[1].state is ConnectionState.CLOSED
-    # Another one takes its place; but what it had may still be on its way, as long as it is not lost.
+    # Another connection replaces it, but its requests may still arrive until it is lost.
     assert play.submits(4, "t-1", deadline_s=60) == ["send #3 b2/c2: 4 t-1"]
     assert play.loses(1) == []
     assert play.wakes() == ["send #4 b1/c3: 3 t-0"]
@@ -370,11 +370,11 @@ def test_acks_0_sent_before_connection_end_is_uncertain(after_s: float, doubted:
 
 
 @pytest.mark.parametrize(("pause_s", "doubted"), [(0.8 * WINDOW_S, 3), (1.2 * WINDOW_S, 1), (2 * WINDOW_S, 0)])
-def test_the_last_two_windows_are_in_doubt_together(pause_s: float, doubted: int) -> None:
+def test_last_two_windows_are_uncertain_together(pause_s: float, doubted: int) -> None:
     play = Playbook()
     for n in (1, 2, 3):
         play.submits(n, "t-0", acks=0)
-    # When a batch leaves is what counts, not when it was sent.
+    # The time when a batch leaves counts, not the time when it is sent.
     for n in (1, 2, 3):
         play.leaves(n)
         play.waits(pause_s)
@@ -441,7 +441,7 @@ def test_uncertain_partitions_by_name_end_at_4096() -> None:
     assert sum(each.startswith("reread") for each in play.aside) == 4_096
 
 
-# acks=0 that is sent on as acks=1
+# acks=0 forwarded as acks=1
 
 
 def test_confirmed_acks_0_keeps_order_without_answers() -> None:
@@ -486,7 +486,7 @@ def test_confirmed_acks_0_is_begun_past_its_deadline() -> None:
     assert play.submits(1, "t-0", acks=1, silent=True, deadline_s=0) == ["send #1 b1/c1: 1 t-0"]
 
 
-# What is refused before it is sent
+# Batches refused before they are sent
 
 
 def test_partition_refused_at_submission_is_not_sent() -> None:
@@ -525,10 +525,10 @@ def test_refused_acks_0_ends_connection_after_sending() -> None:
     ]
 
 
-# The client sends no more
+# Clients that stop sending
 
 
-def test_client_that_sends_no_more_is_answered() -> None:
+def test_client_that_stops_sending_is_answered() -> None:
     play = Playbook()
     play.submits(1, "t-0")
     assert play.submits(2, "t-0") == []
@@ -572,7 +572,7 @@ def test_batches_whose_dial_takes_long_are_answered() -> None:
     ]
 
 
-def test_silent_batches_are_sent_again_after_the_end() -> None:
+def test_acks_0_batches_are_resent_after_end() -> None:
     play = Playbook()
     play.submits(1, "t-0", acks=0)
     play.half_closes()

@@ -121,7 +121,7 @@ def test_success_under_earlier_ownership_proves_no_route() -> None:
     play.moves("t-0", 2, 1)
     assert play.submits(2, "t-0") == []
     assert play.submits(3, "t-0") == []
-    # The next batch is the first on the new route, and is sent alone.
+    # The next batch is the first on the new route, so it is sent alone.
     assert play.answers(1, "t-0") == ["answer 1: t-0@10", "send #2 b1/c1: 2 t-0"]
     assert not play.proven("t-0")
     assert play.answers(2, "t-0") == ["answer 2: t-0@20", "send #3 b1/c1: 3 t-0"]
@@ -152,7 +152,7 @@ def test_forgotten_route_begins_a_generation(change: str) -> None:
     assert play.core.routes.generation > before
 
 
-# What is refused on a proven route, and what was piped behind it
+# Refusals on a proven route, and the batches that were pipelined behind them
 
 
 @pytest.mark.parametrize("behind", [NOT_LEADER, NOT_ENOUGH_REPLICAS, OUT_OF_ORDER])
@@ -160,7 +160,7 @@ def test_batches_behind_refused_batch_are_resent_behind_it(behind: int) -> None:
     play = piped(2, 3, 4)
     play.moves("t-0", 2)
     assert play.answers(2, "t-0=6") == []
-    # Not before the others are known to be refused as well.
+    # No retry before the refusals of the others are known.
     assert play.lanes == ["t-0 blocked"]
     assert play.wakes_in_ms() is None
     assert play.answers(3, f"t-0={behind}") == []
@@ -205,7 +205,7 @@ def test_appended_later_batch_passes_on_first_ones_code() -> None:
     assert play.answers(3, "t-0=45") == []
     assert play.answers(4, "t-0") == ["answer 2: t-0=6", "answer 3: t-0=6", "answer 4: t-0@40"]
     assert play.lanes == ["t-0 blocked"]
-    # It was not sent to prove the route that the refusal before it had made new.
+    # This batch did not prove the route that became new by the earlier refusal.
     assert not play.proven("t-0")
     assert play.answers(5, "t-0") == ["answer 5: t-0@50"]
 
@@ -239,7 +239,7 @@ def test_pipelined_refusals_do_not_lengthen_back_off() -> None:
     assert play.wakes_in_ms() is None
     play.waits(0.5)
     play.answers(3, "t-0=6")
-    # The back-off of the first has been over for long.
+    # The first batch's back-off ended long ago.
     assert play.wakes_in_ms() == 1
     assert play.wakes() == ["send #4 b1/c1: 2 t-0"]
 
@@ -255,7 +255,7 @@ def test_abandoned_first_batch_ends_those_behind_it() -> None:
     play.answers(5, "t-0=6")
     assert play.wakes() == ["send #6 b1/c1: 2 t-0"]
     assert play.answers(6, "t-0=6") == ["answer 2: t-0=6", "answer 3: t-0=6", "answer 4: t-0=6"]
-    # And nothing is stuck: the client sends them again.
+    # Nothing stays blocked: the client sends the batches again.
     assert play.submits(5, "t-0", producer=(7, 0, 2)) == ["send #7 b1/c1: 5 t-0"]
 
 
@@ -296,7 +296,7 @@ def test_only_batches_sent_unaware_are_given_up() -> None:
     play.answers(2, "t-0=19")
     assert play.ticks(after_s=1) == ["answer 2: t-0=19"]
     assert play.submits(6, "t-0", producer=(7, 0, 2)) == []
-    # Each would be sent again behind another one.
+    # A retry would be behind another batch.
     assert [play.answers(n, "t-0=45") for n in (3, 4)] == [["answer 3: t-0=6"], ["answer 4: t-0=6"]]
     assert play.answers(5, "t-0=45") == ["answer 5: t-0=6"]
     assert play.wakes() == ["send #6 b1/c1: 6 t-0"]
@@ -320,12 +320,12 @@ def test_batch_sent_unaware_is_not_begun() -> None:
     play.submits(2, "t-0")
     assert play.ticks(after_s=1) == ["answer 1: t-0=7", "answer 2: t-0=6"]
     assert play.lanes == ["t-0 probing"]
-    # It is in the log now, and its client sends it again; what the broker knows again is no new batch.
+    # The log has the batch, and its client sends it again; a batch that the broker recognizes is not a new one.
     assert play.submits(3, "t-0", producer=(7, 0, 1)) == []
     assert play.answers(1, "t-0") == ["send #2 b1/c1: 3 t-0"]
 
 
-# One owner after another
+# A change of owners
 
 
 def test_later_batch_waits_for_answer_of_former_owner() -> None:
@@ -376,7 +376,7 @@ def test_ownership_move_during_first_batch_blocks_nothing() -> None:
     assert play.wakes() == ["send #5 b1/c1: 2 t-0"]
     play.moves("t-0", 2)
     play.submits(5, "t-0")
-    # The new owner's route is not proven by the former owner's success.
+    # The former owner's success does not prove the new owner's route.
     assert play.answers(5, "t-0") == ["answer 2: t-0@50", "send #6 b2/c2: 3 t-0"]
     assert play.answers(6, "t-0") == ["answer 3: t-0@60", "send #7 b2/c2: 4 t-0", "send #8 b2/c2: 5 t-0"]
 
@@ -504,7 +504,7 @@ def test_unowned_batches_are_in_flight_at_one_broker() -> None:
     play.answers(3, "t-0=45")
     play.answers(4, "t-0=6")
     play.wakes()
-    # The third goes to the first broker, and not by a proven route any more; the fourth waits, whoever refused it.
+    # The third batch goes to the first broker, on an unproven route; the fourth waits, whichever broker refused it.
     assert play.answers(5, "t-0=87")[0] == "answer 2: t-0=87"
     assert play.sent[6].exchange.sequence == 3
     assert play.lanes == ["t-0 probing"]
@@ -512,7 +512,7 @@ def test_unowned_batches_are_in_flight_at_one_broker() -> None:
     assert play.sent[7].broker == play.sent[6].broker
 
 
-# Events that concern several
+# Events that concern several partitions
 
 
 def test_event_changes_all_lanes_before_sending() -> None:

@@ -120,7 +120,7 @@ def late() -> Playbook:
 
 def test_late_broker_is_left_out_of_the_answer() -> None:
     play = late()
-    # Nothing keeps what was read: the room of the others' answers is free.
+    # The answer is not kept: the memory of the other brokers' answers is free.
     assert play.exchanges[1]._results is None
     assert len(play.exchanges[1].request.frame) == 0
 
@@ -174,7 +174,7 @@ def test_read_without_records_goes_on_without_late_broker() -> None:
     play.answers(1, "t-0")
     assert play.wakes() == []
     assert play.wakes() == ["send #3 b1/c1: 1 t-0"]
-    # Its answer to the round before is no part of this one.
+    # The late broker's answer to the earlier round does not belong to this one.
     assert play.answers(2, "t-2:100") == []
     assert play.answers(3, "t-0") == []
     assert play.wakes() == ["send #4 b1/c1: 1 t-0", "send #5 b3/c2: 1 t-2"]
@@ -208,7 +208,7 @@ def test_partition_of_late_broker_follows_its_owner() -> None:
     play.wakes()
     play.moves("t-2", 2)
     assert play.wakes() == ["send #3 b1/c1: 1 t-0", "send #4 b2/c3: 1 t-2"]
-    # The end of the late broker's connection concerns nothing that is open.
+    # The end of the late broker's connection affects no open request.
     assert play.loses(2) == []
     play.answers(3, "t-0")
     assert play.answers(4, "t-2:100") == ["answer 1: t-0 t-2"]

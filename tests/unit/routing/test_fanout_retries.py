@@ -16,7 +16,7 @@ PLAIN: Producer = None
 IDEMPOTENT: Producer = (7, 0, None)
 KINDS = ("plain", "idempotent", "transactional")
 ALL, KNOWN_AGAIN, NONE = frozenset(KINDS), frozenset({"idempotent"}), frozenset[str]()
-# Attempts where every answer comes at once: by their number, within one second, and within three.
+# The number of attempts if every answer comes at once: the fixed bound, within one second, within three.
 THRICE, A_SECOND, SOME_SECONDS = 3, 5, 9
 
 
@@ -38,7 +38,7 @@ REFUSED = {
 UNKNOWN = dict.fromkeys((7, 13, 20, CONNECTION_LOST, UNREADABLE), Expected(SOME_SECONDS, 7, KNOWN_AGAIN))
 UNCLEAR = dict.fromkeys((3, 6, 56), Expected(SOME_SECONDS, 7, KNOWN_AGAIN))
 HANDED_ON = {code: Expected(1, code, NONE) for code in (-1, 2, 3, 10, 17, 29, 45, 46, 47, 56, 87, 999)}
-# Of brokers of this semantics, to requests with these acks, in answers with this base offset.
+# Answers from brokers of these semantics, to requests with these acks, with this base offset.
 TABLES: dict[str, tuple[BrokerSemantics, int, int, dict[int, Expected]]] = {
     "leased, all": (LEASED, -1, 5, HANDED_ON | REFUSED | UNKNOWN),
     "leased, one": (LEASED, 1, -1, HANDED_ON | REFUSED | UNKNOWN),
@@ -52,7 +52,7 @@ TABLES: dict[str, tuple[BrokerSemantics, int, int, dict[int, Expected]]] = {
     ),
 }
 ROWS = [(table, event) for table, (_, _, _, rows) in TABLES.items() for event in rows]
-# Of reads, whatever the semantics: what the client gets in the end, after three attempts.
+# The errors of reads after three attempts, with any semantics.
 READS = {NOT_WRITTEN: 6, 6: 6, 5: 5, CONNECTION_LOST: 6, UNREADABLE: 6}
 DOUBTS_THE_OWNER = {NOT_WRITTEN, CONNECTION_LOST, UNREADABLE, 3, 5, 6, 9, 13, 56, 74, 75, 100}
 
@@ -101,7 +101,7 @@ def until_answered(play: Playbook, event: int, offset: int = -1) -> tuple[int, i
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("table", "event"), ROWS)
-def test_every_row_is_followed(table: str, event: int, kind: str) -> None:
+def test_every_table_row_is_followed(table: str, event: int, kind: str) -> None:
     semantics, acks, offset, rows = TABLES[table]
     play = Playbook(semantics=semantics)
     play.submits(
@@ -115,7 +115,7 @@ def test_every_row_is_followed(table: str, event: int, kind: str) -> None:
 
 @pytest.mark.parametrize("event", [*READS, 1, 3, 29])
 @pytest.mark.parametrize("semantics", [LEASED, KAFKA], ids=["leased", "kafka"])
-def test_every_row_of_reads_is_followed(event: int, semantics: BrokerSemantics) -> None:
+def test_every_read_table_row_is_followed(event: int, semantics: BrokerSemantics) -> None:
     play = Playbook(semantics=semantics)
     play.lists_offsets(1, "t-0")
     assert until_answered(play, event) == ((THRICE, READS[event]) if event in READS else (1, event))
@@ -194,7 +194,7 @@ def test_slow_refusal_is_passed_on_after_waiting_time(event: int, bound_s: float
     play.submits(1, "t-0")
     play.answers(1, f"t-0={event}")
     play.wakes()
-    # One more is possible yet, and then none.
+    # One more attempt is possible, and then none.
     play.waits(bound_s - 0.2)
     assert play.answers(2, f"t-0={event}") == []
     play.wakes()
@@ -211,7 +211,7 @@ def test_endlessly_moving_partition_is_followed_boundedly(event: int, tried: int
         meets(play, event)
         if 1 not in play.answered:
             play.wakes()
-    # Of those that are bounded by time as many as the pace allows; each wake is a millisecond late.
+    # Attempts that time bounds are as many as the pace allows; each wake is a millisecond late.
     assert len(play.sent) in ({tried} if event == 6 else range(int(tried * 0.9), tried + 1))
 
 
@@ -236,7 +236,7 @@ def test_attempts_after_a_reread_count() -> None:
     play.view.rereads.add((b"t", 0))
     play.answers(1, "t-0=6")
     play.wakes()
-    # It ends while an attempt is on its way.
+    # The deadline passes during an attempt.
     play.view.rereads.clear()
     assert play.answers(2, "t-0=6") == []
     play.wakes()
@@ -298,7 +298,7 @@ def test_retry_only_past_deadline_is_answered_at_once(event: int) -> None:
     assert meets(play, event) == []
     play.wakes()
     final = {20: 7, CONNECTION_LOST: 7, NOT_WRITTEN: 6}.get(event, event)
-    # The next back-off ends 20 ms behind the deadline.
+    # The next back-off would end 20 ms after the deadline.
     assert meets(play, event) == [f"answer 1: t-0={final}"]
 
 
@@ -389,7 +389,7 @@ def test_jitter_lengthens_back_off_by_half_at_most() -> None:
     assert play.wakes_in_ms() == 20 * 1.25 + 1
 
 
-# Whom it would be sent to
+# Destinations of retries
 
 
 @pytest.mark.parametrize(("event", "code"), [(6, 6), (20, 7), (CONNECTION_LOST, 7), (NOT_WRITTEN, 6)])
@@ -408,7 +408,7 @@ def test_new_owners_state_counts_for_resends() -> None:
     assert play.wakes() == ["send #2 b2/c2: 1 t-0"]
 
 
-def test_batch_behind_clients_retry_is_clients_too() -> None:
+def test_batch_behind_clients_retry_is_left_to_client() -> None:
     """The first may be in the log of the broker that hangs: sent alone, the second would come before it."""
     play = Playbook(hung=[1])
     play.submits(1, "t-0", producer=PLAIN)
@@ -437,7 +437,7 @@ def test_batches_at_hung_broker_become_uncertain() -> None:
     assert play.loses(1) == ["answer 2: t-0=7", "answer 3: t-0=7", "answer 4: t-0=7"]
     assert play.lanes == []
     play.view.hung.clear()
-    # The route is new again: one goes first.
+    # The route is new again, so one batch goes first.
     assert play.submits(5, "t-0", producer=(7, 0, 2)) == ["send #5 b1/c2: 5 t-0"]
     assert play.submits(6, "t-0", producer=(7, 0, 3)) == []
     assert play.answers(5, "t-0") == ["answer 5: t-0@50", "send #6 b1/c2: 6 t-0"]
@@ -468,7 +468,7 @@ def test_later_batches_wait_behind_an_unowned_one() -> None:
     assert play.answers(1, "t-0") == ["answer 1: t-0@10", "send #2 b1/c1: 2 t-0"]
 
 
-# What may have been appended
+# Batches that may have been appended
 
 
 @pytest.mark.parametrize("event", [7, 13, 20, CONNECTION_LOST, UNREADABLE])
@@ -526,7 +526,7 @@ def test_possible_append_forbids_a_resend(producer: Producer, sent_again: bool) 
 
 
 @pytest.mark.parametrize("kind", ["plain", "transactional"])
-def test_batch_behind_uncertain_batch_is_clients_too(kind: str) -> None:
+def test_batch_behind_uncertain_one_is_left_to_client(kind: str) -> None:
     """A leader is deposed with the first in its log and has refused the others: sent on, they would come before it."""
     play = Playbook(semantics=KAFKA)
     producer = PLAIN if kind == "plain" else IDEMPOTENT
@@ -552,12 +552,12 @@ def test_out_of_order_behind_resent_batch_is_hidden(code: int) -> None:
     for n in (2, 3):
         play.submits(n, "t-0")
     assert play.answers(2, f"t-0={code}") == [f"answer 2: t-0={code}"]
-    # Its client has not read that yet.
+    # The client has not read that answer yet.
     assert play.submits(4, "t-0") == []
     assert play.answers(3, "t-0=45") == ["answer 3: t-0=6"]
     play.wakes()
     assert play.answers(4, "t-0=45") == ["answer 4: t-0=6"]
-    # Once it has come again, what is still out of order is so by itself.
+    # After the first batch has come again, later batches are out of order by themselves.
     play.submits(5, "t-0", producer=(7, 0, 2))
     play.submits(6, "t-0", producer=(7, 0, 4))
     assert play.answers(5, "t-0") == ["answer 5: t-0@50"]

@@ -52,7 +52,7 @@ def replaced(owner: object, name: str, other: object) -> Patch:
     return lambda monkeypatch: monkeypatch.setattr(owner, name, other)
 
 
-# What is more than a call left out
+# Changes that do more than omit a call
 
 _hold_back = Fanout._hold_back
 _succeeded = Fanout._succeeded
@@ -407,7 +407,7 @@ def is_red(script: Script) -> bool:
     try:
         script()
     except (AssertionError, ValueError):
-        # ValueError: a state machine has been asked for a step that it does not have.
+        # ValueError: a state machine was asked for an invalid transition.
         return True
     return False
 

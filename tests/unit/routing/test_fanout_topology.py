@@ -23,7 +23,7 @@ def proven(partitions: str = "t-0") -> Playbook:
     return play
 
 
-# While something is under way
+# During a request
 
 
 def test_only_the_moved_partition_of_piece_waits() -> None:
@@ -42,7 +42,7 @@ def test_older_revision_blocks_requests_in_flight() -> None:
     play = proven()
     play.moves("t-1", 1, revision=20)
     play.submits(2, "t-0")
-    # A read of t-1 alone was faster than the watch, which has this only now.
+    # A read of t-1 alone was faster than the watch, which brings the change only now.
     play.moves("t-0", 1, revision=5)
     assert play.lanes == ["t-0 blocked"]
     assert play.submits(3, "t-0") == []
@@ -98,7 +98,7 @@ def test_removed_broker_gets_nothing_and_is_awaited() -> None:
     assert play.removes(1) == []
     assert play.lanes == ["t-0 blocked"]
     assert play.submits(3, "t-0") == []
-    # Its connection is ended by the shell.
+    # The shell closes its connection.
     assert play.loses(1) == []
     assert play.aside == ["reread t-0", "retried CONNECTION_LOST of b1", "wake in 21 ms"]
     play.moves("t-0", 2)
@@ -151,7 +151,7 @@ def test_change_is_applied_before_the_next_send() -> None:
     assert play.lanes == ["t-0 blocked"]
 
 
-def test_change_of_plain_path_is_known_before_application() -> None:
+def test_plain_path_change_is_seen_before_it_applies() -> None:
     play = proven()
     concerned = []
     for partition in (1, 0):
@@ -160,7 +160,7 @@ def test_change_of_plain_path_is_known_before_application() -> None:
     assert concerned == [False, True]
 
 
-# While something waits out a back-off
+# During a back-off
 
 
 def test_first_back_off_ends_at_a_new_owner() -> None:
@@ -276,7 +276,7 @@ def test_topic_named_by_id_and_name_keeps_order() -> None:
     play.names("t")
     assert play.lanes == ["t-0 blocked"]
     assert play.submits(3, "t-0") == []
-    # The second was appended before the first could be: what waits is the client's to send again, in its order.
+    # The second batch was appended before the first, so the client must send the waiting one again, in order.
     assert play.answers(1, "t-0") == ["answer 1: t-0=100", "answer 2: t-0@10", "answer 3: t-0=6"]
 
 
@@ -286,7 +286,7 @@ def test_merged_lanes_wait_for_the_longer_time() -> None:
     play.submits(2, "t-0")
     play.answers(1, "t-0=19")
     play.wakes()
-    # The one waits 100 ms, for want of a name; the other is refused again, and waits as long from now on.
+    # One waits 100 ms because its topic has no name; the other is refused again, and waits as long from now on.
     assert play.answers(2, "t-0=19") == []
     play.names("t")
     assert play.lanes == ["t-0 blocked"]
@@ -302,7 +302,7 @@ def test_merged_lanes_give_up_batches_of_either() -> None:
     assert play.ticks(after_s=0.005) == ["answer 1: t-0=7"]
     assert play.names("t") == ["answer 2: t-0=100"]
     assert play.lanes == ["t-0 blocked"]
-    # The first never came to the broker, and its client sends both again.
+    # The broker never received the first batch, so the client sends both again.
     assert play.loses(1, unwritten=[1]) == []
     assert play.lanes == []
 
@@ -376,7 +376,7 @@ def test_resolved_id_makes_room_for_another() -> None:
     assert play.lanes == ["t-0 blocked", "u-0 blocked"]
 
 
-# From the plain path
+# Batches from the plain path
 
 
 def with_a_lane(play: Playbook) -> None:
@@ -396,7 +396,7 @@ def with_partitions_that_count(play: Playbook) -> None:
 
 
 @pytest.mark.parametrize("change", [with_a_lane, with_a_batch_that_may_come_again, with_partitions_that_count])
-def test_each_core_concern_bars_the_compiled_path(
+def test_each_core_concern_blocks_the_compiled_path(
     change: Callable[[Playbook], None],
 ) -> None:
     play = proven("t-0 t-1")
@@ -436,7 +436,7 @@ def partly() -> Playbook:
     return play
 
 
-def test_results_that_are_there_are_kept() -> None:
+def test_existing_results_are_kept() -> None:
     assert partly().answers(3, "t-1") == ["answer 2: t-0@77 t-1@30"]
 
 

@@ -126,7 +126,7 @@ REFUSED = {
         r"listen.listen in .*: the listeners are in \[\[listeners",
     ),
     "also the other tls": (ONE + '[tls]\nmin_version = "1.3"\n', r"tls.min_version in .*: the listeners are in"),
-    "no key": ('[tls]\ncert = "x"\n', "tls.cert in .*: the certificate is of no use without its private key"),
+    "no key": ('[tls]\ncert = "x"\n', "tls.cert in .*: the certificate has no effect without its private key"),
     "no certificate": ('[tls]\nclient_ca = "x"\n', "tls.client_ca in .*: TLS needs the listener's certificate"),
     "an old version": ('[tls]\nmin_version = "1.1"\n', "min_version"),
     "half a pair": ('[broker_tls]\ncert = "x"\n', "set broker_tls.key as well"),
@@ -202,8 +202,8 @@ def authorities(tmp_path_factory: pytest.TempPathFactory) -> Authorities:
     return Authorities(tmp_path_factory.mktemp("authorities"))
 
 
-# Whether the root has revoked the authority below; whose lists are in the file; what is shown; the word of the failure
-# where the chain is checked, and where the leaf alone is.
+# Whether the root revoked the authority; whose lists the file has; what is presented; the failure's word if the chain
+# is checked, and if only the leaf is.
 CHAINS = {
     "a leaf of the root": (False, "root", "direct", "", ""),
     "a leaf below": (False, "root below", "indirect", "", ""),
@@ -272,7 +272,7 @@ def test_an_address_is_found_in_networks(tmp_path: Path) -> None:
         assert not is_among(host, listener.proxy_protocol_from), host
 
 
-def test_one_listener_is_for_flags_and_environment_too(signer: Signer, tmp_path: Path) -> None:
+def test_flags_and_environment_may_configure_one_listener(signer: Signer, tmp_path: Path) -> None:
     environ = {
         "KPROXY_TLS__CERT": str(signer.directory / "server.pem"),
         "KPROXY_TLS__KEY": str(signer.directory / "server.key"),
@@ -373,7 +373,7 @@ def talk(
     return here, there
 
 
-def test_hello_longer_than_any_clients_is_refused(signer: Signer) -> None:
+def test_hello_longer_than_usual_is_refused(signer: Signer) -> None:
     """However it comes in; one of a length that clients may need some day is answered."""
     context = load_for_acceptor(ListenerTls(signer.directory / "server.pem", signer.directory / "server.key")).context
     for padding, is_refused in ((7_800, False), (8_192, True)):
@@ -395,7 +395,7 @@ def test_hello_longer_than_any_clients_is_refused(signer: Signer) -> None:
         assert not errors or errors == [f"its first message has more than {MOST_HELLO_BYTES} bytes"]
 
 
-def test_chain_of_certificates_may_be_longer_than_hello(signer: Signer, tmp_path: Path) -> None:
+def test_certificate_chain_may_exceed_the_hello(signer: Signer, tmp_path: Path) -> None:
     server_pair = Pair(signer.directory / "server.pem", signer.directory / "server.key")
     options = ListenerTls(*server_pair, client_ca=signer.ca, client_auth="required")
     issued = signer.issue("client", "app")

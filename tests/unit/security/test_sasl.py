@@ -140,7 +140,7 @@ def test_stand_in_authenticates_no_unknown_user(monkeypatch: pytest.MonkeyPatch)
     assert (answer.error_code, exchange.principal) == (SASL_AUTHENTICATION_FAILED, None)
 
 
-def test_unknown_user_has_the_same_salt_always() -> None:
+def test_unknown_user_always_has_same_salt() -> None:
     salts = set()
     for _ in range(2):
         exchange = begun("SCRAM-SHA-256")
@@ -218,13 +218,13 @@ def test_refused_token_fails_with_the_next_message(tmp_path: Path) -> None:
     told = answer_to(exchange, client.bearer(client.token(aud="other")))
     assert (told.error_code, bytes(told.auth_bytes)) == (NONE, b'{"status":"invalid_token"}')
     assert exchange.principal is None
-    # A sound token in its place comes too late.
+    # A valid token in its place comes too late.
     ends = answer_to(exchange, client.bearer(client.token()))
     assert ends.error_code == SASL_AUTHENTICATION_FAILED
     assert exchange.state is State.FAILED
 
 
-def test_a_token_may_not_ask_for_another_name(tmp_path: Path) -> None:
+def test_token_cannot_choose_another_name(tmp_path: Path) -> None:
     exchange = begun("OAUTHBEARER", tokens=client.verifier(tmp_path))
     message = client.bearer(client.token()).replace(b"n,,", b"n,a=bob,")
     assert isinstance(receive(exchange, client.authenticate(message)), Failure)
@@ -277,7 +277,7 @@ def test_unknown_mechanism_is_answered_with_offered_ones(version: int) -> None:
     ],
     ids=["produce", "metadata", "authenticate first", "cut", "handshake v2", "empty", "zeros"],
 )
-def test_other_first_bytes_end_it_without_answer(frame: bytes) -> None:
+def test_invalid_first_bytes_close_without_answer(frame: bytes) -> None:
     exchange = client.exchange()
     outcome = receive(exchange, frame)
     assert isinstance(outcome, Failure)
@@ -359,7 +359,7 @@ def test_session_is_renewed_by_same_mechanism_only() -> None:
     assert isinstance(receive(exchange, client.handshake("SCRAM-SHA-256")), Failure)
 
 
-def test_sasl_out_of_turn_changes_nothing() -> None:
+def test_sasl_out_of_turn_is_ignored() -> None:
     exchange = client.exchange()
     authenticated(exchange)
     early = read(receive(exchange, client.handshake("PLAIN")), SASL_HANDSHAKE, 1)
@@ -395,7 +395,7 @@ def test_credential_is_held_until_its_outcome(version: int) -> None:
     assert exchange.principal == Principal("eve")
 
 
-def test_raw_message_is_carried() -> None:
+def test_raw_message_is_forwarded() -> None:
     exchange = client.carrying(allows_v0=True)
     receive(exchange, client.handshake("PLAIN", 0))
     pending(exchange, raw_frame(client.plain("eve", "x")))
@@ -419,7 +419,7 @@ def test_broker_refusal_is_a_proxy_refusal() -> None:
     assert (exchange.credential, exchange.state) == (None, State.FAILED)
 
 
-def test_missing_judge_ends_it_without_answer() -> None:
+def test_missing_judge_closes_without_answer() -> None:
     exchange = begun(carries=True)
     pending(exchange, client.authenticate(client.plain("eve", "x")))
     assert exchange.give_up("nobody knows") == Failure(b"", "nobody knows")

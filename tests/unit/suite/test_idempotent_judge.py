@@ -45,7 +45,7 @@ def log_of(batches: Batches) -> bytes:
         pytest.param([(0, range(2, 4)), (0, range(2)), (0, range(4, 6))], True, id="reordered"),
     ],
 )
-def test_a_log_that_is_wrong_is_not(batches: Batches, may_repeat: bool) -> None:
+def test_judge_rejects_a_wrong_log(batches: Batches, may_repeat: bool) -> None:
     with pytest.raises(AssertionError, match="6 acknowledged"):
         judge(log_of(batches), dict.fromkeys(TOLD), may_repeat=may_repeat)
 

@@ -24,5 +24,5 @@ def test_failure_without_a_pause_counts(pause_s: float) -> None:
 
     with pytest.raises(AssertionError, match="as it should"):
         fails(asyncio.SelectorEventLoop)
-    # Of a busy machine this process may get nothing for a while by itself.
+    # On a busy machine this process may get no time for a while.
     assert (runs == ATTEMPTS) if pause_s else (runs <= ATTEMPTS)

@@ -27,6 +27,6 @@ def test_spark_and_kafka_tests_have_shared_lanes(request: pytest.FixtureRequest)
     """As far as it is being run: of all tests in a run of all."""
     recorded = {module: lane for lane, modules in recorded_durations().items() for module in modules if lane != ALONE}
     needed = {module: lane for module, lane in needed_lanes(request.session.items).items() if lane != ALONE}
-    # With the long tests a module may ask for Spark that otherwise asks for Kafka.
+    # Among the long tests, a module that asks for Kafka may also ask for Spark.
     assert {module for module in needed if module not in recorded} == set(), RECORD
     assert {module for module, lane in needed.items() if lane == "kafka" != recorded[module]} == set(), RECORD

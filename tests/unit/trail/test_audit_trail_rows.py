@@ -123,7 +123,7 @@ FOLDED = {
 
 
 @pytest.mark.parametrize("name", FOLDED)
-def test_batches_are_put_together(name: str) -> None:
+def test_consecutive_batches_are_merged(name: str) -> None:
     batches, expected = FOLDED[name]
     chunks = folded(batches)
     assert [(chunk.first_sequence, chunk.spans.tolist()) for chunk in chunks] == expected
@@ -328,7 +328,7 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("name", BREAKS)
-def test_a_row_ends_where_its_producers_order_does(name: str) -> None:
+def test_row_ends_where_producers_order_breaks(name: str) -> None:
     site = Site()
     site.acknowledge(*idempotent((0, 1)))
     site.look()
@@ -367,7 +367,7 @@ def test_idle_proxy_reports_periodically() -> None:
     for _ in range(round(3.5 * MARK_S / LOOK_S)):
         site.look()
     assert [type(row) for row in site.rows] == [Begin, Mark, Mark, Mark]
-    # Everything before a mark has been told: so there is none while a row is open.
+    # A mark says that all earlier rows are written, so there is none while a row is open.
     site.acknowledge(Given(0))
     site.look(3 * MARK_S)
     assert [type(row) for row in site.rows[4:]] == [Range]
@@ -428,7 +428,7 @@ async def test_failed_look_leaves_a_gap_only(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(site.trail, "_mark", mark)
         raise ArithmeticError
 
-    # The look that fails has closed a row before.
+    # The failing look has already closed a row.
     site.acknowledge(Given(9))
     site.look()
     site.now += 3.0
@@ -454,7 +454,7 @@ async def test_look_yields_and_survives_cancellation(
     looking = asyncio.create_task(site.trail.keep_looking())
     while len(site.trail._taking) not in range(1, 8):
         await asyncio.sleep(0)
-    # In the midst of a look; the first of these was taken already, and nothing says that all is told.
+    # During a look: it has already passed the first of these, and no mark follows.
     site.now += 20
     for partition in (0, 8):
         site.acknowledge(Given(1), partition=partition)
@@ -495,7 +495,7 @@ def test_a_step_of_a_look_ends_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     left = []
     for _ in trail._look():
         left.append((len(trail._taking), len(judged), len(trail._open)))
-        # Rows of these would be closed at a later look: they are due now.
+        # Rows of these are due now, instead of at a later look.
         trail._interval_s = 0.0
     for kind in zip(*left, strict=True):
         handled = [before - after for before, after in pairwise((*kind, 0)) if before > after]
