@@ -114,7 +114,7 @@ def test_log_that_fails_to_begin_leaves_no_trace(tmp_path: Path, monkeypatch: py
 
 
 def lose_committed(tmp_path: Path, lost: str) -> Path:
-    """A log of three segments, of one batch each, of which the last ones are gone; its directory."""
+    """A log of three one-batch segments, without the last ones; return its directory."""
     data_dir = DataDir.open(tmp_path, 1)
     log = data_dir.open_log("t", 0, FIRST, LogOptions(segment_bytes=100))
     append_values(log, 100, 100, 100)
@@ -227,7 +227,7 @@ def test_topic_recreated_during_removal_keeps_its_log(tmp_path: Path, monkeypatc
 
 
 def test_deleted_topic_leaves_nothing_for_its_namesake(tmp_path: Path) -> None:
-    """Its partitions are removed one by one; creating it again does not wait for the last."""
+    """Its partitions are removed one by one, and a new creation does not wait for the last."""
     data_dir = DataDir.open(tmp_path, 1)
     data_dir.open_log("t", 0, FIRST).close()
     data_dir.mark_deleted(FIRST)
@@ -275,7 +275,7 @@ def test_undeletable_log_prevents_no_start(tmp_path: Path, monkeypatch: pytest.M
 
 
 def keep_folders(monkeypatch: pytest.MonkeyPatch, prefix: str) -> None:
-    """Folders of such a name cannot be removed, as on a bad sector."""
+    """Make folders of such a name undeletable, as a bad sector would."""
     usual = os.rmdir
 
     def rmdir(path: Path | str, **where: Any) -> None:

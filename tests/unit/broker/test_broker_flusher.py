@@ -31,7 +31,7 @@ OPTIONS = LogOptions(segment_bytes=1000, flush="always")
 
 
 class Disk:
-    """`waiting` is set while a caller waits for a disk that hangs; with `fails` the wait ends in an error."""
+    """`waiting` is set while a caller waits for a disk that hangs; with `fails` the wait ends with an error."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.syncs = 0
@@ -160,7 +160,7 @@ async def test_segments_begin_while_the_disk_hangs(leader: Partition, disk: Disk
 
 @pytest.mark.parametrize("acks", [1, ACKS_ALL])
 async def test_batch_that_may_be_flushed_is_not_refused(leader: Partition, disk: Disk, acks: int) -> None:
-    """The batch is in the file, and is served once the log is opened again: a resend would duplicate it."""
+    """The batch is in the file, and is read again after a reopening: a resend would duplicate it."""
     disk.hang()
     results = [append(leader, acks=acks) for _ in range(3)]
     answers = [asyncio.ensure_future(waits_for(leader, acks)(each.last_offset, PATIENCE_S)) for each in results]

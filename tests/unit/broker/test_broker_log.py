@@ -184,7 +184,7 @@ def test_producer_state_is_rebuilt_from_the_log(log: Log) -> None:
 
 
 def test_an_empty_later_segment_keeps_the_end_offset(log: Log) -> None:
-    """A broker killed between rolling and writing must not fall back to an offset it gave out."""
+    """A broker killed between rolling and writing must not fall back to an offset that it has given out."""
     append_values(log, *[9000] * 3)
     log.close()
     last = max(log.directory.glob("*.log"))

@@ -57,7 +57,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def flip(path: Path, batch: int, position: int, mask: int) -> bytes:
-    """Change bits of one byte of a batch; the file's content then."""
+    """Flip bits in one byte of a batch; return the file's new content."""
     data = bytearray(path.read_bytes())
     data[len(data) // BATCHES * batch + position] ^= mask
     path.write_bytes(data)
@@ -132,7 +132,7 @@ def a_segment_that_lost_all(directory: Path) -> None:
 
 
 def a_segment_of_zeros(directory: Path) -> None:
-    """As a file is after a power cut whose length was on the disk before its bytes."""
+    """Fill a segment with zeros, as after a power cut between the writes of its length and its bytes."""
     path = segment_files(directory)[1]
     path.write_bytes(bytes(len(path.read_bytes())))
 
@@ -157,7 +157,7 @@ IN_THE_MIDDLE = [
 def test_damage_above_recovery_point_truncates_the_log(
     directory: Path, damage: Callable[[Path], None], left: int
 ) -> None:
-    """Segments begin before the one before is on the disk: a power cut may take any, and leave later ones."""
+    """Segments begin before earlier ones are flushed: a power cut may remove any and leave later ones."""
     whole = b"".join(contents(directory).values())
     recover_from(directory, left)
     damage(directory)
@@ -235,7 +235,7 @@ def test_a_file_that_is_no_segment_is_named(directory: Path) -> None:
 
 
 class Told(NamedTuple):
-    """A closed log of three segments; the files beside them are `now`'s, those when it ended at 152 are `before`'s."""
+    """A closed log of three segments; the files beside them as `now`, and as of the end at 152 (`before`)."""
 
     now: Path
     before: Path

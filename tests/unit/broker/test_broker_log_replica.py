@@ -111,7 +111,7 @@ def test_non_successive_batch_is_refused_whole(log: Log, sent: bytearray, reason
 
 
 def test_epoch_without_records_admits_an_older_one(log: Log) -> None:
-    """Led in epoch 5 without a write; the next leader still has records of epoch 4 that this replica never saw."""
+    """A leader wrote nothing in epoch 5; the next one still has records of epoch 4 that this replica never saw."""
     log.append_replicated(leader_batches(0, 2, leader_epoch=4))
     log.leader_epochs.assign(5, log.log_end_offset)
     log.append_replicated(leader_batches(2, 1, leader_epoch=4) + leader_batches(3, 1, leader_epoch=6))
@@ -193,7 +193,7 @@ def idempotent(sequence: int, *, producer_id: int = 9, producer_epoch: int = 0) 
 def test_truncation_restores_producers_of_the_remaining_log(
     log: Log, dropped: int, remember_every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where that is longer ago than producers are remembered for."""
+    """Also of producers that are too old to be remembered otherwise."""
     monkeypatch.setattr(producer_state, "HISTORY_INTERVAL_BYTES", remember_every)
     for sequence in range(20):
         append(log, idempotent(sequence))

@@ -104,7 +104,7 @@ def remembered(states: ProducerStates, producer_id: int) -> bool:
 
 
 def test_producer_idle_for_a_day_expires_on_writes() -> None:
-    """It expires by the time of its append: the producer's timestamps do not count there."""
+    """It expires by the time of its last append; the producer's timestamps do not count."""
     clock = Clock()
     states = ProducerStates(clock=clock)
     states.update(batch(0, producer_id=1), 0)
@@ -118,7 +118,7 @@ def test_producer_idle_for_a_day_expires_on_writes() -> None:
 
 
 def test_producer_read_from_a_log_expires_by_timestamp() -> None:
-    """A resend may come at once behind a restart or a change of leader, whatever timestamps its producer chooses."""
+    """A resend may follow a restart or a new leader at once, whatever timestamps its producer chooses."""
     clock = Clock()
     states = ProducerStates(clock=clock)
     old, ahead, none = clock.now - 2 * EXPIRATION_MS, clock.now + 9 * EXPIRATION_MS, -1
@@ -174,7 +174,7 @@ def test_copy_changes_independently() -> None:
 
 
 def test_hundred_thousand_producers_fit_their_memory() -> None:
-    """The bound was once 5,000: with more writers there were duplicates, without any report."""
+    """The bound was 5,000: with more writers there were duplicates, without any report."""
     count = 20_000
     states, history = ProducerStates(), ProducerHistory()
     five = [batch(sequence) for sequence in range(RETAINED_BATCHES)]

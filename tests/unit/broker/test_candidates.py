@@ -19,7 +19,7 @@ TOPIC_ID = uuid.uuid4()
 def view_of(
     live: list[int], replicas: list[int], isr: list[int] | None, *, leader_epoch: int = 3
 ) -> tuple[ClusterView, Topic]:
-    """One partition of these replicas; without a state where `isr` is None."""
+    """One partition with these replicas; without a state if `isr` is None."""
     kvs = [KeyValue(KEYS.broker(each), encode_value(broker_value(each)), 1, 1, 1, 7) for each in live]
     kvs.append(KeyValue(KEYS.topic("t"), encode_value(TopicValue(TOPIC_ID, [replicas], {})), 2, 2, 1, 0))
     if isr is not None:

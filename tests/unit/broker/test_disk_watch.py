@@ -129,7 +129,7 @@ async def test_broker_does_not_retake_abandoned_partition(stage: Stage) -> None:
 
 
 async def test_replica_reopened_after_failed_read_is_followed_again(stage: Stage, tmp_path: Path) -> None:
-    """Its fetcher has left it out, and asked for nothing again: it was followed no more, and missing from the ISR."""
+    """Its fetcher had dropped it and never asked for it again, so it stayed out of the ISR."""
     group = Group(tmp_path)
     follower = group.replicas[2]
     follower.become_follower(1, group.leadership)

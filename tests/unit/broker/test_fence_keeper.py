@@ -48,7 +48,7 @@ INVALID = error_codes.INVALID_REQUEST
 
 
 class Stage:
-    """A broker that alone leads a topic's partitions, with a simulated etcd."""
+    """A broker that leads all partitions of a topic, with a simulated etcd."""
 
     def __init__(self, directory: Path) -> None:
         self.store = EtcdStore(time.monotonic)
@@ -110,7 +110,7 @@ class Stage:
         return list(parse_bind_fences_response(INT32.pack(len(reply)) + reply))
 
     async def produce(self, bound: int, index: int = 0) -> int:
-        """Write on a connection that was bound before the topic was created anew."""
+        """Write on a connection that was bound before the topic was recreated."""
         frame = memoryview(bytearray(produce_frame({"t": [index]}, records=bytes(build_batch()), acks=1)))
         request = Request(frame, parse_request_header(frame), {(b"t", index): bound})
         answer = produce.handle(self.broker, request)
@@ -333,7 +333,7 @@ async def test_bind_before_leadership_applies_to_later_writes(stage: Stage) -> N
 
 
 async def test_write_to_recreated_topic_stays_behind_its_fence(stage: Stage) -> None:
-    """Nobody has bound anything at the new one, and its name is all that connections know."""
+    """Nobody has bound a fence at the new topic, and connections know only its name."""
     older, newer = await stage.grant(), await stage.grant()
     assert [await stage.produce(each) for each in (newer, older, newer)] == [0, REFUSED, 0]
     assert [await stage.produce(each, 1) for each in (older, newer, older)] == [0, 0, REFUSED]

@@ -22,7 +22,7 @@ ANOTHER = Secret.of("another cluster's secret, as long as this one's")
 
 
 def converse(listener: ListenerHandshake, follower: FollowerHandshake) -> list[bytes]:
-    """All four messages."""
+    """Exchange all four messages; return them."""
     messages = [follower.first()]
     messages.append(listener.answer(messages[-1]))
     messages.append(follower.final(messages[-1]))
@@ -51,7 +51,7 @@ def test_peer_without_the_secret_is_not_authenticated() -> None:
 
 
 def test_listener_without_the_secret_is_detected() -> None:
-    """It lets anybody in and hopes to be believed."""
+    """The listener accepts every follower without knowing the secret."""
     follower = FollowerHandshake(SEVEN, SECRET)
     first = ListenerHandshake(ANOTHER).answer(follower.first())
     follower.final(first)

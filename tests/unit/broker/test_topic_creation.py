@@ -131,7 +131,7 @@ async def test_competing_creation_is_applied_whole(site: Site, comes_before: int
 
 @pytest.mark.parametrize("comes_before", range(4))
 async def test_late_deletion_spares_states_of_next_topic(site: Site, comes_before: int) -> None:
-    """The deletion's own pages are still to come when the next topic of that name is created."""
+    """The deletion still has pages to delete when the next topic of that name is created."""
     await site.create(MANY)
     deleted = site.admin()
     found = site.store.get(KEYS.topic("t"))

@@ -88,7 +88,7 @@ ASKS = st.lists(st.builds(Ask, st.integers(0, 2), st.integers(1, 6), st.booleans
 
 @given(ASKS)
 def test_lower_fence_never_writes_behind_a_higher(asks: list[Ask]) -> None:
-    """Three connections bind and release at random, and write after each message of any of them."""
+    """Three connections bind and release at random, and write after each message."""
     writers, kept = WriterFence(), KeptFence()
     bindings: dict[int, int] = {}
     written: list[int] = []

@@ -1,4 +1,4 @@
-"""The resources that an application may request, and the errors for senseless requests."""
+"""The resources that an application may request, and the errors for invalid requests."""
 
 from __future__ import annotations
 

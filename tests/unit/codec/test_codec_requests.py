@@ -134,7 +134,7 @@ def test_the_number_of_partitions_is_bounded(api_key: int, version: int) -> None
 
 @pytest.mark.parametrize(("api_key", "version"), AT_LENGTH)
 def test_topics_without_partitions_are_bounded_too(api_key: int, version: int) -> None:
-    """A hundred MiB of them would otherwise be 33 million objects: gigabytes, and minutes without any other client."""
+    """A hundred MiB of them would otherwise be 33 million objects, and stop other clients for minutes."""
     empty = sample_request(api_key, {"": []})[REQUEST_FIELDS[api_key][0]]
     assert _parse(
         api_key, version, request_body(api_key, version, _topics(api_key, empty * (MAX_PARTITIONS + 1)))
@@ -153,7 +153,7 @@ def test_forgotten_topics_are_bounded_too(version: int) -> None:
 
 @pytest.mark.parametrize(("api_key", "version"), EVERY_VERSION)
 def test_null_topics_and_null_partitions_are_refused(api_key: int, version: int) -> None:
-    """Kafka closes the connection on them: one client could otherwise close a connection to a broker."""
+    """Kafka closes the connection on them, so one client could make a broker close its connections."""
     topics_field, partitions_field, _, _ = REQUEST_FIELDS[api_key]
     topics = sample_request(api_key, {"t": [0], "u": []})[topics_field]
     topics[1][partitions_field] = None
@@ -191,7 +191,7 @@ def test_null_in_fetch_trailer_is_refused(version: int, first_version: int, chan
 @pytest.mark.parametrize("version", [version for version in VERSIONS[FETCH] if version >= 11])
 @pytest.mark.parametrize("rack", ["", "a", "r" * 0x7FFF], ids=["none", "short", "long"])
 def test_admitted_fetch_names_no_rack(version: int, rack: str) -> None:
-    """A leader that knows a replica in the reader's rack answers "read there", and no records (KIP-392)."""
+    """A leader that knows a replica in the reader's rack refers the reader to it, without records (KIP-392)."""
     tags = [(100, b"kept")] if version >= FLEXIBLE_FROM[FETCH] else []
     named, nameless = (
         _asking(FETCH, version, {"t": [0, 1]}, rack_id=each, tags=tags, session_epoch=-1) for each in (rack, "")
@@ -205,7 +205,7 @@ def test_admitted_fetch_names_no_rack(version: int, rack: str) -> None:
 
 @pytest.mark.parametrize(("api_key", "version"), [case for case in EVERY_VERSION if case not in BY_ID])
 def test_a_topic_needs_a_name_in_utf_8(api_key: int, version: int) -> None:
-    """A broker reads other bytes as U+FFFD and answers for a topic that nobody requested."""
+    """A broker reads other bytes as U+FFFD, and answers for a topic that nobody requested."""
     topics_field, _, name_field, _ = REQUEST_FIELDS[api_key]
     topics = sample_request(api_key, {"t": [0]})[topics_field]
     for name in (None, b"\xff", b"t\xc3", b"\xed\xa0\x80", b"\xc0\xaf"):

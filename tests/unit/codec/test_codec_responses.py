@@ -197,7 +197,7 @@ def _read(api_key: int, version: int, frame: bytes) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("api_key", "version"), EVERY_VERSION)
 def test_an_error_answer_contains_only_its_code(api_key: int, version: int) -> None:
-    """KafScale's proxy answered errors with offset 0 and a leader of its own invention."""
+    """KafScale's proxy answered errors with offset 0 and an invented leader."""
     api = APIS[api_key]
     entries = [api.error_entry(version, index, code) for index, code in ((0, NOT_LEADER), (2**31 - 1, -1))]
     frame = _merged(api_key, version, [(b"t", entries), ("ü".encode(), []), (b"", entries[:1])])

@@ -19,7 +19,7 @@ def _frame(length: int, fill: int = 0x41) -> bytes:
 
 
 def _feed(reader: FrameReader, data: bytes | memoryview) -> list[memoryview]:
-    """Pass `data` to the reader as an event loop does: as much at a time as the reader has room for."""
+    """Pass `data` to the reader like an event loop: each time as much as the reader has room for."""
     frames: list[memoryview] = []
     while data:
         buffer = reader.get_buffer(-1)
@@ -196,7 +196,7 @@ def test_same_position_in_another_chunk_is_distinct() -> None:
 
 
 def test_unfinished_frames_hold_little_more_than_their_bytes() -> None:
-    """Some bytes of a frame, left in a chunk that others fill, must not keep the chunk."""
+    """A few bytes of a frame must not keep a whole chunk that other frames fill."""
     arena = ReceiveArena()
     busy, partial = FrameReader(1 << 20, arena), [FrameReader(1 << 20, arena) for _ in range(50)]
     tracemalloc.start()

@@ -148,7 +148,7 @@ BY_FLAG, BY_VARIABLE = "127.0.0.1:1", "127.0.0.1:2"
 
 @pytest.fixture
 def asks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run a command in vain; return the addresses in its error."""
+    """Run a command that cannot connect; return the addresses in its error."""
     for _, variable in (ADMIN, BOOTSTRAP):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr("kproxy.pipeline.audit.run.PATIENCE_S", 0.2)

@@ -181,7 +181,7 @@ def test_live_table_fits_terminal_and_survives_problems() -> None:
 
 
 def written(console: Console) -> str:
-    """The text written since the last call."""
+    """Return the text written since the last call."""
     file = console.file
     assert isinstance(file, io.StringIO)
     text = file.getvalue()

@@ -29,7 +29,7 @@ ETCD = {"etcd": "http://127.0.0.1:2379"}
 
 
 def load(toml: str = "", tmp_path: Path | None = None, **given: object) -> ProxyConfig:
-    """With `flags` and `environ` as keywords; an etcd where the case names none."""
+    """Load options with `flags` and `environ`; with an etcd if the case names none."""
     file = None
     if tmp_path is not None:
         file = tmp_path / "kproxy.toml"

@@ -18,7 +18,7 @@ SECRET = Secret("hunter2 and more")
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A pair, its authority, another's key, a password, and files that are none of these."""
+    """A key pair, its authority, another's key, a password, and files that are none of these."""
     directory = tmp_path_factory.mktemp("files")
     authority = trustme.CA(key_type=trustme.KeyType.ECDSA)
     one, other = (authority.issue_cert("localhost", key_type=trustme.KeyType.ECDSA) for _ in range(2))

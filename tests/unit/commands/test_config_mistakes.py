@@ -1,4 +1,4 @@
-"""Wrong values of the settings of security: each error names the setting, the file and the way out."""
+"""Invalid values of security settings: each error names the setting, the file and the remedy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SECTIONS = ("tls", "broker_tls", "broker_sasl", "sasl", "oauth", "admin", "audit
 
 
 class Site:
-    """Good files, bad ones, and for each section a configuration that is taken."""
+    """Valid files, invalid ones, and a valid configuration for each section."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -83,7 +83,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
 
 
 def error_of(file: Path) -> str:
-    """The error of `check-config`; empty if there is none."""
+    """The error of `check-config`, empty if there is none."""
     try:
         _try_files(build_proxy_config(load_settings(file, environ={})))
     except StartupError as error:
@@ -155,7 +155,7 @@ def test_empty_list_and_empty_part_differ(site: Site) -> None:
 
 
 def test_unreadable_file_is_reported_with_the_user() -> None:
-    """Root reads every file, and may be who runs this."""
+    """Root may run this test, and can read every file."""
     said = str(unreadable("tls.key", Path("server.key"), PermissionError(errno.EACCES, "Permission denied")))
     way_out = f"let the user of this process (uid {os.geteuid()}) read it"
     assert said == f"tls.key server.key cannot be read (Permission denied): {way_out}."

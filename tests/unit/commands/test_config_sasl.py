@@ -425,7 +425,7 @@ def test_oversized_password_file_is_reported_with_limit(tmp_path: Path) -> None:
 
 
 def test_commands_offer_the_values_files_accept() -> None:
-    """They have lists of their own, so that `--help` loads no hashing and no rules."""
+    """The commands have lists of their own, so that `--help` loads no hashing and no rules."""
     iterations = next(parameter for parameter in user.add.params if parameter.name == "iterations")
     assert isinstance(iterations.type, click.IntRange)
     limits = iterations.type.min, iterations.type.max, iterations.default

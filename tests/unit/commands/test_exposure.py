@@ -91,7 +91,7 @@ def test_configuration_counts_if_it_holds_secrets(tmp_path: Path) -> None:
 
 @pytest.fixture
 def mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Callable[[], object]]]:
-    """A Secret as Kubernetes mounts it, a link to a file of mode 0644 in a tmpfs, and what makes that read-only."""
+    """A Secret as Kubernetes mounts it, a link to a file of mode 0644 in a tmpfs; and its read-only mark."""
     mount = tmp_path / "mount"
     mount.mkdir()
     is_real = _run("mount", "-t", "tmpfs", "tmpfs", mount)

@@ -15,7 +15,7 @@ from kproxy.runtime.process import spawn
 
 
 class Ends:
-    """Garbage that reports in which process it is collected."""
+    """Garbage that reports the process in which it is collected."""
 
     def __init__(self, file: Path) -> None:
         self.itself = self
@@ -28,7 +28,7 @@ class Ends:
 
 
 class Busy:
-    """Allocates in each copy of this process, as Python's own work behind a fork does, while `is_on`."""
+    """Allocate in each copy of this process while `is_on`, as Python's own work after a fork does."""
 
     is_on = False
 

@@ -38,7 +38,7 @@ def _archive(path: Path, rows: list[list[str]], header: list[str] | None = None)
 
 
 def _laid_down(flights: Flights) -> list[list[list[str]]]:
-    """The files' rows, header included, in the order in which a stream takes them: by modification time."""
+    """The rows of the files, header included, in the order in which a stream reads them: by modification time."""
     files = sorted(flights.directory.iterdir(), key=lambda path: path.stat().st_mtime)
     return [list(csv.reader(path.read_text().splitlines())) for path in files]
 

@@ -62,7 +62,7 @@ async def test_last_micro_batch_alone_waits_for_the_kill() -> None:
 
 
 def view_of(leases: Mapping[int, int]) -> tuple[ClusterView, Callable[..., None]]:
-    """A view of partitions on the given leases, whose last digit is their broker; and what changes it."""
+    """A view of partitions on the given leases, whose last digit is their broker; and a function that changes it."""
     view, revisions = ClusterView(KEYS), itertools.count(10)
     topic = TopicValue(uuid.uuid4(), [[1, 2, 3] for _ in leases], {})
     view.apply_put(KEYS.topic(TOPIC), encode_value(topic), lease_id=0, revision=next(revisions))

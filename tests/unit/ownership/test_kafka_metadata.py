@@ -129,7 +129,7 @@ class ScriptedBroker:
 
 
 class Followed:
-    """A source that follows a scripted broker, read anew on demand; `now` is the time of its clock."""
+    """A source that follows a scripted broker, and reads on demand; `now` is its clock's time."""
 
     def __init__(
         self, broker: ScriptedBroker, *others: ScriptedBroker, interval_s: float = 3600, timeout_s: float = 2
@@ -149,7 +149,7 @@ class Followed:
         )
 
     async def read(self, *topics: dict[str, Any], brokers: dict[int, str] | None = None) -> dict[int, int]:
-        """Have this answered, and return topic t's owners by partition."""
+        """Set the broker's answer; return topic t's owners by partition."""
         self.broker.topics, self.broker.brokers = topics, brokers or BROKERS
         await self.reread()
         return self.owners()
@@ -544,7 +544,7 @@ async def test_another_cluster_replaces_the_table() -> None:
 
 
 async def test_lagging_broker_is_not_asked_repeatedly() -> None:
-    """A broker that is cut off from the controllers repeats an old state for ever."""
+    """A broker without contact to the controllers repeats an old state for ever."""
     cut_off, current = ScriptedBroker(), ScriptedBroker()
     cut_off.topics, current.topics = [topic(partition(0, 1, 5))], [topic(partition(0, 2, 6))]
     async with cut_off.serve(), current.serve():
@@ -564,7 +564,7 @@ async def test_lagging_broker_is_not_asked_repeatedly() -> None:
 
 
 async def test_large_cluster_is_read_in_short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once it would take a second, in which no client is served."""
+    """One long read would take a second in which no client is served."""
     sizes, turn = [5_000, *[50] * 300, 5_000], 0
     read_in: list[int] = []
     changed_in: list[int] = []

@@ -15,7 +15,7 @@ LONG = 200_000
 
 
 class Transport(asyncio.Transport):
-    """Keeps what is written, and notes an abort."""
+    """Keeps written bytes, and records an abort."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -191,7 +191,7 @@ def test_programs_read_json_and_metrics(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(60)
 def test_many_losses_take_time_in_proportion() -> None:
-    """Each second batch is missing: with a search among the listed losses for each, this takes minutes."""
+    """Every other batch is missing: a search through the listed losses for each would take minutes."""
     losses = 300_000
     row = Range("p", "a", 1, 1, None, 1, 1, -1, 1, -1, None, None, 2 * losses, 1, 1, 1, 1, [0, 2 * losses], None)
     batches = [Batch(2 * k, 2 * k, 1, -1, -1, -1, False, True) for k in range(losses)]

@@ -17,7 +17,7 @@ READ_AT = 1_000_000
 
 
 def long_trail(proxy: str, rows: int, *, ends: bool = True) -> Trail:
-    """A row a second, from second 1 on."""
+    """A row for each second, from second 1 on."""
     trail = Trail(proxy, proxy)
     for n in range(1, rows):
         trail.acked("topic", n * 10, 10, at=n * 1000)
@@ -35,7 +35,7 @@ def seconds(*times: int) -> tuple[int, ...]:
 
 
 def gap(sequence: int, missing: int, begin: int, end: int) -> tuple[Any, ...]:
-    """From `begin` less what a row may keep, to `end`, in seconds."""
+    """The gap from `begin`, less the time that a row may stay open, to `end`, in seconds."""
     return ("gap", sequence, missing, BEGAN_AT + begin * 1000 - INTERVAL_MS, BEGAN_AT + end * 1000)
 
 
@@ -53,7 +53,7 @@ def second_life(first_end: bool) -> list[Row]:
 
 
 def replicas() -> list[Row]:
-    """Three proxies behind one address: the second was killed, and when the third began that was no restart."""
+    """Three proxies of one address: the second was killed, and the third began too late to be its restart."""
     first, second, third = (
         Trail("shared", "1"),
         Trail("shared", "2", began=10_000),
@@ -66,7 +66,7 @@ def replicas() -> list[Row]:
 
 
 def handed_over() -> list[Row]:
-    """The first one still answers its clients when the second one serves already; the third is a restart."""
+    """The first proxy still answers its clients when the second already serves; the third is a restart."""
     first, second, third = (
         Trail("handed", "1"),
         Trail("handed", "2", began=90_000),
@@ -126,7 +126,7 @@ LIVING: dict[str, tuple[list[Row], list[tuple[Any, ...]]]] = {
 
 
 def parts_of(rows: list[Row], *, split: random.Random | None = None) -> dict[tuple[str, str], TrailPart]:
-    """Each trail in one part, or in some that are joined."""
+    """Each trail in one part, or joined from several."""
     stamps: dict[tuple[str, str], list[Any]] = {}
     for row in trail_rows(rows):
         stamps.setdefault((row.proxy, row.incarnation), []).append(row.stamp())
@@ -152,7 +152,7 @@ def unproven_of(rows: list[Row], split: random.Random | None = None, **judged: A
 
 
 def all_cases(split: random.Random | None = None) -> dict[str, list[tuple[Any, ...]]]:
-    """The findings of all cases judged together; a proxy's name begins with that of its case."""
+    """The findings of all cases, judged together; a proxy's name begins with its case's name."""
     rows = [{**row, "proxy": f"{name}/{row['proxy']}"} for name, (told, _) in CASES.items() for row in told]
     found: dict[str, list[tuple[Any, ...]]] = {name: [] for name in CASES}
     for each in missing_in(rows, split):

@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Page(HTMLParser):
-    """The page as a browser would take it: elements closed in order, ids, attributes, text by element."""
+    """The page as a browser reads it: elements closed in order, ids, attributes, text by element."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ def test_topic_names_are_escaped_as_text(pages: dict[str, str]) -> None:
 
 
 def test_report_is_identical_at_any_time_and_place(pages: dict[str, str], tmp_path: Path) -> None:
-    """In another process, at another place, with another time zone."""
+    """The other report is made by another process, in another directory, in another time zone."""
     script = "import sys; from kproxy.pipeline.audit.report_html import report_page; "
     script += "from tests.support.audit import audit_facts; "
     script += "sys.stdout.buffer.write(report_page(audit_facts.split_brain()).encode())"

@@ -18,7 +18,7 @@ Rows = Sequence[dict[str, Any]]
 
 
 def _tables(**rows: Rows) -> Results:
-    """Tables of these rows; columns that a row has not are None."""
+    """Tables of these rows; missing columns are None."""
     named = {name: getattr(columns, name.upper()) for name in rows}
     return Results(**{name: [{each: row.get(each) for each in named[name]} for row in rows[name]] for name in rows})
 
@@ -106,7 +106,7 @@ def test_each_table_enters_the_report_unchanged() -> None:
 
 
 def test_worst_rows_are_kept_and_others_counted() -> None:
-    """Within limits, in whatever dimension the tables grow: partitions, windows, findings, owners, changes of owner."""
+    """Whether the tables grow in partitions, windows, findings, owners or changes of owner."""
     partitions = [_partition("t", number, acked=100, present=100, owners=[*range(40)]) for number in range(200)]
     partitions[150] |= {"lost": 1, "present": 99}
     partitions[30] |= {"overlapped": 1}
@@ -147,7 +147,7 @@ def test_worst_rows_are_kept_and_others_counted() -> None:
 
 
 def test_holes_around_acknowledgements_are_drawn() -> None:
-    """As far as it leaves the windows room: a quarter of their time, or one window, on either side."""
+    """Holes are drawn up to a quarter of the windows' time, or one window, on either side."""
     start_ms = START_S * 1000
     tables = _tables(
         partitions=[_partition("t", 0, acked=8, unproven=True)],

@@ -35,7 +35,7 @@ def test_major_version_is_read_from_java_output(output: str, major: int | None) 
 
 
 def _java(home: Path, version: str, *, has_vector_module: bool = True) -> Path:
-    """A Java home whose `java` answers `-version`; else it prints its arguments, one a line."""
+    """A Java home whose `java` answers `-version`, and otherwise prints its arguments, one a line."""
     (home / "bin").mkdir(parents=True)
     (home / "lib").mkdir()
     executable = home / "bin" / "java"

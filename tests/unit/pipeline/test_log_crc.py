@@ -17,7 +17,7 @@ PIECE = LogPiece([LogRange(TopicPartition("t", 0), 0, 1, is_first=True)], [None]
 
 
 class OneCorruptBatch(LogClient):
-    """A cluster of one topic, in which the last byte of the only record is another than it was."""
+    """A cluster with one topic, whose only record has a changed last byte."""
 
     def __init__(self) -> None:
         super().__init__([Address("127.0.0.1", 1)], timeout_s=1, patience_s=1)

@@ -30,7 +30,7 @@ ALICE = {"subject": ((("commonName", "alice"),),)}
 
 
 class Slot:
-    """The place of one answer."""
+    """A slot of one answer."""
 
     def __init__(self) -> None:
         self.frames: list[bytes] = []
@@ -103,7 +103,7 @@ class Site:
 
 
 async def take(gate: Gate, frame: bytes) -> bool:
-    """Have the gate take a frame, and its step finish."""
+    """Let the gate take a frame, and its step finish."""
     taken = gate.take(memoryview(frame), 0.0, {})
     while (task := gate._task) is not None and not task.done():
         await asyncio.sleep(0)

@@ -30,7 +30,7 @@ class Waiting:
 
 
 class Upstream(AnswerReader):
-    """A connection whose clock moves when it takes an answer."""
+    """A connection whose clock advances when it takes an answer."""
 
     def __init__(self, seconds: float) -> None:
         self.now = 0.0
@@ -51,7 +51,7 @@ class Upstream(AnswerReader):
         return b"".join(INT32.pack(ANSWER_BYTES - 4) + INT32.pack(each) + filler for each in ids)
 
     def turn(self, received: memoryview) -> memoryview:
-        """Read as the event loop does in one of its turns; return what is left."""
+        """Read as the event loop does in one turn; return the bytes that are left."""
         self.rests = False
         for _ in range(READS_AT_ONCE):
             space = self.get_buffer(-1)

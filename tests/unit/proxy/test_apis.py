@@ -25,7 +25,7 @@ def keys_of(*handlings: Handling) -> set[int]:
 
 
 def test_every_named_api_key_has_a_row() -> None:
-    """So whatever the code handles or refuses by name has one."""
+    """Every API that the code handles or refuses by name has a row."""
     assert set(APIS) == NAMED - {keys.NEVER_FLEXIBLE}
 
 

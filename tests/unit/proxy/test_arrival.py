@@ -10,7 +10,7 @@ TICK_S = 0.1
 
 
 def cut_after(bytes_per_s: float, *, first: int = 0, seconds: float = 60.0, pressed: bool = False) -> float | None:
-    """When a frame that comes at this rate, after `first` bytes at once, is found too slow; None if never."""
+    """The time when a frame at this rate, after `first` bytes at once, is too slow; None if never."""
     arrival = Arrival()
     for tick in range(1, int(seconds / TICK_S)):
         now = tick * TICK_S

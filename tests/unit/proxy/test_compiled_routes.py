@@ -34,7 +34,7 @@ MOST_PLACES = 65_536
 
 
 class Upstream(AnswerReader):
-    """A connection that is being dialled, and keeps what it is to send."""
+    """A connection that is being dialled, and keeps the bytes to send."""
 
     owner = 1
 
@@ -53,7 +53,7 @@ class Upstream(AnswerReader):
 
 
 class Access:
-    """Permissions for some topics and transactional ids; `asked` are the ids that were asked for."""
+    """Permissions for some topics and transactional ids; `asked` has the requested ids."""
 
     def __init__(self, *names: bytes) -> None:
         self.names = names

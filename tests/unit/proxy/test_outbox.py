@@ -38,7 +38,7 @@ class Transport:
 
 
 class ClientMemory:
-    """What a paced outbox needs of one."""
+    """What a paced outbox needs of `ClientMemory`."""
 
     def leave_untaken(self, nbytes: int) -> None:
         pass
@@ -67,7 +67,7 @@ async def test_outboxes_write_once_a_step_with_little_memory(messages: int) -> N
 
 @pytest.fixture(params=["imported", "python"])
 def twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module as it is used, and its classes in Python."""
+    """The module in use, and one with its classes in Python."""
     if request.param == "imported":
         return imported
     monkeypatch.setattr(kproxy.plain, "compiled", None)

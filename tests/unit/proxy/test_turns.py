@@ -22,7 +22,7 @@ class Clock:
 
 
 async def taken_by_turn(clock: Clock, step_s: float) -> list[list[int]]:
-    """The number of steps in each turn, if all are given at once and each takes `step_s`."""
+    """The number of steps in each turn if all are given at once and each takes `step_s`."""
     turns, taken = Turns(clock), list[int]()
 
     def step(number: int) -> None:

@@ -47,13 +47,13 @@ def features_before(*brokers: BrokerApis, produce: int = 13) -> tuple[dict[str, 
 
 
 def test_old_produce_versions_offer_only_old_transactions() -> None:
-    """KIP-890: a client that is told level 2 and may not send Produce 12 aborts its transactions."""
+    """KIP-890: a client that is offered level 2 without Produce 12 aborts its transactions."""
     assert features_before(NEW, produce=11) == ({TRANSACTIONS: (1, 1), "x": (4, 4)}, 15)
     assert dict(offer([NEW], {keys.PRODUCE: 11}).supported) == {TRANSACTIONS: (0, 1), "x": (1, 5)}
 
 
 def test_lower_transaction_version_has_higher_epoch() -> None:
-    """Java clients ignore finalized features that do not come with a higher epoch than those they know."""
+    """Java clients ignore finalized features unless their epoch exceeds the known one."""
     one = BrokerApis(without(keys.END_TXN), NEW.supported, NEW.finalized, NEW.epoch)
     uncapped = offer([BrokerApis(ALL, {}, {TRANSACTIONS: (1, 1)}, 7)], {keys.PRODUCE: 11})
     assert features_before(NEW, produce=11)[1] > uncapped.epoch

@@ -160,7 +160,7 @@ def test_client_chosen_names_survive_the_channel(topics: list[bytes]) -> None:
 
 
 def test_invalid_topic_name_creates_no_series() -> None:
-    """A reader of `/metrics` would take seconds for some dozens."""
+    """A few dozens of series would each cost a reader of `/metrics` time."""
     tally = Tally()
     for n in range(3):
         tally.drop(b'"' * 249 + b"%d" % n, 3)

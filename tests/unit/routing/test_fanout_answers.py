@@ -16,7 +16,7 @@ from tests.support.wire.messages import frame_of, response_body, response_frame,
 
 
 def parts_of(play: Playbook) -> list[tuple[int, int]]:
-    """Of each piece that was sent: the partitions in it, or -1 for all of its request, and the number of parts."""
+    """For each sent piece: its partitions, or -1 for the whole request, and the number of parts."""
     return [
         (-1 if send.part is None else sum(len(ordinals) for _, ordinals in send.part), send.shares)
         for send in play.sent.values()
@@ -85,7 +85,7 @@ def test_whole_success_is_forwarded_with_new_number() -> None:
 
 
 def test_whole_success_naming_a_broker_is_rewritten() -> None:
-    """KIP-951: what a read may say beside its topics is where brokers are."""
+    """KIP-951: an answer may name brokers' addresses beside its topics."""
     play = Playbook()
     play.fetches(1, "t-0")
     fields = sample_response(FETCH, {"t": [0]}, throttle_time_ms=0, error_code=0, tags=[(0, b"where a broker is")])
@@ -222,7 +222,7 @@ def test_reads_wait_neither_for_reads_nor_produces() -> None:
 
 @pytest.mark.parametrize("partitions", ["t-0 t-1", ""])
 def test_whole_answer_error_counts_for_each_partition(partitions: str) -> None:
-    """Kafka names no partitions then."""
+    """Kafka then names no partitions."""
     play = Playbook({"t": [1, 1]})
     play.fetches(1, "t-0 t-1")
     told = play.answers(1, partitions, error_code=29, throttle_ms=20)
@@ -230,7 +230,7 @@ def test_whole_answer_error_counts_for_each_partition(partitions: str) -> None:
 
 
 def looking(until_s: float = 1.0) -> Playbook:
-    """A fetch of two brokers that have nothing yet."""
+    """A fetch from two brokers that have no records yet."""
     play = Playbook()
     assert play.fetches(1, "t-0 t-1", until_s=until_s) == ["send #1 b1/c1: 1 t-0", "send #2 b2/c2: 1 t-1"]
     play.answers(1, "t-0")
@@ -401,7 +401,7 @@ def test_topic_without_partitions_is_answered_at_once(version: int) -> None:
 
 
 def test_unknown_fields_are_forwarded_once_in_order() -> None:
-    """Whichever part of the answer they come with (KIP-482)."""
+    """Whichever part of the answer has them (KIP-482)."""
     play = Playbook()
     play.submits(1, "t-0 t-1")
     done: list[Action] = []

@@ -39,7 +39,7 @@ def test_written_batch_of_writer_group_is_held() -> None:
 
 
 def test_bytes_of_held_batches_are_released() -> None:
-    """What is held may be so for long, and it is not sent again."""
+    """Held bytes may stay for a long time, and are not sent again."""
     play = gated()
     play.submits(1, "t-0")
     assert play.parts() == ["hold #1: t-0", "drop 1"]
@@ -128,7 +128,7 @@ def test_unanswered_unsent_batch_is_undeliverable() -> None:
 
 
 def test_fenced_batch_is_reported_lost() -> None:
-    """Its connections end with it, and it is the fences that count; another process may not know of them yet."""
+    """Its connections end with it; fences protect the partitions, but another process may not know them yet."""
     play = gated(fenced=True)
     play.submits(1, "t-0 u-0")
     assert play.parts() == ["lost t-0", "drop 1"]
@@ -182,7 +182,7 @@ def test_departed_client_may_be_severed_once_more() -> None:
 
 
 def test_overdue_batch_at_release_gives_up_nothing() -> None:
-    """The last request asks for a topic with a writer group as well, so all of it is dropped with its client."""
+    """The last request also has a topic with a writer group, so all of it is dropped with its client."""
     play = Playbook({"t": [1], "g": [2]}, gated=["g"])
     for sequence in (1, 2, 3):
         play.submits(sequence, "t-0")

@@ -17,7 +17,7 @@ HUNG_AFTER_S = 5.0
 
 
 def proven() -> Playbook:
-    """Broker 1 has accepted a batch of t-0, request 1: what follows may be pipelined."""
+    """Broker 1 has accepted a batch of t-0, request 1, so later batches may be pipelined."""
     play = Playbook()
     play.submits(1, "t-0")
     play.answers(1, "t-0")
@@ -69,7 +69,7 @@ def test_piece_waiting_for_dial_is_taken_back() -> None:
 
 
 def test_batch_behind_a_piece_taken_back_is_failed() -> None:
-    """Sent alone, the later batch would be first at a broker that knows nothing of the producer."""
+    """Sent alone, the later batch would be the first at a broker that does not know the producer."""
     play = Playbook({"t": [1, 1]}, dials=True)
     play.submits(1, "t-0", deadline_s=1)
     assert play.submits(2, "t-0 t-1") == ["send #2 b1/c1: 2 t-1"]
@@ -117,7 +117,7 @@ def test_lane_after_7_continues_after_connection_ends(written: bool) -> None:
 
 @pytest.mark.parametrize("late", ["t-0", "t-0=6", "t-0=87", "t-0=45"])
 def test_a_late_answer_changes_nothing_for_the_client(late: str) -> None:
-    """A second result for a partition that has one."""
+    """The answer has a second result for a partition that has one."""
     play = proven()
     play.submits(2, "t-0", deadline_s=1)
     assert play.ticks(after_s=1) == ["answer 2: t-0=7"]
@@ -160,7 +160,7 @@ def test_long_waiting_request_leaves_the_receive_buffer() -> None:
 
 
 def test_partitions_in_flight_are_counted_only_on_demand() -> None:
-    """Counting costs each request, and on proven routes nobody asks."""
+    """Counting would cost each request time, and on proven routes nothing needs the count."""
     play = proven()
     play.submits(2, "t-0", deadline_s=1)
     play.ticks(after_s=1)
@@ -190,7 +190,7 @@ def test_silent_connection_ends_after_a_deadline() -> None:
 
 
 def test_route_of_an_ending_connection_is_new() -> None:
-    """Its place is taken at once; that it is lost comes as an event of its own."""
+    """Another connection replaces it at once; its loss is an event of its own."""
     play = Playbook({"t": [1, 1]})
     for n, partition in enumerate(("t-0", "t-1"), 1):
         play.submits(n, partition)
@@ -243,7 +243,7 @@ def test_lost_pipelined_batches_are_resent_one_first() -> None:
 
 
 def test_batch_lost_behind_expired_one_is_not_resent() -> None:
-    """For the first it is too late, for the second there would be time."""
+    """The first is too late; the second would still have time."""
     play = proven()
     play.submits(2, "t-0", deadline_s=1)
     play.submits(3, "t-0")
@@ -335,7 +335,7 @@ def test_partly_sent_acks_0_is_not_resent() -> None:
 
 
 def test_batch_behind_lost_acks_0_is_resent() -> None:
-    """Nobody sends the lost one again: there is nothing to stay behind."""
+    """The lost batch is not sent again, so no later batch must wait for it."""
     play = proven()
     play.submits(2, "t-0", acks=0, producer=None)
     play.submits(3, "t-0")
@@ -481,7 +481,7 @@ def test_confirmed_acks_0_waits_for_moved_partitions_answers() -> None:
 
 
 def test_confirmed_acks_0_is_begun_past_its_deadline() -> None:
-    """Its client hears of nothing: whatever can be delivered is."""
+    """Its client expects no answer, so every batch that can be delivered is."""
     play = Playbook()
     assert play.submits(1, "t-0", acks=1, silent=True, deadline_s=0) == ["send #1 b1/c1: 1 t-0"]
 

@@ -10,7 +10,7 @@ NOT_LEADER, NOT_ENOUGH_REPLICAS, OUT_OF_ORDER = 6, 19, 45
 
 
 def proven() -> Playbook:
-    """Broker 1 has accepted a batch of t-0, request 1: what follows may be pipelined."""
+    """Broker 1 has accepted a batch of t-0, request 1, so later batches may be pipelined."""
     play = Playbook()
     assert play.submits(1, "t-0") == ["send #1 b1/c1: 1 t-0"]
     assert play.answers(1, "t-0") == ["answer 1: t-0@10"]
@@ -18,7 +18,7 @@ def proven() -> Playbook:
 
 
 def piped(*requests: int) -> Playbook:
-    """The same, and these requests are under way: request n is piece n."""
+    """The same, with these requests in flight: request n is piece n."""
     play = proven()
     for n in requests:
         assert play.submits(n, "t-0") == [f"send #{n} b1/c1: {n} t-0"]
@@ -86,7 +86,7 @@ def test_only_first_batchs_success_proves_a_route() -> None:
 
 
 def test_a_read_proves_no_route() -> None:
-    """A broker that is not the owner may serve it, and it says nothing of what the broker knows of the producer."""
+    """A broker that is not the owner may serve the read, which says nothing about the producer's state there."""
     play = Playbook()
     play.fetches(1, "t-0 t-1")
     play.answers(1, "t-0")
@@ -115,7 +115,7 @@ def test_repeated_read_proves_no_route() -> None:
 
 
 def test_success_under_earlier_ownership_proves_no_route() -> None:
-    """Its broker may have lost the partition since, together with all that it knew of the producer."""
+    """The broker may have lost the partition since, and with it the producer's state."""
     play = Playbook()
     play.submits(1, "t-0")
     play.moves("t-0", 2, 1)
@@ -261,7 +261,7 @@ def test_abandoned_first_batch_ends_those_behind_it() -> None:
 
 @pytest.mark.parametrize(("code", "waiting"), [(56, "given up"), (3, "given up"), (2, "given up"), (87, "sent")])
 def test_batch_behind_clients_resend_is_not_sent_first(code: int, waiting: str) -> None:
-    """On a new route, to a broker that knows nothing of the producer: it would accept the later batch as the first."""
+    """On a new route, a broker that does not know the producer would accept the later batch as its first."""
     play = Playbook()
     play.submits(1, "t-0")
     play.submits(2, "t-0")
@@ -278,7 +278,7 @@ def test_batch_in_flight_behind_abandoned_is_not_resent() -> None:
 
 
 def test_retry_behind_expired_batch_is_given_up() -> None:
-    """Appended alone, the later batch would be first at a broker that knows nothing of the producer."""
+    """Appended alone, the later batch would be the first at a broker that does not know the producer."""
     play = proven()
     play.submits(2, "t-0", deadline_s=1)
     play.submits(3, "t-0")
@@ -288,7 +288,7 @@ def test_retry_behind_expired_batch_is_given_up() -> None:
 
 
 def test_only_batches_sent_unaware_are_given_up() -> None:
-    """Requests 3 to 5 were there when 2 was answered; 6 comes behind the answer and is in order again."""
+    """Requests 3 to 5 were sent before the answer to 2; request 6 follows the answer, and is in order again."""
     play = proven()
     play.submits(2, "t-0", deadline_s=1)
     for n in (3, 4, 5):
@@ -314,7 +314,7 @@ def test_batch_before_abandoned_one_is_still_resent() -> None:
 
 
 def test_batch_sent_unaware_is_not_begun() -> None:
-    """It waits for a route to be proven by the batch that is given up."""
+    """It waits for the abandoned batch to prove a route."""
     play = Playbook()
     play.submits(1, "t-0", deadline_s=1)
     play.submits(2, "t-0")
@@ -359,7 +359,7 @@ def test_batch_behind_former_owners_failure_is_given_up(code: int, waiting: list
 
 
 def test_batch_waits_for_one_under_earlier_ownership() -> None:
-    """The broker refuses the first because it is not the owner, becomes it again, and would take the second one."""
+    """The broker refuses the first as not its owner, becomes the owner again, and would accept the second."""
     play = piped(2)
     play.moves("t-0", 2, 1)
     assert play.lanes == ["t-0 blocked"]
@@ -382,7 +382,7 @@ def test_ownership_move_during_first_batch_blocks_nothing() -> None:
 
 
 def test_lane_waits_for_overdue_unanswered_batches() -> None:
-    """Two of an earlier route, one refused: its back-off ends while the other is still at the former owner."""
+    """Two batches of an earlier route, one refused: its back-off ends while the other is still at the former owner."""
     play = piped(2, 3)
     play.moves("t-0", 2)
     play.answers(2, "t-0=6")
@@ -516,7 +516,7 @@ def test_unowned_batches_are_in_flight_at_one_broker() -> None:
 
 
 def test_event_changes_all_lanes_before_sending() -> None:
-    """One answer releases one partition of request 2 and gives up the other: the first goes, and not for both."""
+    """One answer releases one partition of request 2 and gives up the other: only the released one is sent."""
     play = Playbook({"t": [1, 1]})
     play.submits(1, "t-0 t-1")
     play.submits(2, "t-0 t-1")

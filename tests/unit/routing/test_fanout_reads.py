@@ -44,7 +44,7 @@ def test_partition_without_records_is_not_the_first() -> None:
 
 
 def test_one_brokers_answer_is_not_cut() -> None:
-    """A broker keeps the limits itself, by the order in which it reads."""
+    """A broker applies the limits itself, in the order in which it reads."""
     play = Playbook({"t": [1, 1]})
     assert found(play, 1, "t-0 t-1", {1: "t-1:900 t-0:200"}, max_bytes=1000) == [200, 900]
 
@@ -95,7 +95,7 @@ def test_random_reads_starve_no_partition(record_property: pytest.RecordProperty
 
 
 def test_least_bytes_are_at_most_max_bytes() -> None:
-    """A broker that fills its share has no more to give, however much the request wants at least."""
+    """A broker that fills its share can send no more, whatever minimum the request asks for."""
     assert found(Playbook(), 1, "t-0 t-1", {1: "t-0:500", 2: "t-1"}, min_bytes=5000, max_bytes=1000) == [500, 0]
     play = Playbook()
     play.fetches(1, "t-0 t-1", until_s=1, min_bytes=5000, max_bytes=1)
@@ -107,7 +107,7 @@ def test_least_bytes_are_at_most_max_bytes() -> None:
 
 
 def late() -> Playbook:
-    """A fetch of three brokers, of which the third does not answer; it is answered without."""
+    """A fetch from three brokers, of which the third does not answer; the answer comes without it."""
     play = Playbook()
     play.fetches(1, "t-0 t-1 t-2", until_s=0.5)
     play.answers(1, "t-0:100")

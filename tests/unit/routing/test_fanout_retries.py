@@ -21,7 +21,7 @@ THRICE, A_SECOND, SOME_SECONDS = 3, 5, 9
 
 
 class Expected(NamedTuple):
-    """How often a batch of these kinds is tried, others once, and what the client gets in the end."""
+    """How often batches of these kinds are tried (others once), and the client's final answer."""
 
     tried: int
     final: int
@@ -58,7 +58,7 @@ DOUBTS_THE_OWNER = {NOT_WRITTEN, CONNECTION_LOST, UNREADABLE, 3, 5, 6, 9, 13, 56
 
 
 def test_every_row_of_every_table_is_tested() -> None:
-    """The tables are whatever is one in the module, and the rows what they have beside codes that are handed on."""
+    """All tables of the module, and in each the rows beside the codes that are passed on."""
     found = {
         name: set(value)
         for name, value in vars(retry).items()
@@ -73,7 +73,7 @@ def test_every_row_of_every_table_is_tested() -> None:
 
 
 def meets(play: Playbook, event: int, offset: int = -1) -> list[str]:
-    """Let the event happen to the only piece under way."""
+    """Apply the event to the only piece in flight."""
     (piece,) = play.pieces.values()
     connection = piece.connection.number
     if event == CONNECTION_LOST:
@@ -86,7 +86,7 @@ def meets(play: Playbook, event: int, offset: int = -1) -> list[str]:
 
 
 def until_answered(play: Playbook, event: int, offset: int = -1) -> tuple[int, int]:
-    """How often request 1 was tried, where this event meets every attempt, and the code that its client gets."""
+    """Fail every attempt of request 1 with this event; return the number of attempts and the client's code."""
     for _ in range(20):
         told = meets(play, event, offset)
         if 1 in play.answered:
@@ -171,7 +171,7 @@ def test_only_refused_partitions_are_resent() -> None:
 
 
 def test_partitions_retry_each_by_itself() -> None:
-    """One partition in trouble does not use up the attempts of another."""
+    """Failures of one partition do not use up another's attempts."""
     play = Playbook()
     play.submits(1, "t-0 t-1")
     for piece in (1, 3, 4):
@@ -203,7 +203,7 @@ def test_slow_refusal_is_passed_on_after_waiting_time(event: int, bound_s: float
 
 @pytest.mark.parametrize(("event", "tried"), [(6, retry.MAX_ATTEMPTS_IN_ALL), (19, 50), (20, 150)])
 def test_endlessly_moving_partition_is_followed_boundedly(event: int, tried: int) -> None:
-    """The first move is followed at once, the others at a pace of 20 ms, and so by the timer's 21."""
+    """The first move is followed at once, later ones every 20 ms, which the timer makes 21."""
     play = Playbook()
     play.submits(1, "t-0")
     while 1 not in play.answered:
@@ -216,7 +216,7 @@ def test_endlessly_moving_partition_is_followed_boundedly(event: int, tried: int
 
 
 def test_attempts_during_a_reread_do_not_count() -> None:
-    """The table cannot have corrected them. The back-off grows, and the bound in time stays."""
+    """The table cannot have been corrected by them. The back-off grows, and the time limit stays."""
     play = Playbook(semantics=KAFKA)
     play.submits(1, "t-0")
     play.view.rereads.add((b"t", 0))
@@ -277,7 +277,7 @@ def test_reads_during_a_reread_do_not_count() -> None:
 
 
 def test_attempts_count_at_one_owner() -> None:
-    """Kafka's leader learns of its election a little later than the cluster's metadata tells."""
+    """Kafka's leader learns of its election a little later than the cluster's metadata shows it."""
     play = Playbook()
     play.submits(1, "t-0")
     play.answers(1, "t-0=6")
@@ -409,7 +409,7 @@ def test_new_owners_state_counts_for_resends() -> None:
 
 
 def test_batch_behind_clients_retry_is_left_to_client() -> None:
-    """The first may be in the log of the broker that hangs: sent alone, the second would come before it."""
+    """The hung broker's log may have the first batch: sent alone, the second would precede it."""
     play = Playbook(hung=[1])
     play.submits(1, "t-0", producer=PLAIN)
     play.moves("t-0", 2)
@@ -508,7 +508,7 @@ def test_non_refusal_is_passed_on_after_unknown_outcome() -> None:
 
 @pytest.mark.parametrize(("producer", "sent_again"), [(PLAIN, False), (IDEMPOTENT, True)])
 def test_possible_append_forbids_a_resend(producer: Producer, sent_again: bool) -> None:
-    """Real Kafka's NOT_LEADER_OR_FOLLOWER to acks=all with an offset means that the batch is in its log."""
+    """If real Kafka answers acks=all with NOT_LEADER_OR_FOLLOWER and an offset, its log has the batch."""
     play = Playbook(semantics=KAFKA)
     play.submits(1, "t-0", producer=producer)
     play.answers(1, "t-0")
@@ -527,7 +527,7 @@ def test_possible_append_forbids_a_resend(producer: Producer, sent_again: bool) 
 
 @pytest.mark.parametrize("kind", ["plain", "transactional"])
 def test_batch_behind_uncertain_one_is_left_to_client(kind: str) -> None:
-    """A leader is deposed with the first in its log and has refused the others: sent on, they would come before it."""
+    """A deposed leader has the first in its log and refused the others: sent again alone, they would precede it."""
     play = Playbook(semantics=KAFKA)
     producer = PLAIN if kind == "plain" else IDEMPOTENT
     for n in (1, 2, 3, 4):
@@ -545,7 +545,7 @@ def test_batch_behind_uncertain_one_is_left_to_client(kind: str) -> None:
 
 @pytest.mark.parametrize("code", [56, 3])
 def test_out_of_order_behind_resent_batch_is_hidden(code: int) -> None:
-    """librdkafka would begin a new epoch, and send again in it what is in doubt in its other partitions."""
+    """librdkafka would begin a new epoch, and resend batches of other partitions that are in doubt."""
     play = Playbook()
     play.submits(1, "t-0")
     play.answers(1, "t-0")
@@ -580,7 +580,7 @@ def test_only_earlier_batch_of_same_epoch_misleads(producer: Producer, told: int
 
 
 def test_batch_behind_clients_retry_is_not_resent() -> None:
-    """Another broker may know nothing of the producer, and would take the later batch first."""
+    """Another broker may not know the producer, and would accept the later batch first."""
     play = Playbook()
     play.submits(1, "t-0")
     play.answers(1, "t-0")
@@ -603,7 +603,7 @@ def test_batch_without_client_retry_misleads_none() -> None:
 
 
 def test_resend_with_acks_0_does_not_count() -> None:
-    """Nothing is known of its outcome."""
+    """Its outcome is unknown."""
     play = Playbook()
     play.submits(1, "t-0")
     play.answers(1, "t-0")

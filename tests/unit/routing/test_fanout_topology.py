@@ -13,7 +13,7 @@ UNKNOWN_TOPIC_ID = 100
 
 
 def proven(partitions: str = "t-0") -> Playbook:
-    """Request 1 was accepted: the routes of these partitions are proven."""
+    """Request 1 was accepted, so the routes of these partitions are proven."""
     play = Playbook()
     play.submits(1, partitions)
     for piece in list(play.pieces.values()):
@@ -107,7 +107,7 @@ def test_removed_broker_gets_nothing_and_is_awaited() -> None:
 
 
 def test_route_to_removed_broker_is_forgotten() -> None:
-    """A request of the plain path would go there, and one of the core would not."""
+    """Otherwise requests of the plain path would go there, but those of the core would not."""
     play = proven("t-0 t-1")
     play.removes(1)
     assert not play.proven("t-0")
@@ -253,7 +253,7 @@ def test_batch_awaiting_an_id_keeps_its_place() -> None:
 
 
 def test_partition_keeps_order_under_either_name() -> None:
-    """franz-go names topics by id where it knows all ids of a request, and by name where it does not."""
+    """franz-go names topics by id if it knows all ids of a request, and otherwise by name."""
     play = Playbook()
     play.names("t")
     play.submits(1, "t-0", by_id=True)
@@ -268,7 +268,7 @@ def test_partition_keeps_order_under_either_name() -> None:
 
 
 def test_topic_named_by_id_and_name_keeps_order() -> None:
-    """Batches of one partition wait under two names; when these turn out to be one topic, they follow one another."""
+    """Batches of one partition wait under two names; when these prove to be one topic, they are sent in order."""
     play = Playbook()
     assert play.submits(1, "t-0", by_id=True) == []
     assert play.submits(2, "t-0") == ["send #1 b1/c1: 2 t-0"]
@@ -295,7 +295,7 @@ def test_merged_lanes_wait_for_the_longer_time() -> None:
 
 
 def test_merged_lanes_give_up_batches_of_either() -> None:
-    """What went by name was over at its deadline: what came behind it by id is not to come first."""
+    """The batch sent by name reached its deadline: later batches sent by id must not come first."""
     play = Playbook()
     play.submits(1, "t-0", deadline_s=0.005)
     play.submits(2, "t-0", by_id=True)
@@ -308,7 +308,7 @@ def test_merged_lanes_give_up_batches_of_either() -> None:
 
 
 def test_batch_behind_taken_back_one_goes_at_deadline() -> None:
-    """Its own time came long ago: it goes from now on."""
+    """Its own back-off ended long ago, so it is sent as soon as it may be."""
     play = Playbook(dials=True)
     play.submits(1, "t-0", by_id=True)
     play.submits(2, "t-0", deadline_s=0.5)
@@ -351,7 +351,7 @@ def test_remembered_ids_are_bounded() -> None:
 
 
 def test_request_under_forgotten_id_gets_its_name() -> None:
-    """It was one id too many to be remembered, and was sent under it."""
+    """The id was one too many to be remembered, but the request was sent under it."""
     play = Playbook()
     play.view.max_nameless = 1
     play.submits(1, "t-0", by_id=True)
@@ -427,7 +427,7 @@ def test_entered_pieces_are_numbered_in_order() -> None:
 
 
 def partly() -> Playbook:
-    """Request 2 has entered with the result of t-0, and t-1 is piece 3."""
+    """Request 2 has entered with the result of t-0; t-1 is piece 3."""
     play = proven("t-0 t-1")
     play.passes(2, "t-0 t-1")
     play.passes_back(2, 1, "t-0@77")

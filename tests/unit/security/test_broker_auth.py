@@ -29,7 +29,7 @@ OWN = BrokerSasl("PLAIN", "kproxy", "secret")
 
 
 class Broker:
-    """Answers each request of SASL; `apis` are those that it offers, with their highest versions."""
+    """Answers each SASL request; `apis` are the offered APIs with their highest versions."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Broker:
 
 
 class Client:
-    """An identity to carry on."""
+    """An identity to forward."""
 
     def __init__(self) -> None:
         self.number = 1
@@ -85,7 +85,7 @@ async def test_session_is_renewed_before_broker_ends_it() -> None:
 
 
 async def test_client_session_is_as_long_as_brokers() -> None:
-    """It is the client that renews it."""
+    """The client renews it."""
     access, client = BrokerAuth(), Client()
     carrying = access.carrying(client)
     client.number = 7

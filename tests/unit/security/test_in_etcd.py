@@ -244,7 +244,7 @@ async def test_restored_etcd_replaces_all_values() -> None:
 
 
 async def test_changes_are_reported_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of changes and of a later snapshot, not of the first one, and without a user's value."""
+    """This covers changes and later snapshots, but not the first snapshot, and no user's value."""
     told: list[tuple[str, list[str], list[str], list[str]]] = []
 
     def tell(_: object, event: str, **fields: Any) -> None:

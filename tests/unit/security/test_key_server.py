@@ -161,7 +161,7 @@ async def test_untrusted_server_certificate_is_rejected(tmp_path: Path) -> None:
 
 
 async def test_compressed_answer_is_not_expanded() -> None:
-    """A megabyte of zeros has a thousand bytes."""
+    """A megabyte of zeros compresses to a thousand bytes."""
     packed = gzip.compress(bytes(1 << 20))
     async with web_server(web.Response(body=packed, headers={"Content-Encoding": "gzip"})) as url:
         assert await fetch_keys(url) == packed

@@ -345,7 +345,7 @@ def test_tls_disables_renegotiation_compression_and_old_versions(signer: Signer,
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 def test_session_is_not_resumed_at_another_listener(signer: Signer, version: ssl.TLSVersion) -> None:
-    """As CVE-2025-23419: no session from a listener without client certificates comes in where one is required."""
+    """As in CVE-2025-23419: a session made without a client certificate must not open such a listener."""
     pair = Pair(signer.directory / "server.pem", signer.directory / "server.key")
     open_one = load_for_acceptor(ListenerTls(*pair)).context
     closed_one = load_for_acceptor(ListenerTls(*pair, client_ca=signer.ca, client_auth="required")).context
@@ -360,7 +360,7 @@ def test_session_is_not_resumed_at_another_listener(signer: Signer, version: ssl
 def talk(
     server: ssl.SSLContext, client: ssl.SSLContext, session: ssl.SSLSession | None
 ) -> tuple[ssl.SSLObject, ssl.SSLObject]:
-    """Do a handshake in memory, and let the client read a byte, with which tickets come. Raises ssl.SSLError."""
+    """Do a handshake in memory and let the client read a byte, which brings tickets. Raises ssl.SSLError."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     here = server.wrap_bio(to_server, to_client, server_side=True)
     there = client.wrap_bio(to_client, to_server, server_hostname="localhost", session=session)
@@ -374,7 +374,7 @@ def talk(
 
 
 def test_hello_longer_than_usual_is_refused(signer: Signer) -> None:
-    """However it comes in; one of a length that clients may need some day is answered."""
+    """In any portions; a length that clients may need some day is accepted."""
     context = load_for_acceptor(ListenerTls(signer.directory / "server.pem", signer.directory / "server.key")).context
     for padding, is_refused in ((7_800, False), (8_192, True)):
         incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()

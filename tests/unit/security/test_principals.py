@@ -106,7 +106,7 @@ def test_case_mapping_makes_no_new_ascii_letter(name: str, case: str, principal:
     ],
 )
 def test_certificate_value_contains_no_other_name_part(rule: str) -> None:
-    """A comma in a value is escaped, and no pattern takes it for the comma between two parts."""
+    """Commas in values are escaped, and no pattern takes one for the comma between two parts."""
     rules = parse_rules(rule)
     honest = named_by(named("admin", "apps"), rules)
     assert honest is not None
@@ -130,7 +130,7 @@ def named(common_name: str, unit: str) -> dict[str, object]:
 
 
 def test_escaped_character_may_match_a_pattern() -> None:
-    """Names in directories are often like this one, and are written out as in the whole name."""
+    """Directories often have such names, which are written as in the whole name."""
     for rule in ("RULE:^CN=(.*?),OU=apps.*$/$1/L", "RULE:^CN=([^,]+),OU=apps.*$/$1/L"):
         assert named_by(named("Doe, John #1", "apps"), parse_rules(rule)) == Principal(
             "doe\\, john #1", frozenset({"apps"})
@@ -260,7 +260,7 @@ def test_names_that_agree_give_one_principal() -> None:
     ],
 )
 def test_malformed_name_gives_no_principal(kind: str, name: str) -> None:
-    """Nor do the valid names beside it, of this kind or of a later one."""
+    """Nor do valid names beside it, of this kind or a later one."""
     fields = alternatives((kind, name), (kind, URI + "app" if kind == "URI" else "app.example.org"))
     kinds = (kind.lower(), "subject")
     for rules in (DEFAULT, "RULE:.*/app/", "RULE:(.*)/$1/L"):
@@ -276,7 +276,7 @@ def test_backslash_in_uri_is_literal() -> None:
 
 
 def test_only_subjects_have_groups() -> None:
-    """An authority may vouch for alternative names, and copy a subject from the request."""
+    """An authority may check alternative names only, and copy the subject from the request."""
     for kinds, groups in (("subject", {"admins"}), ("uri", set())):
         found = named_by(uris(URI + "app"), parse_rules(DEFAULT), (kinds,))
         assert found is not None

@@ -300,7 +300,7 @@ class _Transport:
         return False
 
     def write(self, data: bytes) -> None:
-        """Take it."""
+        """Keep the written bytes."""
 
 
 def _frame(api_key: int, sender: bytes | None, size: int = 100) -> memoryview:

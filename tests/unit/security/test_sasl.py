@@ -133,7 +133,7 @@ def test_scram_refuses_unknown_user_as_wrong_password(name: str, password: str) 
 
 
 def test_stand_in_authenticates_no_unknown_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if somebody knew its password."""
+    """Even for a client that knows its password."""
     monkeypatch.setattr(Users, "stand_in", lambda users, name, mechanism: client.credentials_of("bob")[mechanism])
     exchange = client.exchange()
     answer = read(scram(exchange, "SCRAM-SHA-256", "nobody", "bob-secret"), SASL_AUTHENTICATE, 2)
@@ -160,7 +160,7 @@ def test_a_malformed_scram_message_is_a_refusal(message: bytes) -> None:
 @pytest.mark.parametrize("mechanism", ["SCRAM-SHA-256", "SCRAM-SHA-512"])
 @pytest.mark.parametrize("is_other", [False, True])
 def test_a_proof_over_another_nonce_is_refused(mechanism: str, is_other: bool) -> None:
-    """CVE-2024-56128: the proof is sound for the message that has it, and the nonce in it is not the server's."""
+    """CVE-2024-56128: the proof is valid for its own message, whose nonce is not the server's."""
     exchange, speaker = client.exchange(), ScramClient([mechanism], "bob", "bob-secret")
     receive(exchange, client.handshake(mechanism))
     client_first = speaker.get_client_first()
@@ -373,7 +373,7 @@ def test_sasl_out_of_turn_is_ignored() -> None:
 
 
 def pending(exchange: SaslExchange, frame: bytes) -> Step | Refused:
-    """The outcome of a step that is not taken yet."""
+    """The outcome of a step that has not run yet."""
     outcome = exchange.receive(memoryview(bytearray(frame)))
     assert isinstance(outcome, Pending)
     return outcome.step()

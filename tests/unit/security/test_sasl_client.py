@@ -74,7 +74,7 @@ def test_token_is_sent_and_error_acknowledged() -> None:
 
 
 def carried(name: str, message: bytes, version: int = 1) -> SaslClient:
-    """One that presents what a client has presented, once the mechanism is accepted."""
+    """A client that presents a forwarded credential, after the mechanism was accepted."""
     client = SaslClient(Credential(name, message), version)
     client.begin()
     request = client.receive(handshake(mechanisms=(name,)))

@@ -1,4 +1,4 @@
-"""The stream of security events: whole lines, in the file of that name, and what happens when it cannot be written."""
+"""The stream of security events: whole lines in the named file, and the behaviour if it cannot be written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.waiting import PATIENCE_S, eventually
 
 
 def lines_of(*files: Path) -> list[dict[str, Any]]:
-    """The events in files; fail for a line that is not whole."""
+    """The events in files; fails if a line is incomplete."""
     text = "".join(file.read_text("ascii") for file in files if file.exists())
     assert text == "" or text.endswith("\n")
     return [json.loads(line) for line in text.splitlines()]
@@ -104,7 +104,7 @@ async def test_full_disk_counts_and_reports_losses(tmp_path: Path) -> None:
 
 
 async def test_stop_is_reported_without_room(tmp_path: Path) -> None:
-    """The last room is free only some time after its events are in the file; the stop was lost then."""
+    """Room is free only some time after events are in the file, and the stop event was lost then."""
     file, counters = tmp_path / "events.jsonl", Counter[str]()
     async with SecurityEvents(file, counters, most_bytes=1_000) as events:
         await eventually(lambda: named(file, "started"))
@@ -116,7 +116,7 @@ async def test_stop_is_reported_without_room(tmp_path: Path) -> None:
 
 
 async def test_partial_batch_is_truncated(tmp_path: Path) -> None:
-    """A disk that takes a part of a batch. The limit is of a process of its own."""
+    """The disk accepts a part of a batch. The limit applies to a process of its own."""
     script = """
 import asyncio, resource, sys
 from collections import Counter
@@ -188,7 +188,7 @@ def test_check_creates_no_file(tmp_path: Path) -> None:
 
 
 def test_documented_events_and_fields_match_the_code() -> None:
-    """The table in docs/security.md, and every call in the product."""
+    """Compares the table in docs/security.md with every call in the code."""
     root = Path(__file__).parents[3]
     documented: dict[str, set[str]] = {}
     text = (root / "docs/security.md").read_text().split("## Security events")[1].split("\n## ")[0]

@@ -91,7 +91,7 @@ def test_credential_has_4096_to_100000_iterations(iterations: int, is_taken: boo
 
 
 async def test_file_without_users_causes_a_warning(tmp_path: Path) -> None:
-    """At the start, and when it has become empty; nobody is kept from starting so."""
+    """At the start, and when the file becomes empty; the proxy starts all the same."""
     file = tmp_path / "users.toml"
     write_users(file, {})
     sasl, reloads = SaslOptions(mechanisms=Texts(["SCRAM-SHA-512"]), users=file), Reloads()
@@ -133,7 +133,7 @@ def test_password_has_at_most_1024_bytes() -> None:
 
 
 def test_stand_in_salts_agree_and_outlast_changes() -> None:
-    """An unknown user had a salt of each worker, and after a restart another one."""
+    """Each worker had its own salt for an unknown user, and a restart changed it."""
     one, other = client.users(), client.users()
     stand_in = one.stand_in("nobody", "SCRAM-SHA-256")
     assert other.stand_in("nobody", "SCRAM-SHA-256") == stand_in
@@ -219,7 +219,7 @@ async def test_files_are_read_again_and_survive_bad_ones(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("exp", [10**18, 10**400], ids=["milliseconds and more", "beyond any number"])
 def test_non_time_token_expiry_means_latest(tmp_path: Path, exp: int) -> None:
-    """It was no number that an answer has room for: the client was refused by an error with a traceback."""
+    """An answer had no room for the number: the client was refused with a traceback in the log."""
     assert client.verifier(tmp_path).verify(client.token(exp=exp)).expires_at == LATEST_S
 
 
@@ -262,7 +262,7 @@ def _unsigned(**header: Any) -> str:
 
 
 def _signed_by_the_public_key() -> str:
-    """The well-known confusion: HMAC with the public key as its secret."""
+    """A known confusion: HMAC with the public key as its secret."""
     from cryptography.hazmat.primitives import serialization
 
     pem = (
@@ -276,7 +276,7 @@ def _signed_by_the_public_key() -> str:
 
 
 def _signed_with(algorithm: str) -> str:
-    """By the right key, whose entry in the set is for RS256."""
+    """Signed by the right key, whose entry in the set is for RS256."""
     claims = {"iss": client.ISSUER, "aud": client.AUDIENCE, "sub": "alice", "exp": time.time() + 60}
     return jwt.encode(claims, client.signing_key(0), algorithm, headers={"kid": "key-0"})
 

@@ -29,7 +29,7 @@ HEADER = SIGNATURE + b"\x21\x11\x00\x0c" + bytes([192, 0, 2, 9, 127, 0, 0, 1]) +
 
 
 class Session(asyncio.Protocol):
-    """Sends back what it gets."""
+    """Sends back all bytes."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport: Any = transport
@@ -39,7 +39,7 @@ class Session(asyncio.Protocol):
 
 
 class Site:
-    """An acceptor, and the connections that it has admitted."""
+    """An acceptor, and its admitted connections."""
 
     def __init__(self, tls: Loaded | None, **options: Any) -> None:
         self.counters = Counter[str]()
@@ -64,7 +64,7 @@ class Site:
         self.welcomed += 1
 
     async def tell(self, data: bytes, context: ssl.SSLContext | None = None) -> bytes:
-        """The bytes that a client receives for `data` until the connection ends, at most as many as it has sent."""
+        """Send `data`; return the bytes that the client receives, at most as many as it has sent."""
         async with asyncio.timeout(60):
             name = "localhost" if context is not None else None
             reader, writer = await asyncio.open_connection(self.host, self.port, ssl=context, server_hostname=name)
@@ -141,7 +141,7 @@ async def test_http_client_gets_an_http_answer(begin: Begin, loaded: Loaded) -> 
 async def test_refused_client_reads_the_end_at_once(
     begin: Begin, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may go on sending; the connection lingers for it, but says at once that nothing follows."""
+    """The client may continue to send; the connection lingers, but signals its end at once."""
     monkeypatch.setattr(tls_acceptor, "LINGER_S", 1_000.0)
     site = await begin(loaded)
     assert await site.tell(b"ping") == b""

@@ -84,7 +84,7 @@ def command_named(name: str, group: click.Group = cli) -> click.Command:
 
 
 def flags_of(command: click.Command) -> set[str]:
-    """Of a command and of those below it."""
+    """The flags of a command and of its subcommands."""
     found = {name for each in command.params for name in (*each.opts, *each.secondary_opts) if name.startswith("--")}
     if not isinstance(command, click.Group):
         return found
@@ -113,7 +113,7 @@ def test_variables_and_keys_exist_in_the_configuration(path: Path) -> None:
 
 
 def documented_labels() -> dict[str, set[str]]:
-    """Labels by name of a sample, as docs/metrics.md has them, which is held to real pages."""
+    """Labels by sample name, as in docs/metrics.md, which another test compares with real pages."""
     labels: dict[str, set[str]] = {}
     text = (REPOSITORY / "docs/metrics.md").read_text()
     for name, listed, meaning in re.findall(r"^\| `(kproxy_\w+)` \| (.*?) ?\| (.*) \|$", text, re.MULTILINE):
@@ -160,7 +160,7 @@ def test_alarming_metrics_have_an_alert() -> None:
 
 
 def parsed(arguments: list[str]) -> dict[str, object]:
-    """Click's parse of a command's name and arguments. Raises click's errors."""
+    """Parse a command's name and arguments with click. Raises click's errors."""
     return dict(command_named(arguments[0]).make_context(arguments[0], arguments[1:]).params)
 
 
@@ -326,7 +326,7 @@ def test_all_files_have_the_projects_version() -> None:
 
 
 def pins(path: Path) -> dict[str, str]:
-    """The lines of each package, hashes and all, by its name."""
+    """The lines of each package, with hashes, by its name."""
     parts = re.split(r"^(?=[a-z0-9])", path.read_text(), flags=re.MULTILINE)[1:]
     return {part.partition("==")[0]: re.sub(r"\s+#.*", "", part) for part in parts}
 

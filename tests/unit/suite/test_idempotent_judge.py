@@ -15,7 +15,7 @@ Batches = list[tuple[int, range]]
 
 
 def log_of(batches: Batches) -> bytes:
-    """A log of batches, each an epoch and its numbers."""
+    """A log of batches, each with an epoch and numbers."""
     log, end = bytearray(), 0
     sequences: dict[int, count[int]] = {}
     for epoch, numbers in batches:

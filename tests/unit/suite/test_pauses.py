@@ -1,4 +1,4 @@
-"""A test that may run again after a pause of this process fails if it fails each time."""
+"""A test that may be repeated after a pause of this process still fails if it fails each time."""
 
 from __future__ import annotations
 

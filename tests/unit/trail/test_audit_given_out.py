@@ -30,7 +30,7 @@ def writer(origin: Origin, topic_id: bytes | None = TOPIC_ID, partition: int = 0
 
 
 def judged(*looks: Sequence[tuple[Origin, Chunk]], topic_id: bytes | None = TOPIC_ID) -> list[Overlap]:
-    """What is told of one partition; each look sees some chunks."""
+    """The overlaps reported for one partition; each look sees some chunks."""
     given = OverlapDetector()
     overlaps = []
     writers = {origin: writer(origin, topic_id) for look in looks for origin, _ in look}
@@ -174,7 +174,7 @@ def test_intervals_below_the_highest_are_forgotten() -> None:
 
 
 def by_turns(producers: int, looks: int) -> list[list[tuple[Origin, Chunk]]]:
-    """Of each look a batch of each producer, on a connection of its own."""
+    """For each look, a batch of each producer, on a connection of its own."""
     return [
         [
             (

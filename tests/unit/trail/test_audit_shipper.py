@@ -20,7 +20,7 @@ COST = len(PAGE) + PAGE_OVERHEAD_BYTES
 
 
 class Scripted:
-    """A sink that a test holds up, and lets fail."""
+    """A sink that a test can hold up or make fail."""
 
     def __init__(self, preference: BatchPreference = BatchPreference(10 * COST)) -> None:  # noqa: B008 - it is a constant
         self.preference = preference
@@ -88,7 +88,7 @@ async def test_pages_beyond_the_bound_are_dropped_whole() -> None:
 
 @pytest.mark.parametrize("number", [100, 100_000])
 async def test_hung_sink_does_not_delay_offers(number: int) -> None:
-    """However much is offered, and the end comes in time too."""
+    """Offers return at once, whatever their number, and the shipper closes in time too."""
     sink = Scripted()
     sink.open.clear()
     async with shipping(sink, max_bytes=50 * COST) as (shipper, counters):
