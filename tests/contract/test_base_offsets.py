@@ -1,7 +1,7 @@
 """Apache Kafka's base offset in an error: -1 before the append, the batch's offset after it.
 
-The proxy sends again at once what was refused with -1, whoever the producer is. Where an offset comes with the error, a
-batch lies in a log and may stay there. Frames go to the brokers themselves, but for the last test.
+The proxy resends batches refused with -1 at once, from any producer. If the error has an offset, the log has the batch
+and may keep it. All tests but the last send frames to the brokers themselves.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Topic:
             self.topic_id = client.topic_id(self.name)
 
     def wait_in_sync(self, *replicas: int) -> None:
-        """Until every node tells that these replicas are in sync, and that the first one leads."""
+        """Wait until every node reports these replicas as in sync and the first as the leader."""
 
         def told(node_id: int) -> bool:
             with self._side.client(node_id) as client:
@@ -101,17 +101,17 @@ class Topic:
         return all(partition.error_code == 0 for partition in topic.partitions)
 
     def in_sync(self, node_id: int) -> int:
-        """How many replicas are in sync, as that node tells."""
+        """The number of in-sync replicas, as that node reports."""
         with self._side.client(node_id) as client:
             [topic] = client.metadata(self.name, create=False).topics
         return min(len(partition.isr_nodes) for partition in topic.partitions)
 
     def stored(self, node_id: int, partition: int = 0) -> bytes:
-        """What lies on a node's disk."""
+        """The batches on a node's disk."""
         return self._brokers[node_id].stored(self.name, partition)
 
     def assign(self, client: RawClient, *replicas: int) -> None:
-        """Other replicas, or another order: the first one is the preferred leader. A leader among them goes on."""
+        """Assign other replicas or another order: the first is the preferred leader. An assigned leader continues."""
         asked = [{"partition_index": each, "replicas": list(replicas)} for each in self._partitions]
         topics = [{"name": self.name, "partitions": asked}]
         answer = client.request(ALTER_PARTITION_REASSIGNMENTS, 0, topics=topics, timeout_ms=10_000)
@@ -143,7 +143,7 @@ def side(real_kafka: RealKafka) -> RealSide:
 
 @pytest.fixture(scope="module")
 def guard(side: RealSide, real_kafka: RealKafka) -> Topic:
-    """A topic on all nodes, which tells when a broker is back."""
+    """A topic on all nodes, which shows when a broker is back."""
     return Topic(side, real_kafka, NODES)
 
 
@@ -237,7 +237,7 @@ def frozen(side: RealSide, node_id: int, guard: Topic) -> Iterator[None]:
 
 
 class Producer(NamedTuple):
-    """One batch on its way; `before` batches of the same producer were appended to the partition."""
+    """One batch in flight; `before` batches of the same producer were appended to the partition."""
 
     what: str
     client: RawClient
@@ -271,7 +271,7 @@ def producer_identity(side: RealSide, transactional_id: str | None) -> dict[str,
 
 
 def producers(stack: ExitStack, side: RealSide, topic: Topic, connect: Callable[[], RawClient]) -> list[Producer]:
-    """Plain ones in each version, an idempotent one, the same again from another connection, a transactional one."""
+    """Plain ones in each version, an idempotent one, the same from another connection, a transactional one."""
 
     def client() -> RawClient:
         return stack.enter_context(connect())
@@ -393,7 +393,7 @@ def test_replica_shortage_reports_offset_only_after_append(side: RealSide, real_
 def race(side: RealSide, roles: Roles, topic: Topic) -> Counter[tuple[str, bool]]:
     """Change min.insync.replicas between append and answer, until 20 was seen or RACE_S is over.
 
-    By error code: whether there was a base offset, and how often.
+    Return, by error code, whether there was a base offset, and how often.
     """
     seen: Counter[tuple[str, bool]] = Counter()
     ended = threading.Event()

@@ -1,6 +1,6 @@
 """Apache Kafka is right: the results of produce requests when brokers hang, die, stop and come back.
 
-As in `test_produce_oracle`: the same on both sides, step by step, and what differs is listed with the reason.
+As in `test_produce_oracle`, both sides take the same steps, and differences are listed with their reasons.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ IN_SYNC_S = 2.5
 
 
 def at_random(seed: int, count: int) -> list[Step]:
-    """What three producers send that are mostly right: the next, a resend whole or not, a gap, an epoch up or down."""
+    """Mostly valid batches of three producers: the next, a resend in full or in part, a gap, an epoch up or down."""
     chance, steps = random.Random(seed), []
     known: dict[int, tuple[int, int, list[tuple[int, int, int]]]] = {}
     for number in range(count):
@@ -71,7 +71,7 @@ def test_unreplicated_records_are_neither_acknowledged_nor_read(sides: Sides, to
 
 
 def _is_neither_acknowledged_nor_read(sides: Sides, topic: str) -> bool:
-    """False if the followers may have left the ISR, as the machine stood still."""
+    """False if the followers may have left the ISR because the machine stalled."""
     stopped_s: list[float] = []
 
     def script(side: Side) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def _is_neither_acknowledged_nor_read(sides: Sides, topic: str) -> bool:
 
 
 def too_few(side: Side, topic: str, end: int) -> dict[str, Any]:
-    """What comes of it where fewer replicas are in sync than must be; what was acknowledged ends at `end`."""
+    """Requests with fewer in-sync replicas than required; acknowledged records end at `end`."""
     with ToLeader(side, topic) as leader:
         return {
             "acks=all": leader.produce(batch(0, producer_id=88)),
@@ -130,7 +130,7 @@ def too_few(side: Side, topic: str, end: int) -> dict[str, Any]:
 
 
 def after_the_leader_died(side: Side, topic: str) -> dict[str, Any]:
-    """Sequences 0 to 12 were acknowledged by the leader before."""
+    """Sequences 0 to 12 were acknowledged before the leader died."""
     with ToLeader(side, topic) as leader:
         told: dict[str, Any] = {f"sequence {each}": leader.produce(batch(each)) for each in (*range(0, 14, 2), 16, 14)}
         return told | {
@@ -144,7 +144,7 @@ def after_the_leader_died(side: Side, topic: str) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_replicas_survive_leader_deaths_and_come_back(sides: Sides, topic: str) -> None:
-    """kill -9 of the leader, then SIGTERM for one of the two that are left, then all are back."""
+    """kill -9 of the leader, then SIGTERM for one of the other two, then all return."""
     two, three, others = f"{topic}-2", f"{topic}-3", f"{topic}-random"
     steps = at_random(seed=6, count=2 * RANDOM_STEPS)
 

@@ -30,7 +30,7 @@ PARTITIONS = 7
 
 
 class World(ABC):
-    """One kind of source, with what stands behind it."""
+    """One kind of source, with its upstream."""
 
     # Whether a refused request makes the source learn the change.
     follows = True
@@ -41,30 +41,30 @@ class World(ABC):
     @property
     @abstractmethod
     def config(self) -> ProxyConfig:
-        """What `kproxy serve` would be told."""
+        """The options of `kproxy serve`."""
 
     @abstractmethod
     async def prepare(self) -> None:
-        """Have `topic` owned, all of it."""
+        """Give every partition of `topic` an owner."""
 
     @abstractmethod
     async def truth(self) -> tuple[dict[int, int], dict[int, Address]]:
-        """Owners of `topic` by partition, and the brokers' addresses."""
+        """The owners of `topic` by partition, and the brokers' addresses."""
 
     async def topic_id(self) -> bytes | None:
-        """The id of `topic`; None if the source knows of none."""
+        """The id of `topic`; None if the source knows none."""
         return None
 
     @abstractmethod
     async def move(self) -> None:
-        """Have every partition owned by another broker than before."""
+        """Give every partition another owner than before."""
 
     @abstractmethod
     async def delete(self) -> None:
-        """Have `topic` gone."""
+        """Delete `topic`."""
 
     async def make_again(self) -> None:
-        """Have a topic of the same name: another one, with an id of its own where there are ids."""
+        """Create a topic of the same name: another one, with another id if there are ids."""
         await self.prepare()
 
 
@@ -193,7 +193,7 @@ class Leases(World):
 
 
 class KafScale(Leases):
-    """The same leases beside KafScale's one key for all brokers and topics."""
+    """The same leases, with KafScale's single key for all brokers and topics."""
 
     async def prepare(self) -> None:
         await self._put_snapshot({self.topic: self._topic_id.bytes})
@@ -319,7 +319,7 @@ async def test_refresh_reflects_state_at_its_begin(world: World) -> None:
 
 
 async def test_reload_reads_what_has_changed(world: World) -> None:
-    """SIGHUP; etcd tells of changes by itself, so that there is nothing left to read then."""
+    """Reload as by SIGHUP; etcd reports changes itself, so a reload reads nothing new there."""
     await world.prepare()
     async with opened(world) as (source, topology):
         name = world.topic.encode()
@@ -333,7 +333,7 @@ async def test_reload_reads_what_has_changed(world: World) -> None:
 
 
 async def reloaded_to_truth(world: World, source: OpenSource, topology: Topology, revisions: Mapping[int, int]) -> None:
-    """Read anew until the owners are true and later than these. The broker that is asked for the truth may lag."""
+    """Reload until the owners are true and newer than these. The broker that knows the truth may lag."""
     name = world.topic.encode()
 
     def are_later() -> bool:
@@ -346,7 +346,7 @@ async def reloaded_to_truth(world: World, source: OpenSource, topology: Topology
 
 
 async def reloaded(source: OpenSource, condition: Callable[[], bool]) -> None:
-    """Read anew until it holds: what has been asked for may take a moment to come true behind the source."""
+    """Reload until the condition holds: changes may take a moment to reach the source."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         assert await asyncio.wait_for(source.source.reload(), PATIENCE_S)

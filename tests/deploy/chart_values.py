@@ -81,7 +81,7 @@ def ports_of(manifest: str, kind: str) -> list[str]:
 
 
 def drawn(info: msgspec.inspect.Type, path: str, turn: int) -> Any:
-    """A value of a type: in several turns all its literals, bounds and kinds, of secrets none."""
+    """A value of a type: over several turns all its literals, bounds and kinds, but no secrets."""
     match info:
         case msgspec.inspect.UnionType():
             kinds = [each for each in info.types if not isinstance(each, msgspec.inspect.NoneType)]
@@ -120,7 +120,7 @@ def whole_configuration(turn: int, *, several: bool) -> dict[str, Any]:
 
 
 def paths(kind: Any, at: str) -> Iterator[str]:
-    """The paths of the files in a section or a table."""
+    """The paths of all files in a section or a table."""
     match msgspec.inspect.type_info(kind) if not isinstance(kind, msgspec.inspect.Type) else kind:
         case msgspec.inspect.ListType() as info:
             yield from paths(info.item_type, at)
@@ -212,7 +212,7 @@ def test_secret_in_variable_needs_reference(path: str, tmp_path: Path) -> None:
 
 
 def test_secured_gateway_is_valid(tmp_path: Path) -> None:
-    """SASL, ACLs, quotas and two listeners, by `kproxy check-config`, with files where the Secrets are mounted."""
+    """`kproxy check-config` accepts SASL, ACLs, quotas and two listeners, with files at the Secrets' mounts."""
     manifest = rendered({}, tmp_path, "-f", str(SECURED))
     signer = Signer(tmp_path / "ca")
     pair = signer.issue("server", "localhost")

@@ -33,14 +33,14 @@ VERSION = "import sys; print(sys.version_info[:2])"
 
 
 class Built(NamedTuple):
-    """What `python -m build` makes: the wheel from the source distribution."""
+    """The output of `python -m build`, which makes the wheel from the source distribution."""
 
     sdist: Path
     wheel: Path
 
 
 class Environment(NamedTuple):
-    """A virtual environment with the wheel in it, and what the wheel needs, nothing else."""
+    """A virtual environment with only the wheel and its requirements."""
 
     directory: Path
     wheel: Path

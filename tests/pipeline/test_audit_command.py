@@ -34,7 +34,7 @@ RECORDS = 300
 
 @pytest.fixture
 def topic(dev_cluster: KproxyProcess) -> str:
-    """With RECORDS records, written through the proxy."""
+    """A topic with RECORDS records, written through the proxy."""
     name = f"audited-{uuid.uuid4().hex[:10]}"
     produce(dev_cluster.kafka, name, [b"value"] * RECORDS)
     return name
@@ -63,7 +63,7 @@ def audit_status(job: AuditJob) -> int:
 
 @pytest.fixture
 def unended(dev_cluster: KproxyProcess, topic: str) -> AuditJob:
-    """Of a trail in a topic whose proxy was killed."""
+    """A trail in a topic whose proxy was killed."""
     trail, name = ForgedTrail("f" * 16), f"trail-{topic}"
     produce(dev_cluster.kafka, name, [encode_page([trail.begin()]), encode_page([trail.acked(topic, 0, RECORDS)])])
     return AuditJob(bootstrap=dev_cluster.kafka, trail=parse_trail(f"topic:{name}"), topics=(topic,))

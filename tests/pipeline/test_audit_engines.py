@@ -75,7 +75,7 @@ def on_spark(spark: Any) -> Tables:
 
 
 def comparable(rows: Any, *without: str) -> list[str]:
-    """Rows as sorted texts, without what depends on where ranges of offsets begin."""
+    """Rows as sorted texts, without values that depend on where ranges of offsets begin."""
     plain = [row if isinstance(row, dict) else row.asDict() for row in rows]
     times = ("window_start", "window_end")
     kept = [{name: value for name, value in row.items() if name not in (*without, *times)} for row in plain]
@@ -90,7 +90,7 @@ def test_both_engines_fill_the_same_tables(here: Results, on_spark: Tables, name
 
 
 def test_both_engines_have_the_same_windows(here: Results, on_spark: Tables) -> None:
-    """But for records sent again over a border of buckets, which count where each bucket first sees them."""
+    """Except for resends over a border of buckets, which count where each bucket first sees them."""
     judged = ("acked", "present", "lost", "removed", "deleted", "gone", "overlapped")
     told = comparable(on_spark.windows.collect(), *judged)
     assert told == comparable(here.windows, *judged), f"seeds {SEEDS}"

@@ -36,7 +36,7 @@ EDGE_MS, HORIZON_MS = 60_000, 600_000
 
 
 class Followed:
-    """A trail in a topic of its own, over a topic of its own."""
+    """A trail in its own topic, about another topic."""
 
     def __init__(self, bootstrap: str, directory: Path) -> None:
         name = uuid.uuid4().hex[:10]
@@ -49,7 +49,7 @@ class Followed:
         produce(self.bootstrap, self.trail, [encode_page(rows)])
 
     def ship_at(self, timestamp_ms: int, *rows: Row) -> None:
-        """A page that bears the time of another clock, as brokers write it with LogAppendTime."""
+        """Write a page with the time of another clock, as brokers do with LogAppendTime."""
         producer = confluent_kafka.Producer({"bootstrap.servers": self.bootstrap})
         producer.produce(self.trail, encode_page(rows), partition=0, timestamp=timestamp_ms)
         assert producer.flush(TIMEOUT_S) == 0
@@ -137,7 +137,7 @@ def test_followed_findings_are_reported_once_across_restarts(dev_cluster: Kproxy
 
 
 class Fed:
-    """A follower whose rounds the test calls, at the times that it says."""
+    """A follower whose rounds the test calls, at times that it sets."""
 
     def __init__(self, followed: Followed) -> None:
         self.said: list[str] = []
@@ -151,7 +151,7 @@ class Fed:
         )
 
     def feed(self, *rows: Row) -> list[str]:
-        """Ship the rows, if there are any; return what the next round says."""
+        """Ship the rows, if there are any; return the next round's output."""
         if rows:
             self._followed.ship(*rows)
         self.follower.round()
@@ -171,7 +171,7 @@ def test_unsigned_rows_are_left_out_and_reported(dev_cluster: KproxyProcess, tmp
 
 
 def test_silent_trail_is_reported_without_new_input(dev_cluster: KproxyProcess, tmp_path: Path) -> None:
-    """The proxy's name has blanks in it, and its topic has been deleted."""
+    """The proxy's name contains blanks, and its topic has been deleted."""
     followed = Followed(dev_cluster.kafka, tmp_path)
     fed = Fed(followed)
     trail = ForgedTrail("b" * 16, proxy="no address:9092", began_ms=fed.now_ms)
@@ -233,7 +233,7 @@ def test_offset_assigned_again_is_found_within_horizon(dev_cluster: KproxyProces
 
 
 def test_recreated_topic_is_compared_with_its_own_log(dev_cluster: KproxyProcess, tmp_path: Path) -> None:
-    """What was read of the one before must not stand in for what is lost of this one."""
+    """Batches of the earlier topic must not stand in for lost ones of this topic."""
     followed = Followed(dev_cluster.kafka, tmp_path)
     produce(followed.bootstrap, followed.topic, [b"value"] * 100)
     fed = Fed(followed)
@@ -248,14 +248,14 @@ def test_recreated_topic_is_compared_with_its_own_log(dev_cluster: KproxyProcess
 
 @pytest.fixture
 def since(dev_cluster: KproxyProcess, tmp_path: Path) -> Followed:
-    """Followed from a minute ago on, of one topic."""
+    """A follower of one topic, from a minute ago on."""
     followed = Followed(dev_cluster.kafka, tmp_path)
     followed.job = replace(followed.job, from_ms=now_ms() - EDGE_MS, topics=(followed.topic,))
     return followed
 
 
 def test_audit_from_time_reads_pages_of_slow_clock(since: Followed) -> None:
-    """With LogAppendTime brokers date pages, and theirs may be dated before what they tell of was acknowledged."""
+    """With LogAppendTime brokers date pages, perhaps earlier than the acknowledgements in them."""
     assert since.job.from_ms is not None
     trail = ForgedTrail("a" * 16, began_ms=since.job.from_ms + 5_000)
     since.ship_at(since.job.from_ms - HORIZON_MS - 1_000, ForgedTrail("b" * 16).begin())

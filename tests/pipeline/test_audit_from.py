@@ -25,7 +25,7 @@ OLD, NEW, VALUE_BYTES = 200, 10, 10_000
 
 
 def ship(bootstrap: str, topic: str, rows: Sequence[Row]) -> None:
-    """A page that was written when its last row was closed."""
+    """Write a page at the time when its last row was closed."""
     producer = confluent_kafka.Producer({"bootstrap.servers": bootstrap})
     producer.produce(topic, encode_page(rows), partition=0, timestamp=rows[-1].at)
     assert producer.flush(TIMEOUT_S) == 0

@@ -23,7 +23,7 @@ HOLE = 2
 
 @dataclass(frozen=True)
 class Story:
-    """What was done to logs, and what the audit said of it."""
+    """The changes to logs, and the audit's results."""
 
     audited: Audited
     hole: Offsets

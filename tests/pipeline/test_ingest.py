@@ -47,11 +47,11 @@ class Job:
     said: str = ""
 
     def run(self, **changes: Any) -> str:
-        """To its end; what it said."""
+        """Run the job to its end; return its output."""
         return self.until(lambda _: False, **changes)
 
     def until(self, enough: Callable[[float], bool], **changes: Any) -> str:
-        """To its end, or until `enough` of the rows that were written so far."""
+        """Run to the end, or until `enough` holds for the rows written so far."""
         said, stop = io.StringIO(), Stop()
         ended = threading.Event()
 
@@ -94,7 +94,7 @@ def job(spark: Any, dev_cluster: KproxyProcess, tmp_path: Path) -> Job:
 
 @pytest.fixture(scope="module")
 def other_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealKafka]:
-    """One broker: the three of `real_kafka` are another lane's."""
+    """One broker; another lane has the three of `real_kafka`."""
     with start_real_kafka(tmp_path_factory.mktemp("kafka"), 1) as kafka:
         yield kafka
 
@@ -424,7 +424,7 @@ def test_copied_records_keep_timestamps_and_skip_aborted(job: Job, other_kafka: 
 
 
 def assert_copied(job: Job, **source: str) -> None:
-    """30 records, value `n`, key `k{n % 5}`, of milliseconds that rise with them, in partition `n % 3`."""
+    """Check for 30 records: value `n`, key `k{n % 5}`, rising milliseconds, partition `n % 3`."""
     job.run(**source, key=("key",), value_column="value", keep_partitions=True)
     records = job.written(at_least=30)
     for partition in range(PARTITIONS):

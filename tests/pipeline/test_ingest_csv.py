@@ -43,7 +43,7 @@ ROWS = [(str(number), value, other) for number, (value, other) in enumerate(zip(
 
 
 def written(*, bom: str = "", rows: Any = ROWS, **dialect: Any) -> bytes:
-    """By Python's csv module."""
+    """Write with Python's csv module."""
     text = io.StringIO(newline="")
     csv.writer(text, **dialect).writerows([COLUMNS, *rows])
     return (bom + text.getvalue()).encode()

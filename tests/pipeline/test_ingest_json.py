@@ -49,7 +49,7 @@ LINES: tuple[tuple[str, list[Any]], ...] = (
 
 
 def told(rows: list[Any]) -> list[Any]:
-    """As LINES has it, without fields that are null."""
+    """Read rows like those of LINES, without null fields."""
     found: list[Any] = []
     for row in rows:
         if row[transforms.REASON] is None:
@@ -123,7 +123,7 @@ def test_json_over_several_lines_infers_no_schema(spark: Any, tmp_path: Path, te
 
 
 def as_records(spark: Any, values: list[str]) -> Any:
-    """Rows of a Kafka source, of values in SQL."""
+    """Rows of a Kafka source, with values in SQL."""
     table = ", ".join(f"({value}, 't', 0, {offset}L, timestamp_millis(0))" for offset, value in enumerate(values))
     return spark.sql(f"select * from values {table} as records(value, topic, partition, offset, timestamp)")
 
@@ -192,7 +192,7 @@ EXACT: tuple[tuple[str, str], ...] = (
 
 
 def exactly(text: str) -> Any:
-    """By Python's reader: numbers as they are written, fields in their order, and each as often as it is there."""
+    """Read with Python's reader: numbers as written, fields in order, duplicates included."""
     return json.loads(text, parse_float=Decimal, parse_int=Decimal, object_pairs_hook=list)
 
 

@@ -1,6 +1,6 @@
 """The ingest killed with -9 while it streams, and a broker too: started again it loses nothing.
 
-What is there twice then is part of the one micro-batch that was not committed, and told by its headers.
+Duplicates then belong to the one uncommitted micro-batch, as their headers show.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def loop() -> Iterator[None]:
 
 
 def write_files(directory: Path) -> None:
-    """Rows numbered from 0 on, in files of which each is older than the next."""
+    """Write rows numbered from 0 on, in files of which each is older than the next."""
     directory.mkdir()
     for file in range(FILES):
         numbers = range(file * ROWS_PER_FILE, (file + 1) * ROWS_PER_FILE)
@@ -63,7 +63,7 @@ def command(directory: Path, bootstrap: str) -> list[str | Path]:
 
 
 def headers(record: Placed) -> tuple[str, str]:
-    """Its row and its micro-batch."""
+    """A record's row and micro-batch."""
     found = {name: value or b"" for name, value in record.headers}
     return found["row"].decode(), found["batch"].decode()
 

@@ -25,7 +25,7 @@ OPTIONS = IngestOptions("csv:in", "ck", topic="flights")
 
 @pytest.fixture
 def rows(spark: Any) -> Any:
-    """Two rows as from the rate source, with a `value` to be placed by. No task has to run for them."""
+    """Two rows as from the rate source, with a `value`. They need no task."""
     return spark.sql(
         "select * from values"
         " (1, 'a', X'ff00', timestamp_seconds(0), array('x'), 10L),"
@@ -197,7 +197,7 @@ def test_unparsable_json_is_kept_unchanged(spark: Any) -> None:
 
 @pytest.fixture
 def small_blocks(spark: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """And a session that would give a task as many files as go into it."""
+    """Set small blocks, and a session that would put as many files as possible into a task."""
     monkeypatch.setattr(sources, "BLOCK_BYTES", 1_000)
     spark.conf.set("spark.sql.files.openCostInBytes", "0")
     yield

@@ -1,7 +1,7 @@
 """Spark's own sinks, configured with only an address: a stream with a checkpoint, and a batch, while owners move.
 
-The stream's job is killed with -9 and started again. What is there twice then is of the one micro-batch that was not
-committed; nothing is missing.
+The stream's job is killed with -9 and started again. Duplicates then belong to the one uncommitted micro-batch, and
+nothing is missing.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def write_files(directory: Path) -> None:
 
 
 def times_each(bootstrap: str, topic: str) -> Counter[int]:
-    """How often each number is there. What is missing is told, and not waited for: all was acknowledged by all."""
+    """How often each number occurs. Missing ones are reported, not awaited, because all replicas acknowledged all."""
     return Counter(int(record.value or b"") for record in read_topic(bootstrap, topic, PARTITIONS, 1))
 
 

@@ -291,7 +291,7 @@ def test_every_partition_is_refused(key: int, version: int, data: st.DataObject)
 
 
 def works(kind: str, key: int, version: int, body: bytes) -> list[Work[Any]]:
-    """All work on such a message."""
+    """All kinds of work on such a message."""
     if kind == "response":
         if key == keys.FIND_COORDINATOR:
             asked = parse_find_coordinator(version, body_of("request", key, version, (), 0))

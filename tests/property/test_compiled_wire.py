@@ -78,7 +78,7 @@ def indexed(request: PartitionedRequest) -> tuple[Any, ...]:
 
 
 def judge(frame: memoryview) -> bool:
-    """Whether a frame is indexed; then the codec reads the same."""
+    """Check whether a frame is indexed; if so, the codec must read the same."""
     found = plain.index(frame)
     if found is None:
         return False

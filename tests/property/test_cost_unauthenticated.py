@@ -71,7 +71,7 @@ SECRET: Final = Secret.of(secrets.token_urlsafe(32))
 
 
 def take_by(mechanism: str, version: int, *, carries: bool = False) -> Taker:
-    """Have an exchange take one message of the mechanism; after SaslHandshake v0 it is a frame of its own."""
+    """Let an exchange take one message of the mechanism; after SaslHandshake v0 it is a frame of its own."""
 
     def take(message: bytes) -> object:
         begin = client.carrying if carries else client.exchange
@@ -88,7 +88,7 @@ def receive(exchange: SaslExchange, frame: bytes) -> object:
 
 
 def take_as_request(api_key: int, version: int) -> Taker:
-    """Have an exchange take this as the body of a request."""
+    """Let an exchange take this as the body of a request."""
 
     def take(body: bytes) -> object:
         return receive(client.exchange(), raw_frame(request_header(api_key, version, 1, b"c") + body))
@@ -189,7 +189,7 @@ LONGEST_HELLO: Final = 65_000
 
 
 def filled(names: Sequence[str], kinds: Sequence[int], size: int) -> bytes:
-    """A ClientHello whose extensions of these names are filled up; `kinds` are those that it has besides."""
+    """A ClientHello whose extensions of these names are filled up; `kinds` are its other extensions."""
     room = (size - 300) // len(names)
     fields = {kind: hello.EXTENSIONS[kind] for kind in kinds}
     fields |= {kind: fill(room) for kind, fill in (hello.FILLS[name] for name in names if name in hello.FILLS)}
@@ -228,7 +228,7 @@ class _Pages:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["open", "token"])
 def ask(request: pytest.FixtureRequest) -> Iterator[Taker]:
-    """Ask a page for something, and wait until it has closed the connection."""
+    """Send a request to a page, and wait until the page has closed the connection."""
     guard = PageGuard((lambda: "0123456789abcdef") if request.param else (lambda: ""))
     pages = _Pages()
     page = AdminPage(cast(Pages, pages), pages.table, guard)

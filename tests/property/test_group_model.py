@@ -26,7 +26,7 @@ OPTIONS = Options(initial_delay_s=3.0, max_members=5)
 
 
 class Client:
-    """One member: what it was told last, and what it may send again."""
+    """One member: its last answers, and the requests that it may send again."""
 
     def __init__(self, instance_id: str | None) -> None:
         self.instance_id = instance_id
@@ -36,7 +36,7 @@ class Client:
 
 
 class World:
-    """A group, its journal up to what is committed and beyond, and what members were told."""
+    """A group, its journal up to the committed end and beyond, and the answers to members."""
 
     def __init__(self, random: Random) -> None:
         self.random = random
@@ -77,7 +77,7 @@ class World:
             deliver()
 
     def take_over(self) -> None:
-        """Another broker has what is committed, and perhaps more; answers that waited are never sent."""
+        """Another broker has the committed journal, and perhaps more; waiting answers are never sent."""
         del self.journal[self.random.randint(self.committed, len(self.journal)) :]
         self.committed = len(self.journal)
         self.held.clear()

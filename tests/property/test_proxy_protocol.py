@@ -14,7 +14,7 @@ from tests.support.security.proxy_header import LOCAL, SIGNATURE, extension, hea
 
 
 def read(data: bytes, sizes: list[int] | None = None) -> tuple[ProxyHeader, int]:
-    """The header in `data`, received in portions of these sizes as far as it wants; and how many bytes it took."""
+    """The header in `data`, read in portions of these sizes as far as needed; and the number of bytes read."""
     parsed, at = ProxyHeader(), 0
     portions = iter(sizes or ())
     while parsed.needed:

@@ -85,7 +85,7 @@ class Site:
         return Worker(accounts, [Client() for _ in range(clients)], Quotas(QUOTAS, accounts).account(ALICE, ""))
 
     def step(self, busy: set[int]) -> None:
-        """Have the clients at these workers send as much as they may."""
+        """Let the clients at these workers send as much as they may."""
         self.now += STEP_S
         for number, worker in enumerate(self.workers):
             if worker.account is None or number not in busy:

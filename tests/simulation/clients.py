@@ -391,7 +391,7 @@ class Plain(Client):
 
 
 class Silent(Plain):
-    """acks=0."""
+    """A client with acks=0."""
 
 
 class Idempotent(Client):

@@ -147,7 +147,7 @@ class Partition:
         return f"{self.topic.decode()}/{self.index}"
 
     def append(self, batch: Batch) -> tuple[int, int]:
-        """The error code and the base offset."""
+        """Append a batch or refuse it; return the error code and the base offset."""
         if batch.producer >= 0:
             known = self.known.get(batch.producer)
             if known is None:

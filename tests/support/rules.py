@@ -110,7 +110,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _most(mark: pytest.Mark) -> int:
-    """How many of the tests with this mark run in `make test`."""
+    """The number of tests with this mark that run in `make test`."""
     return int(mark.kwargs.get("but", 1 if "but_one" in mark.kwargs else 0))
 
 
@@ -144,7 +144,7 @@ def _fail_where_required(report: pytest.TestReport | pytest.CollectReport) -> No
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_process_left_behind() -> Iterator[None]:
-    """Set up before every other fixture, and so torn down after them."""
+    """Set up before every other fixture, so that it is torn down last."""
     mark = uuid.uuid4().hex
     with reaper(mark):
         os.environ[RUN_MARK] = mark
@@ -156,7 +156,7 @@ def _no_process_left_behind() -> Iterator[None]:
 
 @contextmanager
 def reaper(mark: str) -> Iterator[None]:
-    """While the block runs, the end of this process is the end of all with this mark."""
+    """Until the block ends, the end of this process ends all processes with this mark."""
     process = subprocess.Popen(
         [sys.executable, Path(reaping.__file__), mark], stdin=subprocess.PIPE, start_new_session=True
     )

@@ -318,7 +318,7 @@ async def test_bind_without_etcd_is_answered_in_time(tmp_path: Path) -> None:
 
 
 async def test_restored_etcd_voids_earlier_binds(tmp_path: Path) -> None:
-    """From a copy of its files, which has the broker's lease but not the latest claim."""
+    """The restored copy of its files has the broker's lease, but not the latest claim."""
     async with own_etcd(tmp_path / "etcd") as (server, etcd_client):
         with start_broker(1, tmp_path / "1", server.endpoint, "/p", lease_ttl_s=60) as broker:
             with broker.client() as owner, broker.client() as unbound:

@@ -42,7 +42,7 @@ def samples_of(server: EmbeddedEtcd) -> list[Sample]:
 
 
 def renewals(server: EmbeddedEtcd) -> float:
-    """How often leases were renewed."""
+    """The number of lease renewals."""
     return sum(
         sample.value
         for sample in samples_of(server)

@@ -38,7 +38,7 @@ class Site:
         self.tell.write_text(f"{self.path(name)} {position}")
 
     def restart(self) -> None:
-        """After a clean stop the segments would not be read."""
+        """Kill and restart the broker: after a clean stop it would not read the segments."""
         self.broker.kill()
         self.broker.start()
 

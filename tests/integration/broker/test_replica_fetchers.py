@@ -1,4 +1,4 @@
-"""Followers that fetch from correct leaders, and from leaders that come and go, hang, or lie."""
+"""Followers that fetch from correct leaders, and from leaders that come and go, hang, or send false answers."""
 
 from __future__ import annotations
 
@@ -325,7 +325,7 @@ Behave = Callable[["Liar", memoryview], Awaitable[bytes]]
 
 
 class Liar:
-    """Listens like a leader; `behave` returns the answer to each request, length first. b"": hang up."""
+    """Listens like a leader; `behave` returns the answer to each request, length first. b"" closes the connection."""
 
     def __init__(self, behave: Behave, secret: Secret = SECRET) -> None:
         self.behave = behave
@@ -385,7 +385,7 @@ def good(index: int = 0, **changes: object) -> PartitionFetched:
 
 
 def once_authenticated(make: Callable[[memoryview], bytes]) -> Behave:
-    """Knows the secret, and lies once authenticated."""
+    """Knows the secret, and sends false answers once authenticated."""
 
     async def behave(liar: Liar, frame: memoryview) -> bytes:
         return make(frame) if parse_request_header(frame).api_key == FETCH else in_good_faith(liar, frame)
@@ -444,7 +444,7 @@ STRANGERS: dict[str, tuple[Callable[[], Liar], str]] = {
 
 @asynccontextmanager
 async def lied_to(tmp_path: Path, liar: Liar) -> AsyncIterator[tuple[FollowerSide, LeaderSide, Partition]]:
-    """A follower of two partitions whose leader is the liar, and an honest leader that is not used yet."""
+    """A follower of two partitions whose leader is false, and an honest leader that is not used yet."""
     server = await asyncio.start_server(liar.serve, "127.0.0.1", 0)
     follower, honest = FollowerSide(tmp_path / "follower"), LeaderSide(tmp_path / "leader")
     await honest.start()

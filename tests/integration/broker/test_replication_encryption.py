@@ -1,6 +1,6 @@
 """TLS between brokers: pairs that replicate, errors of the others, and new certificates.
 
-The first half has a leader and a follower in this process, the second half brokers as processes. The last test is about
+The first half runs a leader and a follower in this process, the second half runs broker processes. The last test covers
 TLS of clients.
 """
 
@@ -265,7 +265,7 @@ def as_option(tls: ReplicationTls) -> str:
 def processes(
     etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path
 ) -> Iterator[Callable[[ReplicationTls | None], Brokers]]:
-    """Start brokers with that TLS."""
+    """Start brokers with these TLS options."""
     started: list[Any] = []
 
     def start(tls: ReplicationTls | None) -> Brokers:

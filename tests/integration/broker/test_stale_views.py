@@ -66,7 +66,7 @@ async def site(etcd_cluster: EtcdCluster, etcd_prefix: str, tmp_path: Path) -> A
 
 
 async def cut_off(site: FaultySite, how: str = "silent") -> None:
-    """A loses etcd and its lease; B continues."""
+    """Cut A off from etcd until its lease ends; B continues."""
     await site.brokers[A].cut_off_from_etcd(how)
     await site.led_by("moved", 0, [B])
 

@@ -146,7 +146,7 @@ async def owned(claims: Claims, group: str) -> list[str]:
 
 
 async def until_owned(site: Site, group: str, resources: Sequence[str]) -> None:
-    """Wait until exactly these are owned, and the proxy knows."""
+    """Wait until exactly these are owned, and the proxy knows it."""
     deadline = time.monotonic() + PATIENCE_S
     for claims in (site.at_etcd, site.at_proxy):
         while (found := await owned(claims, group)) != list(resources):

@@ -2,7 +2,7 @@
 
 The waits of a surviving proxy are in test_own_last_writes, with scripted brokers.
 
-owner     - a proxy - Way - Kafka      what is written may be under way for as long as a test likes
+owner     - a proxy - Way - Kafka      written bytes may stay in flight for any time
 successor - another proxy - Kafka
 """
 
@@ -109,7 +109,7 @@ class Site:
         assert sum(way.hold(lambda port: True) for way in self.ways.values()) > 0
 
     async def until_under_way(self) -> None:
-        """Something has been written since."""
+        """Wait until something has been written since."""
         await eventually(lambda: any(way.held() for way in self.ways.values()))
 
     def release(self) -> None:

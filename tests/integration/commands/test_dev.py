@@ -40,7 +40,7 @@ from tests.support.waiting import wait_for
 
 
 def names(processes: list[psutil.Process]) -> list[str]:
-    """The names of a `kproxy dev`'s children."""
+    """The names of the children of `kproxy dev`."""
     found = []
     for process in processes:
         command = process.cmdline()
@@ -267,7 +267,7 @@ def test_proxy_and_etcd_give_the_same_table(dev_cluster: KproxyProcess) -> None:
     produce(dev_cluster.kafka, topic, [b"1", b"2"])
 
     def told(*place: str) -> Any:
-        """Return it once it is not stale, which it is while etcd is silent."""
+        """Return the page once the table is not stale, which it is while etcd is silent."""
         table = json.loads(run_kproxy("table", *place, "--topic", topic, "--json").stdout)
         return None if table["stale"] else table
 

@@ -25,7 +25,7 @@ LEASE_TTL_S = 2
 
 @pytest.fixture(scope="module")
 def dev(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KproxyProcess]:
-    """Each test leaves all parts running."""
+    """A `kproxy dev` whose parts must all run at a test's end."""
     directory = tmp_path_factory.mktemp("dev")
     arguments = dev_arguments(directory / "data", "--lease-ttl", str(LEASE_TTL_S))
     with serving(arguments, directory / "stderr") as process:
@@ -38,7 +38,7 @@ def dev(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KproxyProcess]:
 
 
 def pid_of(dev: KproxyProcess, part: str) -> int:
-    """The last reported process id."""
+    """The part's last reported process id."""
     return int(re.findall(rf"\b{part}\b.*\(pid (\d+)\)$", dev.stderr(), re.MULTILINE)[-1])
 
 

@@ -288,7 +288,7 @@ class OneOf(ScriptedUpstream):
 
 @asynccontextmanager
 async def clusters(*named: str) -> AsyncIterator[list[Address]]:
-    """A broker of each cluster; the first names all of them."""
+    """A broker of each cluster; the first lists all of them."""
     brokers = [await OneOf(number).start() for number, _ in enumerate(named, 1)]
     for broker, name in zip(brokers, named, strict=True):
         broker.named, broker.brokers = name, brokers

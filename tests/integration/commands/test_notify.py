@@ -21,7 +21,7 @@ PATIENCE_S = 60.0
 
 @contextmanager
 def manager(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    """The socket of a service manager, which processes started from now on use."""
+    """The socket of a service manager for processes that start from now on."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
         listening.bind(str(directory / "notify"))
         listening.settimeout(PATIENCE_S)

@@ -324,7 +324,7 @@ async def test_taken_port_is_not_shared(tmp_path: Path) -> None:
 
 
 async def test_workers_that_cannot_start_say_why_once() -> None:
-    """The server there is not an etcd: waiting does not help, and all workers find out."""
+    """The server is not an etcd: waiting does not help, and all workers find out."""
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -86,7 +86,7 @@ async def failures(cluster: EtcdCluster) -> AsyncIterator[Failures]:
 
 
 def used_by(client: EtcdClient) -> int:
-    """The endpoints that the client uses."""
+    """Return the endpoints that the client uses."""
     endpoint = client._open_members().in_order()[0].endpoint
     return [int(text.rpartition(":")[2]) for text in client.endpoints.split(",")].index(endpoint.port)
 

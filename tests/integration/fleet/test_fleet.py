@@ -1,4 +1,4 @@
-"""A proxy's entry in etcd and its view of the others, against a real etcd."""
+"""A proxy's entry in etcd and its view of the other proxies, against a real etcd."""
 
 from __future__ import annotations
 

@@ -275,7 +275,7 @@ def test_leader_moves_before_each_retry_lose_nothing(proxy: KproxyProcess, topic
             moves += 1
 
     def pause(number: int) -> None:
-        """The last ones wait until the leaders have moved often enough during its writes."""
+        """Let the last records wait until the leaders have moved often enough."""
         if number % 100 == 0:
             time.sleep(0.025)
         if number == MOVED_RECORDS - 100:

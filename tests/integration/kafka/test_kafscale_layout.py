@@ -72,7 +72,7 @@ class KafScale:
         return client
 
     async def asked(self, key: int = keys.PRODUCE) -> int:
-        """The broker that receives the next request of this kind and answers it."""
+        """Return the broker that receives the next request of this kind, after it has answered."""
         waiting = {asyncio.create_task(broker.next()): broker for broker in self.brokers}
         done, rest = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         for task in rest:
@@ -342,7 +342,7 @@ async def test_two_proxies_never_issue_the_same_producer_id(kafscale: KafScale) 
 
 
 async def test_broker_without_producer_ids_is_asked_once(kafscale: KafScale) -> None:
-    """It reports InitProducerId as served and successful, with the id -1."""
+    """It reports InitProducerId as served, but answers with the id -1."""
     for broker in kafscale.brokers:
         await broker.stop()
     kafscale.brokers = [KafScaleBroker(0, claims_producer_ids=True), KafScaleBroker(1, claims_producer_ids=True)]

@@ -65,7 +65,7 @@ def run_java(bootstrap: str, topic: str, *fates: str) -> str:
 
 
 def run_librdkafka(bootstrap: str, topic: str, *fates: str) -> str:
-    """The same by librdkafka."""
+    """Like `run_java`, with librdkafka."""
     settings = {"bootstrap.servers": bootstrap, "transactional.id": f"librdkafka-{topic}", "log_level": 0}
     producer = confluent_kafka.Producer(settings)
     began = time.monotonic()

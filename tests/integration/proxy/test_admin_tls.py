@@ -57,7 +57,7 @@ def get(process: KproxyProcess, context: ssl.SSLContext, path: str, **headers: s
 
 
 def shown(process: KproxyProcess, context: ssl.SSLContext) -> str:
-    """The serial number of the certificate in a new connection."""
+    """The serial number of the certificate that a new connection presents."""
     host, _, port = process.admin.rpartition(":")
     with (
         socket.create_connection((host, int(port)), timeout=PATIENCE_S) as plain,

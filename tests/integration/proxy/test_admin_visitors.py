@@ -58,7 +58,7 @@ class Site:
 
     @property
     def cut(self) -> dict[str, int]:
-        """The counted connections that were closed."""
+        """The number of counted connections that were closed."""
         return {name: count for name, count in self._counters.items() if name.startswith("page.cut.")}
 
     async def connect(self) -> Stream:
@@ -89,7 +89,7 @@ async def answer(stream: Stream, request: bytes = ALIVE) -> bytes:
 
 
 async def end(stream: Stream) -> None:
-    """Wait until the page has closed it."""
+    """Wait until the page has closed the connection."""
     async with asyncio.timeout(5):
         with contextlib.suppress(ConnectionError, ssl.SSLError):
             await stream[0].read()

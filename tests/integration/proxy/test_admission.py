@@ -51,7 +51,7 @@ def guarded(**options: Any) -> Callable[[Any], Any]:
 
 
 async def shake(client: RawClient, mechanism: str = "PLAIN") -> int:
-    """Begin to authenticate; the error code."""
+    """Begin to authenticate; return the error code."""
     client.send(sasl.handshake(mechanism))
     code: int = (await client.answer(SASL_HANDSHAKE, 1)).message.error_code
     return code
@@ -296,7 +296,7 @@ async def test_users_are_read_again(tmp_path: Path, way: str) -> None:
 
 @contextlib.contextmanager
 def calls(*files: str) -> Iterator[set[str]]:
-    """The Python functions of these files that this thread calls, except in sessions' ticks."""
+    """The Python functions of these files that this thread calls, except in ticks of sessions."""
     called: set[str] = set()
 
     def note(frame: FrameType, event: str, argument: object) -> None:

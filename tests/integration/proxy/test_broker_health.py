@@ -235,7 +235,7 @@ async def test_cut_coordinator_connection_is_given_up_soon(s: Scene) -> None:
 @linux
 @scene(HOLDS, one_go=True)
 async def test_broker_with_closed_window_keeps_its_connection(s: Scene) -> None:
-    """As Kafka does where a client has used up its quota: the window is closed, and the kernel acknowledges that."""
+    """As at Kafka when a client has used up its quota: the window is closed, and the kernel acknowledges probes."""
     s.send(produce_frame(records=PLAIN))
     first = await s.next()
     first.answer()

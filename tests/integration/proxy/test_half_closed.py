@@ -32,7 +32,7 @@ async def gone(s: Scene) -> None:
 
 
 async def answered(s: Scene, count: int) -> None:
-    """The answers to requests 1 to `count` come, followed by the end."""
+    """Check that the answers to requests 1 to `count` come, followed by the end."""
     for correlation_id in range(1, count + 1):
         assert int.from_bytes((await s.client.receive())[4:8], "big") == correlation_id
     assert await s.client.is_closed()

@@ -71,7 +71,7 @@ CODES: Final = (6, 19, 29, 7, 45, KAFKA_STORAGE_ERROR, 999)
 
 
 class Broker(ServedBroker):
-    """Answers as instructed, from prepared bytes: it must not be slower than the proxy."""
+    """Answers as instructed, from prepared bytes, so that it is not slower than the proxy."""
 
     def __init__(self, node_id: int) -> None:
         super().__init__(node_id, self._answer)
@@ -86,7 +86,7 @@ class Broker(ServedBroker):
         self._next_offset = 0
 
     def begin(self, conduct: str, error_code: int = NO_ERROR) -> None:
-        """Forget the past; from now on hold requests, drop their connection, or answer at once."""
+        """Forget earlier requests; from now on hold requests, drop their connection, or answer at once."""
         self.conduct, self.error_code = conduct, error_code
         self.prepared.clear()
         self.held.clear()
@@ -192,7 +192,7 @@ class Site:
         return turns
 
     def part(self) -> None:
-        """End the clients."""
+        """Disconnect the clients."""
         for client in self.clients:
             client.abort()
         self.clients.clear()
@@ -490,7 +490,7 @@ async def measured_site(directory: Path, random: Random, more: Sequence[str]) ->
 
 
 async def figure(site: Site, name: str) -> tuple[float, str]:
-    """The longest turn of a case, and the line that describes it."""
+    """The longest turn of a case, and a line that describes it."""
     what = ""
     site.cpu_s = 0.0
     try:

@@ -34,7 +34,7 @@ def under(ulimit: str) -> tuple[str, ...]:
 
 
 async def produced(client: RawClient, partitions: list[int]) -> str:
-    """The codes for a batch to each of these."""
+    """The codes for a batch to each of these partitions."""
     try:
         client.send(produce_frame({"t": partitions}, records=batch(producer_id=-1)))
         codes = (await client.answer()).codes.values()

@@ -34,7 +34,7 @@ def sends(s: Scene, *numbers: int, confirms: bool = False, **options: Any) -> No
 
 
 async def arrive(s: Scene, *numbers: int, confirms: bool = False, at: int = 1, **answer: Any) -> None:
-    """Wait for these requests, and answer them if they ask for it."""
+    """Wait for these requests, and answer them if they expect an answer."""
     for number in numbers:
         (asked,) = await s.takes(number, at=at)
         assert asked.fields["acks"] == int(confirms)

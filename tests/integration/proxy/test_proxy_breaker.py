@@ -43,7 +43,7 @@ async def runs_into_hang(s: Scene, client: RawClient | None = None) -> None:
 
 
 async def connections_for_clients(upstream: ScriptedUpstream) -> int:
-    """Their number; the proxy's own is not counted any more once its question has arrived."""
+    """Return the number of clients' connections; the proxy's own is not counted once its request has arrived."""
     await eventually(lambda: all(connection.got for connection in upstream.connections))
     return len(upstream.connections)
 
@@ -151,7 +151,7 @@ async def test_first_probe_answer_closes_the_breaker(s: Scene) -> None:
 
 @scene(HOLDS, limits=LIMITS, one_go=True)
 async def test_slow_broker_that_answers_probes_does_not_hang(s: Scene) -> None:
-    """A shrinking ISR, a long poll, a throttle: the answer comes when it comes."""
+    """A shrinking ISR, a long poll or a throttle: the answer comes later."""
     s.send(produce_frame(timeout_ms=LONG_MS))
     asked = await s.next()
     # The broker was asked more than once, over one connection.
@@ -165,7 +165,7 @@ async def test_slow_broker_that_answers_probes_does_not_hang(s: Scene) -> None:
 
 @scene(HANGS, clients=2, owners=[1, 1], limits={"probe_timeout_s": 1.0}, one_go=True)
 async def test_serving_broker_without_probe_answers_does_not_hang(s: Scene) -> None:
-    """Its port may be full while the connections that it has are served."""
+    """Its listen queue may be full while existing connections are served."""
     slow, quick = s.clients
     slow.send(produce_frame(timeout_ms=LONG_MS))
     asked = await s.next()
@@ -295,7 +295,7 @@ async def test_stopped_broker_process_hangs_until_continued(s: Scene) -> None:
 @pytest.mark.parametrize("asks", ["versions", "readiness"])
 @scene(HANGS, limits={**LIMITS, "connect_timeout_s": 30.0}, one_go=True)
 async def test_own_question_finds_a_hang_at_once(s: Scene, asks: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its silence suffices: no second question has to be silent for as long."""
+    """One unanswered request is enough: no second one must stay unanswered as long."""
     monkeypatch.setattr(broker_watch, "FRESH_S", 0.0)
     brokers, asked_when_open = s.proxy.context.brokers, []
     brokers.on_open = lambda address: asked_when_open.append([len(s.broker.log), len(s.broker.probes)])

@@ -188,7 +188,7 @@ def fetches(s: Scene) -> int:
 
 
 async def serves_on(client: RawClient, partition: int = 0) -> None:
-    """Another client gets its answers meanwhile."""
+    """Check that another client gets its answers meanwhile."""
     began = time.monotonic()
     for n in range(50):
         client.send(produce_frame({"t": [partition]}, records=batch(n), correlation_id=n))

@@ -69,7 +69,7 @@ async def test_two_clients_do_not_share_a_broker_connection(s: Scene) -> None:
 
 @scene(ANSWERS)
 async def test_next_request_reuses_the_broker_connection(s: Scene) -> None:
-    """One for records and one for control requests, while the client stays."""
+    """One for records, one for control requests, as long as the client stays."""
     connections = s.broker.connections
     for used in range(1, 6):
         assert await s.ask(produce_frame()) == [{T0: 0}]

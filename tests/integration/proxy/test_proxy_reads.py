@@ -18,7 +18,7 @@ NO_SESSION_FOUND = 70
 
 
 def empty(asked: Asked) -> None:
-    """A broker without data, which does not delay the request if told not to wait."""
+    """A broker without data, which answers at once if asked not to wait."""
     if asked.fields["max_wait_ms"] == 0:
         asked.answer()
 

@@ -44,7 +44,7 @@ def serves(produce: int, *, answers: Script = answers_everything, fences: range 
 
 
 def holds(asked: Asked) -> None:
-    """Requests wait in `log` for the test."""
+    """Keep requests in `log` for the test."""
 
 
 async def api_versions(client: RawClient, version: int = 4) -> Any:
@@ -79,7 +79,7 @@ async def join(proxy: RunningProxy, upstream: ScriptedUpstream) -> None:
 
 @asynccontextmanager
 async def joined(s: Scene, produce: int, node_id: int = 2) -> AsyncIterator[ScriptedUpstream]:
-    """One more broker, which serves Produce up to this version; it is known when this begins."""
+    """Add a broker that serves Produce up to this version; the proxy knows it when the block begins."""
     upstream = ScriptedUpstream(node_id, serves(produce))
     await join(s.proxy, upstream)
     try:
@@ -111,7 +111,7 @@ async def test_old_broker_joining_closes_client_after_answers(s: Scene) -> None:
 
 @unknown(serves(NEWEST, answers=holds))
 async def test_late_request_does_not_cost_last_answers(s: Scene) -> None:
-    """Closing upon bytes that nobody has read resets a connection; the client closes first."""
+    """Closing with unread bytes would reset the connection, so the client closes first."""
     await api_versions(s.client)
     s.send(produce_frame(version=NEWEST, correlation_id=5))
     await eventually(lambda: s.broker.log[-1].header.api_key == keys.PRODUCE)
@@ -226,7 +226,7 @@ async def test_never_answering_broker_does_not_count(s: Scene, monkeypatch: pyte
 
 
 def says_35(asked: Asked) -> None:
-    """KIP-511: in version 0, whatever the request."""
+    """Answer ApiVersions with error 35 in version 0, whatever the request (KIP-511)."""
     head = asked.header.correlation_id.to_bytes(4, "big")
     body = (35).to_bytes(2, "big") + (1).to_bytes(4, "big") + b"\x00\x12\x00\x00\x00\x00"
     asked.connection.write((len(head) + len(body)).to_bytes(4, "big") + head + body)
@@ -370,7 +370,7 @@ async def test_fetch_as_replica_is_refused(s: Scene, version: int) -> None:
 @pytest.mark.parametrize("version", range(1, SERVED[keys.LIST_OFFSETS].max_version + 1))
 @unknown(HOLDS, follows_versions=False)
 async def test_replica_lists_offsets_as_a_consumer(s: Scene, version: int) -> None:
-    """As at Kafka, except that a broker would tell it of offsets beyond the high watermark."""
+    """As at Kafka, except that a broker would report offsets beyond the high watermark."""
     for replica_id in (-1, 0, 2**31 - 1):
         s.send(list_offsets_frame(version=version, replica_id=replica_id))
         asked = await s.next()

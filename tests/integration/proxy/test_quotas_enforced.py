@@ -156,7 +156,7 @@ async def test_workers_keep_the_rate_while_one_is_replaced(tmp_path: Path) -> No
                     connections += 1
 
         def most(more: float) -> float:
-            """Each connection may begin one more request."""
+            """The most bytes until now: each connection may begin one more request."""
             return 1.1 * RATE * (time.monotonic() - began + 1) + connections * REQUEST + more
 
         async with asyncio.TaskGroup() as group:

@@ -38,7 +38,7 @@ def silent_port() -> Iterator[int]:
 
 @asynccontextmanager
 async def started(stderr: Path, *arguments: str) -> AsyncIterator[KproxyProcess]:
-    """A proxy that may not be ready for long."""
+    """A proxy that need not be ready soon."""
     process = KproxyProcess(["serve", "--listen", "127.0.0.1:0", *arguments], stderr)
     try:
         yield process
@@ -81,7 +81,7 @@ async def test_proxy_waits_for_an_etcd_started_later(tmp_path: Path) -> None:
 
 
 async def produced(process: KproxyProcess, *brokers: ServedBroker) -> int:
-    """The id of the broker in `brokers` that receives records for t-0."""
+    """The id of the broker among `brokers` that receives records for t-0."""
     client = await RawClient().connect(port_of(process))
     client.send(produce_frame(records=batch(0)))
     asking = {asyncio.ensure_future(broker.next()): broker for broker in brokers}

@@ -1,4 +1,4 @@
-"""The identity of each client on its broker connections: brokers' view of it, and the effects of their decisions."""
+"""The identity of each client on its broker connections: what brokers see of it, and the effects of their decisions."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_each_client_keeps_its_identity_at_every_broker() -> None:
 
 @both_loops
 async def test_client_never_gets_the_answer_of_another() -> None:
-    """Clients that request all topics at once share an answer if brokers see one identity."""
+    """If brokers see one identity, clients that request all topics at once share an answer."""
     broker = JudgingBroker(1)
 
     def is_slow(asked: Asked) -> bool:
@@ -368,7 +368,7 @@ async def test_login_times_out_if_no_broker_judges() -> None:
 
 
 async def test_connection_begun_before_renewal_is_renewed_after() -> None:
-    """And again after the next one, but no earlier than brokers accept it."""
+    """And again after the next renewal, but no earlier than brokers accept it."""
     brokers = JudgingBroker(1), JudgingBroker(2)
     tokens = [sasl.token(sub="carol", jti=str(number)) for number in range(3)]
     for broker in brokers:
@@ -382,7 +382,7 @@ async def test_connection_begun_before_renewal_is_renewed_after() -> None:
         return is_first
 
     def have_seen(number: int) -> bool:
-        """Whether all connections have that token now."""
+        """Whether all connections have presented that token now."""
         return all([message for message, _ in each.presented][-1] == sasl.bearer(tokens[number]) for each in brokers)
 
     async with carrying(*brokers) as proxy:

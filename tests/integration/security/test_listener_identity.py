@@ -116,7 +116,7 @@ async def test_each_listener_has_its_own_security(site: Site) -> None:
 
 
 async def test_alternative_names_name_clients(site: Site) -> None:
-    """By URI, or by DNS name without one; a doubtful certificate gets no rights, and the log has the reason."""
+    """By URI, or by DNS name without a URI; an ambiguous certificate gets no rights, and the log has the reason."""
     text = "".join(MAY_WRITE.format(f"User:{name}") for name in ("app", "host", "*.example.org", "admin"))
     text += MAY_WRITE.format("Group:admins")
     rules = r"RULE:^spiffe:\/\/example\.org\/([^\/]+)$/$1/, RULE:^([^.]+)\.example\.org$/$1/L"

@@ -36,7 +36,7 @@ def rooms(directory: Path, *sasl_keys: str, access: str = "") -> str:
 
 
 def events_in(directory: Path) -> list[dict[str, Any]]:
-    """The events in all files, including renamed ones; fail for a partial line or one with a secret."""
+    """The events in all files, including renamed ones; fails for a partial line or one with a secret."""
     text = "".join(file.read_text("ascii") for file in sorted(directory.glob("events.jsonl*")))
     assert not [secret for secret in SECRETS if secret in text]
     return [json.loads(line) for line in text.splitlines()]

@@ -50,7 +50,7 @@ class Offsets:
 
 
 def offsets_of(ranges: Sequence[Range]) -> dict[tuple[str, int], list[int]]:
-    """Every offset in the trail, with repetitions."""
+    """All offsets in the trail, with repetitions."""
     found: dict[tuple[str, int], list[int]] = {}
     for row in ranges:
         for first, count in zip(row.spans[0::2], row.spans[1::2], strict=True):
@@ -59,7 +59,7 @@ def offsets_of(ranges: Sequence[Range]) -> dict[tuple[str, int], list[int]]:
 
 
 async def ask(s: Scene, *frames: bytes) -> None:
-    """One by one, each answered before the next is sent."""
+    """Send the requests one by one, each after the previous answer."""
     for frame in frames:
         await s.ask(frame)
 

@@ -55,7 +55,7 @@ def shipped(process: KproxyProcess) -> float:
 
 
 def told(rows: Iterable[Row], topic: str) -> int:
-    """Records of a topic that a trail has."""
+    """The number of a topic's records in a trail."""
     return sum(row.record_count for row in rows if isinstance(row, Range) and row.topic == topic)
 
 
@@ -148,7 +148,7 @@ def begun(s: Served, rows: int = 1) -> Awaitable[object]:
 
 
 async def terminated(s: Served) -> str:
-    """Its output after SIGTERM."""
+    """Send SIGTERM; return the process's output."""
     s.process.signal(signal.SIGTERM)
     await s.ended(STOP_TIMEOUT_S)
     return s.process.stderr()

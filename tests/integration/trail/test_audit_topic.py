@@ -61,7 +61,7 @@ async def test_pages_are_messages_of_one_partition_in_order(dev_cluster: KproxyP
 
 
 class TrailBroker:
-    """The one broker, with the trail's topic. `outcomes` of its Produce requests: error codes, None: it closes."""
+    """The only broker, with the trail's topic. `outcomes` of Produce requests: error codes, or None to close."""
 
     def __init__(self, *outcomes: int | None) -> None:
         self.outcomes = list(outcomes)
@@ -117,7 +117,7 @@ async def test_unconfirmed_batch_is_sent_again_unchanged() -> None:
 
 
 async def test_too_large_batch_is_sent_in_parts() -> None:
-    """Whatever the refused batch has taken of the sequence numbers is free again."""
+    """The sequence numbers that the refused batch has used are free again."""
     broker = TrailBroker(codes.MESSAGE_TOO_LARGE, codes.NONE, codes.RECORD_LIST_TOO_LARGE, codes.NONE, codes.NONE)
     await broker.upstream.start()
     sink = TopicSink("trail", INCARNATION, bootstrap=[broker.upstream.address])
@@ -148,7 +148,7 @@ async def test_sink_restarts_after_final_refusal() -> None:
 
 @pytest.mark.parametrize("trouble", ["refuses", "hangs"])
 async def test_attempts_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch, trail_topic: str, trouble: str) -> None:
-    """A sink that is down for long is tried often: each attempt's sockets and threads are gone with it."""
+    """A sink that is down for long is tried often: each attempt's sockets and threads are released."""
     server = socket.create_server(("127.0.0.1", 0))
     port = server.getsockname()[1]
     if trouble == "refuses":

@@ -19,7 +19,7 @@ TOLD_OF = "orders"
 
 
 def script(named: Mapping[str, int]) -> ServedBroker:
-    """A broker that lists one topic, and of the others only those in `named`, when requested."""
+    """A broker that lists one topic, and other topics only if `named` has them and they are requested."""
     broker = ServedBroker(1)
 
     def answer(asked: Asked) -> None:

@@ -1,4 +1,4 @@
-"""Trails and logs written by hand, and what an audit must say of them: a topic is a case."""
+"""Handwritten trails and logs, and the audit's expected results: each topic is a case."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOPIC_ID = "0f"
 
 
 class Case(NamedTuple):
-    """`counts`: of the partition, those that are not none; `findings`: kind, first and last offset, and more."""
+    """`counts`: the partition's, except zeros; `findings`: kind, first and last offset, and more."""
 
     tell: Callable[[Trail, str], None]
     log: list[tuple[Any, ...]]

@@ -81,7 +81,7 @@ class Judged(NamedTuple):
 
 
 def judge(history: History, bits: int = WHOLE) -> Judged:
-    """Offset by offset, claim by claim. `bits`: offsets are judged in ranges of that size."""
+    """Judge offset by offset, claim by claim. `bits`: the size of the judged ranges."""
     held: dict[int, tuple[int, ...] | None] = {}
     for header in history.log:
         if header["is_control"] or header["crc_ok"] is False:
@@ -119,7 +119,7 @@ def _record(producer: int, epoch: int, distance: int) -> tuple[int, ...] | None:
 
 
 def _claims(history: History, bits: int) -> dict[int, dict[tuple[int, ...], int]]:
-    """By offset: of each record the window in which it was first claimed, as far as a range of offsets knows."""
+    """By offset: the window in which each record was first claimed, as far as a range knows."""
     claims: dict[int, list[tuple[int, int, tuple[int, ...], int]]] = defaultdict(list)
     for nth, row in enumerate(history.acked):
         before = 0

@@ -1,7 +1,7 @@
 """Switch off each rule of replication: the model must find a violation for each, which proves that it can.
 
 Every entry patches product code for as long as a test runs, and has a run that the model found or that a text
-describes: with the rule on nothing happens in it, with the rule off it ends in a Violation.
+describes: with the rule on it finds nothing, with the rule off it ends in a Violation.
 """
 
 from __future__ import annotations

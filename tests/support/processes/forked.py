@@ -1,4 +1,4 @@
-"""Processes that are forked from one that has imported kproxy already.
+"""Processes that are forked from one that has already imported kproxy.
 
 A proxy takes most of a second of CPU for its imports, and a test run starts more than a thousand. `start` asks the
 *fork server* of this test process: a process that has imported all of it, runs nothing and has one thread. It forks,
@@ -69,7 +69,7 @@ _NUMBER_BYTES: Final = 4
 
 
 class _Asked(NamedTuple):
-    """The order for a copy; the descriptors come beside it, the first three as its stdin, stdout and stderr."""
+    """The order for a copy; its descriptors come beside it, the first three as stdin, stdout and stderr."""
 
     module: str
     arguments: list[str]
@@ -153,7 +153,7 @@ class ForkServer:
             )
 
     def fork(self, asked: _Asked, descriptors: Sequence[int]) -> int:
-        """Order a copy; return the descriptor that reports first the process id, then the exit status."""
+        """Order a copy; return the descriptor that reports the process id and then the exit status."""
         reader, writer = os.pipe()
         try:
             socket.send_fds(self._control, [json.dumps(asked).encode()], [writer, *descriptors])
@@ -202,9 +202,9 @@ def start(
     new_session: bool = False,
     text: bool = False,
 ) -> Started:
-    """Run the `main` of `module` in a process with nothing on its stdin: forked if it may be, else by `python -m`.
+    """Run the `main` of `module` in a process with empty stdin: forked if possible, else by `python -m`.
 
-    `stdout` and `stderr` are descriptors; without one for stdout that is a pipe, whose other end is its `stdout`.
+    `stdout` and `stderr` are descriptors; without one, stdout is a pipe, whose other end is its `stdout`.
     `pass_fds` have the same numbers there.
     """
     if not can_fork(environ):
@@ -240,7 +240,7 @@ def start(
 
 
 def _serve(control: socket.socket) -> tuple[_Asked, list[int]] | None:
-    """Fork as ordered, and report each copy's end. In a copy return its order; None after the last order."""
+    """Fork as ordered, and report each copy's end. Return a copy's order in the copy, None after the last order."""
     woken, waker = os.pipe()
     for end in (woken, waker):
         os.set_blocking(end, False)
@@ -272,7 +272,7 @@ def _serve(control: socket.socket) -> tuple[_Asked, list[int]] | None:
 
 
 def _tell_ends(status_fds: dict[int, int]) -> None:
-    """Report each copy that has ended."""
+    """Report every copy that has ended."""
     while status_fds:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:

@@ -57,7 +57,7 @@ def page_at(path: Path, what: str) -> tuple[int, str]:
 
 
 def connections_of(pid: int, port: int) -> int:
-    """How many clients' connections to `port` a process holds."""
+    """The number of clients' connections to `port` that a process holds."""
     held = psutil.Process(pid).net_connections("tcp")
     return sum(each.status == psutil.CONN_ESTABLISHED and each.laddr.port == port for each in held if each.laddr)
 
@@ -84,14 +84,14 @@ async def clients_of_each(process: KproxyProcess) -> dict[int, list[RawClient]]:
 
 
 async def shown(process: KproxyProcess) -> Samples:
-    """Every sample of its `/metrics`."""
+    """Every sample of a worker's `/metrics`."""
     status, text = await asyncio.to_thread(page, process.admin, "/metrics")
     assert status == 200
     return samples(text)
 
 
 async def until(condition: Callable[[], bool], what: Callable[[], str]) -> None:
-    """Wait until it holds; a thread evaluates it."""
+    """Wait until the condition holds; a thread evaluates it."""
     await eventually(lambda: asyncio.to_thread(condition), what)
 
 

@@ -32,7 +32,7 @@ _SECURITY = "org.apache.kafka.common.security"
 
 
 def patience_s(mechanism: str | None) -> float:
-    """How long a client tries. At a listener with SASL a client without it gets no error, and gives up by itself."""
+    """How long a client tries. A client without SASL gets no error at a listener with SASL, and gives up by itself."""
     return 4.0 if mechanism is None else 40.0
 
 

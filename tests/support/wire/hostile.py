@@ -25,14 +25,14 @@ MODEST_BYTES = 64_000
 
 
 def assert_refused_when_cut(parse: Parse, frame: memoryview) -> None:
-    """At any length."""
+    """Check this at every length."""
     for length in range(len(frame)):
         with pytest.raises(CodecError):
             parse(memoryview(bytearray(frame[:length])))
 
 
 def assert_refused_before_allocation(parse: Parse, frame: bytes) -> None:
-    """Inflated lengths at any place; most of them are refused."""
+    """Inflate lengths at any place; most of the messages are refused."""
     refused = 0
     tracemalloc.start()
     try:

@@ -163,7 +163,7 @@ def is_by_id(api_key: int, version: int) -> bool:
 
 
 def named_as(api_key: int, version: int, name: str) -> bytes:
-    """A topic's name as messages of this version carry it, whether `topic_id` has given it an id or not."""
+    """A topic's name as messages of this version contain it, whether or not `topic_id` has an id for it."""
     if not is_by_id(api_key, version):
         return name.encode()
     return uuid.UUID(name[3:]).bytes if name.startswith("id:") else topic_id(name).bytes
