@@ -50,13 +50,13 @@ class ClaimsAdmin:
         self._table = table
 
     def page(self, query: ClaimsQuery) -> ClaimsPage:
-        """Raises ValueError for an invalid query, Unanswered before the table is loaded."""
+        """Return a page of claims. Raises ValueError for an invalid query, Unanswered before the table is loaded."""
         if not self._table.synced:
             raise Unanswered("the claims have not been read from etcd yet")
         return claims_page(self._table, query)
 
     async def free(self, order: FreeOrder) -> FreeOutcome:
-        """Raises Unanswered if etcd does not answer; part of the order may then be carried out."""
+        """Free claims. Raises Unanswered if etcd does not answer; some of the claims may be free then."""
         try:
             async with asyncio.timeout(FREE_TIMEOUT_S):
                 return await free(self._client, self._table.keys, order)

@@ -33,7 +33,7 @@ class AdminOptions(msgspec.Struct, frozen=True, kw_only=True):
     tls: PageTls = msgspec.field(default_factory=PageTls)
 
     def check(self, sources: Mapping[str, str], *, has_page: bool) -> None:
-        """Raises StartupError, which never shows the token."""
+        """Check the options. Raises StartupError, which never shows the token."""
         if self.token is not None and self.token_file is not None:
             raise StartupError(
                 f"the admin page's token is given twice: {sources['token']} has one and {sources['token_file']} names "

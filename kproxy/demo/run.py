@@ -405,7 +405,7 @@ class _Run:
 
 
 async def _both(first: Coroutine[object, object, T], second: Coroutine[object, object, U]) -> tuple[T, U]:
-    """Return the results of both. After an error of one, cancel the other and raise it."""
+    """Return the results of both awaitables. After an error of one, cancel the other and raise it."""
     tasks = asyncio.ensure_future(first), asyncio.ensure_future(second)
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)

@@ -65,7 +65,7 @@ class Secret(NamedTuple):
 
 
 def _text(message: bytes) -> str:
-    """Raises ValueError."""
+    """Return the secret as text. Raises ValueError."""
     if len(message) > MOST_SCRAM_BYTES:
         raise ValueError(f"a message of {len(message)} bytes is too long")
     return message.decode()

@@ -316,9 +316,9 @@ class ReplicaFetchers:
         view.subscribe(self._on_change)
 
     def wake(self, key: PartitionKey | None = None) -> None:
-        """Look at a partition again, or at all: it has another leader, none, or another epoch, or was opened or closed.
+        """Check a partition again, or all: it has another leader, none, or another epoch, or was opened or closed.
 
-        Only at this one: thousands of changes come when a broker starts or dies.
+        One is enough: thousands of changes come when a broker starts or dies.
         """
         if key is None:
             self._stale.update(self._hosted, self._followed)

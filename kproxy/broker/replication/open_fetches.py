@@ -194,7 +194,7 @@ class OpenFetches:
             self._end(question)
 
     def is_ready(self, question: _Question, *, is_urgent: bool) -> None:
-        """Called by the partition of an idle question."""
+        """Mark an idle question as ready; its partition calls this."""
         self._ready[question] = None
         if is_urgent:
             self._stop_waiting(question)
