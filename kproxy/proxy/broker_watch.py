@@ -144,7 +144,7 @@ class BrokerWatch(BrokerDials):
 
     @property
     def refuses(self) -> bool:
-        """Whether a request to it now is lost unwritten, at once: it hangs, or is down."""
+        """Whether a request to it would be lost unwritten, at once: it hangs, or is down."""
         return self.is_hung or super().refuses
 
     @property
@@ -417,7 +417,7 @@ class Brokers:
     def may_have_fences(self, broker: int) -> bool:
         """Return whether to send fences to a broker.
 
-        An unknown broker is taken to keep fences where any other does.
+        An unknown broker counts as keeping fences if any other does.
         """
         known = self.has_fences(broker)
         return any(map(self.has_fences, self.topology.brokers)) if known is None else known
@@ -451,7 +451,7 @@ class Brokers:
         self._update()
 
     def noted(self) -> None:
-        """Take in the end of a question."""
+        """Record the end of a question."""
         self._update()
         if not self._is_logging and not self.is_closed and not any(watch.is_asked for watch in self._here):
             self._is_logging = True

@@ -103,14 +103,14 @@ class Connections:
             self._client.broker_presses(slow)
 
     def opens(self, upstream: Upstream) -> None:
-        """Do nothing: what waits for one of them is sent."""
+        """Do nothing: the waiting requests are sent."""
 
     def in_turn(self, step: Callable[[], object]) -> None:
         """Take this step of one of them in its turn of the event loop."""
         self._context.turns.take(step)
 
     def ended(self, upstream: Upstream) -> None:
-        """Do nothing: those who wait for answers have been told."""
+        """Do nothing: the waiting requests have been lost already."""
 
     def hold_back(self, holds: bool) -> None:
         """Stop reading all of them, or resume."""

@@ -137,7 +137,7 @@ class Exchange:
         return self.request.timeout_ms
 
     def move(self, state: ExchangeState) -> None:
-        """Raises ValueError if there is no such transition."""
+        """Change the state. Raises ValueError if there is no such transition."""
         if state not in _NEXT[self.state]:
             raise ValueError(
                 f"request {self.sequence} cannot go from {self.state.name.lower()} to {state.name.lower()}"

@@ -128,7 +128,7 @@ def _checked(name: object, claim: str) -> str:
 
 
 def require_jwt() -> None:
-    """Raises StartupError if PyJWT is not installed."""
+    """Check that PyJWT is installed. Raises StartupError."""
     if find_spec("jwt") is None or find_spec("cryptography") is None:
         raise StartupError(
             f"OAUTHBEARER needs PyJWT with cryptography, which is not installed: run `{install_command('oauth')}`."

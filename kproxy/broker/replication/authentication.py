@@ -57,7 +57,7 @@ class Secret(NamedTuple):
     def of(cls, text: str) -> Secret:
         """Derive the keys of a secret. Raises ValueError for a guessable text, or one that SASL forbids."""
         if len(text) < LEAST_CHARACTERS:
-            raise ValueError(f"{len(text)} characters are too short")
+            raise ValueError(f"{len(text)} characters are too few")
         try:
             return cls(text, *ScramMechanism(MECHANISM).make_auth_info(text))
         except ScramException as error:

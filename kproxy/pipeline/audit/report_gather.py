@@ -102,7 +102,7 @@ def gather(source: Source, about: Mapping[str, str], limits: Limits | None = Non
 
 
 class _Partitions:
-    """The sums of all partitions, and the worst ones."""
+    """The sums of all partitions, and the worst partitions."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -270,7 +270,7 @@ def _trail_holes(grid: Grid, holes: Sequence[Row]) -> tuple[int, ...]:
 
 
 class _Holdings:
-    """The first owners of each partition, and the number of all."""
+    """The first owners of each partition, and their number in all."""
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -284,7 +284,7 @@ def first_acknowledged(ranges: Sequence[TrailRow], since_ms: int) -> dict[TopicP
 
 
 def there(job: AuditJob) -> tuple[str, ...]:
-    """Return the named topics without deleted ones that were not created anew."""
+    """Return the named topics, without deleted ones unless they were created again."""
     deleted = set(job.topics) & set(job.deleted_topics)
     living = set(existing(job.bootstrap, deleted, job.kafka)) if deleted else set()
     return tuple(topic for topic in job.topics if topic not in deleted - living)

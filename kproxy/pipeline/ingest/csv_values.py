@@ -1,8 +1,8 @@
 """Make values of the texts that Spark's reader finds in CSV files.
 
-Spark's own parsers change values in silence: they read `1f` and `0x1p3` as numbers, round decimals, cut off what
-follows a date, and give a time alone the day of the run. Here a text becomes the value that it says, or its row is
-CORRUPT. The reader gives all columns as texts, and null where nothing is between two delimiters (`READER_OPTIONS`).
+Spark's own parsers change values in silence: they read `1f` and `0x1p3` as numbers, round decimals, drop text after a
+date, and give a time without a date the day of the run. Here a text becomes exactly the value that it denotes, or its
+row is CORRUPT. The reader gives all columns as texts, and null for an empty field (`READER_OPTIONS`).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def texts_of(schema: StructType) -> StructType:
 
 
 def valued(rows: DataFrame, schema: StructType, options: Mapping[str, str]) -> DataFrame:
-    """Return `rows` with the values of `schema` in place of texts; CORRUPT has the row's text if one is none.
+    """Return `rows` with the values of `schema` in place of texts; CORRUPT has the row's text if a value is invalid.
 
     `options` are those of Spark's CSV reader, in lower case. A text is corrupt too if it has U+FFFD and no encoding was
     named, or a carriage return at the row's end, which is part of a line end, in a file whose first line ends with a
@@ -107,7 +107,7 @@ def valued(rows: DataFrame, schema: StructType, options: Mapping[str, str]) -> D
 
 
 def _value(text: Column, kind: DataType, options: Mapping[str, str]) -> Column:
-    """Return the value of a text, null if it is none of the type."""
+    """Return the value of a text, null if the text is not of the type."""
     pattern = options.get(_FORMATS.get(type(kind), ""))
     if pattern is not None:
         return F.try_to_timestamp(text, F.lit(pattern)).cast(kind)
@@ -129,7 +129,7 @@ def _is_exact(text: Column, value: Column, kind: DecimalType) -> Column:
 
 
 def widened(kind: DecimalType) -> DecimalType:
-    """Return the type with as many digits before the point, and as many behind it as there can be."""
+    """Return the type with as many digits before the point, and the most possible after it."""
     return DecimalType(MAX_DIGITS, MAX_DIGITS - kind.precision + kind.scale)
 
 

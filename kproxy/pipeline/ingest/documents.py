@@ -1,8 +1,8 @@
 """Parse JSON documents to rows, and find fields that the schema lacks.
 
 A document is parsed twice: by the schema, and for the names of its fields. Spark ignores text after a document, so
-`{"a":1} {"a":2}` would be its first half. The two times the text is between different brackets, and text after the
-document cannot close both of them.
+`{"a":1} {"a":2}` would be its first half. The two times the text gets different brackets, and text after the document
+cannot close both.
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ SHOWN_FILES: Final = 5
 
 
 class Stop:
-    """A request to end the job: `wanted` after the running micro-batch, asked again `at_once`, without waiting."""
+    """A request to end the job: `wanted` after the running micro-batch, or `at_once` when asked again."""
 
     def __init__(self) -> None:
         self._times = 0

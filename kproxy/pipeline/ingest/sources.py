@@ -87,7 +87,7 @@ def parse_schema(text: str) -> StructType:
 
 
 def infer_schema(session: SparkSession, options: IngestOptions) -> StructType:
-    """Infer the schema from SAMPLE_FILES of the files that are there. Raise StartupError if none can be found."""
+    """Infer the schema from SAMPLE_FILES of the existing files. Raise StartupError if none can be found."""
     where, paths = options.where, sorted(files_there(session, options))
     with_hint = f"give --schema, or put a file there that has the columns ({where})"
     if not paths:
@@ -141,7 +141,7 @@ def infer_schema(session: SparkSession, options: IngestOptions) -> StructType:
 
 
 def _first_line(reader: DataFrameReader, settings: Mapping[str, str], kind: str, paths: list[str]) -> list[str]:
-    """Return the texts of the first row of a CSV file, or the first line of JSON; none where it does not help."""
+    """Return the texts of the first row of a CSV file, or the first line of JSON; nothing if these do not help."""
     row = None
     if kind == "csv" and settings["header"].lower() == "true":
         columns = reader.csv(paths, inferSchema=False, header=False)
@@ -153,7 +153,7 @@ def _first_line(reader: DataFrameReader, settings: Mapping[str, str], kind: str,
 
 
 def _twice(names: Iterable[str]) -> str | None:
-    """Return the first name, in lower case, that is there twice for Spark."""
+    """Return the first name, in lower case, that Spark counts as a duplicate."""
     return next((name for name, count in Counter(map(str.lower, names)).items() if count > 1), None)
 
 

@@ -154,7 +154,7 @@ async def until_owned(site: Site, group: str, resources: Sequence[str]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_a_proxys_list_and_etcds_are_the_same(site: Site, group: str) -> None:
+async def test_proxy_and_etcd_list_the_same_claims(site: Site, group: str) -> None:
     async with client(site.one, "first") as first, client(site.other, "second") as second:
         await claimed(first, group, [("x", 1), ("orders/0", 1)])
         await claimed(second, group, [("x", 5)])

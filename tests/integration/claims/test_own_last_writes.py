@@ -289,7 +289,7 @@ async def test_uncertain_lease_stops_requests_waiting_for_dial(
         await later.stop()
 
 
-async def test_other_partitions_and_topics_are_not_waited_for(site: Site) -> None:
+async def test_other_partitions_and_topics_are_not_awaited(site: Site) -> None:
     site.have_patience()
     owner, successor = await site.owner(), await site.client()
     free = await site.client()
@@ -304,7 +304,7 @@ async def test_other_partitions_and_topics_are_not_waited_for(site: Site) -> Non
 
 @pytest.mark.parametrize("site", [KafScaleBroker], indirect=True)
 @ends_with_acks
-async def test_kafscales_brokers_are_waited_for_as_well(
+async def test_answers_of_kafscales_brokers_are_awaited_too(
     site: Site, acks: int, ends: Callable[[OwnClient], Awaitable[None]]
 ) -> None:
     site.have_patience()
@@ -371,7 +371,7 @@ async def test_acks_0_is_confirmed_only_with_writer_groups(site: Site) -> None:
     assert (await site.broker.next()).fields["acks"] == 0
 
 
-async def test_parts_beside_refused_acks_0_are_waited_for(site: Site) -> None:
+async def test_parts_beside_refused_acks_0_are_awaited(site: Site) -> None:
     """A request for two partitions, of which it owns one: the connection ends over the other, in the same step."""
     site.have_patience()
     owner, successor = await site.owner(), await site.client(1)

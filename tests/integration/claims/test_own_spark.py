@@ -56,7 +56,7 @@ def test_rerun_batch_is_written_once(example: ModuleType, owned_topics: OwnedTop
     assert rows_of(owned_topics, sink) == expected
 
 
-def test_broken_off_attempt_is_finished_by_next(example: ModuleType, owned_topics: OwnedTopics, sink: Any) -> None:
+def test_interrupted_attempt_is_finished_by_next(example: ModuleType, owned_topics: OwnedTopics, sink: Any) -> None:
     example.write_rows(sink, 0, rows(*range(7)))
     example.write_rows(sink, 0, rows(*range(2 * example.LOOK_BACK)))
     # So many claimed it without writing that one look back does not reach the last row.

@@ -236,7 +236,7 @@ async def test_calls_without_majority_end_in_time_and_recover(etcd_cluster: Etcd
         await eventually(lambda: client.put("/a", b""), ignored=(EtcdUnavailable,))
 
 
-async def test_slow_live_member_is_waited_for(etcd_cluster: EtcdCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_live_member_is_awaited(etcd_cluster: EtcdCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     # No call is answered in so short a time: the client asks for the member's status each time, and gets it.
     monkeypatch.setattr(members_module, "PATIENCE_S", 0.0)
     async with connected(EtcdClient(etcd_cluster.endpoints)) as client:

@@ -200,7 +200,7 @@ async def test_claims_go_to_leaders_and_leaderless_together() -> None:
     assert claimant.held[""].generation == 4
 
 
-async def test_a_partition_without_a_leader_is_waited_for() -> None:
+async def test_partition_without_a_leader_is_awaited() -> None:
     library = Library()
     library.leaders["t", 0] = NO_LEADER
     with pytest.raises(OwnError, match="t/0 has no leader"):

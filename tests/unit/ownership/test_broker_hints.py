@@ -94,7 +94,7 @@ async def test_leader_without_address_is_no_hint(leader: int) -> None:
         assert (topology.owner(*T0), topology.is_hinted) == (1, False)
 
 
-async def test_change_during_a_question_wins() -> None:
+async def test_change_during_a_question_replaces_the_hint() -> None:
     broker = leads(2, 2)
     broker.holds.clear()
     async with hints_of(broker) as (hints, topology):

@@ -296,7 +296,7 @@ def test_only_batches_sent_unaware_are_given_up() -> None:
     play.answers(2, "t-0=19")
     assert play.ticks(after_s=1) == ["answer 2: t-0=19"]
     assert play.submits(6, "t-0", producer=(7, 0, 2)) == []
-    # A retry would be behind another batch.
+    # A retry of each would come after another batch.
     assert [play.answers(n, "t-0=45") for n in (3, 4)] == [["answer 3: t-0=6"], ["answer 4: t-0=6"]]
     assert play.answers(5, "t-0=45") == ["answer 5: t-0=6"]
     assert play.wakes() == ["send #6 b1/c1: 6 t-0"]

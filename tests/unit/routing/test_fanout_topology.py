@@ -151,7 +151,7 @@ def test_change_is_applied_before_the_next_send() -> None:
     assert play.lanes == ["t-0 blocked"]
 
 
-def test_plain_path_change_is_seen_before_it_applies() -> None:
+def test_topology_change_concerns_plain_path_before_it_applies() -> None:
     play = proven()
     concerned = []
     for partition in (1, 0):
