@@ -2,7 +2,7 @@
 
 They are of version 13, which names topics by their ids. The leader's side is in `fetch`, which reads a follower's
 request like a client's. The request for a partition stays open, over any number of requests and answers of its
-connection, until an answer names the partition, or the follower requests it anew or withdraws it. So requests and
+connection, until an answer names the partition, or the follower requests it again or withdraws it. So requests and
 answers name only changes. The sender of an answer is not trusted: its lengths are checked like a client's. Records are
 slices of the answer.
 """

@@ -31,7 +31,7 @@ Invariants
    same interval. `last_heard` is the earlier of the last message on the stream and the last such read: at that time the
    copy was connected to a live cluster.
 
-Fragments are accepted but not requested. etcd (3.4 up to 3.6.16 at least) measures a fragment anew for each event it
+Fragments are accepted but not requested. etcd (3.4 up to 3.6.16 at least) measures a fragment again for each event it
 adds, which is quadratic, and sends nothing meanwhile. etcd 3.6.16 took 14 s of CPU for 100,000 small deletions at one
 revision in fragments: the stream would be replaced before the first fragment came, and the work would begin again. In
 one message they took 0.8 s. 300,000 in one message took 2.3 s, nearly all for the deletion itself.
@@ -256,7 +256,7 @@ class PrefixMirror:
         await self._synced.wait()
 
     def distrust(self) -> None:
-        """Load anew soon, because the caller's own read has shown that etcd was restored."""
+        """Load again soon, because the caller's own read has shown that etcd was restored."""
         self._restored = True
 
     @property

@@ -27,7 +27,7 @@ Transitions
 
 Invariants
 1. One task asks a broker, one question at a time, whoever waits for the answer; `close` ends all tasks.
-2. A task begins with a new connection: the network may have cut off the idle one, and that is no hang. So no answer
+2. A task begins with a new connection: the network may have cut off the idle one, and that is not a hang. So no answer
    within `probe_timeout_s` is a hang, whoever asks: nobody has to ask again to be sure.
 3. An unknown broker does not count for the offer. It cannot be told from one that serves everything, and a broker that
    never starts must not stop the others. Once it answers, APIs that it does not serve are withdrawn, as when a broker

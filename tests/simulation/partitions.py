@@ -66,7 +66,7 @@ class Batch:
         self.first_arrived_at = -1.0
         # When the proxy last wrote it to a broker.
         self.written_at = -1.0
-        # With acks=0: its loss is no error.
+        # With acks=0: its loss is not an error.
         self.is_excused = False
         # Whether it was appended after its connection had ended.
         self.is_late = False

@@ -12,7 +12,7 @@
    They repeat a shape that another test has: more releases of a client, more seeds, every byte of a reset. Of those
    marked `long(but_one=True)` the first of each file runs in any case, of those marked `long(but=3)` the first three of
    each test function.
-7. Hypothesis sets no time limits: a busy machine is no fault of an example. Where a test does not say how many
+7. Hypothesis sets no time limits: a busy machine is not a fault of an example. Where a test does not say how many
    examples it takes, it has FEW_EXAMPLES, new ones in each run, and with KPROXY_TEST_ALL=1 a hundred; where it says
    so (`examples`), a third of these without KPROXY_TEST_ALL=1.
 8. A whole run starts only where FREE_BYTES are free for its files. Otherwise etcd, Kafka and brokers would fail one

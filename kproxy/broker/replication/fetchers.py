@@ -34,7 +34,7 @@ Transitions
 Invariants of a fetcher
 1. A partition is asked for once, and again when it is answered, or what would be asked has changed: the leader keeps
    the question open on this connection (`open_fetches`). So an answer always meets the log that it was asked for. A
-   partition that is followed no more, or whose log was opened anew, is withdrawn: otherwise the leader would rely on
+   partition that is followed no more, or whose log was opened again, is withdrawn: otherwise the leader would rely on
    what the earlier log had.
 2. An answer has only partitions that are open, each once; otherwise nothing of it counts and the connection ends.
 3. A partition whose answer could not be applied waits PARTITION_PAUSE_S; the others are fetched meanwhile.

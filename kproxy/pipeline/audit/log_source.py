@@ -4,7 +4,7 @@ The headers are read by Fetch from any Kafka address. After `register`, `session
 batches of topics. Spark's planner asks the cluster for the partitions and cuts their logs into pieces; its tasks read
 the pieces. Records are not decoded, compressed or not.
 
-Spark plans anew for every action on a DataFrame, so the end "latest" may differ each time: give offsets for one end.
+Spark plans again for every action on a DataFrame, so the end "latest" may differ each time: give offsets for one end.
 
 Executors need this package, `kproxy_codec` and kafka-python (`kproxy.pipeline.session` packs them), pyarrow, which
 Spark itself needs for data sources in Python, and crc32c, without which CRCs are not checked (crc_ok is null).

@@ -392,7 +392,7 @@ _KNOWN: Final = {
     "not acknowledged in time by {target} through {bootstrap}: start the job again when its brokers are back, nothing "
     "is lost",
     "Some data may have been lost|failOnDataLoss|OffsetOutOfRangeException|KAFKA_DATA_LOSS": "the source {source} no "
-    "longer has what was to be read next (removed by retention, or the topic was made anew): give --source-option "
+    "longer has what was to be read next (removed by retention, or the topic was created again): give --source-option "
     "failOnDataLoss=false to go on without it",
     "CONCURRENT_STREAM_LOG_UPDATE|[Cc]oncurrent(ly)? (update|using)|Multiple streaming queries": "another run of "
     "this job uses the checkpoint {checkpoint}: end it first",

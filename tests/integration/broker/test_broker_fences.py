@@ -205,7 +205,7 @@ async def test_invalid_bind_is_refused_and_changes_nothing(clients: list[RawClie
     assert bind(client, topic, fence) == (0, fence)
 
 
-# Who remembers
+# Memory of fences
 
 
 async def test_deleted_topic_removes_its_fences(
