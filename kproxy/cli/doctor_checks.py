@@ -208,7 +208,7 @@ async def _about_page(place: AdminPlace) -> tuple[str, str]:
         return "ok" if said[0] == "ready" else "warn", f"the proxy at {place}: {said[0][:500]}"
     if status == 503:
         return "FAIL", f"the proxy at {place} is not ready: {said[0][:500]}"
-    return "FAIL", f"what answers at {place} is no admin page of kproxy (status {status})."
+    return "FAIL", f"what answers at {place} is not an admin page of kproxy (status {status})."
 
 
 async def examine_kafka(

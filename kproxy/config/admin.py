@@ -74,6 +74,6 @@ def _checked_token(token: str, source: str, named: str = "the admin page's token
 def read_token(file: Path, named: str) -> str:
     """Return the token in a file. Raises StartupError, which never shows it."""
     try:
-        return read_file(file, named, _MOST_TOKEN_BYTES, "that is no token").decode("ascii").strip()
+        return read_file(file, named, _MOST_TOKEN_BYTES, "that is not a token").decode("ascii").strip()
     except UnicodeDecodeError:
         raise StartupError(f"{named} {file} is not ASCII text: name the file that has the token.") from None

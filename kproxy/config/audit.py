@@ -85,7 +85,7 @@ def _audit_access(
 
 def read_trail_key(file: Path, source: str) -> bytes:
     """Read the key that signs trails. Raises StartupError."""
-    key = read_file(file, source, _MOST_KEY_BYTES, "that is no key").strip()
+    key = read_file(file, source, _MOST_KEY_BYTES, "that is not a key").strip()
     if len(key) < MIN_KEY_BYTES:
         raise StartupError(
             f"{source}: the key in {file} has {len(key)} bytes, and needs {MIN_KEY_BYTES}: write a random one into it, "

@@ -212,7 +212,7 @@ def read_file(file: Path, named: str, limit: int, otherwise: str) -> bytes:
 
 
 def read_toml(file: Path, flag: str = "--config") -> dict[str, Any]:
-    content = read_file(file, flag, MAX_FILE_BYTES, "that is no configuration")
+    content = read_file(file, flag, MAX_FILE_BYTES, "that is not a configuration")
     try:
         return tomllib.loads(content.decode())
     except UnicodeDecodeError as error:
@@ -268,7 +268,7 @@ def parse_value(kind: Any, given: object, source: str, *, strict: bool) -> Any:
         raise StartupError(f"{source}: {_EMPTY}.")
     if isinstance(given, str) and "\0" in given:
         # No file's name has a NUL, and PLAIN ends names with it.
-        raise StartupError(f"{source}: it contains a NUL (U+0000): remove it.")
+        raise StartupError(f"{source}: it contains a NUL (U+0000): write the value without it.")
     try:
         return msgspec.convert(given, kind, strict=strict, dec_hook=decode)
     except msgspec.ValidationError as error:

@@ -339,7 +339,7 @@ def _load_crl(context: ssl.SSLContext, file: Path | None, check: CrlCheck | None
         raise StartupError(f"{named} {file} holds no revocation list: give a file in PEM.") from error
     if context.cert_store_stats()["x509"] != trusted:
         # OpenSSL trusts every certificate in the file as an authority, and lists are often fetched by HTTP.
-        raise StartupError(f"{named} {file} holds a certificate, which would be trusted: give a file of lists alone.")
+        raise StartupError(f"{named} {file} holds a certificate, which would be trusted: give a file with lists only.")
     # OpenSSL checks the root as well. If the root signed the leaf itself, its list serves for both.
     context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF if check == "leaf" else ssl.VERIFY_CRL_CHECK_CHAIN
 

@@ -138,7 +138,7 @@ def require_jwt() -> None:
 def read_verifier(file: Path, options: TokenOptions) -> TokenVerifier:
     """Read a file with a JSON Web Key Set (RFC 7517). Raises StartupError."""
     require_jwt()
-    return parse_verifier(read_file(file, "oauth.jwks", MOST_FILE_BYTES, "that is no key set"), str(file), options)
+    return parse_verifier(read_file(file, "oauth.jwks", MOST_FILE_BYTES, "that is not a key set"), str(file), options)
 
 
 def parse_verifier(

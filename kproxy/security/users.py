@@ -250,7 +250,7 @@ def write_users(file: Path, users: Mapping[str, Credentials]) -> None:
 
 def read_password(file: Path) -> str:
     """Return the password in a file's first line. Raises StartupError, which never shows it."""
-    content = read_file(file, "--password-file", MOST_PASSWORD_BYTES + 2, "that is no password")
+    content = read_file(file, "--password-file", MOST_PASSWORD_BYTES + 2, "that is not a password")
     try:
         return content.decode().rstrip("\r\n")
     except UnicodeDecodeError:

@@ -231,7 +231,7 @@ def test_document_is_unchanged_below_directory_columns(spark: Any, tmp_path: Pat
 
 def test_fields_differing_only_in_case_infer_no_schema(spark: Any, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"id":1,"ID":2}\n')
-    with pytest.raises(StartupError, match=r"differ in case alone \(.*`id`.*\): give a --schema with one of them"):
+    with pytest.raises(StartupError, match=r"differ only in case \(.*`id`.*\): give a --schema with one of them"):
         infer(spark, f"json:{tmp_path}")
 
 

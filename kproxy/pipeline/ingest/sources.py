@@ -111,7 +111,7 @@ def infer_schema(session: SparkSession, options: IngestOptions) -> StructType:
     except SparkFailed as error:
         if "COLUMN_ALREADY_EXISTS" in str(error):
             raise StartupError(
-                f"no schema can be inferred from fields that differ in case alone ({cause_in(str(error))}): give a "
+                f"no schema can be inferred from fields that differ only in case ({cause_in(str(error))}): give a "
                 "--schema with one of them (--on-new-columns add writes documents of JSON with all of them)."
             ) from error
         if type_ := re.search(PARQUET_TYPE, str(error)):

@@ -181,7 +181,7 @@ def test_command_environment_does_not_configure_serve() -> None:
         (["own", "list", "--etcd-ca", "FILE"], "--etcd URL"),
         (["own", "claim", "g", "a", "--bootstrap", "127.0.0.1:1"], "with --bootstrap H:P"),
         (["doctor", "--topic", "t"], "--topic applies only with --bootstrap"),
-        (["own", "claim", "g", "a=b"], "'b' is no generation"),
+        (["own", "claim", "g", "a=b"], "'b' is not a generation"),
         (["own", "free", "g"], "--all"),
         (["demo", "--rows", "0"], "--rows"),
         (["demo", "--etcd", "a:1"], "--bootstrap"),

@@ -20,7 +20,7 @@ BIND, RELEASE = False, True
         (0, OPEN, UNBOUND, None),
         (0, OPEN, 7, "this connection is bound to fence 7, which is not kept here yet"),
         (7, OWNED, 7, None),
-        (7, OWNED, UNBOUND, "its owner alone writes, behind fence 7, and this connection is bound to none"),
+        (7, OWNED, UNBOUND, "only its owner, with fence 7, may write, and this connection has no fence"),
         (7, OWNED, 6, "its owner writes behind fence 7, and this connection is bound to the older 6"),
         (7, OWNED, 8, "this connection is bound to fence 8, which is not kept here yet"),
         (7, OPEN, UNBOUND, None),

@@ -140,7 +140,7 @@ def test_a_page_can_be_of_one_group() -> None:
     [ClaimsQuery(limit=0), ClaimsQuery(limit=MAX_CLAIM_ROWS + 1), ClaimsQuery(after="x"), ClaimsQuery(after="")],
 )
 def test_invalid_page_is_refused(query: ClaimsQuery) -> None:
-    with pytest.raises(ValueError, match="is "):
+    with pytest.raises(ValueError, match="must be "):
         claims_page(table(), query)
 
 

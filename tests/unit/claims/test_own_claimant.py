@@ -176,7 +176,7 @@ async def test_refused_claim_leaves_no_connection(answers: list[Answer], error_c
 
 async def test_answer_naming_something_else_is_ignored() -> None:
     library = Library(OwnedResource("t/1", NONE, 2, 7))
-    with pytest.raises(OwnError, match="names something else"):
+    with pytest.raises(OwnError, match="names other resources"):
         await claimant_of(library, "t/0").claim()
     assert not library.connections[9].is_open
 

@@ -276,13 +276,13 @@ def test_a_resource_may_have_a_generation(texts: list[str], resources: list[tupl
     [
         ("g", [], False, "--all"),
         ("g", ["a"], True, "--all"),
-        ("", ["a"], False, "'' is no name"),
-        ("g", [""], False, "'' is no name"),
-        ("g", ["=1"], False, "'' is no name"),
+        ("", ["a"], False, "'' is not a name"),
+        ("g", [""], False, "'' is not a name"),
+        ("g", ["=1"], False, "'' is not a name"),
         ("g", ["a" * 1025], False, "1024 bytes"),
-        ("g", ["a=-1"], False, "'-1' is no generation"),
-        ("g", ["a=x"], False, "'x' is no generation"),
-        ("g", ["a="], False, "'' is no generation"),
+        ("g", ["a=-1"], False, "'-1' is not a generation"),
+        ("g", ["a=x"], False, "'x' is not a generation"),
+        ("g", ["a="], False, "'' is not a generation"),
         ("g", ["a=1", "a=2"], False, "'a' is named twice"),
         ("g", [f"{number}" for number in range(4097)], False, "at most 4096"),
     ],
@@ -313,12 +313,12 @@ def test_each_command_has_its_flags_and_an_example(name: str, flags: str, capsys
 
 
 ANSWERS = {
-    (404, b"Not Found"): "is no admin page of kproxy (status 404)",
-    (200, b"<html>"): "is no admin page of kproxy (",
-    (200, b"{}"): "is no admin page of kproxy (Object missing required field `revision`)",
+    (404, b"Not Found"): "is not an admin page of kproxy (status 404)",
+    (200, b"<html>"): "is not an admin page of kproxy (",
+    (200, b"{}"): "is not an admin page of kproxy (Object missing required field `revision`)",
     (503, b"the claims have not been read from etcd yet"): "says: the claims have not been read from etcd yet.",
     (501, b"not offered\n"): "says: not offered.",
-    (503, b""): "is no admin page of kproxy (status 503)",
+    (503, b""): "is not an admin page of kproxy (status 503)",
 }
 
 

@@ -65,8 +65,8 @@ def test_trail_key_is_read_from_its_file(tmp_path: Path) -> None:
 
 WRONG = {
     "no kind": ('[audit]\nsink = "kafka"\n', "'kafka' is not an audit sink: write none, topic"),
-    "no directory": ('[audit]\nsink = "json:"\n', "'json:' is nowhere"),
-    "no topic": ('[audit]\nsink = "topic:"\n', "'topic:' is nowhere"),
+    "no directory": ('[audit]\nsink = "json:"\n', "'json:' is not an audit sink"),
+    "no topic": ('[audit]\nsink = "topic:"\n', "'topic:' is not an audit sink"),
     "no topic's name": ('[audit]\nsink = "topic:a/b"\n', "'a/b' cannot be a topic"),
     "too seldom": ("[audit]\ninterval_s = 61\n", "audit.interval_s"),
     "too little": ("[audit]\nmax_bytes = 1000\n", "audit.max_bytes"),

@@ -103,7 +103,7 @@ def test_certificate_name_rules_belong_to_a_listener(tmp_path: Path, signer: Sig
         assert config.listeners[0].tls is not None
         assert [each.case for each in config.listeners[0].tls.principals.rules] == ["L", ""]
     for text, word in (
-        (f"{mutual}principal_mapping_rules = 'x'\n", "'x' is no rule"),
+        (f"{mutual}principal_mapping_rules = 'x'\n", "'x' is not a rule"),
         (f"{tls}principal_mapping_rules = 'DEFAULT'\n", "it is about clients' certificates"),
     ):
         with pytest.raises(StartupError, match=word):
@@ -125,8 +125,8 @@ def test_kinds_of_names_belong_to_listener(tmp_path: Path, signer: Signer) -> No
         ("uri",),
     ]
     for text, words in (
-        (mutual + 'tls.principal_from = ["uri", "email"]', ["'email' is no kind of name", "subject, uri, dns"]),
-        (mutual + 'tls.principal_from = "URI"', ["'URI' is no kind of name", "subject, uri, dns"]),
+        (mutual + 'tls.principal_from = ["uri", "email"]', ["'email' is not a kind of name", "subject, uri, dns"]),
+        (mutual + 'tls.principal_from = "URI"', ["'URI' is not a kind of name", "subject, uri, dns"]),
         (mutual + "tls.principal_from = []", ["it is empty"]),
         (mutual + "tls.principal_from = 7", ["tls.principal_from"]),
         (tls + 'tls.principal_from = "uri"', ["it is about clients' certificates"]),
@@ -421,7 +421,7 @@ def test_oversized_password_file_is_reported_with_limit(tmp_path: Path) -> None:
     long.write_text("p" * 2_000)
     arguments = ["user", "add", "--users", str(tmp_path / "users.toml"), "--password-file", str(long), "alice"]
     done = CliRunner().invoke(cli, arguments)
-    assert f"{long} is larger than 1026 bytes: that is no password." in str(done.exception)
+    assert f"{long} is larger than 1026 bytes: that is not a password." in str(done.exception)
 
 
 def test_commands_offer_the_values_files_accept() -> None:

@@ -60,7 +60,7 @@ def test_page_may_be_limited_to_one_topic() -> None:
     page = replication_page(known, TableQuery("a-b", "a-b/0", 1))
     assert (page.partitions, page.next) == ([ROWS[4]], "a-b/2")
     for query in (TableQuery(limit=0), TableQuery(after="x")):
-        with pytest.raises(ValueError, match="is "):
+        with pytest.raises(ValueError, match="must be "):
             replication_page(known, query)
 
 

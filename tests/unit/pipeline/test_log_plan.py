@@ -79,7 +79,7 @@ def test_pattern_matches_whole_names_without_internal_topics() -> None:
     topics = ["orders", "orders-2", "__kproxy_audit", "__consumer_offsets", "reorders"]
     assert matching(topics, "orders.*") == ["orders", "orders-2"]
     assert matching(topics, ".*") == ["orders", "orders-2", "reorders"]
-    for pattern, said in [("missing", "No topic matches 'missing'"), ("(", "is no pattern")]:
+    for pattern, said in [("missing", "No topic matches 'missing'"), ("(", "is not a topic pattern")]:
         with pytest.raises(LogReadFailed, match=said):
             matching(topics, pattern)
 

@@ -152,7 +152,7 @@ async def test_refusal_of_replaced_credential_does_not_count() -> None:
 async def test_identity_of_disconnected_client_is_not_presented() -> None:
     client, broker = Client(), Broker()
     client.credential = None
-    with pytest.raises(IdentityRefused, match="gone"):
+    with pytest.raises(IdentityRefused, match="disconnected"):
         await BrokerAuth().carrying(client).authenticate(broker.exchange, 1)
     assert not broker.asked
     assert not client.refusals

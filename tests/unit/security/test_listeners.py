@@ -253,7 +253,7 @@ def test_revoked_authority_is_noticed_in_chain(authorities: Authorities, tmp_pat
         ('proxy_protocol = true\nproxy_protocol_from = ["10.0.0.1/8"]', "has host bits set"),
         ('proxy_protocol = true\nproxy_protocol_from = ["balancer.test"]', "'balancer.test' is neither"),
         ("proxy_protocol = true\nproxy_protocol_from = []", "proxy_protocol_from"),
-        (f"proxy_protocol = true\nproxy_protocol_from = {['10.0.0.1'] * 257}", "there are 257, and at most 256"),
+        (f"proxy_protocol = true\nproxy_protocol_from = {['10.0.0.1'] * 257}", "there are 257, but at most 256"),
         ('proxy_protocol_from = ["10.0.0.1"]', "set proxy_protocol = true"),
     ],
 )
