@@ -1,8 +1,10 @@
 """Make Prometheus families, merge those of several processes, and render them as a page.
 
-| kind | of several processes | | --- | --- | | counters, histograms, summaries | the sum, which must never shrink, or
-rates of it show a restart | | gauges of each process's own things (connections, bytes) | the sum | | gauges of shared
-things (the table, brokers) | the worst, the highest or the lowest: `FOLDS` |
+Of several processes:
+
+- counters, histograms and summaries are added. The sum must never shrink, or rates of it show a restart.
+- gauges of each process's own things (connections, bytes) are added.
+- gauges of shared things (the table, brokers) are folded to the worst, the highest or the lowest: `FOLDS`.
 """
 
 from __future__ import annotations

@@ -72,16 +72,23 @@ class BrokerConnection:
         self.is_open = False
         now = self._cluster.loop.now
         for frame, came_at, _ in self._queue:
-            if now - came_at > DOUBTED_S and wire.head_of(frame)[0] == wire.PRODUCE:
-                for _, _, batch in self._cluster.batches_of(wire.read_produce_request(frame)):
-                    batch.is_excused = True
+            self._excuse(frame, now - came_at)
         self._queue.clear()
         self.broker.connections.pop(self, None)
+
+    def _excuse(self, frame: bytes, waited_s: float) -> None:
+        """Even if they are lost or refused, the proxy does not doubt unconfirmed batches that left so long ago."""
+        if waited_s > DOUBTED_S and wire.head_of(frame)[0] == wire.PRODUCE:
+            request = wire.read_produce_request(frame)
+            if not request.acks:
+                for _, _, batch in self._cluster.batches_of(request):
+                    batch.is_excused = True
 
     def serve(self) -> None:
         """Serve waiting requests, one after another, as far as possible now."""
         while self._queue and self.is_open and not self._is_busy and not self.broker.is_hung:
-            frame, _, self.written_at = self._queue.popleft()
+            frame, came_at, self.written_at = self._queue.popleft()
+            self._excuse(frame, self._cluster.loop.now - came_at)
             self._cluster.serve(self, frame)
         if self._has_ended and self.is_open and not self._queue and not self._is_busy:
             self.close()

@@ -240,7 +240,7 @@ class Cluster:
             for _, _, batch in batches:
                 batch.is_late = not connection.is_open
             self._append_all(connection, request, batches, None)
-        if waited_s > DOUBTED_S:
+        if waited_s > DOUBTED_S and not request.acks:
             # Even if it is refused, because the proxy does not doubt a batch that left so long ago.
             for _, _, batch in batches:
                 batch.is_excused = True
