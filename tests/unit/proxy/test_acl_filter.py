@@ -403,7 +403,7 @@ async def test_long_requests_are_read_singly_beside_short_ones(
 
 
 def test_reader_threads_leave_the_event_loop_its_turns(tmp_path: Path) -> None:
-    """By default a thread keeps Python's lock for 5 ms at a time: a client that sent 1 MiB of names made each wait."""
+    """By default a thread keeps Python's lock for 5 ms at a time: a client with 1 MiB of names delayed all others."""
     tells = "signal.signal(signal.SIGUSR2, lambda *_: print(sys.getswitchinterval(), flush=True))"
     script = f"import signal, sys\nfrom kproxy.__main__ import main\n{tells}\nsys.exit(main())"
     with static_proxy(tmp_path, {1: 1}, command=(sys.executable, "-c", script)) as process:
