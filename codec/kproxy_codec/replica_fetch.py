@@ -123,7 +123,7 @@ def read_replica_answer(frame: memoryview) -> ReplicaAnswer:
 
 def _read_result(frame: memoryview, offset: int, limit: int) -> tuple[PartitionFetched, int]:
     if offset + _LEAST_RESULT_BYTES > limit:
-        raise Truncated(f"a partition's result wanted at {offset}, the message ends at {limit}")
+        raise Truncated(f"a partition's result wanted at {offset}, but the message ends at {limit}")
     index, error_code, high_watermark, _, log_start_offset = _RESULT.unpack_from(frame, offset)
     offset = _skip_aborted_transactions(frame, offset + _RESULT.size, limit) + _PREFERRED_READ_REPLICA_BYTES
     start, end, offset = skip_bytes(frame, offset, limit, compact=True)

@@ -228,7 +228,7 @@ def test_checkpoint_reveals_missing_committed_records(directory: Path) -> None:
     again.close()
 
 
-def test_a_file_that_is_no_segment_is_named(directory: Path) -> None:
+def test_file_that_is_not_a_segment_is_named(directory: Path) -> None:
     (directory / "notes.log").write_text("mine")
     with pytest.raises(LogFailed, match=r"notes\.log is not a segment"):
         Log.open(directory, options=OPTIONS)
