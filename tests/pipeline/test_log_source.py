@@ -98,5 +98,5 @@ def test_missing_topic_is_named_by_driver_and_spark(spark: Any, dev_cluster: Kpr
 
 
 def test_options_are_checked_before_spark_gets_them(spark: Any) -> None:
-    with pytest.raises(LogReadFailed, match="Say what to read"):
+    with pytest.raises(LogReadFailed, match="Name what to read"):
         read_log(spark, log_options(f"127.0.0.1:{free_port()}", topics=[]))

@@ -14,7 +14,7 @@ NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=4
 # Characters with a meaning in keys, in paths and in percent-encoding, in any order.
 AWKWARD = st.text(st.sampled_from("*/%2Aa.~ \x00\nü\U0001f600"), min_size=1, max_size=12)
 ANY_NAME = NAMES | AWKWARD
-REFUSED = r"names no|a name of|not written as|can't decode"
+REFUSED = r"names no|a name of|not the canonical key|can't decode"
 NATURAL = st.integers(0, (1 << 63) - 1)
 
 

@@ -164,7 +164,7 @@ def test_only_log_without_committed_records_stays_closed(tmp_path: Path, lost: s
 
 def test_directory_of_another_release_is_refused(tmp_path: Path) -> None:
     tmp_path.joinpath("broker.json").write_text('{"node_id": 1, "version": 3}')
-    with pytest.raises(StartupError, match="is of version 3, which another release has made"):
+    with pytest.raises(StartupError, match="has version 3, made by another release"):
         DataDir.open(tmp_path, 1)
 
 

@@ -88,7 +88,7 @@ def with_byte(data: bytearray, position: int, value: int) -> bytearray:
             "offset 6 is next here",
             id="gap within",
         ),
-        pytest.param(leader_batches(5, 1, leader_epoch=2), "leader epoch 2 at offset 5 comes behind", id="old epoch"),
+        pytest.param(leader_batches(5, 1, leader_epoch=2), "leader epoch 2 at offset 5 comes after", id="old epoch"),
         pytest.param(
             leader_batches(5, 1, leader_epoch=4) + leader_batches(6, 1, leader_epoch=3),
             "leader epoch 3 at offset 6 comes after epoch 4",

@@ -223,7 +223,7 @@ WRONG = [
     ("", {}, {"admin": "x:y"}, ["--admin", "port"]),
     ("", {}, {"prefix": "kafscale"}, ["--prefix", "/kafscale"]),
     ("", {}, {"listen": "0.0.0.0:9092"}, ["0.0.0.0", "--advertise"]),
-    ("", {}, {"ownership": "zookeeper"}, ["--ownership", "no ownership source"]),
+    ("", {}, {"ownership": "zookeeper"}, ["--ownership", "is not an ownership source"]),
     ("", {}, {"workers": -1}, ["--workers", ">= 0"]),
     ("", {}, {"workers": 257}, ["--workers", "<= 256"]),
     ("[limits]\nmax_connections = 3\n", {}, {"workers": 4}, ["limits.max_connections is 3", "4 workers"]),

@@ -104,7 +104,7 @@ def test_certificate_name_rules_belong_to_a_listener(tmp_path: Path, signer: Sig
         assert [each.case for each in config.listeners[0].tls.principals.rules] == ["L", ""]
     for text, word in (
         (f"{mutual}principal_mapping_rules = 'x'\n", "'x' is not a rule"),
-        (f"{tls}principal_mapping_rules = 'DEFAULT'\n", "it is about clients' certificates"),
+        (f"{tls}principal_mapping_rules = 'DEFAULT'\n", "it applies only to clients' certificates"),
     ):
         with pytest.raises(StartupError, match=word):
             load(tmp_path, f"[tls]\n{text}")
@@ -129,7 +129,7 @@ def test_kinds_of_names_belong_to_listener(tmp_path: Path, signer: Signer) -> No
         (mutual + 'tls.principal_from = "URI"', ["'URI' is not a kind of name", "subject, uri, dns"]),
         (mutual + "tls.principal_from = []", ["it is empty"]),
         (mutual + "tls.principal_from = 7", ["tls.principal_from"]),
-        (tls + 'tls.principal_from = "uri"', ["it is about clients' certificates"]),
+        (tls + 'tls.principal_from = "uri"', ["it applies only to clients' certificates"]),
     ):
         with pytest.raises(StartupError) as raised:
             load(tmp_path, TWO.format(text, ""))
