@@ -493,10 +493,10 @@ LIES: dict[str, tuple[Callable[[memoryview], bytes], str]] = {
     "another topic": (lambda frame: fetched(frame, good(), topic_id=U), "matches no request"),
     "another question": (lambda frame: fetched(frame, good(), correlation_id=1), "matches no request"),
     "an error of the whole": (lambda frame: fetched(frame, good(), error_code=70), "FETCH_SESSION_ID_NOT_FOUND"),
-    "an answer cut short": (lambda frame: frame_message(fetched(frame, good())[4:-20]), "not an answer"),
-    "an answer with more behind": (lambda frame: frame_message(fetched(frame, good())[4:], b"x"), "not an answer"),
-    "more than 100 MiB": (lambda _: struct.pack(">i", (100 << 20) + 1), "not an answer"),
-    "a length below zero": (lambda _: b"\xff" * 4, "not an answer"),
+    "an answer cut short": (lambda frame: frame_message(fetched(frame, good())[4:-20]), "invalid answer"),
+    "an answer with more behind": (lambda frame: frame_message(fetched(frame, good())[4:], b"x"), "invalid answer"),
+    "more than 100 MiB": (lambda _: struct.pack(">i", (100 << 20) + 1), "invalid answer"),
+    "a length below zero": (lambda _: b"\xff" * 4, "invalid answer"),
     "nothing, and hangs up": (lambda _: b"", "closed the connection"),
 }
 
