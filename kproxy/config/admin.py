@@ -42,7 +42,7 @@ class AdminOptions(msgspec.Struct, frozen=True, kw_only=True):
         self.tls.checked(of_section(sources, "tls"))
         for key in ("token_file", "token", "tls.cert"):
             if sources[key] != "default" and not has_page:
-                raise StartupError(f"{sources[key]}: there is not an admin page: give its address with --admin H:P.")
+                raise StartupError(f"{sources[key]}: there is no admin page: give its address with --admin H:P.")
         if self.token_file is not None:
             read_page_token(self.token_file, sources["token_file"])
         elif self.token is not None:
