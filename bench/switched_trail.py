@@ -1,6 +1,6 @@
 """`python -m bench.switched_trail serve …`: kproxy whose trail looks, and leaves topics out, as it is told.
 
-Each line on stdin is a list of topics with commas between them, or `look`. After the first, later connections' writes
+Each line on stdin is a list of topics separated by commas them, or `look`. After the first, later connections' writes
 to these topics are not noted. `look` is one look, as if half a second had passed since the last one. Each line is
 answered by one on stdout: the CPU nanoseconds of the look, and how many of them closed rows.
 """

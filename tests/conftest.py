@@ -1,4 +1,4 @@
-"""What every test may ask for."""
+"""Fixtures and settings of all tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.processes.dev import KproxyProcess, dev_arguments, serving
 
-# The tests read the logs of commands as text; a command logs JSON where stderr is no terminal.
+# Tests read the logs of commands as text, but commands log JSON if stderr is not a terminal.
 os.environ["KPROXY_LOG_FORMAT"] = "text"
 
 pytest_plugins = [
@@ -27,7 +27,7 @@ pytest_plugins = [
 
 @pytest.fixture(autouse=True, scope="session")
 def logging_is_nobodys() -> Iterator[None]:
-    """A command that runs in this process must not have all that comes after it log to the stderr of its own test."""
+    """A command that runs in this process must not leave all later logs on the stderr of its own test."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kproxy.observe.logging.configure_logging", lambda level, log_format=None: None)
         yield

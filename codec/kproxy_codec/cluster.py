@@ -271,7 +271,7 @@ def _pass_over(walk: Walk, form: _Form, partitions: int) -> Work[None]:
 
 
 def _refused_topic(form: _Form, name: bytes, topic_id: bytes, error_code: int, is_told: bool) -> bytes:
-    """A topic with an error and without partitions: by its name, or else by its id."""
+    """The entry of a topic with an error and no partitions: its name or, without a name, its id."""
     told = encode_string(name if is_told or not form.nullable_name else None, compact=form.compact)
     identity = told + ((_NO_TOPIC_ID if is_told else topic_id) if form.has_topic_id else b"")
     behind = b"\x00" * form.has_is_internal + encode_count(0, compact=form.compact)

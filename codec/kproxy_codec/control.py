@@ -275,7 +275,7 @@ def _step(field: Message, api_version: int) -> tuple[int, int, Message | None]:
 
 def _refuse_long_varint(view: memoryview) -> None:
     if len(view) > _MAX_HIGH_RUN and b"\x01" * (_MAX_HIGH_RUN + 1) in bytes(view).translate(_HIGH_BITS):
-        raise InvalidField(f"more than {_MAX_HIGH_RUN} bytes in a row with the high bit set: no message looks so")
+        raise InvalidField(f"more than {_MAX_HIGH_RUN} bytes in a row with the high bit set: no valid message has them")
 
 
 def _encode(message: Message, *, is_request: bool) -> bytes:

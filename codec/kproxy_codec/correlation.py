@@ -98,4 +98,4 @@ def unexpected_answer(oldest: tuple[int, object] | None, answer: Buffer) -> Unex
     """The error for an answer that is not the one to `oldest`. Raises Truncated for one without a correlation_id."""
     answered_id = response_correlation_id(answer)
     awaited = f"correlation_id {oldest[0]} is awaited" if oldest else "nothing is awaited"
-    return UnexpectedAnswer(f"an answer to something that was not asked ({answered_id}; {awaited})")
+    return UnexpectedAnswer(f"an answer that matches no request ({answered_id}; {awaited})")

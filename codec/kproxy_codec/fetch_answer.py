@@ -57,7 +57,7 @@ def read_fetch_answer(frame: memoryview, api_version: int, topic: str) -> Partit
 def _read_result(frame: memoryview, offset: int, limit: int, api_version: int) -> tuple[PartitionFetched, int]:
     flexible = is_flexible(FETCH, api_version)
     if offset + _RESULT.size > limit:
-        raise Truncated(f"a partition's result wanted at {offset}, the message ends at {limit}")
+        raise Truncated(f"a partition's result wanted at {offset}, but the message ends at {limit}")
     index, error_code, high_watermark, _ = _RESULT.unpack_from(frame, offset)
     offset += _RESULT.size
     log_start_offset = -1

@@ -282,7 +282,7 @@ def _begin_topic_by_id(frame: memoryview, offset: int, limit: int, least_bytes: 
     """Read a topic's id and partition count, like `begin_topic`; all messages with ids are flexible."""
     end = offset + TOPIC_ID_BYTES
     if end > limit:
-        raise Truncated(f"a topic's id wanted at {offset}, the message ends at {limit}")
+        raise Truncated(f"a topic's id wanted at {offset}, but the message ends at {limit}")
     count, first = read_count(frame, end, limit, compact=True, least_bytes=least_bytes)
     return TopicSpan(bytes(frame[offset:end]), offset, end), count, first
 

@@ -28,7 +28,7 @@ def read_fixed(form: Struct, buffer: Buffer, offset: int, limit: int) -> tuple[i
     """Read one integer of the given form."""
     end = offset + form.size
     if end > limit:
-        raise Truncated(f"{form.size} bytes wanted at {offset}, the message ends at {limit}")
+        raise Truncated(f"{form.size} bytes wanted at {offset}, but the message ends at {limit}")
     try:
         value: int = form.unpack_from(buffer, offset)[0]
     except error as cause:
@@ -123,7 +123,7 @@ def skip_string(
         return -1, -1, offset
     end = offset + length
     if length < 0 or end > limit:
-        raise Truncated(f"a string of {length} bytes at {offset}, the message ends at {limit}")
+        raise Truncated(f"a string of {length} bytes at {offset}, but the message ends at {limit}")
     return offset, end, end
 
 
@@ -138,7 +138,7 @@ def skip_bytes(buffer: Buffer, offset: int, limit: int, *, compact: bool) -> tup
         return -1, -1, offset
     end = offset + length
     if length < 0 or end > limit:
-        raise Truncated(f"{length} bytes announced at {offset}, the message ends at {limit}")
+        raise Truncated(f"{length} bytes announced at {offset}, but the message ends at {limit}")
     return offset, end, end
 
 
@@ -163,7 +163,7 @@ def read_tagged_fields(buffer: Buffer, offset: int, limit: int) -> tuple[list[tu
         size, offset = read_uvarint(buffer, offset, limit)
         end = offset + size
         if end > limit:
-            raise Truncated(f"tagged field {tag} of {size} bytes at {offset}, the message ends at {limit}")
+            raise Truncated(f"tagged field {tag} of {size} bytes at {offset}, but the message ends at {limit}")
         fields.append((tag, offset, end))
         offset = end
     return fields, offset

@@ -58,7 +58,7 @@ class Walk:
         """Skip `size` bytes and return them."""
         start, end = self.at, self.at + size
         if end > self.limit:
-            raise Truncated(f"{size} bytes wanted at {start}, the message ends at {self.limit}")
+            raise Truncated(f"{size} bytes wanted at {start}, but the message ends at {self.limit}")
         self.at = end
         return self.body[start:end]
 

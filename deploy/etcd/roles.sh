@@ -27,7 +27,7 @@ esac
 
 case $prefix in
     /*[!/]) ;;
-    *) echo "roles.sh: '$prefix' is no prefix of etcd keys: write one like /kafscale." >&2; exit 2 ;;
+    *) echo "roles.sh: '$prefix' is not a prefix of etcd keys: write one like /kafscale." >&2; exit 2 ;;
 esac
 case $roles in
     ,* | *,,* | *, | *,*,*,*) is_list= ;;

@@ -16,7 +16,7 @@ Invariants
 1. The deadline is the send time of the last answered keepalive, plus the TTL in its answer, minus a margin. etcd counts
    from a later moment, so no other broker can hold our keys before the deadline. Without answers from etcd our rights
    end by themselves.
-2. A broken fence never lives again: everything owned behind it must be taken anew.
+2. A broken fence never lives again: everything owned behind it must be taken again.
 3. The broker's key is created only where it is absent: of two processes with one id, one owns. A new process does not
    inherit its predecessor's keys; it waits until they are gone.
 """

@@ -155,7 +155,7 @@ def _check(name: str, value: str | None) -> str:
         known = ", ".join(sorted(_NUMBERS))
         raise InvalidConfig(f"{name} cannot be set on a topic of this broker; {known} can")
     if value.strip() != FIXED_CONFIGS[name]:
-        raise InvalidConfig(f"{name}={value}: this broker offers {name}={FIXED_CONFIGS[name]} alone")
+        raise InvalidConfig(f"{name}={value}: this broker offers only {name}={FIXED_CONFIGS[name]}")
     return value.strip()
 
 
@@ -164,7 +164,7 @@ def _number(name: str, value: str) -> int:
     text = value.strip()
     number = int(text) if _NUMBER.fullmatch(text) else None
     if number is None or not least <= number <= most:
-        raise InvalidConfig(f"{name}={value}: a whole number from {least} to {most} is wanted")
+        raise InvalidConfig(f"{name}={value}: a whole number from {least} to {most} is required")
     return number
 
 

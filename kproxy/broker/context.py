@@ -89,7 +89,7 @@ class Broker:
         better answer (`apis.describe`).
         """
         if not self.replica_manager.holds_lease:
-            raise CloseConnection("this broker has no lease: others know better what the cluster is")
+            raise CloseConnection("this broker has no lease: ask another broker about the cluster")
 
     def current_leader(self, topic: str, partition_index: int) -> tuple[int, int]:
         """Return (leader_id, leader_epoch), each -1 if it is not known here."""

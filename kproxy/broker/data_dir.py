@@ -288,7 +288,7 @@ def _claim(path: Path, node_id: int) -> uuid.UUID:
             )
         if version != VERSION:
             raise StartupError(
-                f"the data directory {path} is of version {version}, which another release has made; "
+                f"the data directory {path} has version {version}, made by another release; "
                 f"this one reads {VERSION}: start that release, or give another --data-dir"
             )
         try:

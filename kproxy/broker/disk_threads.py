@@ -50,7 +50,7 @@ class DiskThreads(Executor):
                     future.set_result(result)
             with self._lock:
                 self._unfinished -= 1
-            # References kept until the next work would keep a closed log.
+            # Otherwise these references would keep a closed log until the next work.
             del item, future, work
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = True) -> None:

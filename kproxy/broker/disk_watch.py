@@ -11,7 +11,7 @@ partition. While the disk is failing, it is a fault of all replicas.
 
 Invariants
 1. One probe runs at a time, in a thread of its own. So a disk that hangs holds one thread, and no code waits for it.
-2. A replica without trouble at one look has none: trouble that passes is no fault, however often it comes.
+2. A replica without trouble at one look has none: trouble that passes is not a fault, however often it comes.
 3. A broker that has given up a partition lets others take it for STANDS_BACK_S seconds, and while the disk is failing.
 """
 

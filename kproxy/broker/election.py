@@ -1,8 +1,8 @@
 """Decide which broker leads: who takes a partition without an owner, and when leadership moves back.
 
 The candidates are the members of the partition's ISR. They hold all records acknowledged with acks=all. A member is a
-log, not a broker: a broker that has opened another log is no member, which the replica manager checks. Without a state
-there is no candidate: it is unknown which logs have the records.
+log, not a broker: a broker that has opened another log is not a member, which the replica manager checks. Without a
+state there is no candidate: it is unknown which logs have the records.
 
 The first candidate in the replica list takes the partition first, so that the preferred replica leads. The others
 follow with a delay, in case it cannot.

@@ -101,7 +101,7 @@ def decode_value(data: bytes, kind: type[_Value]) -> _Value:
     except msgspec.MsgspecError as error:
         raise ValueError(str(error)) from error
     if isinstance(value, StateValue) and value.version != STATE_VERSION:
-        raise ValueError(f"it is of version {value.version}; this release reads {STATE_VERSION}")
+        raise ValueError(f"it has version {value.version}; this release reads {STATE_VERSION}")
     return value
 
 

@@ -636,7 +636,7 @@ def _read_checkpoint(directory: Path) -> Checkpoint:
         raise LogFailed(f"{directory / _CHECKPOINT_FILE} is damaged: it says {found}")
     if version != _CHECKPOINT_VERSION:
         raise LogFailed(
-            f"{directory / _CHECKPOINT_FILE} is of version {version}; this release reads {_CHECKPOINT_VERSION}"
+            f"{directory / _CHECKPOINT_FILE} has version {version}; this release reads {_CHECKPOINT_VERSION}"
         )
     return Checkpoint._make(numbers)
 

@@ -687,8 +687,8 @@ def reset_to_offset(log: Log, high_watermark: int, offset: int) -> None:
     """Cut `log` off at `offset`. Raises Inconsistent if that is below the high watermark, OSError, LogFailed."""
     if offset < high_watermark:
         raise Inconsistent(
-            f"the leader's log leaves this one at offset {offset}, below the high watermark {high_watermark}: "
-            f"records that were acknowledged are not there"
+            f"the leader's log diverges from this one at offset {offset}, below the high watermark {high_watermark}: "
+            f"acknowledged records are missing there"
         )
     # Also at the log's end: an epoch that began there without records must not count.
     log.truncate_to(offset)

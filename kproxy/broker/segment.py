@@ -360,7 +360,7 @@ class Segment:
         while len(found) < min(at_least, length):
             more = self._pread_once(length - len(found), position + len(found))
             if not more:
-                raise LogFailed(f"{self.path} ends at byte {position + len(found)}, inside of a batch")
+                raise LogFailed(f"{self.path} ends at byte {position + len(found)}, within a batch")
             found += more
         return found
 

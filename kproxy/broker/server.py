@@ -2,7 +2,7 @@
 
 States
   starting   data directory locked, port bound, etcd reached, lease claimed, cluster read, own partitions taken
-  serving    the ready line is printed; the lease is held, or lost and being claimed anew
+  serving    the ready line is printed; the lease is held, or lost and being claimed again
   stopping   writes are refused with 6, running requests end, followers get the rest, logs go to the disk, then the
              lease is revoked
 

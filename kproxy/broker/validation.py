@@ -42,7 +42,7 @@ def check_records(records: memoryview, api_version: int, max_message_bytes: int,
         is_old = records[MAGIC_OFFSET] < MAGIC
         return Refusal(error_codes.INVALID_RECORD if is_old else error_codes.CORRUPT_MESSAGE, str(error))
     if len(records) > max_message_bytes:
-        message = f"the batch has {len(records)} bytes; at most {max_message_bytes} are taken"
+        message = f"the batch has {len(records)} bytes; at most {max_message_bytes} are allowed"
         return Refusal(error_codes.MESSAGE_TOO_LARGE, message)
     if batch.end != len(records):
         return Refusal(error_codes.INVALID_RECORD, "exactly one record batch per partition is wanted, more came")
@@ -66,7 +66,7 @@ def _check_header(batch: RecordBatch, api_version: int, now_ms: int) -> Refusal 
     if batch.max_timestamp > now_ms + MAX_AHEAD_MS:
         ahead_s = (batch.max_timestamp - now_ms) // 1000
         return Refusal(
-            error_codes.INVALID_TIMESTAMP, f"a timestamp {ahead_s} s ahead; {MAX_AHEAD_MS // 1000} s are taken"
+            error_codes.INVALID_TIMESTAMP, f"a timestamp {ahead_s} s ahead; {MAX_AHEAD_MS // 1000} s are allowed"
         )
     if batch.compression > _ZSTD:
         return Refusal(error_codes.INVALID_RECORD, f"there is no compression type {batch.compression}")
@@ -97,7 +97,7 @@ def check_replicated(records: Buffer, log_end_offset: int, leader_epoch: int) ->
             raise ReplicatedBatchInvalid(f"offset {next_offset} is next here, the leader sent {batch.base_offset}")
         if batch.partition_leader_epoch < leader_epoch:
             what = f"leader epoch {batch.partition_leader_epoch} at offset {batch.base_offset}"
-            raise ReplicatedBatchInvalid(f"{what} comes behind epoch {leader_epoch}")
+            raise ReplicatedBatchInvalid(f"{what} comes after epoch {leader_epoch}")
         if not crc_is_valid(records, batch):
             raise ReplicatedBatchInvalid(f"the CRC of the batch at offset {batch.base_offset} does not match")
         batches.append(batch)

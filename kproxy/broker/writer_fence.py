@@ -63,7 +63,7 @@ class WriterFence:
         if bound == self.fence or not (self.is_owned or bound):
             return None
         if not bound:
-            return f"its owner alone writes, behind fence {self.fence}, and this connection is bound to none"
+            return f"only its owner, with fence {self.fence}, may write, and this connection has no fence"
         if self.is_above(bound):
             return f"this connection is bound to fence {bound}, which is not kept here yet"
         whose = "its owner writes" if self.is_owned else "it was released"

@@ -7,7 +7,7 @@ A claim in etcd is granted under two conditions, after which no other client can
 
 Invariants
 1. A transaction carries out each decision, also a refusal, guarded by exactly the data of the decision, which is true
-   at that moment. If the transaction finds other data, the claim is decided anew.
+   at that moment. If the transaction finds other data, the claim is decided again.
 2. At most CONCURRENT_TRANSACTIONS claims are under way at a time, PER_REQUEST of them for one request, so that no
    request waits for all resources of another. Deletions have slots of their own, and delay no claim.
 3. A claim is granted when it is confirmed and bound, and while its connection and this process's lease live.

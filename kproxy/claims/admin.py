@@ -50,19 +50,19 @@ class ClaimsAdmin:
         self._table = table
 
     def page(self, query: ClaimsQuery) -> ClaimsPage:
-        """Raises ValueError for an invalid query, Unanswered before the table is loaded."""
+        """Return a page of claims. Raises ValueError for an invalid query, Unanswered before the table is loaded."""
         if not self._table.synced:
             raise Unanswered("the claims have not been read from etcd yet")
         return claims_page(self._table, query)
 
     async def free(self, order: FreeOrder) -> FreeOutcome:
-        """Raises Unanswered if etcd does not answer; part of the order may then be carried out."""
+        """Free claims. Raises Unanswered if etcd does not answer; some of the claims may be free then."""
         try:
             async with asyncio.timeout(FREE_TIMEOUT_S):
                 return await free(self._client, self._table.keys, order)
         except (EtcdError, TimeoutError) as error:
             reason = str(error).rstrip(".") or f"etcd has not answered within {FREE_TIMEOUT_S:g} s"
-            raise Unanswered(f"{reason}: what is free by now is not known") from error
+            raise Unanswered(f"{reason}: it is not known which claims are free") from error
 
 
 # Pages
@@ -71,7 +71,7 @@ class ClaimsAdmin:
 def claims_page(table: OwnTable, query: ClaimsQuery) -> ClaimsPage:
     """Return a page of the claims in force. Raises ValueError for an invalid `after` or `limit`."""
     if not 1 <= query.limit <= MAX_CLAIM_ROWS:
-        raise ValueError(f"limit is a number from 1 to {MAX_CLAIM_ROWS}")
+        raise ValueError(f"limit must be a number from 1 to {MAX_CLAIM_ROWS}")
     after = _decode_place(query.after) if query.after is not None else None
     addresses = addresses_of(table)
     claims = [claim_row(row, addresses) for row in islice(_rows(table, query.group, after), query.limit + 1)]
@@ -153,7 +153,7 @@ def _decode_place(after: str) -> tuple[str, str]:
     try:
         return msgspec.msgpack.decode(urlsafe_b64decode(after), type=tuple[str, str])
     except ValueError as error:
-        raise ValueError("after is the next of the page before") from error
+        raise ValueError("after must be the next of the previous page") from error
 
 
 # Freeing

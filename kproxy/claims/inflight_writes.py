@@ -107,7 +107,7 @@ class InflightWrites:
     # Claims
 
     def places_of(self, group: str, resource: str) -> list[Place]:
-        """Return the places that a claim lets its claimant write to; none if the group is no writer group."""
+        """Return the places that a claim lets its claimant write to; none if the group is not a writer group."""
         if resource == WHOLE_GROUP:
             return [(topic, ALL) for topic, writers in self._writer_groups.items() if writers == group]
         partition = resource_partition(resource)

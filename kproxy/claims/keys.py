@@ -90,7 +90,7 @@ class OwnKeys(NamedTuple):
             raise ValueError(f"{key!r} names no group and resource")
         found = _unquoted(group), WHOLE_GROUP if resource == _WHOLE else _unquoted(resource)
         if self.claim(*found) != key:
-            raise ValueError(f"{key!r} is not written as its group and resource are")
+            raise ValueError(f"{key!r} is not the canonical key of its group and resource")
         return found
 
 

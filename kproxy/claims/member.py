@@ -94,7 +94,7 @@ class OwnMember:
         return self._fence is not None and self._fence.is_live()
 
     def publish(self) -> None:
-        """Publish `state` anew, because it has changed."""
+        """Publish `state` again, because it has changed."""
         self._dirty.set()
 
     def entry_gone(self, name: str) -> None:

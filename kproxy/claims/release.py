@@ -6,8 +6,8 @@ Invariants
 2. At most CONCURRENT_DELETIONS run at a time.
 3. When a claim of a gated partition is gone, the partition is released at its leader with the revision of that change:
    by the member that held the claim or, if that member is gone too, by the first living one.
-4. A process that is no member defers such releases until it is one again, and drops those of partitions that are owned
-   by then; at most MAX_DEFERRED wait.
+4. A process that is not a member defers such releases until it is one again, and drops those of partitions that are
+   owned by then; at most MAX_DEFERRED wait.
 """
 
 from __future__ import annotations

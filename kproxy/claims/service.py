@@ -279,7 +279,7 @@ class OwnService:
             return
         self.unsettled.note_member(name, member.seen, member.unsettled)
         if name not in self._differing and member.writer_groups != self._group_by_topic:
-            # That proxy lets other clients write than this process does, and this mistake shows nowhere else.
+            # That proxy lets other clients write to these topics, and no other check would find the mistake.
             self._differing.add(name)
             log.error(
                 "writer groups differ from another proxy's",

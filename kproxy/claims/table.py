@@ -71,7 +71,7 @@ class TableListener(Protocol):
         """A process is new, or published something new."""
 
     def member_gone(self, member: str, rows: Sequence[TableRow], revision: int) -> None:
-        """A process is no member since `revision`; the `rows` that it held are gone or about to be."""
+        """A process is not a member since `revision`; the `rows` that it held are gone or about to be."""
 
     def batch_told(self) -> None:
         """All changes up to the table's revision have been reported."""

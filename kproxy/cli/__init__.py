@@ -37,9 +37,9 @@ COMMANDS = {
     "check-config": ("kproxy.cli.check_config", "Check a configuration and show the values in force."),
     "completion": ("kproxy.cli:completion", "Print the completion script for bash, zsh or fish."),
 }
-# Commands that other commands start, and not people.
+# Commands started by other commands, not by users.
 INTERNAL = {"worker": "kproxy.cli.serve:worker"}
-# Commands that do not use `run_async`, and have something to stop from the beginning.
+# Commands that do not use `run_async`, and must stop something even if they are interrupted early.
 RUN_BY_THEMSELVES = ("demo", "pipeline")
 SHELLS = ("bash", "zsh", "fish")
 NEEDS_POSIX = ("serve", "broker", "dev", "demo", "pipeline")
@@ -147,7 +147,7 @@ def completion(context: click.Context, shell: str) -> None:
     """
     kind = get_completion_class(shell)
     if kind is None:
-        raise click.UsageError(f"click completes nothing in {shell}")
+        raise click.UsageError(f"click has no completion for {shell}")
     click.echo(kind(context.find_root().command, {}, "kproxy", "_KPROXY_COMPLETE").source())
 
 

@@ -211,7 +211,7 @@ async def _put(place: EtcdPlace, acl_id: str, rule: AclSection, *, may_replace: 
 
     keys, value = AccessKeys(place.prefix), encode_acl(rule)
     if len(value) > MOST_ACL_BYTES:
-        raise StartupError(f"the rule has {len(value)} bytes; proxies take {MOST_ACL_BYTES}: use prefixes.")
+        raise StartupError(f"the rule has {len(value)} bytes; proxies accept at most {MOST_ACL_BYTES}: use prefixes.")
     key = keys.acl(acl_id)
     async with etcd_client(place) as client:
         found = await client.get(key)
@@ -221,7 +221,7 @@ async def _put(place: EtcdPlace, acl_id: str, rule: AclSection, *, may_replace: 
         if found is not None and not may_replace:
             raise StartupError(f"{key} has another rule: give this one an id of its own with --id.")
         if found is None and len((await client.get_prefix(keys.acls)).kvs) >= MOST_ACLS:
-            raise StartupError(f"{keys.acls} has {MOST_ACLS} rules; proxies take no more: use prefixes and groups.")
+            raise StartupError(f"{keys.acls} has {MOST_ACLS} rules, the most allowed: use prefixes and groups.")
         await client.put(key, value)
     click.echo(f"{'added' if found is None else 'changed'} {acl_id}")
 

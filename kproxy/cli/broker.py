@@ -130,7 +130,7 @@ def command(
 ) -> int:
     """Run one reference broker, for development and tests.
 
-    The broker keeps partitions on disk and holds them by leases in etcd. It is no production store: Apache Kafka and
+    The broker keeps partitions on disk and holds them by leases in etcd. It is not a production store: Apache Kafka and
     KafScale are. `kproxy dev` starts three such brokers.
 
     \b

@@ -208,7 +208,7 @@ async def _about_page(place: AdminPlace) -> tuple[str, str]:
         return "ok" if said[0] == "ready" else "warn", f"the proxy at {place}: {said[0][:500]}"
     if status == 503:
         return "FAIL", f"the proxy at {place} is not ready: {said[0][:500]}"
-    return "FAIL", f"what answers at {place} is no admin page of kproxy (status {status})."
+    return "FAIL", f"what answers at {place} is not an admin page of kproxy (status {status})."
 
 
 async def examine_kafka(
@@ -468,8 +468,8 @@ class _Probe:
             )
         except BrokerUnreachable as error:
             raise _Failed(
-                f"{error}: the record for {self._topic}, partition {partition}, may be there or not; see which brokers "
-                f"hang, and their logs."
+                f"{error}: the record for {self._topic}, partition {partition}, may or may not be there; see which "
+                f"brokers hang, and their logs."
             ) from error
         if not answer.responses or not answer.responses[0].partition_responses:
             raise _Failed(f"{self._at} returns an empty Produce response: see its log.")

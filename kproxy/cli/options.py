@@ -151,14 +151,14 @@ def admin_place(asked: Asked, flags: Mapping[str, object]) -> AdminPlace:
     """Return the requested admin page. `flags`, such as `admin_ca`, override the environment. Raises StartupError."""
     scheme, separator, rest = asked.text.partition("://")
     if separator and scheme not in ("http", "https"):
-        raise StartupError(f"{asked.source}: {asked.text[:300]!r} is no admin page: write H:P or https://H:P.")
+        raise StartupError(f"{asked.source}: {asked.text[:300]!r} is not an admin page: write H:P or https://H:P.")
     address = parse_address(rest.rstrip("/"), asked.source) if separator else asked.address()
     given = {key: flags.get(f"admin_{key}") for key in ("ca", "cert", "key", "server_name")}
     if scheme != "https" or not separator:
         first = next((key for key, value in given.items() if value is not None), None)
         if first is not None:
             flag = f"{ADMIN_FLAGS}{first}".replace("_", "-")
-            raise StartupError(f"{flag}: it is for a page with TLS: give --admin https://{address}.")
+            raise StartupError(f"{flag}: it applies only to a page with TLS: give --admin https://{address}.")
         return AdminPlace(address)
     sources, values = dict[str, str](), dict[str, Any]()
     for key, value in given.items():

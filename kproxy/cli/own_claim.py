@@ -69,7 +69,7 @@ def parse_wanted(group: str, resources: Sequence[str], whole: bool) -> Wanted:
     for name in (group, *names):
         if not name or len(name.encode(errors="replace")) > MAX_NAME_BYTES:
             raise StartupError(
-                f"{name[:80]!r} is no name: groups and resources have names of 1 to {MAX_NAME_BYTES} bytes."
+                f"{name[:80]!r} is not a name: groups and resources have names of 1 to {MAX_NAME_BYTES} bytes."
             )
     for name in names:
         if names.count(name) > 1:
@@ -85,7 +85,7 @@ def _parse_resource(text: str) -> OwnResource:
         return OwnResource(text, 1)
     if not (generation.isascii() and generation.isdigit() and len(generation) <= 18):
         raise StartupError(
-            f"{text!r}: {generation!r} is no generation: write RESOURCE=GENERATION, a number from 0, for example "
+            f"{text!r}: {generation!r} is not a generation: write RESOURCE=GENERATION, a number from 0, for example "
             f"orders/0=2."
         )
     return OwnResource(resource, int(generation))
@@ -119,7 +119,7 @@ class _Claimant:
         offered = connection.offered(OWN)
         if offered is None or offered[0] > OWN_MAX_VERSION:
             raise StartupError(
-                f"{address} does not offer the Own API: kproxy does where it has an etcd "
+                f"{address} does not offer the Own API: kproxy does if it has an etcd "
                 f"(kproxy serve --etcd URL, or kproxy dev)."
             )
         self._version = min(offered[1], OWN_MAX_VERSION)

@@ -154,7 +154,7 @@ def command(
     if follow and spark.master is not None:
         raise StartupError("--follow runs in this process: leave --master out.")
     if state is not None and not follow:
-        raise StartupError("--state is for --follow: an audit without it reads all anew.")
+        raise StartupError("--state is for --follow: an audit without it reads everything again.")
     try:
         if not follow:
             return run_audit_job(job, spark)

@@ -53,7 +53,7 @@ def _choice(name: str, default: str, choices: str, text: str) -> Callable[[F], F
 @_flag("--from source", "FORMAT:WHERE", "csv:, json: or parquet:DIR, kafka:TOPIC, rate.", required=True)
 @_flag("--topic", "NAME", "The topic to write to.")
 @_flag("--topic-column", "COLUMN", "Or: the column that names the topic of each row.")
-@_flag("--checkpoint", "DIR", "The directory for the job's progress; of this job alone.", required=True)
+@_flag("--checkpoint", "DIR", "The directory for the job's progress, used by no other job.", required=True)
 @bootstrap_option("The proxy to write to.")
 @_flag("--partitions", "N", "Create missing topics with this number of partitions.", type=int)
 @click.option(

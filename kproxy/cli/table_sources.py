@@ -104,7 +104,7 @@ def _authorization() -> dict[str, str]:
 
 def not_ours(place: AdminPlace, what: object) -> NoAnswer:
     """Make the error for a server that is not kproxy; `what` describes its answer."""
-    return NoAnswer(f"what answers at {place} is no admin page of kproxy ({what}): give another --admin.")
+    return NoAnswer(f"what answers at {place} is not an admin page of kproxy ({what}): give another --admin.")
 
 
 def _reason(error: Exception) -> str:

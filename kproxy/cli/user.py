@@ -132,7 +132,7 @@ async def _put(place: EtcdPlace, name: str, made: Credentials, told: Callable[[b
     async with etcd_client(place) as client:
         is_new = await client.get(keys.user(name)) is None
         if is_new and len((await client.get_prefix(keys.users)).kvs) >= MOST_USERS:
-            raise StartupError(f"{keys.users} has {MOST_USERS} users; proxies take no more: remove some.")
+            raise StartupError(f"{keys.users} has {MOST_USERS} users, the most allowed: remove some.")
         await client.put(keys.user(name), encode_user(made))
     told(is_new)
 

@@ -70,7 +70,7 @@ def parse_acls(given: object, where: str) -> tuple[AclSection, ...]:
     if not isinstance(given, list):
         raise StartupError(f"acls in {where} are tables: write each as [[acls]].")
     if len(given) > MOST_ACLS:
-        raise StartupError(f"{where} has {len(given)} acls; at most {MOST_ACLS} are taken: use prefixes and groups.")
+        raise StartupError(f"{where} has {len(given)} acls; at most {MOST_ACLS} are allowed: use prefixes and groups.")
     return tuple(parse_acl(each, f"the {number}. of [[acls]] in {where}") for number, each in enumerate(given, 1))
 
 

@@ -33,7 +33,7 @@ class AdminOptions(msgspec.Struct, frozen=True, kw_only=True):
     tls: PageTls = msgspec.field(default_factory=PageTls)
 
     def check(self, sources: Mapping[str, str], *, has_page: bool) -> None:
-        """Raises StartupError, which never shows the token."""
+        """Check the options. Raises StartupError, which never shows the token."""
         if self.token is not None and self.token_file is not None:
             raise StartupError(
                 f"the admin page's token is given twice: {sources['token']} has one and {sources['token_file']} names "
@@ -74,6 +74,6 @@ def _checked_token(token: str, source: str, named: str = "the admin page's token
 def read_token(file: Path, named: str) -> str:
     """Return the token in a file. Raises StartupError, which never shows it."""
     try:
-        return read_file(file, named, _MOST_TOKEN_BYTES, "that is no token").decode("ascii").strip()
+        return read_file(file, named, _MOST_TOKEN_BYTES, "that is not a token").decode("ascii").strip()
     except UnicodeDecodeError:
         raise StartupError(f"{named} {file} is not ASCII text: name the file that has the token.") from None

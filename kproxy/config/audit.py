@@ -76,7 +76,7 @@ def _audit_access(
     of_access = [f"{section.prefix}{key}" for section in (given.tls, given.sasl) for key in given_keys(section)]
     if of_access and not is_elsewhere:
         raise StartupError(
-            f"{sources[of_access[0]]}: it is about another cluster for the trail: name that in audit.bootstrap. "
+            f"{sources[of_access[0]]}: it applies only to a trail in another cluster: name that in audit.bootstrap. "
             f"Through the proxy itself the trail has the access of broker_tls and broker_sasl."
         )
     tls = given.tls.checked(of_section(sources, "audit.tls"))
@@ -85,7 +85,7 @@ def _audit_access(
 
 def read_trail_key(file: Path, source: str) -> bytes:
     """Read the key that signs trails. Raises StartupError."""
-    key = read_file(file, source, _MOST_KEY_BYTES, "that is no key").strip()
+    key = read_file(file, source, _MOST_KEY_BYTES, "that is not a key").strip()
     if len(key) < MIN_KEY_BYTES:
         raise StartupError(
             f"{source}: the key in {file} has {len(key)} bytes, and needs {MIN_KEY_BYTES}: write a random one into it, "
@@ -108,7 +108,7 @@ def audit_options(given: AuditSection, sources: Mapping[str, str]) -> AuditOptio
         directory = Path(place)
     elif given.sink != "none":
         raise StartupError(
-            f"{source}: {given.sink[:300]!r} is nowhere for an audit trail to go: write none, topic, topic:NAME, "
+            f"{source}: {given.sink[:300]!r} is not an audit sink: write none, topic, topic:NAME, "
             f"json:DIR or parquet:DIR."
         )
     if bootstrap and kind != "topic":
@@ -149,7 +149,7 @@ def refuse_unwritable_trail(
         return
     if audit.topic in writer_groups:
         raise StartupError(
-            f"{source}: only owners write to {audit.topic} by own.writer_group, and the audit trail is nobody's: "
+            f"{source}: only owners write to {audit.topic} by own.writer_group, but the audit trail has no owner: "
             f"name another topic."
         )
     if owners is not None and all(topic.name != audit.topic for topic in owners.topics):

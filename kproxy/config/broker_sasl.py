@@ -76,8 +76,8 @@ class BrokerSasl(msgspec.Struct, frozen=True):
             raise StartupError(f"{sources['password_file']}: the password is also in {sources['password']}; keep one.")
         if self.mechanism in ("PLAIN", "OAUTHBEARER") and not with_tls and not self.allow_plain_text:
             raise StartupError(
-                f"{source}: {self.mechanism} shows its secret to everybody on the way to the brokers: set "
-                f"{self.tls_prefix}enabled, or take a SCRAM mechanism, or set {self.prefix}allow_plain_text."
+                f"{source}: {self.mechanism} shows its secret to everybody on the network: set "
+                f"{self.tls_prefix}enabled, or use a SCRAM mechanism, or set {self.prefix}allow_plain_text."
             )
         self.read_secret()
         return self

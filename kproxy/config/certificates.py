@@ -129,5 +129,5 @@ def names_of(fields: Mapping[str, Any] | None) -> tuple[str, ...]:
 def _certificate(looker: ssl.SSLObject) -> Certificate:
     fields = looker.getpeercert()
     if not fields:
-        raise ValueError("it shows no certificate")
+        raise ValueError("it presents no certificate")
     return Certificate(ssl.cert_time_to_seconds(str(fields["notAfter"])), names_of(fields))

@@ -44,7 +44,7 @@ class EtcdOptions(msgspec.Struct, frozen=True, kw_only=True):
 
         def needs(key: str, other: str, way_out: str) -> None:
             if key in values and other not in values:
-                raise StartupError(f"{sources[key]}: etcd's {key} is of no use without its {other}: {way_out}.")
+                raise StartupError(f"{sources[key]}: etcd's {key} has no effect without its {other}: {way_out}.")
 
         needs("cert", "key", "give the certificate's private key with --etcd-key FILE")
         needs("key", "cert", "give the key's certificate with --etcd-cert FILE")

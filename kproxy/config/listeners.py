@@ -96,7 +96,7 @@ def parse_listeners(given: object, where: str, advertise: str | None, source: st
     if not isinstance(given, list) or not given or not all(isinstance(each, dict) for each in given):
         raise StartupError(f"listeners in {where}: write each one as a table, [[listeners]].")
     if len(given) > MAX_LISTENERS:
-        raise StartupError(f"listeners in {where}: there are {len(given)}, and at most {MAX_LISTENERS} can be.")
+        raise StartupError(f"listeners in {where}: there are {len(given)}, but at most {MAX_LISTENERS} are allowed.")
     told = {} if advertise is None else _addresses_by_name(advertise, source)
     listeners = tuple(_parse_one(each, number, where, told) for number, each in enumerate(given, 1))
     for name in told.keys() - {each.name for each in listeners}:
@@ -198,9 +198,9 @@ def proxy_senders(texts: Texts | None, proxy_protocol: bool, source: str) -> tup
     if texts is None:
         return None
     if not proxy_protocol:
-        raise StartupError(f"{source}: it is about the PROXY protocol: set proxy_protocol = true as well.")
+        raise StartupError(f"{source}: it applies only to the PROXY protocol: set proxy_protocol = true as well.")
     if len(texts) > MAX_SENDERS:
-        raise StartupError(f"{source}: there are {len(texts)}, and at most {MAX_SENDERS} can be: name networks.")
+        raise StartupError(f"{source}: there are {len(texts)}, but at most {MAX_SENDERS} are allowed: name networks.")
     networks: list[Network] = []
     for text in texts:
         try:

@@ -64,9 +64,9 @@ def split_list(value: str | Sequence[str], source: str) -> tuple[str, ...]:
 def _parts(value: str | Sequence[str]) -> tuple[str, ...]:
     parts = tuple(part.strip() for part in (value.split(",") if isinstance(value, str) else value))
     if not any(parts):
-        raise ValueError("it is empty: give a value, or several with commas between, or leave it out")
+        raise ValueError("it is empty: give a value, or several separated by commas, or leave it out")
     if not all(parts):
-        raise ValueError(f"{str(value)[:200]!r} has an empty part: write values with commas between")
+        raise ValueError(f"{str(value)[:200]!r} has an empty part: write values separated by commas")
     return parts
 
 
@@ -97,7 +97,7 @@ def advertised(listen: Address, advertise: Address | None) -> Address | None:
 def check_prefix(prefix: str, source: str) -> str:
     """Return the prefix of keys in etcd. Raises StartupError for an invalid one."""
     if not prefix.startswith("/") or prefix.endswith("/"):
-        raise StartupError(f"{source}: {prefix!r} is no prefix of etcd keys: write one like /kafscale.")
+        raise StartupError(f"{source}: {prefix!r} is not a prefix of etcd keys: write one like /kafscale.")
     return prefix
 
 
@@ -130,7 +130,7 @@ def _parse_pair(pair: str, source: str) -> tuple[str, str]:
     topic, equals, group = (part.strip() for part in pair.partition("="))
     if not equals or not group:
         raise StartupError(
-            f"{source}: {pair[:300]!r} names no topic and its writer group: write TOPIC=GROUP, for example "
+            f"{source}: {pair[:300]!r} is not a topic with its writer group: write TOPIC=GROUP, for example "
             f"orders=writers."
         )
     if not is_topic_name(topic):
@@ -157,7 +157,7 @@ def parse_duration_ms(text: str, flag: str) -> int:
     """Parse a duration above 0 into milliseconds. Raises StartupError."""
     duration = duration_ms(text)
     if not duration:
-        raise StartupError(f"{flag} {text} is no duration: write a number and its unit, as in 500ms, 10s, 2h or 1d.")
+        raise StartupError(f"{flag} {text} is not a duration: write a number and its unit, as in 500ms, 10s, 2h or 1d.")
     return duration
 
 
@@ -173,7 +173,7 @@ def parse_time_ms(text: str, flag: str, now_ms: int) -> int:
         time = datetime.fromisoformat(text)
     except ValueError as error:
         raise StartupError(
-            f"{flag} {text} is no time: write it as 2026-11-21T20:00 (UTC), 2026-11-21T20:00+01:00, or 2h for 2 h ago."
+            f"{flag} {text} is not a time: write it as 2026-11-21T20:00 (UTC), 2026-11-21T20:00+01:00, or 2h (2 h ago)."
         ) from error
     return round((time if time.tzinfo is not None else time.replace(tzinfo=UTC)).timestamp() * 1000)
 
@@ -212,7 +212,7 @@ def read_file(file: Path, named: str, limit: int, otherwise: str) -> bytes:
 
 
 def read_toml(file: Path, flag: str = "--config") -> dict[str, Any]:
-    content = read_file(file, flag, MAX_FILE_BYTES, "that is no configuration")
+    content = read_file(file, flag, MAX_FILE_BYTES, "that is not a configuration")
     try:
         return tomllib.loads(content.decode())
     except UnicodeDecodeError as error:
@@ -231,7 +231,7 @@ class Secret(str):
 
 
 class Texts(tuple[str, ...]):
-    """Texts, given as a list or as one text with commas between."""
+    """Texts, given as a list or as one text separated by commas."""
 
     __slots__ = ()
 
@@ -268,7 +268,7 @@ def parse_value(kind: Any, given: object, source: str, *, strict: bool) -> Any:
         raise StartupError(f"{source}: {_EMPTY}.")
     if isinstance(given, str) and "\0" in given:
         # No file's name has a NUL, and PLAIN ends names with it.
-        raise StartupError(f"{source}: it has a NUL (U+0000) in it: write the value without.")
+        raise StartupError(f"{source}: it contains a NUL (U+0000): write the value without it.")
     try:
         return msgspec.convert(given, kind, strict=strict, dec_hook=decode)
     except msgspec.ValidationError as error:

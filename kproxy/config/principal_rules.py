@@ -4,7 +4,7 @@ A certificate's name is its subject as RFC 2253 writes it (`CN=app,OU=team,O=org
 URI or a DNS name. The first rule that matches counts. A rule is `DEFAULT`, which keeps the whole name, or
 `RULE:PATTERN/REPLACEMENT/`, followed by `L` or `U` for lower or upper case. PATTERN is a regular expression for the
 whole name, and `$1` in REPLACEMENT is its first group. A `/` in either is written `\\/`. One text may have several
-rules, with commas between.
+rules, separated by commas.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def parse_kinds(given: Iterable[str]) -> tuple[str, ...]:
     kinds = tuple(dict.fromkeys(given))
     for kind in kinds:
         if kind not in KINDS:
-            raise ValueError(f"{kind[:80]!r} is no kind of name: give some of {', '.join(KINDS)}")
+            raise ValueError(f"{kind[:80]!r} is not a kind of name: give some of {', '.join(KINDS)}")
     return kinds
 
 
@@ -53,7 +53,7 @@ def parse_rules(given: str | Iterable[str]) -> tuple[MappingRule, ...]:
     texts = [given] if isinstance(given, str) else given
     rules = [_compiled(match) for text in texts for match in _split(text)]
     if not 0 < len(rules) <= MOST_RULES:
-        raise ValueError(f"there are {len(rules)} rules; between 1 and {MOST_RULES} are taken")
+        raise ValueError(f"there are {len(rules)} rules; between 1 and {MOST_RULES} are allowed")
     return tuple(rules)
 
 
@@ -64,13 +64,13 @@ def _split(text: str) -> Iterator[re.Match[str]]:
     while True:
         match = _RULE.match(text, at)
         if match is None:
-            raise ValueError(f"{text[at : at + 200]!r} is no rule: write DEFAULT or RULE:PATTERN/REPLACEMENT/")
+            raise ValueError(f"{text[at : at + 200]!r} is not a rule: write DEFAULT or RULE:PATTERN/REPLACEMENT/")
         yield match
         if match.end() == len(text):
             return
         comma = _BETWEEN.match(text, match.end())
         if comma is None:
-            raise ValueError(f"{text[at : at + 200]!r} is no rule: write DEFAULT or RULE:PATTERN/REPLACEMENT/")
+            raise ValueError(f"{text[at : at + 200]!r} is not a rule: write DEFAULT or RULE:PATTERN/REPLACEMENT/")
         at = comma.end()
 
 

@@ -464,7 +464,7 @@ def _access(
     acls = settings.get(ACLS)
     if acls is None and not with_sasl and not given.access.acls_in_etcd:
         if given.access.dry_run:
-            raise StartupError(f"{sources['access.dry_run']}: there is nothing to try: write [[acls]].")
+            raise StartupError(f"{sources['access.dry_run']}: there are no rules to try: write [[acls]].")
         return None
     return access_options(
         given.access, acls.value if acls is not None else None, acls.source if acls is not None else ""
@@ -483,7 +483,7 @@ def _listeners(
         return (one_listener(listen, advertise, has_header, given.tls, sources, senders=senders),)
     for path in OF_ONE_LISTENER:
         if sources[path] != "default":
-            raise StartupError(f"{sources[path]}: the listeners are in [[listeners]]: say it there, or drop them.")
+            raise StartupError(f"{sources[path]}: the listeners are in [[listeners]]: set it there, or remove them.")
     where = several.source.rpartition(" in ")[2]
     return parse_listeners(several.value, where, given.listen.advertise, sources["listen.advertise"])
 
@@ -498,7 +498,7 @@ def _etcd(given: Options, sources: Mapping[str, str]) -> tuple[str, ...]:
     if given.ownership.ownership == "etcd":
         raise StartupError(
             "kproxy serve learns the owners from etcd: give its address with --etcd URL[,URL...], for example "
-            "--etcd http://127.0.0.1:2379 (or try `kproxy dev`, which brings its own)."
+            "--etcd http://127.0.0.1:2379 (or try `kproxy dev`, which starts its own)."
         )
     return ()
 
@@ -552,7 +552,7 @@ def _inline_table(file: Path) -> Owners:
 def _refuse_what_does_not_fit(ownership: str, sources: Mapping[str, str]) -> None:
     if ownership not in OWNERSHIP_SOURCES:
         raise StartupError(
-            f"{sources['ownership.ownership']}: {ownership!r} is no ownership source: there are "
+            f"{sources['ownership.ownership']}: {ownership!r} is not an ownership source: there are "
             f"{', '.join(OWNERSHIP_SOURCES)}."
         )
     for path, source in OF_ONE_SOURCE.items():

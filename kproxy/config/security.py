@@ -103,7 +103,7 @@ def sasl_options(
                 )
         for path in [f"sasl.{key}" for key in given_keys(given)] + [f"oauth.{key}" for key in given_keys(oauth)]:
             raise StartupError(
-                f"{sources[path]}: it is of no use without SASL: name mechanisms in sasl.mechanisms "
+                f"{sources[path]}: it has no effect without SASL: name mechanisms in sasl.mechanisms "
                 f"({', '.join(MECHANISMS)})."
             )
         return None
@@ -111,7 +111,7 @@ def sasl_options(
     mechanisms = Texts(dict.fromkeys(given.mechanisms))
     for name in mechanisms:
         if name not in MECHANISMS:
-            raise StartupError(f"{source}: {name[:80]!r} is no mechanism: there are {', '.join(MECHANISMS)}.")
+            raise StartupError(f"{source}: {name[:80]!r} is not a mechanism: there are {', '.join(MECHANISMS)}.")
     values = {**msgspec.structs.asdict(given), "mechanisms": mechanisms}
     options = SaslOptions(**values, principal_claim=oauth.principal_claim)
     for listener in listeners:
@@ -162,8 +162,8 @@ def _refuse_what_does_not_fit(options: SaslOptions, listener: ListenerConfig, so
     if len(offered) < len(wanted) and (listener.sasl is not None or not offered):
         exposed = " and ".join(name for name in wanted if name in NEED_TLS)
         raise StartupError(
-            f"{source}: {exposed} would send what anybody who reads along can use, as {_named(listener)} has no TLS: "
-            f"use SCRAM-SHA-512, or allow it with sasl.without_tls = true."
+            f"{source}: {exposed} would send secrets that anybody on the network can read, as {_named(listener)} has "
+            f"no TLS: use SCRAM-SHA-512, or allow it with sasl.without_tls = true."
         )
 
 
@@ -215,7 +215,7 @@ def refuse_unsafe_identity(
             )
         if not is_secret:
             raise StartupError(
-                f"{says}: the passwords and tokens of clients would be shown to everybody on the way to the brokers: "
+                f"{says}: the passwords and tokens of clients would be shown to everybody on the network: "
                 f"set broker_tls.enabled, or allow it with broker_sasl.allow_plain_text = true."
             )
 
@@ -236,7 +236,7 @@ def _refuse_unsafe_url(given: str, source: str) -> None:
         is_safe = parts.scheme == "https" or (parts.scheme == "http" and _is_loopback(parts.hostname))
         is_whole = bool(parts.hostname) and parts.port != 0
     except ValueError as error:
-        raise StartupError(f"{source}: it is no URL: {error}.") from error
+        raise StartupError(f"{source}: it is not a URL: {error}.") from error
     if parts.username is not None or parts.password is not None:
         raise StartupError(f"{source}: a URL of public keys has no password in it.")
     if not is_safe or not is_whole:
@@ -256,7 +256,7 @@ def _refuse_incomplete_oauth(given: OauthOptions, sources: Mapping[str, str]) ->
     if given.jwks is None or given.issuer is None or given.audience is None:
         raise StartupError(
             f"{sources['sasl.mechanisms']}: {OAUTHBEARER} needs oauth.jwks (the issuer's keys, a file or a URL), "
-            f"oauth.issuer and oauth.audience: without these a token that was made for others would do."
+            f"oauth.issuer and oauth.audience: without these, tokens made for other services would be accepted."
         )
     if is_url(given.jwks):
         _refuse_unsafe_url(given.jwks, sources["oauth.jwks"])

@@ -29,7 +29,7 @@ class TopicOwners(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Owners:
     """A static table, checked: every owner is one of `brokers`.
 
-    `where` is the table's file; `read_again` reads the table anew, and raises StartupError.
+    `where` is the table's file; `read_again` reads the table again, and raises StartupError.
     """
 
     brokers: Mapping[int, Address]

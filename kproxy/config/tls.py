@@ -71,7 +71,7 @@ class PageTls(msgspec.Struct, frozen=True):
             )
         if self.key is None:
             raise StartupError(
-                f"{sources['cert']}: the certificate is of no use without its private key: set {self.prefix}key."
+                f"{sources['cert']}: the certificate has no effect without its private key: set {self.prefix}key."
             )
         if self.client_auth in ("optional", "required") and self.client_ca is None:
             raise StartupError(
@@ -81,7 +81,7 @@ class PageTls(msgspec.Struct, frozen=True):
         for key in ("client_ca", "client_crl", "client_crl_check", "principal_from", "principal_mapping_rules"):
             if key in given and (self.client_ca is None or self.client_auth == "none"):
                 raise StartupError(
-                    f"{sources[key]}: it is about clients' certificates, and {self.prefix}client_auth is none."
+                    f"{sources[key]}: it applies only to clients' certificates, but {self.prefix}client_auth is none."
                 )
         if self.client_crl is None and self.client_crl_check is not None:
             raise StartupError(
@@ -339,7 +339,7 @@ def _load_crl(context: ssl.SSLContext, file: Path | None, check: CrlCheck | None
         raise StartupError(f"{named} {file} holds no revocation list: give a file in PEM.") from error
     if context.cert_store_stats()["x509"] != trusted:
         # OpenSSL trusts every certificate in the file as an authority, and lists are often fetched by HTTP.
-        raise StartupError(f"{named} {file} holds a certificate, which would be trusted: give a file of lists alone.")
+        raise StartupError(f"{named} {file} holds a certificate, which would be trusted: give a file with lists only.")
     # OpenSSL checks the root as well. If the root signed the leaf itself, its list serves for both.
     context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF if check == "leaf" else ssl.VERIFY_CRL_CHECK_CHAIN
 

@@ -170,7 +170,7 @@ def _check(options: DemoOptions) -> Path:
         )
     if (options.tls or options.sasl) and options.bootstrap is not None:
         raise StartupError(
-            "--tls and --sasl do not go with --bootstrap: they are of the proxy that the demo starts itself; "
+            "--tls and --sasl do not go with --bootstrap: they configure the proxy that the demo starts; "
             "leave them out."
         )
     pyspark_home(extra="demo")
@@ -388,7 +388,7 @@ class _Run:
 
 
 async def _both(first: Coroutine[object, object, T], second: Coroutine[object, object, U]) -> tuple[T, U]:
-    """Return the results of both. After an error of one, cancel the other and raise it."""
+    """Return the results of both awaitables. After an error of one, cancel the other and raise it."""
     tasks = asyncio.ensure_future(first), asyncio.ensure_future(second)
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)

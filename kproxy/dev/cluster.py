@@ -3,7 +3,7 @@
 States: STOPPED --start()--> RUNNING --a process ends by itself--> BROKEN (which `wait` reports) --stop()--> STOPPED.
 A failed `start` stops everything it started before it raises. After `kill_broker` a cluster is still RUNNING, and
 `restart_broker` brings that broker back. A BROKEN cluster is RUNNING again once `restart` has started the ended process
-anew (kproxy.dev.restarter).
+again (kproxy.dev.restarter).
 
 Invariants
 1. Start order is etcd, brokers, proxy; stop order is the reverse, so that a process with work left finds the servers it

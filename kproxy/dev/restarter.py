@@ -48,7 +48,7 @@ class BackOff:
         self._last_s = 0.0
 
     def pause_s(self, *, ran_s: float, least_s: float = PAUSE_S) -> float | None:
-        """Return the pause after a run of `ran_s` seconds, which is 0 if the part was not ready.
+        """Return the pause after a run of `ran_s` seconds (0 if the part was not ready).
 
         None if there are no more attempts.
         """

@@ -67,7 +67,7 @@ RETRY_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 1.0
 CONNECT_PAUSE_S = 0.1
 RECONNECT_PAUSE_S = 0.5
-# A token may expire between its arrival and its use; a token that etcd never accepts must not be asked for for ever.
+# A token may expire between its arrival and its use; a token that etcd never accepts must not be requested for ever.
 TOKENS_PER_CALL = 3
 
 
@@ -119,7 +119,7 @@ class EtcdClient:
         tls = self._parsed[0].tls
         if self._options.wants_tls and not tls:
             raise EtcdMisused(
-                f"Certificates are given for etcd at {self.endpoints}, but no TLS is spoken there: write https://."
+                f"Certificates are given for etcd at {self.endpoints}, which does not use TLS: write https://."
             )
         credentials = TlsCredentials(self._options) if tls else None
         if credentials is not None:
@@ -283,7 +283,7 @@ class EtcdClient:
     async def lease_revoke(self, lease_id: int) -> None:
         """End a lease and delete its keys.
 
-        It is no error if the lease no longer exists.
+        It is not an error if the lease no longer exists.
         """
         try:
             await self._call("LeaseRevoke", rpc.LeaseRevokeRequest(ID=lease_id), write=True)

@@ -6,7 +6,7 @@ Token: NONE --a call needs it--> ASKING --etcd answers--> HELD --etcd refuses it
 
 Invariants
 1. One Authenticate is in flight at a time; all callers wait for it.
-2. A wrong password is retried at growing intervals (REFUSAL_PAUSE_S up to LONGEST_PAUSE_S), and read anew each time:
+2. A wrong password is retried at growing intervals (REFUSAL_PAUSE_S up to LONGEST_PAUSE_S), and read again each time:
    etcd spends a tenth of a second of CPU on each check. Meanwhile callers get the last refusal at once.
 3. A token newer than the refused one is kept: `refused` names the token that etcd did not accept.
 4. No log line, error or repr contains the password or the token.

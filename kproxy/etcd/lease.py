@@ -13,7 +13,7 @@ Invariants
 4. The deadline of a `LeaseFence` is the send time of the last answered keepalive, plus the TTL in its answer, minus a
    margin. As etcd counts from a later moment, no other process can have the lease's keys before that deadline. So the
    holder's rights end when etcd falls silent; no message is needed.
-5. A broken fence is never valid again: everything held under it must be acquired anew.
+5. A broken fence is never valid again: everything held under it must be acquired again.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class WatchEvent(NamedTuple):
 
 
 class Pages(Sequence[KeyValue]):
-    """Keys and values as etcd sent them, decoded anew by each iteration.
+    """Keys and values as etcd sent them, decoded again by each iteration.
 
     Decoded, a million keys take 300 MiB; encoded, a quarter of that.
     """

@@ -31,7 +31,7 @@ Invariants
    same interval. `last_heard` is the earlier of the last message on the stream and the last such read: at that time the
    copy was connected to a live cluster.
 
-Fragments are accepted but not requested. etcd (3.4 up to 3.6.16 at least) measures a fragment anew for each event it
+Fragments are accepted but not requested. etcd (3.4 up to 3.6.16 at least) measures a fragment again for each event it
 adds, which is quadratic, and sends nothing meanwhile. etcd 3.6.16 took 14 s of CPU for 100,000 small deletions at one
 revision in fragments: the stream would be replaced before the first fragment came, and the work would begin again. In
 one message they took 0.8 s. 300,000 in one message took 2.3 s, nearly all for the deletion itself.
@@ -256,7 +256,7 @@ class PrefixMirror:
         await self._synced.wait()
 
     def distrust(self) -> None:
-        """Load anew soon, because the caller's own read has shown that etcd was restored."""
+        """Load again soon, because the caller's own read has shown that etcd was restored."""
         self._restored = True
 
     @property
@@ -374,14 +374,14 @@ class PrefixMirror:
                 await self._take(message)
             elif self._clock() - quiet_since >= self._quiet_limit_s:
                 raise EtcdUnavailable(
-                    f"etcd at {self._client.endpoints} has said nothing on a watch for {self._quiet_limit_s:g} s."
+                    f"etcd at {self._client.endpoints} has sent nothing on a watch for {self._quiet_limit_s:g} s."
                 )
             else:
                 await stream.ask_for_sign_of_life(self._watched[1].prefix)
 
     async def _take(self, message: WatchMessage) -> None:
         if message.cluster_id != self._cluster_id:
-            raise _Restored(f"etcd is another cluster now: {message.cluster_id:x}, before it was {self._cluster_id:x}")
+            raise _Restored(f"etcd is now cluster {message.cluster_id:x}; before, it was {self._cluster_id:x}")
         if message.compact_revision:
             raise Compacted(f"etcd has compacted up to revision {message.compact_revision}")
         if message.canceled and message.watch_id != SIGN_OF_LIFE_WATCH_ID:

@@ -70,7 +70,7 @@ def parse_proxy_id(rest: str) -> int:
     """Parse the part of a key after the prefix. Raises InvalidEntry."""
     node_id = parse_broker_key(rest)
     if node_id < FIRST_NODE_ID:
-        raise InvalidEntry("an id that is no proxy's")
+        raise InvalidEntry("an id that does not belong to a proxy")
     return node_id
 
 
@@ -102,7 +102,7 @@ def parse_listeners(value: bytes) -> Listeners:
     try:
         listeners = msgspec.json.decode(value, type=_Entry).listeners
     except msgspec.MsgspecError as error:
-        raise InvalidEntry("its listeners are no addresses") from error
+        raise InvalidEntry("its listeners are not addresses") from error
     if len(listeners) > MAX_LISTENERS:
         raise InvalidEntry("too many listeners")
     return {name: (each.host, each.port) for name, each in listeners.items()}

@@ -149,7 +149,7 @@ class HttpPage:
             try:
                 return make(message, *given)
             except ValueError:
-                # The URL's host is no name. The error would end aiohttp's task, without an answer.
+                # The URL's host is not a valid name. The error would end aiohttp's task, without an answer.
                 return make(message._replace(url=_UNREADABLE), *given)
 
         server.request_factory = make_any

@@ -108,7 +108,7 @@ class AdminPage(HttpPage):
         async def outcome() -> bytes:
             body = await request.read()
             if len(body) > MAX_ORDER_BYTES:
-                raise ValueError(f"an order of {len(body)} bytes; at most {MAX_ORDER_BYTES} are taken: name fewer")
+                raise ValueError(f"an order of {len(body)} bytes; at most {MAX_ORDER_BYTES} are allowed: name fewer")
             return await self._pages.free(msgspec.json.decode(body, type=FreeOrder))
 
         return await _json(outcome())

@@ -104,7 +104,7 @@ def table_page(
     Raises ValueError if `after` is not of that form or `limit` is out of [1, MAX_PAGE_ROWS].
     """
     if not 1 <= limit <= MAX_PAGE_ROWS:
-        raise ValueError(f"limit is a number from 1 to {MAX_PAGE_ROWS}")
+        raise ValueError(f"limit must be a number from 1 to {MAX_PAGE_ROWS}")
     start = parse_place(after) if after is not None else (b"", -1)
     wanted = topic.encode() if topic is not None else None
     rows = list(islice(_rows(view.topology, wanted, start), limit + 1))
@@ -142,7 +142,7 @@ def parse_place(text: str) -> tuple[bytes, int]:
     """Parse `topic/partition`. Raises ValueError."""
     topic, slash, partition = text.rpartition("/")
     if not slash or not topic or not (partition.isascii() and partition.isdigit() and len(partition) <= 9):
-        raise ValueError("after is topic/partition, the next of the page before")
+        raise ValueError("after must be topic/partition, the next of the previous page")
     return topic.encode(), int(partition)
 
 
@@ -214,7 +214,7 @@ class ReplicationPage(msgspec.Struct, frozen=True, kw_only=True):
 def replication_page(known: Replication, query: TableQuery) -> ReplicationPage:
     """Return the requested page. Raises ValueError as `table_page`."""
     if not 1 <= query.limit <= MAX_PAGE_ROWS:
-        raise ValueError(f"limit is a number from 1 to {MAX_PAGE_ROWS}")
+        raise ValueError(f"limit must be a number from 1 to {MAX_PAGE_ROWS}")
     start = bisect_right(known.rows, parse_place(query.after), key=lambda row: row.place) if query.after else 0
     rows = known.rows[start:]
     if query.topic is not None:

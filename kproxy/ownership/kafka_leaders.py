@@ -5,7 +5,7 @@ State: the cluster's id, and for each topic its id and the highest leader epoch 
 Invariants
 1. A revision is the number of the answer that changed an entry. Revisions only grow, even if the cluster changes.
 2. Within one topic id a leader counts only if its epoch is not lower than the known one: a lagging broker cannot bring
-   an earlier leader back. With a new topic id the epochs start anew.
+   an earlier leader back. With a new topic id the epochs start again.
 3. A partition that an answer omits, or names without a leader, loses its owner. If an answer has only an error for a
    topic, the topic is left unchanged unless the error is that it is unknown. An answer about some topics does not
    change the others.
@@ -95,7 +95,7 @@ class KafkaLeaders:
             return
         if self._cluster_id is not None:
             log.error(
-                "kafka cluster changed", consequence="the table begins anew", before=self._cluster_id, now=cluster_id
+                "kafka cluster changed", consequence="the table begins again", before=self._cluster_id, now=cluster_id
             )
             self._known.clear()
             self._topology.begin_rebuild()

@@ -103,7 +103,7 @@ class KafkaMetadata:
         await self._synced.wait()
 
     async def refresh(self, topic: bytes, partition_index: int, seen_revision: int) -> None:
-        """Read a topic anew, unless the entry has changed since `seen_revision`.
+        """Read a topic again, unless the entry has changed since `seen_revision`.
 
         Requests are coalesced.
 
@@ -121,12 +121,12 @@ class KafkaMetadata:
         await self._read_anew()
 
     def broker_lost(self) -> None:
-        """Read all topics anew soon: a broker is gone or unreachable, so others are about to lead its partitions."""
+        """Read all topics again soon: a broker is gone or unreachable, so others are about to lead its partitions."""
         self._whole_due = min(self._whole_due, max(self._clock(), self._whole_at + WHOLE_APART_S))
         self._wanted.set()
 
     async def reload(self) -> str:
-        """Read the table anew."""
+        """Read the table again."""
         self._whole_due = self._clock()
         await self._read_anew()
         return str(self.last_error or f"{self._topology.owned_count} partitions")

@@ -142,7 +142,7 @@ def parse_snapshot(value: bytes) -> ClusterSnapshot:
     try:
         fields = msgspec.json.decode(value, type=_SnapshotValue)
     except (msgspec.MsgspecError, RecursionError):
-        raise InvalidEntry("a cluster snapshot that is not one") from None
+        raise InvalidEntry("an invalid cluster snapshot") from None
     if len(fields.Brokers or ()) > MAX_SNAPSHOT_BROKERS:
         raise InvalidEntry("a cluster snapshot with too many brokers")
     addresses: dict[int, Address] = {}

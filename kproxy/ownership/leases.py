@@ -209,7 +209,7 @@ class LeaseTable:
 
     async def reload(self) -> str:
         """Do nothing: etcd reports every change."""
-        return "etcd tells of every change, there is nothing to read anew"
+        return "etcd tells of every change, there is nothing to read again"
 
     # Calls of the mirror
 

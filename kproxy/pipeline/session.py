@@ -165,7 +165,7 @@ def _has_connector(session: Any) -> bool:
         # The package is missing or incomplete.
         return False
     except IllegalArgumentException:
-        # The package is complete: it only misses its options.
+        # The package is complete; only its options are missing.
         return True
     return True
 
@@ -228,7 +228,7 @@ def _jvm(settings: Mapping[str, str], log_path: Path) -> Iterator[Any]:
     try:
         yield gateway
     except SparkFailed as error:
-        # Wait for the exit, because py4j only guesses why a Java has ended.
+        # Wait for the exit, because py4j only guesses why the JVM ended.
         with contextlib.suppress(subprocess.TimeoutExpired):
             raise SparkFailed(f"Spark's Java ended by itself ({process.wait(_DEATH_S)})") from error
         raise

@@ -86,7 +86,7 @@ def as_spark_failure(what: str) -> Iterator[None]:
         raise SparkFailed(f"{what}: {cause_in(str(error)) or type(error).__name__}") from error
 
 
-# What spark-submit, a Java and the master of a cluster print.
+# Messages of spark-submit, Java and a cluster's master.
 _REASON: Final = re.compile(
     r'^Exception in thread "main" (?:[\w.$]+: )?(.+)'
     r"|^(.+)\nError: Could not create the Java"

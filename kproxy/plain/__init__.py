@@ -43,7 +43,7 @@ def load(mode: str) -> ModuleType | None:
     if getattr(extension, "SOURCES", None) != sources_digest(Path(__file__).parent):
         raise StartupError(
             f"The compiled plain path ({extension.__file__}) was built from other sources than this kproxy has: "
-            f"run make install in a checkout, else reinstall kproxy; {VARIABLE}=off goes without it."
+            f"run make install in a checkout, else reinstall kproxy; {VARIABLE}=off runs without it."
         )
     return extension
 

@@ -1,4 +1,4 @@
-"""The digest by which an extension that was built from the present sources is told from an older one.
+"""The digest that distinguishes an extension built from the present sources from an older one.
 
 The build (scripts/build_plain.py) compiles the digest into the extension. It loads this file by its path, because
 kproxy cannot be imported yet.

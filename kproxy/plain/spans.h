@@ -201,7 +201,7 @@ static inline char *kp_put_digits(char *to, const kp_decimal *decimal) {
     return to + count;
 }
 
-/* Write first offsets and numbers of records with commas between them. Return the end of the written text; there must be
+/* Write first offsets and numbers of records separated by commas them. Return the end of the written text; there must be
  * room for 2 * KP_NUMBER_BYTES for each span, and for KP_NUMBER_BYTES more. */
 static inline char *kp_put_json(char *to, const kp_spans *spans) {
     const uint8_t *at = spans->bytes;

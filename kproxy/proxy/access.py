@@ -187,7 +187,7 @@ class ClientAccess:
         with self.request() as access:
             for place, topic in enumerate(request.topics):
                 if request.is_nameless(topic):
-                    # It may be any topic; its name is known when the client asks again.
+                    # The id may be any topic's; the client asks again, and by then the name is known.
                     code = UNKNOWN_TOPIC_ID if access.is_enforced else 0
                 else:
                     is_allowed = access.allows(operation, Resource.TOPIC, text(topic.name))

@@ -302,7 +302,7 @@ class Gate:
             if self._exchange.state is State.AUTHENTICATED and self._exchange.principal is not None:
                 self._open(self._exchange.principal)
         except Exception:  # the boundary: an error admits nobody
-            log.exception("authentication failed by an error", client=self._client.peer)
+            log.exception("authentication ended with an error", client=self._client.peer)
             reason = "an error here, see the log"
             self._tell_sasl_failed(reason)
             self._exchange.time_is_over()

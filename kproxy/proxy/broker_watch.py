@@ -27,7 +27,7 @@ Transitions
 
 Invariants
 1. One task asks a broker, one question at a time, whoever waits for the answer; `close` ends all tasks.
-2. A task begins with a new connection: the network may have cut off the idle one, and that is no hang. So no answer
+2. A task begins with a new connection: the network may have cut off the idle one, and that is not a hang. So no answer
    within `probe_timeout_s` is a hang, whoever asks: nobody has to ask again to be sure.
 3. An unknown broker does not count for the offer. It cannot be told from one that serves everything, and a broker that
    never starts must not stop the others. Once it answers, APIs that it does not serve are withdrawn, as when a broker
@@ -85,7 +85,7 @@ FRESH_S = 1.0
 # Kafka and etcd drop a broker soon after it dies, and an alert needs its series for longer.
 GONE_FOR_S: Final = 600.0
 MAX_GONE: Final = 1000
-# So that brokers' logs tell a probe from other questions.
+# Lets brokers' logs distinguish probes from other requests.
 _PROBE_ID: Final = b"kproxy-probe"
 _CLIENT_ID: Final = b"kproxy-versions"
 
@@ -116,10 +116,10 @@ class BrokerWatch(BrokerDials):
     def __init__(self, brokers: Brokers, owner: int, address: Address) -> None:
         super().__init__(owner, address, brokers.dialler)
         self._brokers = brokers
-        # As it said last; None: it has said nothing yet.
+        # The broker's last answer; None before the first.
         self.apis: BrokerApis | None = None
         self.breaker = Breaker(brokers.limits.probe_timeout_s)
-        # When it left the topology; inf: it is there.
+        # The time when it left the topology; inf while it is in the topology.
         self.left_at = inf
         # When the latest question began, when one was answered, and when `look` may ask again.
         self.asked_at = self.answered_at = self.due_at = -inf
@@ -129,7 +129,7 @@ class BrokerWatch(BrokerDials):
         self._task: asyncio.Task[None] | None = None
         # A request still waits, as reported after the latest question began.
         self._is_suspected = False
-        # While the task runs: whether it has been known since before.
+        # While the task runs: whether the answer was known before.
         self._was_known = False
 
     @property
@@ -144,7 +144,7 @@ class BrokerWatch(BrokerDials):
 
     @property
     def refuses(self) -> bool:
-        """Whether a request to it now is lost unwritten, at once: it hangs, or is down."""
+        """Whether a request to it would be lost unwritten, at once: it hangs, or is down."""
         return self.is_hung or super().refuses
 
     @property
@@ -315,17 +315,17 @@ class Brokers:
         self.dialler = dialler
         self._offer = offer
         self._watches: dict[tuple[int, Address], BrokerWatch] = {}
-        # Those that are asked now; where there are none, no breaker is open.
+        # The watches that are probing; without any, no breaker is open.
         self.asking: set[BrokerWatch] = set()
         # The topology's version at the last `follow`.
         self._followed = -1
         self.is_closed = False
-        # APIs that brokers say they serve and do not.
+        # APIs that brokers list but do not serve.
         self._disproved: set[int] = set()
         # The topology's version, and `know_batches_again` for it.
         self._know_again: tuple[int, bool] | None = None
         self.offered = offer([])
-        # As logged last; nothing is logged before the first round of asking is over.
+        # The last logged state; nothing is logged before the first round of probes ends.
         self._logged = self.offered
         self._is_logging = False
         self.on_change: Callable[[Ranges], None] = lambda ranges: None
@@ -358,7 +358,7 @@ class Brokers:
             elif watch.left_at == inf:
                 watch.left_at = self.clock()
                 watch.hang_up()
-                # Those that left last come last.
+                # The brokers that left last come last.
                 self._watches[key] = self._watches.pop(key)
         for watch in self._gone[:-MAX_GONE]:
             del self._watches[watch.owner, watch.address]
@@ -383,7 +383,7 @@ class Brokers:
             watch.owner: BrokerVitals(watch.is_well, watch.is_hung) for watch in self._here
         }
 
-    # Trouble
+    # Failures
 
     def is_hung(self, address: Address | None) -> bool:
         """Whether the broker there hangs."""
@@ -417,7 +417,7 @@ class Brokers:
     def may_have_fences(self, broker: int) -> bool:
         """Return whether to send fences to a broker.
 
-        An unknown broker is taken to keep fences where any other does.
+        An unknown broker counts as keeping fences if any other does.
         """
         known = self.has_fences(broker)
         return any(map(self.has_fences, self.topology.brokers)) if known is None else known
@@ -451,7 +451,7 @@ class Brokers:
         self._update()
 
     def noted(self) -> None:
-        """Take in the end of a question."""
+        """Record the end of a question."""
         self._update()
         if not self._is_logging and not self.is_closed and not any(watch.is_asked for watch in self._here):
             self._is_logging = True
@@ -475,7 +475,7 @@ class Brokers:
             brokers = sum(watch.apis is not None for watch in self._here)
             log.info("APIs offered to clients changed", brokers=brokers, **changes(before.ranges, self._logged.ranges))
 
-    # Asking
+    # Requests to brokers
 
     def look(self) -> None:
         """Follow the topology, and ask brokers that are not known and due; call it regularly."""
@@ -502,7 +502,7 @@ class Brokers:
     async def problem(self) -> str | None:
         """Return the reason why no broker can be used; None where one answers."""
         self.follow()
-        # The one that answered last is usually enough.
+        # The broker that answered last is usually enough.
         brokers = sorted(self._here, key=lambda watch: -watch.answered_at)
         if not brokers:
             return "no broker is known"

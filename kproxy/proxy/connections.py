@@ -104,7 +104,7 @@ class Connections:
             self._client.broker_presses(slow)
 
     def opens(self, upstream: Upstream) -> None:
-        """Do nothing: what waits for one of them is sent."""
+        """Do nothing: the waiting requests are sent."""
 
     def in_turn(self, step: Callable[[], object]) -> None:
         """Take this step of one of them in its turn of the event loop."""
@@ -115,7 +115,7 @@ class Connections:
         return False
 
     def ended(self, upstream: Upstream) -> None:
-        """Do nothing: those who wait for answers have been told."""
+        """Do nothing: the waiting requests have been lost already."""
 
     def hold_back(self, holds: bool) -> None:
         """Stop reading all of them, or resume."""
@@ -291,7 +291,7 @@ class NumberedConnections(Connections):
         """Write a piece, or queue it for the dial."""
         upstream = self.upstreams[action.connection]
         if upstream.closed:
-            # One of the actions before has ended it.
+            # An earlier action has ended the connection.
             self._losses[action.connection].append((action.piece, Loss.UNWRITTEN))
             return
         exchange, part = action.exchange, action.part

@@ -82,7 +82,7 @@ class ProxyContext:
     all_topics: Shared[Buffer | None] = field(default_factory=Shared)
     dialler: Dialler = field(init=False)
     brokers: Brokers = field(init=False)
-    # For what many connections do at once: they end, or their broker does, or the topology changes.
+    # Paces the work of many connections that end, lose their broker or follow the topology at once.
     turns: Turns = field(init=False)
     budget: Budget = field(init=False)
     answer_memory: AnswerMemory = field(init=False)

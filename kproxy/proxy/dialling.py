@@ -133,7 +133,7 @@ class BrokerDials:
                 await access.connect(protocol, host, self.address.port, self.address.host, reached)
                 return
             except AccessRefused:
-                # A broker is there: another of its addresses would not help.
+                # A server is there: another of its addresses would not help.
                 raise
             except OSError as error:
                 errors.append(error)
@@ -179,7 +179,7 @@ class BrokerDials:
             log.warning("broker unreachable", broker=self.owner, address=str(self.address), reason=reason)
             self._redial, self._down_since = Redial(), now
         elif not had_turn:
-            # It went out before the first failure was known, or at a pace of its own.
+            # This dial began before the first failure was known, or at its own pace.
             return
         self._redial.failed(now)
 

@@ -9,7 +9,7 @@ Invariants
    the next read. So do requests that cannot be begun within TURN_S, and those after a read that brought MANY_REQUESTS
    and LARGE_READ_BYTES: other connections have their turn first.
 2. Waiting requests are begun in an event of their own, never during an answer.
-3. Who stops reading adjusts it again when the bound is met: each bound that changes calls `adjust_reading` or `go_on`.
+3. The code that stops reading also resumes it: each bound that changes calls `adjust_reading` or `go_on`.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class RequestReader:
             for frame in coming:
                 if self.closed:
                     if frame is not frames[0]:
-                        # An earlier one has closed the connection; the rest is counted with the backlog.
+                        # An earlier request has closed the connection; the rest is counted with the backlog.
                         self._wait((frame, *coming), now)
                     return
                 if self._reading:

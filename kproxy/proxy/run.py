@@ -150,7 +150,7 @@ class _Proxy:
             await membership.join()
             _tune_gc()
             sys.setswitchinterval(SWITCH_S)
-            # Also if only the other proxies are found by etcd.
+            # Even if etcd is used only to find the other proxies.
             etcd = f" etcd={','.join(config.etcd)}" if config.etcd else ""
             self._host.ready(
                 f"{Address(config.listen.host, port)}{ready_listeners(config.listeners, ports)}", opened.ready or etcd
@@ -203,7 +203,7 @@ class _Proxy:
         )
 
     def _open_access(self) -> BrokerAuth:
-        """Raises StartupError."""
+        """Make the access to brokers. Raises StartupError."""
         options = self._config.broker_tls
         tls = self._reloading_towards(options, "TLS towards brokers")
         return BrokerAuth(options, tls, self._config.broker_sasl, random=self._random)
@@ -215,7 +215,7 @@ class _Proxy:
         return BrokerAuth(options, tls, self._config.audit.sasl, random=self._random, needs_tls="set audit.tls")
 
     def _reloading_towards(self, options: BrokerTls | None, named: str) -> Reloading[Loaded] | None:
-        """Raises StartupError."""
+        """Load a context for connections, and follow its files. Raises StartupError."""
         if options is None:
             return None
         return self._reloads.add(
@@ -254,7 +254,7 @@ class _Proxy:
         )
 
     def _open_audit(self, port: int) -> Audit:
-        """Raises StartupError."""
+        """Make the audit trail. Raises StartupError."""
         worker = self._host.worker
         name = str(Address(*self._advertised(port))) + ("" if worker is None else f"/{worker}")
         dial = self._listener.connect_inside
@@ -278,7 +278,7 @@ class _Proxy:
         )
 
     def _open_security(self, in_etcd: AccessInEtcd | None) -> SecurityFiles:
-        """Raises StartupError."""
+        """Load the security files. Raises StartupError."""
         config = self._config
         return SecurityFiles(
             config.sasl,

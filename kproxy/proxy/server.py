@@ -225,7 +225,7 @@ class Listener:
         `follows_versions`: brokers are asked for their versions as soon as they appear, not only when a client asks.
         """
         if not self._servers and not self._acceptors:
-            raise RuntimeError("bind comes first")
+            raise RuntimeError("call bind first")
         self._context = context
         self._fleets = fleets
         self._admissions = admissions
@@ -243,7 +243,7 @@ class Listener:
     def watching(self) -> asyncio.Task[None]:
         """Watch deadlines; ends only by an error, after which nothing may be served."""
         if self._ticker is None:
-            raise RuntimeError("serve comes first")
+            raise RuntimeError("call serve first")
         return self._ticker
 
     def connect_inside(self) -> socket.socket:
@@ -269,7 +269,7 @@ class Listener:
 
     def _inside_session(self) -> ClientSession:
         if self._context is None:
-            raise RuntimeError("serve comes first")
+            raise RuntimeError("call serve first")
         session = ClientSession(self._context, self._session_closed)
         self._sessions.add(session)
         self._inside.add(session)
@@ -282,7 +282,7 @@ class Listener:
 
     def _fleet_of(self, listener: str) -> Fleet:
         if self._context is None:
-            raise RuntimeError("serve comes first")
+            raise RuntimeError("call serve first")
         return self._fleets.get(listener, self._context.fleet)
 
     def _origin(self, listener: str, source: Source | None = None) -> ClientOrigin:
@@ -320,7 +320,7 @@ class Listener:
     def _admit(self, origin: ClientOrigin) -> ClientSession:
         """The session of a client that is admitted."""
         if self._context is None:
-            raise RuntimeError("serve comes first")
+            raise RuntimeError("call serve first")
         self._context.counters["clients.accepted"] += 1
         session = ClientSession(self._context, self._session_closed, origin)
         self._sessions.add(session)
@@ -347,7 +347,7 @@ class Listener:
 
     def _session_closed(self, session: ClientSession) -> None:
         if self._context is None:
-            raise RuntimeError("serve comes first")
+            raise RuntimeError("call serve first")
         self._context.turns.take(partial(self._begin_close, session))
 
     def _begin_close(self, session: ClientSession) -> None:

@@ -95,7 +95,7 @@ class Waiting:
     def _is_cut_off(self, upstream: Upstream, waits_s: float) -> bool:
         """Whether nothing gets through on a connection on which a request has waited for `waits_s`.
 
-        The time allowed is that of a probe: the same is lost, and the probe shows nothing about this connection.
+        The time allowed is a probe's timeout; probes use another connection, so they do not show the loss.
         """
         patience_s = self._brokers.limits.probe_timeout_s
         told = upstream.delivery() if waits_s >= patience_s else None

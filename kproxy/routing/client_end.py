@@ -59,7 +59,7 @@ class ClientEnd:
         self.has_ended_sending = False
 
     def move(self, state: ClientState) -> None:
-        """Raises ValueError if there is no such transition."""
+        """Change the state. Raises ValueError if there is no such transition."""
         if state not in _NEXT[self._state]:
             raise ValueError(f"a client cannot go from {self._state.name.lower()} to {state.name.lower()}")
         self._state = state

@@ -218,7 +218,7 @@ class Fanout:
         self._begin(now, jitter)
         self._exchanges.add(exchange)
         if not exchange.is_silent and exchange.is_late(now):
-            # Its deadline passed before it began: no broker receives any of it.
+            # The deadline passed before the request began: no broker receives any of it.
             self._actions.add(Counted("deadlines", 1))
             self._outcomes.expire_one(exchange, {(exchange.sequence, entry) for entry in exchange.open_entries()})
             return self._finish()
@@ -481,7 +481,7 @@ class Fanout:
         """Let an entry without a broker wait for the next wake, if this event has judged enough of them."""
         key = lane_key(exchange, entry)
         if key in self.lanes.table:
-            # It came from there a moment ago, or something else is unresolved: judge it now.
+            # The entry came from there a moment ago, or something else is unresolved: judge it now.
             return False
         later = [each for each in self._in_flight.of(key) if each > exchange.sequence]
         self.lanes.put_off(key, Item(exchange, entry, NOT_LEADER_OR_FOLLOWER), self._outcomes.now, later)
@@ -522,7 +522,7 @@ class Fanout:
                     given_up.add(key)
                     self._outcomes.give_up_late(item)
                 elif key in self.lanes.table and not self.lanes.is_probing(key, sequence):
-                    # An earlier one found its route new, or found no route.
+                    # An earlier batch found its route new, or found no route.
                     self.lanes.queue(key, item)
                 else:
                     partition = exchange.partition(item.entry)

@@ -57,7 +57,7 @@ class Fleet:
         if not by_id:
             raise ValueError("a fleet without a proxy")
         if not len(ordered) == len(by_id) == len({proxy.address for proxy in ordered}):
-            raise ValueError("two proxies of one id or one address")
+            raise ValueError("two proxies have the same id or address")
         changed = by_id != self._by_id
         self._by_id = by_id
         return changed

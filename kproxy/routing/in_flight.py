@@ -73,7 +73,7 @@ class BrokerConnection:
         self._unconfirmed: RecentBatches | None = None
 
     def move(self, state: ConnectionState) -> None:
-        """Raises ValueError if there is no such transition."""
+        """Change the state. Raises ValueError if there is no such transition."""
         if state not in _NEXT[self.state]:
             raise ValueError(
                 f"connection {self.number} cannot go from {self.state.name.lower()} to {state.name.lower()}"

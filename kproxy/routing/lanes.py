@@ -117,7 +117,7 @@ class _Lane:
         self.given_up_to = 0
 
     def move(self, state: LaneState, probing: int | None = None) -> None:
-        """Raises ValueError if there is no such transition; `probing` is the sequence of the item in flight."""
+        """Change the state; `probing` is the item in flight. Raises ValueError if there is no such transition."""
         if state not in _NEXT[self.state]:
             raise ValueError(f"a lane cannot go from {self.state.name.lower()} to {state.name.lower()}")
         self.state = state

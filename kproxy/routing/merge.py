@@ -136,7 +136,7 @@ class Exchange:
         return self.request.timeout_ms
 
     def move(self, state: ExchangeState) -> None:
-        """Raises ValueError if there is no such transition."""
+        """Change the state. Raises ValueError if there is no such transition."""
         if state not in _NEXT[self.state]:
             raise ValueError(
                 f"request {self.sequence} cannot go from {self.state.name.lower()} to {state.name.lower()}"
@@ -369,7 +369,7 @@ def match_results(exchange: Exchange, selection: Selection, response: Partitione
                 raise InvalidField(f"the answer lacks partition {asked.partitions[ordinal]} of {asked.wire!r}")
             matched.append(((topic_place, ordinal), result[0].error_codes[result[1]], *result))
     if found:
-        raise InvalidField(f"the answer has partitions that were not asked for: {sorted(found)[:3]}")
+        raise InvalidField(f"the answer has partitions that were not requested: {sorted(found)[:3]}")
     return matched
 
 

@@ -36,7 +36,7 @@ def preferred_by_index(key: bytes, indexes: Sequence[int], candidates: Iterable[
     """
     ordered = sorted(candidates)
     if not ordered:
-        raise ValueError("a choice among nobody")
+        raise ValueError("there is nobody to choose from")
     if len(ordered) == 1:
         return ordered * len(indexes)
     highest: dict[int, int] = {}

@@ -256,7 +256,7 @@ class Topology:
         if topic_id == known:
             return
         if topic_id is not None and (len(topic_id) != TOPIC_ID_BYTES or topic_id in self._topics):
-            raise ValueError(f"{topic_id.hex()} is no id for {topic!r}")
+            raise ValueError(f"{topic_id.hex()} is not an id for {topic!r}")
         if known is not None:
             del self._ids[topic], self._names[known], self._topics[known]
         if topic_id is not None:

@@ -68,7 +68,7 @@ class Resolver:
 
     def _start(self, host: str) -> asyncio.Future[Sequence[str]]:
         if len(self._under_way) >= MAX_LOOKUPS:
-            raise OSError(f"{host} is not looked up: {MAX_LOOKUPS} other names are waited for")
+            raise OSError(f"{host} is not looked up: {MAX_LOOKUPS} other lookups are in progress")
         loop = asyncio.get_running_loop()
         lookup: asyncio.Future[Sequence[str]] = loop.create_future()
         # Retrieve the outcome even if nobody waits for it any more.
@@ -121,7 +121,7 @@ async def dial(connect: Callable[[str, int], Awaitable[T]], host: str, port: int
     try:
         addresses = await resolver.addresses(host)
     except UnicodeError as error:
-        raise OSError(f"{host!r} can be no host's name") from error
+        raise OSError(f"{host!r} cannot be a host name") from error
     failed: OSError | None = None
     for address in addresses:
         try:

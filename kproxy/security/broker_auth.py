@@ -4,7 +4,7 @@ A connection is not handed over until the broker has accepted it. As the refusal
 the first answer (TLS 1.3), one request is sent in any case. A refusal raises AccessRefused, a ConnectionError whose
 text names the remedy, so that the broker counts as unreachable.
 
-Each authentication reads the proxy's password or token anew. A session that the broker limits is renewed on the same
+Each authentication reads the proxy's password or token again. A session that the broker limits is renewed on the same
 connection (KIP-368). The proxy's session is renewed after `RENEW_AFTER` of its life, a client's when the client renews
 its own. The client gets the broker's limit.
 
@@ -40,7 +40,7 @@ CLIENT_ID: Final = b"kproxy"
 EXTRA_S: Final = 5.0
 # Time for a broker to judge a client's identity, in seconds, as it may have to ask other servers.
 JUDGE_S: Final = 5.0
-# The part of a session's life after which it is renewed, drawn anew each time, as Kafka's clients do.
+# The part of a session's life after which it is renewed, drawn again each time, as Kafka's clients do.
 RENEW_AFTER: Final = (0.80, 0.90)
 # The longest answer to ApiVersions.
 _MAX_ANSWER_BYTES: Final = 1 << 20
@@ -288,7 +288,7 @@ class BrokerAuth:
     async def _carry(self, identity: Identity, exchange: Exchange, version: int) -> Session:
         credential, number = identity.credential, identity.number
         if credential is None:
-            raise IdentityRefused("its client has gone")
+            raise IdentityRefused("its client has disconnected")
         client = SaslClient(credential, version, "sasl.mechanisms")
         try:
             async with asyncio.timeout(JUDGE_S):

@@ -225,7 +225,7 @@ class SecurityEvents:
             written = os.write(descriptor, lines)
             if written < len(lines):
                 os.ftruncate(descriptor, size)
-                raise OSError(f"it took {written} of {len(lines)} bytes")
+                raise OSError(f"it accepted {written} of {len(lines)} bytes")
         finally:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
 
@@ -252,7 +252,7 @@ def check_events_file(file: Path) -> None:
 
 
 def _opened(file: Path) -> int:
-    """Raises OSError."""
+    """Open the file. Raises OSError."""
     # Otherwise a FIFO without a reader would hang here.
     descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, _MODE)
     os.set_blocking(descriptor, True)

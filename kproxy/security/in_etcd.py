@@ -142,7 +142,7 @@ def make_acl_id(acl: AclSection) -> str:
 
 def _check_length(value: bytes, most: int) -> None:
     if len(value) > most:
-        raise ValueError(f"the value has {len(value)} bytes; at most {most} are taken")
+        raise ValueError(f"the value has {len(value)} bytes; at most {most} are allowed")
 
 
 Value = TypeVar("Value")

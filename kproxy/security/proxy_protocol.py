@@ -101,7 +101,7 @@ class ProxyHeader:
         if family not in (_UNSPECIFIED, _TCP4, _TCP6):
             raise ProxyHeaderError(f"family {family:#04x} of the PROXY protocol is not TCP")
         if _HEAD.size + length > MAX_BYTES:
-            raise ProxyHeaderError(f"a PROXY protocol header of {_HEAD.size + length} bytes; {MAX_BYTES} are admitted")
+            raise ProxyHeaderError(f"a PROXY protocol header of {_HEAD.size + length} bytes exceeds {MAX_BYTES}")
         self.state = State.ADDRESSES
         self._length += length
 
@@ -113,7 +113,7 @@ class ProxyHeader:
             self._check_extensions(rest, _HEAD.size)
             return None
         if len(rest) < layout.size:
-            raise ProxyHeaderError(f"{len(rest)} bytes of addresses in a PROXY protocol header; {layout.size} are due")
+            raise ProxyHeaderError(f"{len(rest)} bytes of addresses in a PROXY protocol header, not {layout.size}")
         address, _, port, _ = layout.unpack(rest[: layout.size])
         self._check_extensions(rest[layout.size :], _HEAD.size + layout.size)
         return Source(str(ipaddress.ip_address(address)), port)

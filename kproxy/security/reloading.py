@@ -102,7 +102,7 @@ class Reloading(Generic[T]):
     def _failed(self, reason: str, events: SecurityEvents) -> None:
         self._counters["tls.reloads.failed"] += 1
         if self._tells:
-            log.error("reload failed", consequence="what was loaded before stays", what=self.named, reason=reason)
+            log.error("reload failed", consequence="the last valid files stay in force", what=self.named, reason=reason)
             events.tell("not_reloaded", what=self.named, reason=reason)
 
 

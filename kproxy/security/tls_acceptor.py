@@ -464,7 +464,7 @@ class TlsAcceptor(Generic[Session]):
             self._welcome(threshold.session)
 
     async def _refuse_plain_text(self, connection: socket.socket, first: bytes, peer: str) -> None:
-        """Raises OSError."""
+        """Refuse a connection without TLS. Raises OSError."""
         stranger = foreign_protocol(FrameTooLarge("", first)) if len(first) == _FIRST_BYTES else None
         protocol = stranger.protocol if stranger is not None and stranger.protocol != "TLS" else "plain text"
         if protocol == "HTTP":

@@ -102,7 +102,7 @@ def client_failure(
     reason = _reason(error)
     if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
         return Failure(
-            "no_certificate", f"it shows no certificate, and this listener requires one ({words.client_auth})"
+            "no_certificate", f"it presents no certificate, and this listener requires one ({words.client_auth})"
         )
     if reason in ("UNSUPPORTED_PROTOCOL", "VERSION_TOO_LOW", "NO_PROTOCOLS_AVAILABLE"):
         return Failure("version", f"it speaks no TLS version that this listener admits ({words.min_version})")

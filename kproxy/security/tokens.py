@@ -100,7 +100,7 @@ class TokenVerifier:
         groups = claims.get(self._options.groups_claim, ()) if self._options.groups_claim is not None else ()
         groups = [groups] if isinstance(groups, str) else groups
         if not isinstance(groups, list | tuple) or not all(isinstance(group, str) for group in groups):
-            raise InvalidToken(f"the claim {self._options.groups_claim} is no list of names")
+            raise InvalidToken(f"the claim {self._options.groups_claim} is not a list of names")
         if len(groups) > MOST_GROUPS:
             raise InvalidToken(f"the token names {len(groups)} groups; at most {MOST_GROUPS} are read")
         return frozenset(groups)
@@ -117,18 +117,18 @@ def name_in(token: str, claim: str) -> Principal:
         name = claims[claim]
     except (ValueError, TypeError, LookupError, RecursionError):
         # The error is not chained, because its cause has a part of the token.
-        raise InvalidToken(f"the token cannot be read, so that nobody knows its {claim}") from None
+        raise InvalidToken(f"the token cannot be read, so its {claim} is unknown") from None
     return Principal(_checked(name, claim))
 
 
 def _checked(name: object, claim: str) -> str:
     if not isinstance(name, str) or not name or len(name) > MOST_NAME_CHARACTERS or not name.isprintable():
-        raise InvalidToken(f"the claim {claim} is no name")
+        raise InvalidToken(f"the claim {claim} is not a name")
     return name
 
 
 def require_jwt() -> None:
-    """Raises StartupError if PyJWT is not installed."""
+    """Check that PyJWT is installed. Raises StartupError."""
     if find_spec("jwt") is None or find_spec("cryptography") is None:
         raise StartupError(
             f"OAUTHBEARER needs PyJWT with cryptography, which is not installed: run `{install_command('oauth')}`."
@@ -138,7 +138,7 @@ def require_jwt() -> None:
 def read_verifier(file: Path, options: TokenOptions) -> TokenVerifier:
     """Read a file with a JSON Web Key Set (RFC 7517). Raises StartupError."""
     require_jwt()
-    return parse_verifier(read_file(file, "oauth.jwks", MOST_FILE_BYTES, "that is no key set"), str(file), options)
+    return parse_verifier(read_file(file, "oauth.jwks", MOST_FILE_BYTES, "that is not a key set"), str(file), options)
 
 
 def parse_verifier(
@@ -160,7 +160,7 @@ def parse_verifier(
                 raise ValueError(f"a key of the type {str(each.get('kty'))[:20]} cannot verify tokens of others")
             key = jwt.PyJWK.from_dict(each)
             if key.algorithm_name not in ALGORITHMS:
-                raise ValueError(f"a key is for {str(key.algorithm_name)[:20]}, which is not taken")
+                raise ValueError(f"a key is for {str(key.algorithm_name)[:20]}, which is not supported")
             if key.key_id in keys:
                 raise ValueError("two keys have the same id")
             keys[key.key_id] = key
@@ -177,8 +177,7 @@ def parse_verifier(
         if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
             reason = "it is not JSON"
         raise StartupError(
-            f"oauth.jwks {source} is no set of public keys ({reason[:200]}): give the issuer's JSON Web Key Set (RFC "
-            "7517)."
+            f"oauth.jwks {source} is not a set of public keys ({reason[:200]}): give the issuer's JSON Web Key Set."
         ) from error
     if not keys:
         raise StartupError(f"oauth.jwks {source} has no key for signatures: give the issuer's JSON Web Key Set.")

@@ -190,14 +190,14 @@ def read_users(file: Path) -> Users:
         raise StartupError(f"{str(error).rstrip('.')}: name a file that `kproxy user add` has written.") from None
     if set(content) - {"users"} or not isinstance(content.get("users", {}), dict):
         raise StartupError(
-            f"sasl.users {file} is no file of users: its only table is [users], and `kproxy user add` writes it."
+            f"sasl.users {file} is not a file of users: its only table is [users], and `kproxy user add` writes it."
         )
     return Users(_parse(content.get("users", {}), file))
 
 
 def _parse(given: Mapping[str, object], file: Path) -> dict[str, Credentials]:
     if len(given) > MOST_USERS:
-        raise StartupError(f"sasl.users {file} has {len(given)} users; at most {MOST_USERS} are taken.")
+        raise StartupError(f"sasl.users {file} has {len(given)} users; at most {MOST_USERS} are allowed.")
     users: dict[str, Credentials] = {}
     for name, texts in given.items():
         try:
@@ -219,7 +219,7 @@ def check_mode(file: Path, key: str) -> None:
     except (OSError, ValueError) as error:
         raise unreadable(key, file, error, f"make it with `kproxy user add --users {file} NAME`") from error
     if not stat.S_ISREG(mode):
-        raise StartupError(f"{key} {file} is no file: name one that `kproxy user add` has written.")
+        raise StartupError(f"{key} {file} is not a file: name one that `kproxy user add` has written.")
     if mode & _FORBIDDEN_MODE and not is_fixed:
         raise StartupError(str(Exposed(key, file, stat.S_IMODE(mode))))
 
@@ -250,7 +250,7 @@ def write_users(file: Path, users: Mapping[str, Credentials]) -> None:
 
 def read_password(file: Path) -> str:
     """Return the password in a file's first line. Raises StartupError, which never shows it."""
-    content = read_file(file, "--password-file", MOST_PASSWORD_BYTES + 2, "that is no password")
+    content = read_file(file, "--password-file", MOST_PASSWORD_BYTES + 2, "that is not a password")
     try:
         return content.decode().rstrip("\r\n")
     except UnicodeDecodeError:

@@ -3,7 +3,7 @@
 The detector knows the offsets that this process has seen acknowledged.
 
 The cause is two owners of one partition (split brain), or a new owner that lacks records acknowledged by an earlier
-one. An idempotent batch that is sent again gets its first offset again; that is no overlap.
+one. An idempotent batch that is sent again gets its first offset again; that is not an overlap.
 
 Invariants
 1. The intervals of a partition are disjoint and in order, neighbours are joined, and there are at most MAX_INTERVALS:

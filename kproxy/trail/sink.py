@@ -35,7 +35,7 @@ class Sink(Protocol):
     async def write(self, pages: Sequence[bytes]) -> None:
         """Write pages; return when they are durable.
 
-        Raises SinkFailed, after which the next call begins anew.
+        Raises SinkFailed, after which the next call begins again.
         """
         ...
 

@@ -131,7 +131,7 @@ class _Chunk:
         return len(self.spans) // 2
 
     def spans_as_json(self) -> bytes:
-        """The numbers of the spans in JSON, with commas between them."""
+        """The numbers of the spans in JSON, separated by commas them."""
         return msgspec.json.encode(self.spans.tolist())[1:-1]
 
     @property

@@ -162,7 +162,7 @@ def _decoded(decoder: msgspec.msgpack.Decoder[_Message], frame: bytes) -> _Messa
     try:
         return decoder.decode(frame)
     except msgspec.MsgspecError as error:
-        raise ChannelMisused(f"a frame that is no message: {error}") from error
+        raise ChannelMisused(f"a frame that is not a message: {error}") from error
 
 
 def assign(channel: Channel, assignment: Assignment) -> None:
@@ -177,5 +177,5 @@ async def next_assignment(channel: Channel) -> Assignment:
     """
     assignment = pickle.loads(await channel.receive(MAX_ASSIGNMENT_BYTES))  # noqa: S301 -- see above
     if not isinstance(assignment, Assignment):
-        raise ChannelMisused(f"{type(assignment).__name__} where an assignment is due")
+        raise ChannelMisused(f"{type(assignment).__name__} where an assignment is expected")
     return assignment

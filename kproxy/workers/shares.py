@@ -2,7 +2,7 @@
 
 The supervisor has one Ledger. A rate is a limit of one client's account (kproxy.security.quotas), known by its key; it
 is divided into PARTS for each worker. Every rate begins with the equal part PARTS at each worker. Workers report their
-use each second. A rate enters the ledger when a worker needs more than its share. `round` then shares it anew: workers
+use each second. A rate enters the ledger when a worker needs more than its share. `round` then shares it again: workers
 that need more get equal shares, each other worker gets what it uses and a little more, and none gets less than LEAST.
 
 States of a worker
@@ -129,7 +129,7 @@ class Ledger:
                 self._rates[key] = _Rate([PARTS] * len(self._workers))
 
     def round(self) -> dict[int, Changes]:
-        """Share the rates anew; return the changes to be sent, by worker."""
+        """Share the rates again; return the changes to be sent, by worker."""
         parts: list[dict[bytes, int]] = [{} for _ in self._workers]
         for key, rate in list(self._rates.items()):
             self._share(key, rate, parts)

@@ -61,7 +61,7 @@ log = structlog.get_logger(__name__)
 async def run_workers(config: ProxyConfig, launch: WorkerCommand) -> None:
     """Run workers until SIGTERM or SIGINT. Raises StartupError."""
     if not hasattr(socket, "SO_REUSEPORT"):
-        raise StartupError(f"--workers {config.workers}: this system has no ports for several processes: run 1.")
+        raise StartupError(f"--workers {config.workers}: this system cannot share a port between processes: run 1.")
     await until_stopped(lambda signals: _Supervisor(config, launch, signals).serve())
 
 

@@ -29,7 +29,7 @@ from tests.support.processes.served import kafka_proxy, port_of
 from tests.support.waiting import wait_for
 from tests.support.wire.record_batches import build_batch
 
-# Replaced in the fields of requests: a topic to read, one to write, a name for one to create, a name that nothing has,
+# Placeholders in the fields of requests: a topic to read, one to write, the name of a new one, a name without a topic,
 # and the broker that Metadata names.
 TOPIC, TOPIC_ID, WRITTEN, NEW, UNKNOWN, NODE = "TOPIC", "TOPIC_ID", "WRITTEN", "NEW", "UNKNOWN", "NODE"
 NO_ID, STRANGE_ID = uuid.UUID(int=0), uuid.UUID("9b4b2b3e-1111-4222-8333-944444444444")
@@ -41,8 +41,7 @@ Fields = Mapping[str, Any]
 
 
 class Asked(NamedTuple):
-    """One request. `shown`: the fields whose values are compared besides the error codes; `body`: bytes instead of
-    `fields`."""
+    """One request. `shown`: fields whose values are compared besides error codes; `body`: bytes instead of `fields`."""
 
     what: str
     api_key: int
@@ -53,7 +52,7 @@ class Asked(NamedTuple):
 
 
 class Differs(NamedTuple):
-    """What is answered on purpose instead of Kafka's answer."""
+    """The intended answer instead of Kafka's."""
 
     answer: str
     why: str
@@ -547,14 +546,14 @@ ASKED: Sequence[Asked] = [
 ]
 
 
-# Differences on purpose
+# Intended differences
 
 
 _NOT_OFFERED = "the API is not offered, and ApiVersions says so"
 
 
 def not_offered(offered: Container[int]) -> dict[str, Differs]:
-    """Requests of APIs that Kafka has and the side does not offer."""
+    """Requests of APIs that Kafka has but the side does not offer."""
     known = [each for each in ASKED if each.api_key in APIS and each.api_key != keys.SASL_HANDSHAKE]
     return {each.what: Differs(CLOSED, _NOT_OFFERED) for each in known if each.api_key not in offered}
 
@@ -623,7 +622,7 @@ def written_of(topic: str) -> str:
 
 
 def coordinator_port(port: int, kind: int, key: str) -> int:
-    """The port of the coordinator, as soon as it serves; brokers without any are asked themselves."""
+    """Wait for the coordinator and return its port; brokers without coordinators are asked themselves."""
 
     def served() -> int | None:
         with RawClient("127.0.0.1", port) as client:
@@ -663,7 +662,7 @@ def filled(value: Any, names: Mapping[Any, Any]) -> Any:
 
 
 def ask(place: Place, asked: Asked) -> str:
-    """The error codes of the answer in their order, by name, and the values that are shown; or CLOSED, SILENT."""
+    """The error codes of the answer in order, by name, and the shown values; or CLOSED, SILENT."""
     with RawClient("127.0.0.1", port_for(place, asked)) as client:
         try:
             if asked.body is not None:
@@ -695,7 +694,7 @@ def outcomes(part: Any, shown: Sequence[str]) -> Iterator[str]:
 
 
 def await_producer_ids(side: Side, node_id: int) -> None:
-    """A broker of Kafka that has just started has none yet."""
+    """Wait until a Kafka broker that has just started has producer ids."""
 
     def gives() -> bool:
         asked = {"transactional_id": None, "transaction_timeout_ms": 60_000}

@@ -1,7 +1,7 @@
 """Apache Kafka's base offset in an error: -1 before the append, the batch's offset after it.
 
-The proxy sends again at once what was refused with -1, whoever the producer is. Where an offset comes with the error, a
-batch lies in a log and may stay there. Frames go to the brokers themselves, but for the last test.
+The proxy resends batches refused with -1 at once, from any producer. If the error has an offset, the log has the batch
+and may keep it. All tests but the last send frames to the brokers themselves.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ VERSIONS = (3, 7, 9, 11, 13)
 TOPIC_IDS_FROM = 13
 UNKNOWN_PARTITION = 7
 PATIENCE_S = 60.0
-# Far more than it takes to depose a leader.
+# Far longer than deposing a leader takes.
 WAITS_MS = 30_000
-# The cluster takes a frozen broker out of the ISR after 5 s. An attempt that is slower than that starts over.
+# The cluster takes a frozen broker out of the ISR after 5 s. An attempt that is slower is repeated.
 ATTEMPTS = 5
 REFUSED = Outcome("NOT_LEADER_OR_FOLLOWER")
 UNKNOWN = Outcome("UNKNOWN_TOPIC_OR_PARTITION")
 TOO_FEW = Outcome("NOT_ENOUGH_REPLICAS")
 TIMED_OUT = Outcome("REQUEST_TIMED_OUT")
 ONE = bytes(build_batch([b"one"]))
-# How long to look for the one error that only a race brings, and the requests in flight meanwhile.
+# The time to look for the one error that only a race causes, and the number of racing requests.
 RACE_S = 6.0
 RACERS = 4
 PIPELINED = 10
@@ -77,7 +77,7 @@ class Topic:
             self.topic_id = client.topic_id(self.name)
 
     def wait_in_sync(self, *replicas: int) -> None:
-        """Until every node tells that these replicas are in sync, and that the first one leads."""
+        """Wait until every node reports these replicas as in sync and the first as the leader."""
 
         def told(node_id: int) -> bool:
             with self._side.client(node_id) as client:
@@ -88,7 +88,7 @@ class Topic:
             )
 
         wait_for(lambda: all(map(told, NODES)), PATIENCE_S, f"{self.name} in sync on {replicas}")
-        # A broker tells of a change before it has made it.
+        # A broker may report a change before it has made it.
         leads = {node_id: node_id == replicas[0] for node_id in NODES}
         wait_for(lambda: {each: self._leads(each) for each in NODES} == leads, PATIENCE_S, f"the leader {replicas[0]}")
 
@@ -101,17 +101,17 @@ class Topic:
         return all(partition.error_code == 0 for partition in topic.partitions)
 
     def in_sync(self, node_id: int) -> int:
-        """How many replicas are in sync, as that node tells."""
+        """The number of in-sync replicas, as that node reports."""
         with self._side.client(node_id) as client:
             [topic] = client.metadata(self.name, create=False).topics
         return min(len(partition.isr_nodes) for partition in topic.partitions)
 
     def stored(self, node_id: int, partition: int = 0) -> bytes:
-        """What lies on a node's disk."""
+        """The batches on a node's disk."""
         return self._brokers[node_id].stored(self.name, partition)
 
     def assign(self, client: RawClient, *replicas: int) -> None:
-        """Other replicas, or another order: the first one is the preferred leader. A leader among them goes on."""
+        """Assign other replicas or another order: the first is the preferred leader. An assigned leader continues."""
         asked = [{"partition_index": each, "replicas": list(replicas)} for each in self._partitions]
         topics = [{"name": self.name, "partitions": asked}]
         answer = client.request(ALTER_PARTITION_REASSIGNMENTS, 0, topics=topics, timeout_ms=10_000)
@@ -143,7 +143,7 @@ def side(real_kafka: RealKafka) -> RealSide:
 
 @pytest.fixture(scope="module")
 def guard(side: RealSide, real_kafka: RealKafka) -> Topic:
-    """A topic on all nodes, which tells when a broker is back."""
+    """A topic on all nodes, which shows when a broker is back."""
     return Topic(side, real_kafka, NODES)
 
 
@@ -194,13 +194,13 @@ def test_non_leader_refuses_with_base_offset_minus_one(side: RealSide, real_kafk
             for version in VERSIONS
         }
         assert said == {version: [REFUSED, REFUSED, UNKNOWN] for version in VERSIONS}
-        # A planned move: the leader of before lives on.
+        # A planned move: the former leader lives on.
         topic.assign(leader, 2, 1)
         topic.elect_preferred(leader)
         topic.wait_in_sync(2, 1)
         deposed = {version: produce(leader, topic, ONE, version, acks=acks) for version in VERSIONS}
         assert deposed == dict.fromkeys(VERSIONS, REFUSED)
-        # The leader of before may have dropped its end and be fetching it again.
+        # The former leader may have truncated its log and be fetching again.
         wait_for(lambda: topic.stored(1) == topic.stored(2) == before, PATIENCE_S, "both logs as before")
         assert produce(follower, topic, ONE, 9) == Outcome("NONE", 1)
 
@@ -237,7 +237,7 @@ def frozen(side: RealSide, node_id: int, guard: Topic) -> Iterator[None]:
 
 
 class Producer(NamedTuple):
-    """One batch on its way; `before` batches of the same producer were appended to the partition."""
+    """One batch in flight; `before` batches of the same producer were appended to the partition."""
 
     what: str
     client: RawClient
@@ -271,7 +271,7 @@ def producer_identity(side: RealSide, transactional_id: str | None) -> dict[str,
 
 
 def producers(stack: ExitStack, side: RealSide, topic: Topic, connect: Callable[[], RawClient]) -> list[Producer]:
-    """Plain ones in each version, an idempotent one, the same again from another connection, a transactional one."""
+    """Plain ones in each version, an idempotent one, the same from another connection, a transactional one."""
 
     def client() -> RawClient:
         return stack.enter_context(connect())
@@ -353,7 +353,7 @@ def test_deposed_leader_reports_offset_of_waiting_batch(
                 happens(topic, roles, controller)
                 said = {each.what: answered(each.client) for each in waiting}
                 if happens is lead_elsewhere:
-                    # To send them again to the new leader would append them again: all but the idempotent one.
+                    # Sending them to the new leader would append them again, except for the idempotent one.
                     for each in waiting:
                         assert each.value in topic.stored(roles.successor, each.partition), each.what
         if Outcome("NONE", 0) not in said.values():
@@ -381,7 +381,7 @@ def test_replica_shortage_reports_offset_only_after_append(side: RealSide, real_
             VERSIONS, TOO_FEW
         )
         seen = race(side, roles, racing)
-        # Below min.insync.replicas the high watermark stands still since Kafka 4.0: the wait ends with 7, not with 20.
+        # Since Kafka 4.0 the high watermark does not rise below min.insync.replicas: the wait ends with 7, not with 20.
         assert answered(first) == Outcome("REQUEST_TIMED_OUT", 0)
         assert strict.stored(roles.leader) == before
     print(f"under changes of min.insync.replicas: {dict(seen)}")
@@ -393,7 +393,7 @@ def test_replica_shortage_reports_offset_only_after_append(side: RealSide, real_
 def race(side: RealSide, roles: Roles, topic: Topic) -> Counter[tuple[str, bool]]:
     """Change min.insync.replicas between append and answer, until 20 was seen or RACE_S is over.
 
-    By error code: whether there was a base offset, and how often.
+    Return, by error code, whether there was a base offset, and how often.
     """
     seen: Counter[tuple[str, bool]] = Counter()
     ended = threading.Event()
@@ -421,7 +421,7 @@ def race(side: RealSide, roles: Roles, topic: Topic) -> Counter[tuple[str, bool]
     return seen
 
 
-# What the proxy makes of it
+# The proxy's answers
 
 
 @pytest.fixture(scope="module")
@@ -444,7 +444,7 @@ def test_proxy_resends_appended_batch_only_where_recognised(
                 send_all(topic, roles.leader, waiting)
                 topic.elect_preferred(controller)
             said = {each.what: answered(each.client) for each in waiting}
-        # The proxy sends again for 3 s, in which a busy machine may not have the next leader ready.
+        # The proxy retries for 3 s; on a busy machine the next leader may not be ready by then.
         gave_up = any(said[each.what] == TIMED_OUT for each in waiting if "idempotent" in each.what)
         if said[waiting[0].what] != Outcome("NONE", 0) and not gave_up:
             break

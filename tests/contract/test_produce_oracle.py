@@ -1,7 +1,7 @@
 """Apache Kafka is right: the same produce requests, byte for byte, have the same results at the reference brokers.
 
-Each script runs on both sides at once, step by step, on a partition of its own. What comes to something else here is
-the table DIFFERENT, with the reasons; a row that is not so any more, on either side, fails.
+Each script runs on both sides at once, step by step, on a partition of its own. The table DIFFERENT has all differences
+and their reasons; a row that is no longer true of a side fails.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Sides = Mapping[str, Side]
 
 
 class Difference(NamedTuple):
-    """A request that the two sides see differently: the error codes, by name, and the reason."""
+    """A request with different results on the two sides: the error codes by name, and the reason."""
 
     what: str
     records: bytes
@@ -44,11 +44,11 @@ class Difference(NamedTuple):
     why: str
 
 
-# Batches as they should not be
+# Invalid batches
 
 
 def patched(batch: bytes, position: int, value: int, size: int) -> bytes:
-    """`batch` with other bytes and the CRC that goes with them."""
+    """`batch` with some bytes replaced and the CRC corrected."""
     changed = bytearray(batch)
     changed[position : position + size] = value.to_bytes(size, "big", signed=True)
     changed[17:21] = crc32c(changed[21:]).to_bytes(4, "big")
@@ -56,7 +56,7 @@ def patched(batch: bytes, position: int, value: int, size: int) -> bytes:
 
 
 def with_codec(codec: int) -> bytes:
-    """A batch that is said to be compressed and is not."""
+    """An uncompressed batch that claims a compression type."""
     return bytes(with_attributes(bytearray(ONE), codec))
 
 
@@ -186,7 +186,7 @@ IDEMPOTENT = [
 
 
 def run(steps: Sequence[Step], topic: str, side: Side) -> dict[str, Outcome]:
-    """The steps one by one, each answered before the next."""
+    """Run the steps one by one, each answered before the next."""
     side.create(topic)
     with ToLeader(side, topic) as leader:
         outcomes = {step.what: leader.produce(step.records, **step.options) for step in steps}
@@ -233,7 +233,7 @@ def test_only_the_leader_takes_records(sides: Sides, topic: str) -> None:
 
 
 def test_partition_named_twice_is_refused_twice(sides: Sides, topic: str) -> None:
-    """Kafka loses one of the two, whichever, and says nothing; here nothing is appended and both are answered."""
+    """Kafka drops one of the two without an error; here nothing is appended and both are answered."""
 
     def script(side: Side) -> tuple[list[str], Outcome]:
         side.create(topic)

@@ -1,6 +1,6 @@
 """Apache Kafka is right: the results of produce requests when brokers hang, die, stop and come back.
 
-As in `test_produce_oracle`: the same on both sides, step by step, and what differs is listed with the reason.
+As in `test_produce_oracle`, both sides take the same steps, and differences are listed with their reasons.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from tests.support.brokers.oracle import (
 )
 
 Sides = Mapping[str, Side]
-# By then a dead broker is known to be dead, on both sides.
+# By then both sides know that a dead broker is dead.
 SHRUNK_MS = 14_000
 RANDOM_STEPS = 120
-# On both sides who does not fetch is in sync for longer.
+# On both sides a follower that does not fetch stays in sync for longer.
 IN_SYNC_S = 2.5
 
 
 def at_random(seed: int, count: int) -> list[Step]:
-    """What three producers send that are mostly right: the next, a resend whole or not, a gap, an epoch up or down."""
+    """Mostly valid batches of three producers: the next, a resend in full or in part, a gap, an epoch up or down."""
     chance, steps = random.Random(seed), []
     known: dict[int, tuple[int, int, list[tuple[int, int, int]]]] = {}
     for number in range(count):
@@ -71,7 +71,7 @@ def test_unreplicated_records_are_neither_acknowledged_nor_read(sides: Sides, to
 
 
 def _is_neither_acknowledged_nor_read(sides: Sides, topic: str) -> bool:
-    """False if the followers may have left the ISR, as the machine stood still."""
+    """False if the followers may have left the ISR because the machine stalled."""
     stopped_s: list[float] = []
 
     def script(side: Side) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def _is_neither_acknowledged_nor_read(sides: Sides, topic: str) -> bool:
     real, ours = on_both(sides, script)
     if max(stopped_s) > IN_SYNC_S:
         return False
-    # Kafka tells the offset of what it has appended, though it may yet be lost; here no offset goes with an error.
+    # Kafka reports the offset of an appended batch even if it may be lost; here an error has no offset.
     untold = Outcome("REQUEST_TIMED_OUT", 4), Outcome("REQUEST_TIMED_OUT", -1)
     assert differing(real, ours) == {"acks=all": untold, "acks=all, again": untold}
     assert real["latest"].offset == 2, "there was nothing to wait for"
@@ -113,7 +113,7 @@ def _is_neither_acknowledged_nor_read(sides: Sides, topic: str) -> bool:
 
 
 def too_few(side: Side, topic: str, end: int) -> dict[str, Any]:
-    """What comes of it where fewer replicas are in sync than must be; what was acknowledged ends at `end`."""
+    """Requests with fewer in-sync replicas than required; acknowledged records end at `end`."""
     with ToLeader(side, topic) as leader:
         return {
             "acks=all": leader.produce(batch(0, producer_id=88)),
@@ -130,7 +130,7 @@ def too_few(side: Side, topic: str, end: int) -> dict[str, Any]:
 
 
 def after_the_leader_died(side: Side, topic: str) -> dict[str, Any]:
-    """Sequences 0 to 12 were acknowledged by the leader before."""
+    """Sequences 0 to 12 were acknowledged before the leader died."""
     with ToLeader(side, topic) as leader:
         told: dict[str, Any] = {f"sequence {each}": leader.produce(batch(each)) for each in (*range(0, 14, 2), 16, 14)}
         return told | {
@@ -144,7 +144,7 @@ def after_the_leader_died(side: Side, topic: str) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_replicas_survive_leader_deaths_and_come_back(sides: Sides, topic: str) -> None:
-    """kill -9 of the leader, then SIGTERM for one of the two that are left, then all are back."""
+    """kill -9 of the leader, then SIGTERM for one of the other two, then all return."""
     two, three, others = f"{topic}-2", f"{topic}-3", f"{topic}-random"
     steps = at_random(seed=6, count=2 * RANDOM_STEPS)
 
@@ -193,9 +193,9 @@ def test_replicas_survive_leader_deaths_and_come_back(sides: Sides, topic: str) 
         return told
 
     real, ours = on_both(sides, script)
-    # Kafka looks at the records only where enough replicas are in sync; clients send them again after either.
+    # Kafka reads the records only if enough replicas are in sync; clients retry after either error.
     unread = Outcome("NOT_ENOUGH_REPLICAS"), Outcome("CORRUPT_MESSAGE")
-    # Where replicas in sync become too few after the append, Kafka lets the time go by: its high watermark stands.
+    # If replicas leave the ISR after the append, Kafka waits until the timeout: its high watermark stays.
     shrunk = Outcome("REQUEST_TIMED_OUT", 2), Outcome("NOT_ENOUGH_REPLICAS_AFTER_APPEND")
     assert differing(real, ours) == {
         "three, dying: acks=all": shrunk,

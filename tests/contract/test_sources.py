@@ -30,9 +30,9 @@ PARTITIONS = 7
 
 
 class World(ABC):
-    """One kind of source, with what stands behind it."""
+    """One kind of source, with its upstream."""
 
-    # Whether a refused request makes it learn what has changed.
+    # Whether a refused request makes the source learn the change.
     follows = True
 
     def __init__(self) -> None:
@@ -41,30 +41,30 @@ class World(ABC):
     @property
     @abstractmethod
     def config(self) -> ProxyConfig:
-        """What `kproxy serve` would be told."""
+        """The options of `kproxy serve`."""
 
     @abstractmethod
     async def prepare(self) -> None:
-        """Have `topic` owned, all of it."""
+        """Give every partition of `topic` an owner."""
 
     @abstractmethod
     async def truth(self) -> tuple[dict[int, int], dict[int, Address]]:
-        """Owners of `topic` by partition, and the brokers' addresses."""
+        """The owners of `topic` by partition, and the brokers' addresses."""
 
     async def topic_id(self) -> bytes | None:
-        """The id of `topic`; None if the source knows of none."""
+        """The id of `topic`; None if the source knows none."""
         return None
 
     @abstractmethod
     async def move(self) -> None:
-        """Have every partition owned by another broker than before."""
+        """Give every partition another owner than before."""
 
     @abstractmethod
     async def delete(self) -> None:
-        """Have `topic` gone."""
+        """Delete `topic`."""
 
     async def make_again(self) -> None:
-        """Have a topic of the same name: another one, with an id of its own where there are ids."""
+        """Create a topic of the same name: another one, with another id if there are ids."""
         await self.prepare()
 
 
@@ -193,7 +193,7 @@ class Leases(World):
 
 
 class KafScale(Leases):
-    """The same leases beside KafScale's one key for all brokers and topics."""
+    """The same leases, with KafScale's single key for all brokers and topics."""
 
     async def prepare(self) -> None:
         await self._put_snapshot({self.topic: self._topic_id.bytes})
@@ -243,7 +243,7 @@ async def test_table_is_loaded_when_source_is_open(world: World) -> None:
         assert owners(topology, world.topic) == true_owners
         assert len(true_owners) == PARTITIONS
         assert topology.brokers == true_brokers
-        # What is routed is routed to somewhere.
+        # Every owner has an address.
         for index in range(PARTITIONS):
             assert topology.address(topology.owner(world.topic.encode(), index)) is not None
             assert topology.owner_revision(world.topic.encode(), index) > 0
@@ -279,7 +279,7 @@ async def test_unknown_partition_has_no_owner(world: World) -> None:
         name = world.topic.encode()
         for topic, index in ((b"never", 0), (name, PARTITIONS), (name, -1), (name, 2**31 - 1), (b"\xff\x00", 0)):
             assert topology.owner(topic, index) == NO_OWNER
-            # A client may well ask for it: nobody waits for ever, and nothing comes of it.
+            # A client may ask for this partition: the wait ends, and nothing changes.
             await asyncio.wait_for(
                 source.source.refresh(topic, index, topology.owner_revision(topic, index)), PATIENCE_S
             )
@@ -295,14 +295,14 @@ async def test_refresh_reflects_state_at_its_begin(world: World) -> None:
         true_owners, _ = await world.truth()
         if world.follows:
             await world.move()
-            # Somebody may have told the source already. The Kafka broker that is asked may not know yet itself.
+            # The source may know already. The Kafka broker that is asked may not know yet.
             old_owners = true_owners
             deadline = time.monotonic() + PATIENCE_S
             while true_owners == old_owners:
                 assert time.monotonic() < deadline, "nothing has moved"
                 true_owners, _ = await world.truth()
 
-        # A Kafka broker learns of new leaders a moment after the controller has chosen them; a refused client asks on.
+        # A Kafka broker learns of new leaders a moment after the controller chose them; a refused client asks again.
         async def are_told() -> bool:
             refreshes = (source.source.refresh(name, index, before[index]) for index in range(PARTITIONS))
             await asyncio.wait_for(asyncio.gather(*refreshes), PATIENCE_S)
@@ -311,7 +311,7 @@ async def test_refresh_reflects_state_at_its_begin(world: World) -> None:
         await eventually(are_told, lambda: owners(topology, world.topic))
         if world.follows:
             assert all(topology.owner_revision(name, index) > before[index] for index in range(PARTITIONS))
-            # A refusal of an earlier owner that comes late changes nothing.
+            # A late refusal of an earlier owner changes nothing.
             version = topology.version
             for index in range(PARTITIONS):
                 await asyncio.wait_for(source.source.refresh(name, index, before[index]), PATIENCE_S)
@@ -319,21 +319,21 @@ async def test_refresh_reflects_state_at_its_begin(world: World) -> None:
 
 
 async def test_reload_reads_what_has_changed(world: World) -> None:
-    """SIGHUP; etcd tells of changes by itself, so that there is nothing left to read then."""
+    """Reload as by SIGHUP; etcd reports changes itself, so a reload reads nothing new there."""
     await world.prepare()
     async with opened(world) as (source, topology):
         name = world.topic.encode()
         before = {index: topology.owner_revision(name, index) for index in range(PARTITIONS)}
         await world.move()
         await reloaded_to_truth(world, source, topology, before)
-        # Nothing has changed since: no route is doubted.
+        # Nothing has changed since, so no route is doubted.
         version = topology.version
         await asyncio.wait_for(source.source.reload(), PATIENCE_S)
         assert topology.version == version
 
 
 async def reloaded_to_truth(world: World, source: OpenSource, topology: Topology, revisions: Mapping[int, int]) -> None:
-    """Read anew until the owners are true and later than these. The broker that is asked for the truth may lag."""
+    """Reload until the owners are true and newer than these. The broker that knows the truth may lag."""
     name = world.topic.encode()
 
     def are_later() -> bool:
@@ -346,7 +346,7 @@ async def reloaded_to_truth(world: World, source: OpenSource, topology: Topology
 
 
 async def reloaded(source: OpenSource, condition: Callable[[], bool]) -> None:
-    """Read anew until it holds: what has been asked for may take a moment to come true behind the source."""
+    """Reload until the condition holds: changes may take a moment to reach the source."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         assert await asyncio.wait_for(source.source.reload(), PATIENCE_S)
@@ -367,7 +367,7 @@ async def test_deleted_topic_has_no_owners_and_recreated_differs(world: World) -
             assert topology.owner(topic, 0) == NO_OWNER
         await world.make_again()
         await reloaded(source, lambda: len(owners(topology, world.topic)) == PARTITIONS)
-        # A refusal of the first topic's time is older than what is known now.
+        # A refusal from the first topic's time is older than the present state.
         await reloaded_to_truth(world, source, topology, revisions)
         new_id = await world.topic_id()
         assert topology.topic_ids.get(name) == new_id
@@ -377,7 +377,7 @@ async def test_deleted_topic_has_no_owners_and_recreated_differs(world: World) -
             assert topology.owner(new_id, 0) == topology.owner(name, 0)
 
 
-async def test_a_source_that_is_heard_is_not_stale(world: World) -> None:
+async def test_source_that_answers_is_not_stale(world: World) -> None:
     await world.prepare()
     async with opened(world) as (source, _):
         assert not source.source.stale
@@ -395,5 +395,5 @@ async def test_closing_leaves_nothing_behind(world: World) -> None:
     await asyncio.sleep(0.05)
     left = [task.get_name() for task in asyncio.all_tasks() - before]
     assert left == []
-    # Whoever still asks is not kept waiting.
+    # Later callers do not wait.
     await asyncio.wait_for(source.source.refresh(world.topic.encode(), 0, topology.revision), PATIENCE_S)

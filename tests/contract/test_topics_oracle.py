@@ -48,7 +48,7 @@ ASKED: list[Asked] = [
     *configured("unclean.leader.election.enable", "false", "nothing"),
     *configured("no.such.thing", "1"),
 ]
-# Kafka knows more configurations, and other values of those.
+# Kafka has more configurations, and more values of these.
 REFUSED_HERE: list[Asked] = [
     *configured("cleanup.policy", "compact", "compact,delete"),
     *configured("compression.type", "zstd"),
@@ -59,7 +59,7 @@ REFUSED_HERE: list[Asked] = [
 
 
 def outcomes(side: Side, asked: list[Asked]) -> list[tuple[str, str, int, int]]:
-    """What each would come to, one by one: the error, and how many partitions and replicas the topic would have."""
+    """The outcome of each creation, one by one: the error, and the topic's partitions and replicas."""
     found = []
     with side.client(1) as client:
         for each in asked:

@@ -1,6 +1,6 @@
-"""Apache Kafka is right: the answers to a client that has closed its sending side, and those that admin tools ask for.
+"""Apache Kafka is right: answers to a client that has closed its sending side, and to admin tools.
 
-Each is the same through the proxy, for which clients take it.
+The proxy gives the same answers.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def requests(topic: str) -> dict[str, tuple[int, int, dict[str, Any]]]:
 
 
 def half_closed(port: int, sent: list[tuple[int, int, dict[str, Any]]]) -> list[int]:
-    """The correlation ids of the answers that come after the end of what is sent, until the connection ends."""
+    """The correlation ids of the answers after the client's end of sending, until the connection ends."""
     frames = []
     for correlation_id, (key, version, fields) in enumerate(sent, 1):
         body = control.encode_request(control.build_request(key, version, **fields))

@@ -123,7 +123,7 @@ def prometheus(directory: Path, jobs: Mapping[str, Sequence[str]], *, hold_s: in
 
 @pytest.mark.java
 async def test_dead_kafka_broker_raises_alarm(tmp_path: Path) -> None:
-    """Kafka drops the broker long before the alert's time is over."""
+    """Kafka removes the broker long before the alert's duration is over."""
     with ExitStack() as stack:
         cluster = stack.enter_context(start_real_kafka(tmp_path / "kafka", 3))
         proxy = stack.enter_context(kafka_proxy(tmp_path / "proxy", cluster.bootstrap, "--workers", "2"))
@@ -204,13 +204,13 @@ async def test_reference_brokers_and_etcd_raise_alarms(tmp_path: Path) -> None:
             victim.kill()
             await alarms.until("KproxyBrokerUnderReplicated")
             await alarms.until("KproxyBrokerUnderMinIsr")
-            # The partitions of "single" that it kept: no live broker has a replica.
+            # Partitions of "single" that the broker kept: no live broker has a replica.
             await alarms.until("KproxyBrokerPartitionsOffline")
             # Its key is gone with its lease.
             await eventually(lambda: counted(proxy.admin, "kproxy_table_brokers ") == 2)
             await alarms.until("KproxyBrokerDown", broker="3", instance=proxy.admin)
 
-            # The partitions of "single" that only the victim has: no broker takes the fence.
+            # Partitions of "single" whose only replica is at the victim: no broker takes the fence.
             claimant = await RawClient().connect(port_of(proxy))
             claim = own.encode_own_request(own.OwnRequest("g", None))
             claimant.send(control_request(api_keys.OWN, own.OWN_MAX_VERSION, claim))
@@ -226,7 +226,7 @@ async def test_reference_brokers_and_etcd_raise_alarms(tmp_path: Path) -> None:
 
 
 async def test_one_proxy_raises_alarms(tmp_path: Path) -> None:
-    """Brokers of a fixed table, which stay in it whatever they do."""
+    """The brokers are in a fixed table, which never removes them."""
     asked: list[Asked] = []
 
     def assigns_the_same(request: Asked) -> None:
@@ -291,7 +291,7 @@ async def test_one_proxy_raises_alarms(tmp_path: Path) -> None:
 
 
 async def test_failing_disks_raise_alarms(tmp_path: Path) -> None:
-    """Every disk is full for a while: that of a broker which alone has a partition, and that of the audit trail."""
+    """Every disk is full for a while: that of the only broker with a partition, and that of the audit trail."""
     shim = build_shim(tmp_path)
     async with own_etcd(tmp_path / "etcd") as (etcd, _):
         broker = BrokerProcess(1, tmp_path / "broker", etcd.endpoint, "/disks", admin=0, num_partitions=200)

@@ -28,9 +28,9 @@ HELM: Final = os.environ.get("HELM", "helm")
 SCRIPT: Final = chart_script()
 MOUNTED: Final = "/etc/kproxy-secrets/"
 SECURED: Final = CHART / "examples/secured.yaml"
-# With one value for each literal, bound and kind that a key takes.
+# One for each literal, bound and kind of value that a key takes.
 TURNS: Final = range(8)
-# Texts of which the chart, or Kubernetes, takes a part.
+# Texts of which the chart or Kubernetes uses a part.
 TEXTS: Final = {
     "listen.listen": "127.0.0.1:100{}",
     "listen.admin": "127.0.0.1:200{}",
@@ -81,7 +81,7 @@ def ports_of(manifest: str, kind: str) -> list[str]:
 
 
 def drawn(info: msgspec.inspect.Type, path: str, turn: int) -> Any:
-    """A value of a type: in several turns all its literals, bounds and kinds, of secrets none."""
+    """A value of a type: over several turns all its literals, bounds and kinds, but no secrets."""
     match info:
         case msgspec.inspect.UnionType():
             kinds = [each for each in info.types if not isinstance(each, msgspec.inspect.NoneType)]
@@ -111,7 +111,7 @@ def whole_configuration(turn: int, *, several: bool) -> dict[str, Any]:
     left_out = {"tls"} if several else {LISTENERS}
     found = {name: msgspec.inspect.type_info(kind) for name, kind in KINDS.items() if name not in left_out}
     config = {name: drawn(info, name, turn) for name, info in found.items()}
-    # The chart refuses others: the kubelet has no certificate.
+    # The chart refuses other values: the kubelet has no certificate.
     config["admin"]["tls"]["client_auth"] = "optional"
     if several:
         for key in ("listen", "advertise", "proxy_protocol", "proxy_protocol_from"):
@@ -120,7 +120,7 @@ def whole_configuration(turn: int, *, several: bool) -> dict[str, Any]:
 
 
 def paths(kind: Any, at: str) -> Iterator[str]:
-    """The paths of the files in a section or a table."""
+    """The paths of all files in a section or a table."""
     match msgspec.inspect.type_info(kind) if not isinstance(kind, msgspec.inspect.Type) else kind:
         case msgspec.inspect.ListType() as info:
             yield from paths(info.item_type, at)
@@ -146,7 +146,7 @@ def nested(path: str, value: object) -> dict[str, Any]:
     return value  # type: ignore[return-value]
 
 
-def test_chart_takes_each_table() -> None:
+def test_chart_accepts_each_table() -> None:
     assert set(SCRIPT.TABLE_KINDS) == set(TABLES)
 
 
@@ -184,7 +184,7 @@ def test_each_file_comes_from_secret(path: str, tmp_path: Path) -> None:
     assert f"mountPath: {MOUNTED.rstrip('/')}\n" in manifest
 
 
-def test_text_without_file_takes_no_secret(tmp_path: Path) -> None:
+def test_text_without_file_needs_no_secret(tmp_path: Path) -> None:
     config = {"etcd": {"username": {"secretName": "a", "key": "b"}}}
     assert "/config/etcd/username" in refusal({**BASE, "config": config}, tmp_path)
 
@@ -212,7 +212,7 @@ def test_secret_in_variable_needs_reference(path: str, tmp_path: Path) -> None:
 
 
 def test_secured_gateway_is_valid(tmp_path: Path) -> None:
-    """SASL, ACLs, quotas and two listeners, by `kproxy check-config`, with files where the Secrets are mounted."""
+    """`kproxy check-config` accepts SASL, ACLs, quotas and two listeners, with files at the Secrets' mounts."""
     manifest = rendered({}, tmp_path, "-f", str(SECURED))
     signer = Signer(tmp_path / "ca")
     pair = signer.issue("server", "localhost")
@@ -289,7 +289,7 @@ def test_static_table_is_valid(tmp_path: Path) -> None:
     assert [(each.name, each.owners) for each in owners.topics] == [("orders", (1, 1))]
 
 
-def test_drain_delay_of_sidecar_counts(tmp_path: Path) -> None:
+def test_drain_delay_of_sidecar_is_added(tmp_path: Path) -> None:
     for given, expected in (({}, 0), ({"limits": {"drain_delay": 3}}, 3)):
         manifest = rendered({**BASE, "mode": "sidecar", "config": given}, tmp_path)
         assert tomllib.loads(toml_of(manifest))["limits"]["drain_delay"] == expected

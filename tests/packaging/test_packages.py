@@ -33,14 +33,14 @@ VERSION = "import sys; print(sys.version_info[:2])"
 
 
 class Built(NamedTuple):
-    """What `python -m build` makes: the wheel from the source distribution."""
+    """The output of `python -m build`, which makes the wheel from the source distribution."""
 
     sdist: Path
     wheel: Path
 
 
 class Environment(NamedTuple):
-    """A virtual environment with the wheel in it, and what the wheel needs, nothing else."""
+    """A virtual environment with only the wheel and its requirements."""
 
     directory: Path
     wheel: Path
@@ -67,7 +67,7 @@ def run(*command: str | Path, **environ: str) -> str:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     directory = Path(os.environ.get("KPROXY_TEST_DIST", "") or tmp_path_factory.mktemp("dist")).absolute()
     if not any(directory.iterdir()):
-        # Nothing here runs for long: optimising costs the compiler most of its time. `make packages` does it.
+        # Without optimisation, which takes most of the build's time; `make packages` optimises.
         run(sys.executable, "-m", "build", "--no-isolation", "--outdir", directory, CFLAGS="-O0")
     (sdist,), (wheel,) = directory.glob("*.tar.gz"), directory.glob("*.whl")
     return Built(sdist, wheel)
@@ -76,16 +76,16 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 @pytest.fixture(scope="module", params=PYTHONS)
 def environment(request: pytest.FixtureRequest, built: Built, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     directory = tmp_path_factory.mktemp("environment")
-    # The pip of these tests serves: it takes half a dozen seconds to install one, and to compile what nothing imports.
+    # These tests use their own pip: installing one takes half a dozen seconds.
     run(request.param, "-m", "venv", "--without-pip", directory)
     pip = (*PIP, "--python", directory / "bin" / "python")
-    # The versions that are tested, and no compiler is asked for.
+    # Install the tested versions; none needs a compiler.
     versions = re.findall(r"^([\w.-]+==[\w.]+)", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
     locked = directory / "locked.txt"
     locked.write_text("\n".join(versions))
     wheel = built.wheel
     if "-none-any" not in wheel.name and run(request.param, "-c", VERSION) != run(sys.executable, "-c", VERSION):
-        # It is of the Python that built it.
+        # The wheel fits only the Python that built it.
         run(*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", directory, built.sdist)
         (wheel,) = directory.glob("*.whl")
     run(*pip, "install", "--quiet", "--no-compile", "--only-binary", ":all:", "--constraint", locked, wheel)

@@ -1,6 +1,6 @@
 """Settings for audits: clusters whose logs can be tampered with, and proxies whose trails go to files.
 
-Spark writes through the proxies, as it does through any. What else is needed to forge something is done to the brokers.
+Spark writes through these proxies as through any others. Forging needs the brokers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ADMIN_TIMEOUT_S = 60.0
 
 
 class AuditedProxies:
-    """Proxies of one cluster: `ownership` are the flags that tell whose brokers they are before."""
+    """Proxies of one cluster; `ownership` has the flags that name their source of owners."""
 
     def __init__(self, directory: Path, ownership: Sequence[str], stack: ExitStack) -> None:
         self.trail = directory / "trail"
@@ -42,7 +42,7 @@ class AuditedProxies:
 
     def start(self, *, interval_s: float, listen: str = "127.0.0.1:0") -> KproxyProcess:
         self._started += 1
-        # A broker that sleeps over its lease is not to be given up before it wakes.
+        # The proxy must not give up a broker that sleeps past its lease before it wakes.
         config = self._directory / "proxy.toml"
         config.write_text(f"[limits]\nprobe_timeout_s = {ADMIN_TIMEOUT_S}\n")
         where = ["serve", "--config", config, *self._ownership, "--listen", listen, "--admin", "127.0.0.1:0"]
@@ -51,16 +51,16 @@ class AuditedProxies:
 
 
 class ForgeableCluster:
-    """Two reference brokers: `sleeper`, 1, forgets to fence itself off, `forged`, 2, has the logs that are forged."""
+    """Two reference brokers: `sleeper`, 1, does not fence itself off, `forged`, 2, has the logs that are forged."""
 
     def __init__(self, directory: Path, etcd: str, stack: ExitStack) -> None:
         directory.mkdir()
-        # Either could; one is told to.
+        # Either broker could; one of them is told to.
         options = {"lease_ttl_s": TTL_S, "unfenced": 1}
         self.sleeper, self.forged = stack.enter_context(start_brokers((1, 2), directory, etcd, PREFIX, **options))
 
     def create(self, replicas: Mapping[str, list[list[int]]]) -> None:
-        """Topics whose partitions are led by the first of their replicas."""
+        """Create topics whose partitions are led by their first replica."""
         admin = AdminClient({"bootstrap.servers": self.forged.address, "log_level": 0})
         topics = [NewTopic(topic, len(each), replica_assignment=each) for topic, each in replicas.items()]
         for made in admin.create_topics(topics).values():
@@ -79,11 +79,11 @@ class ForgeableCluster:
             return client.leaders(topic)
 
     def log(self, topic: str, partition: int) -> Path:
-        """Where broker 2 has it."""
+        """The directory of a log of broker 2."""
         return self.forged.data_dir / f"{topic}-{partition}"
 
     def put_to_sleep(self) -> None:
-        """What is sent to broker 1 from here on waits in its sockets; when it wakes it takes it that it leads still."""
+        """Suspend broker 1: requests wait in its sockets, and when it wakes it believes that it still leads."""
         self.sleeper.signal(signal.SIGUSR1)
         wait_for(lambda: UNFENCED in self.sleeper.log(), what="broker 1 is unfenced")
         self.sleeper.signal(signal.SIGSTOP)
@@ -98,7 +98,7 @@ def raw_client(proxy: KproxyProcess) -> RawClient:
 
 
 def write(session: Any, bootstrap: str, rows: Mapping[tuple[str, int], int], **settings: object) -> None:
-    """So many rows to each topic's partition, by one job, some dozens of them a batch."""
+    """Write this many rows to each topic's partition in one job, some dozens in a batch."""
     places = [(topic, partition, count) for (topic, partition), count in rows.items()]
     frame = session.createDataFrame(places, "topic string, partition int, count int")
     messages = frame.selectExpr("topic", "partition", "explode(sequence(1, count)) as n").selectExpr(
@@ -109,14 +109,14 @@ def write(session: Any, bootstrap: str, rows: Mapping[tuple[str, int], int], **s
 
 
 def metrics(proxy: KproxyProcess) -> dict[str, float]:
-    """By name, of those without labels."""
+    """The values of metrics without labels, by name."""
     with urllib.request.urlopen(f"http://{proxy.fields['admin']}/metrics", timeout=ADMIN_TIMEOUT_S) as page:
         lines = page.read().decode().splitlines()
     return {name: float(value) for name, _, value in (line.partition(" ") for line in lines) if name[0] not in "#{"}
 
 
 class Audited:
-    """What an audit came to: its findings, and what it tells of partitions, each by its names."""
+    """The results of an audit: its findings, and its counts of partitions, each by name."""
 
     def __init__(self, results: Results) -> None:
         self.findings = [SimpleNamespace(**row) for row in results.findings]
@@ -132,6 +132,6 @@ class Audited:
 
 
 def audit(bootstrap: str, trail: Path, topics: Sequence[str]) -> Audited:
-    """An audit of these topics by that trail, in this process."""
+    """Audit these topics by that trail, in this process."""
     job = AuditJob(bootstrap=bootstrap, trail=TrailPlace(JSON, str(trail)), topics=tuple(topics))
     return Audited(audit_here(job).results)

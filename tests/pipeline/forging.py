@@ -1,7 +1,7 @@
 """Tampering with logs: batches removed from the middle or the end, or appended once more.
 
-The files are those of a broker that has stopped, of the reference broker or of Apache Kafka: both keep batches as they
-were sent, with offsets that no CRC covers.
+The files are those of a broker that has stopped, of the reference broker or of Apache Kafka: both store batches as
+sent, and no CRC covers their offsets.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kproxy_codec.record_batch import RecordBatch, assign_offsets, iterate_batch
 
 
 class Offsets(NamedTuple):
-    """From the first to the last, inclusive."""
+    """A range of offsets, both ends included."""
 
     first: int
     last: int
@@ -24,7 +24,7 @@ class Offsets(NamedTuple):
 
 
 def cut_out(directory: Path, ordinal: int) -> Offsets:
-    """Remove a batch, counted from 0, from the midst of the log in that directory."""
+    """Remove a batch, counted from 0, from the middle of the log in that directory."""
     segment, content, batches = _read(directory)
     batch = batches[ordinal]
     _write(segment, content[: batch.position] + content[batch.end :])
@@ -32,7 +32,7 @@ def cut_out(directory: Path, ordinal: int) -> Offsets:
 
 
 def cut_off(directory: Path, count: int) -> Offsets:
-    """Remove the last `count` batches, and accept the loss: an only replica does not open such a log otherwise."""
+    """Remove the last `count` batches and declare the loss, because a single replica would not open such a log."""
     segment, content, batches = _read(directory)
     (directory / "checkpoint.json").unlink()
     _write(segment, content[: batches[-count].position])
@@ -40,7 +40,7 @@ def cut_off(directory: Path, count: int) -> Offsets:
 
 
 def append_again(directory: Path, ordinal: int) -> tuple[Offsets, Offsets]:
-    """Append a batch of the log once more, behind its last one; where it was, and where it is as well."""
+    """Append a batch of the log again at its end; return its offsets in both places."""
     segment, content, batches = _read(directory)
     batch, base_offset = batches[ordinal], batches[-1].last_offset + 1
     copy = content[batch.position : batch.end]
@@ -52,7 +52,7 @@ def append_again(directory: Path, ordinal: int) -> tuple[Offsets, Offsets]:
 
 
 def _read(directory: Path) -> tuple[Path, bytearray, list[RecordBatch]]:
-    """The one segment of a log, what is in it, and its batches."""
+    """The only segment of a log, its content, and its batches."""
     (segment,) = directory.glob("*.log")
     content = bytearray(segment.read_bytes())
     return segment, content, list(iterate_batches(content))
@@ -60,6 +60,6 @@ def _read(directory: Path) -> tuple[Path, bytearray, list[RecordBatch]]:
 
 def _write(segment: Path, content: bytearray) -> None:
     segment.write_bytes(content)
-    # Of Apache Kafka's: it makes them anew from what it finds.
+    # Apache Kafka writes these indexes again from the log.
     for index in ("index", "timeindex"):
         segment.with_suffix(f".{index}").unlink(missing_ok=True)

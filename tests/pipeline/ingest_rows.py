@@ -15,12 +15,12 @@ def options_of(source: str, schema: str | None = None, **options: Any) -> Ingest
 
 
 def infer(spark: Any, source: str, **source_options: str) -> Any:
-    """The schema that is inferred from all files that are there."""
+    """The schema that is inferred from all existing files."""
     return sources.infer_schema(spark, options_of(source, source_options=source_options))
 
 
 def read_files(spark: Any, source: str, schema: str, **options: Any) -> list[Any]:
-    """The rows of all files that are there, `encoded`."""
+    """The rows of all existing files, `encoded`."""
     seen: list[Any] = []
     asked = options_of(source, schema, **options)
     session = sources.own_session(spark)

@@ -16,12 +16,12 @@ STEP_TIMEOUT_S = 240.0
 
 
 class Job:
-    """A process with Spark in it; all that it says goes to the file `said`."""
+    """A process with Spark in it; its output goes to the file `said`."""
 
     def __init__(self, command: Sequence[str | Path], directory: Path, name: str) -> None:
         self.said = directory / name
         with self.said.open("wb") as said:
-            # What a killed one cannot clear away goes with the test's directory.
+            # The test's directory keeps what a killed process cannot remove.
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -31,7 +31,7 @@ class Job:
             )
 
     def kill(self) -> None:
-        """kill -9 of it and of its Java, one right after the other."""
+        """kill -9 the process and its JVM, one right after the other."""
         processes = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
         for process in processes:
             process.kill()
@@ -56,7 +56,7 @@ async def running(command: Sequence[str | Path], directory: Path, name: str) -> 
 
 
 class Watched:
-    """How many records a topic has, asked of the proxy."""
+    """The number of records in a topic, as the proxy reports it."""
 
     def __init__(self, bootstrap: str, topic: str, partitions: int) -> None:
         settings = {"bootstrap.servers": bootstrap, "group.id": "unused", "log_level": 0}
@@ -68,14 +68,14 @@ class Watched:
         try:
             return self._consumer.get_watermark_offsets(confluent_kafka.TopicPartition(self._topic, partition), 5.0)[1]
         except confluent_kafka.KafkaException:
-            # Nobody owns it just now.
+            # The partition has no owner just now.
             return 0
 
     def count(self) -> int:
         return sum(map(self._end, range(self._partitions)))
 
     async def until(self, least: int, job: Job) -> int:
-        """Wait for so many, while `job` runs."""
+        """Wait for this many, while `job` runs."""
         async with asyncio.timeout(STEP_TIMEOUT_S):
             while (count := await asyncio.to_thread(self.count)) < least:
                 assert job.process.poll() is None, job.said.read_text()
@@ -87,5 +87,5 @@ class Watched:
 
 
 def committed(checkpoint: Path) -> int:
-    """The number of micro-batches that are."""
+    """The number of committed micro-batches."""
     return sum(1 for each in (checkpoint / "commits").glob("*") if each.name.isdigit())

@@ -1,10 +1,10 @@
 """A TCP relay in place of a faulty proxy: it loses, doubles or swaps one record on its way to the cluster.
 
-Every produce request that comes by is taken apart and put together again by kafka-python, with the producer's id and
-sequence numbers removed: a broker that still saw them would refuse what is missing and drop what comes twice. So a run
-through it without a fault is part of the evidence. Where something must be sent again, as when a broker is killed,
-they must stay (`keep_producers`), and only a fault that leaves as many records as there were goes unnoticed. All else
-passes as it is. For clients to come through it, the proxy behind must advertise the relay's address.
+kafka-python decodes every produce request and encodes it again without the producer's id and sequence numbers:
+otherwise a broker would refuse the batch after a missing one, and drop a duplicate. So a run without a fault is part of
+the evidence. If batches must be resent, as when a broker is killed, the numbers must stay (`keep_producers`), and only
+a fault that keeps the number of records goes unnoticed. All other bytes pass unchanged. The proxy must advertise the
+relay's address.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Record:
 
 @dataclass
 class Tamper:
-    """A fault to apply once: `change` gets a batch's records and gives others, or None if it cannot here."""
+    """A fault to apply once: `change` turns a batch's records into others, or returns None if it cannot."""
 
     change: Callable[[list[Record]], list[Record] | None]
     victims: set[int] = field(default_factory=set)
 
     def apply(self, records: list[Record]) -> list[Record]:
-        """What to send instead of `records`. `victims` are then the row numbers that are missing, double or moved."""
+        """The bytes to send for `records`. `victims` then has the numbers of missing, duplicated or moved rows."""
         changed = None if self.victims else self.change(records)
         if changed is None:
             return records
@@ -56,17 +56,17 @@ class Tamper:
 
 
 def drop_one(records: list[Record]) -> list[Record] | None:
-    """Without its second record."""
+    """The records without the second."""
     return records[:1] + records[2:] if len(records) > 1 else None
 
 
 def double_one(records: list[Record]) -> list[Record] | None:
-    """With its first record twice."""
+    """The records with the first duplicated."""
     return records[:1] + records
 
 
 def swap_two(records: list[Record]) -> list[Record] | None:
-    """With a key's record and the next of the same key in each other's place."""
+    """The records with two neighbours of one key swapped."""
     last_of_key: dict[bytes, int] = {}
     for position, record in enumerate(records):
         if record.key is None:
@@ -81,7 +81,7 @@ def swap_two(records: list[Record]) -> list[Record] | None:
 
 
 class TamperingRelay:
-    """Listens on `address` from `start` on and passes all to `upstream_port`, to be set before a client comes."""
+    """Listens on `address` from `start` on, and passes all to `upstream_port`; set that before a client connects."""
 
     def __init__(self, *, keep_producers: bool = False) -> None:
         self.upstream_port = 0

@@ -33,7 +33,7 @@ RECORDS = 300
 
 @pytest.fixture
 def topic(dev_cluster: KproxyProcess) -> str:
-    """With RECORDS records, written through the proxy."""
+    """A topic with RECORDS records, written through the proxy."""
     name = f"audited-{uuid.uuid4().hex[:10]}"
     produce(dev_cluster.kafka, name, [b"value"] * RECORDS)
     return name
@@ -65,7 +65,7 @@ def audit_status(job: AuditJob) -> int:
 
 @pytest.fixture
 def unended(dev_cluster: KproxyProcess, topic: str) -> AuditJob:
-    """Of a trail in a topic whose proxy was killed."""
+    """A trail in a topic whose proxy was killed."""
     trail, name = ForgedTrail("f" * 16), f"trail-{topic}"
     produce(dev_cluster.kafka, name, [encode_page([trail.begin()]), encode_page([trail.acked(topic, 0, RECORDS)])])
     return AuditJob(bootstrap=dev_cluster.kafka, trail=parse_trail(f"topic:{name}"), topics=(topic,))
@@ -95,7 +95,7 @@ def test_forged_rows_do_not_decide_a_signed_audit(
         produce(proxy.kafka, topic, [b"value"] * RECORDS)
         assert proxy.stop() == 0
     (rows,) = trails_in_topic(dev_cluster.kafka, trail).values()
-    # A record that nobody wrote, in the name of the proxy, and of one that there is not.
+    # A record that nobody wrote, in the proxy's name and in a nonexistent proxy's.
     forged = ForgedTrail(rows[0].incarnation, rows[0].proxy, sequence=rows[-1].sequence + 1)
     produce(dev_cluster.kafka, trail, [encode_page([forged.acked(topic, RECORDS, 1)])])
     produce(dev_cluster.kafka, trail, [encode_page([ForgedTrail("f" * 16, "nobody:1").acked(topic, RECORDS + 1, 1)])])
@@ -109,7 +109,7 @@ def test_forged_rows_do_not_decide_a_signed_audit(
     assert "Trail rows left out, not signed with the key: 2." in out
 
 
-def test_large_audit_goes_on_to_spark(unended: AuditJob, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_audit_continues_on_spark(unended: AuditJob, monkeypatch: pytest.MonkeyPatch) -> None:
     def on_spark(*_: object) -> None:
         raise StartupError("on Spark")
 
@@ -126,9 +126,9 @@ def test_large_audit_goes_on_to_spark(unended: AuditJob, monkeypatch: pytest.Mon
         (["--bootstrap", "127.0.0.1"], "--bootstrap: '127.0.0.1' has no port"),
         (["--bootstrap", "NOBODY"], "No Kafka answers at --bootstrap"),
         (["--trail", "topic:nowhere"], "No audit trail: there is no topic nowhere"),
-        (["--trail", "json:/nonexistent"], "No audit trail: /nonexistent is no directory"),
+        (["--trail", "json:/nonexistent"], "No audit trail: /nonexistent is not a directory"),
         (["--trail", "parquet:EMPTY"], r"has no file \*\.parquet"),
-        (["--trail", "disk"], "is no place of an audit trail"),
+        (["--trail", "disk"], "is not a place of an audit trail"),
         (["--topics", "nix,nada"], "There is no topic nada"),
         (["--from", "1h", "--to", "2h"], "--from is not before --to"),
         (["--from", "2999-01-01"], "--from 2999-01-01 is in the future"),
@@ -137,7 +137,7 @@ def test_large_audit_goes_on_to_spark(unended: AuditJob, monkeypatch: pytest.Mon
             "--trail-key: a trail in Parquet files is not signed",
         ),
         (["--trail-key", "/dev/null"], "--trail-key: the key in /dev/null has 0 bytes"),
-        (["--window", "10"], "--window 10 is no duration"),
+        (["--window", "10"], "--window 10 is not a duration"),
         (["--report", "/nonexistent/report.html"], "cannot be written to /nonexistent/report.html .No such file"),
         (["--conf", "x=y"], "is not a Spark setting"),
         (["--master", "yarn"], r"On a cluster \(yarn\) the tables need a place .* give --output DIR"),

@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 PARTITIONS = "spark.sql.shuffle.partitions"
 FIRST_SEED = secrets.randbelow(1 << 31)
 SEEDS = range(FIRST_SEED, FIRST_SEED + examples(40))
-# Small, so that cases and histories meet the boundaries of buckets.
+# Few bits, so that cases and histories meet the boundaries of buckets.
 BITS = 5
 
 
@@ -73,7 +73,7 @@ def on_spark(spark: Any) -> Tables:
 
 
 def comparable(rows: Any, *without: str) -> list[str]:
-    """Rows as sorted texts, without what depends on where ranges of offsets begin."""
+    """Rows as sorted texts, without values that depend on where ranges of offsets begin."""
     plain = [row if isinstance(row, dict) else row.asDict() for row in rows]
     times = ("window_start", "window_end")
     kept = [{name: value for name, value in row.items() if name not in (*without, *times)} for row in plain]
@@ -88,7 +88,7 @@ def test_both_engines_fill_the_same_tables(here: Results, on_spark: Tables, name
 
 
 def test_both_engines_have_the_same_windows(here: Results, on_spark: Tables) -> None:
-    """But for records sent again over a border of buckets, which count where each bucket first sees them."""
+    """Except for resends over a border of buckets, which count where each bucket first sees them."""
     judged = ("acked", "present", "lost", "removed", "deleted", "gone", "overlapped")
     told = comparable(on_spark.windows.collect(), *judged)
     assert told == comparable(here.windows, *judged), f"seeds {SEEDS}"
@@ -120,7 +120,7 @@ def test_shuffle_partitions_follow_input_size_and_are_reset(spark: Any, rows: in
 
 @pytest.mark.long
 def test_results_written_here_are_read_by_spark(spark: Any, here: Results, tmp_path: Path) -> None:
-    # A second audit takes the place of the first.
+    # A second audit replaces the first.
     for _ in range(2):
         here.write(str(tmp_path), {"made": "now"})
     read = read_results(spark, str(tmp_path))
@@ -141,7 +141,7 @@ def test_spark_reads_trails_and_logs_of_a_cluster(
     assert document["verdict"] == "Loss"
     counts = {state: document["counts"][state] for state in ("acked", "present", "lost")}
     assert counts == {"acked": 33, "present": 30, "lost": 3}
-    # The proxy has no end: it is not known what else it acknowledged.
+    # The proxy's trail has no end, so it may have acknowledged more.
     assert document["findings_by_kind"].keys() == {"lost", "tail"}
 
 

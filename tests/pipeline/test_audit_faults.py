@@ -1,8 +1,8 @@
 """The audit finds and names every fault of acknowledged records, and reports intact records as intact.
 
-Spark, proxies, and reference brokers that fence themselves off from nothing. One story for all tests: rows are written
-and two owners give out the same offsets; the trail ends in order; a proxy is killed before it has shipped all;
-the logs are tampered with, and what was touched is audited. What nobody touched is audited by the first trail alone.
+Spark, proxies, and reference brokers without fencing. All tests share one story: rows are written and two owners assign
+the same offsets; one trail ends in order; one proxy is killed before it has shipped its trail; logs are tampered with
+and audited. Untouched partitions are audited with the first trail only.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SLEEPER, OTHER = 1, 2
 
 @dataclass(frozen=True)
 class Story:
-    """What was done, and what the audit of all but `clean` said of it."""
+    """The steps taken, and the audit's results for all partitions but `clean`."""
 
     forged: Audited
     overlaps: list[float]
@@ -76,7 +76,7 @@ def story(spark: Any, etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFacto
         with raw_client(one) as first, raw_client(one) as second:
             late = _acknowledged_late(cluster, [first, second])
         cluster.sleeper.stop()
-        # Through the same proxy to partition 0, to partition 1 through another; all in one batch each.
+        # Partition 0 through the same proxy, partition 1 through another; each gets one batch.
         for partition, proxy in enumerate((one, other)):
             write(spark, proxy.kafka, {("split", partition): AFTER}, acks=1, linger_ms=10_000)
         wait_for(
@@ -105,10 +105,10 @@ def story(spark: Any, etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFacto
 
 
 def _acknowledged_late(cluster: ForgeableCluster, clients: Sequence[RawClient]) -> list[Offsets]:
-    """Broker 1 sleeps over its lease with a batch for each partition in its sockets, and acknowledges them as it wakes.
+    """Broker 1 sleeps past its lease with batches for both partitions in its sockets, and acknowledges them late.
 
-    By then broker 2 owns both partitions, and has nothing of that; but all that went before, which it has acknowledged
-    itself (acks=all), or what broker 2 gives out would begin anywhere.
+    By then broker 2 owns both partitions without these batches. It has all earlier records (acks=all), so that the
+    offsets that it assigns begin at the same place.
     """
     for partition, client in enumerate(clients):
         client.produce("split", partition, build_batch([b"before"] * BEFORE), acks=-1)
@@ -122,9 +122,9 @@ def _acknowledged_late(cluster: ForgeableCluster, clients: Sequence[RawClient]) 
     return [Offsets(answer.base_offset, answer.base_offset + LATE - 1) for answer in answers]
 
 
-# The demo's audit is of such a run as well.
+# The demo audits such a run, too.
 @pytest.mark.long
-def test_run_without_faults_audits_clean(story: Story) -> None:
+def test_run_without_faults_passes_the_audit(story: Story) -> None:
     clean = audit(story.bootstrap, story.trail_in_order, ["clean"])
     assert clean.findings == []
     assert clean.exit_status == 0
@@ -158,7 +158,7 @@ def test_offsets_given_by_two_owners_name_both(story: Story, partition: int) -> 
 
 
 def _ownerships(story: Story, partition: int) -> set[tuple[int, int]]:
-    """By the trails: who acknowledged the offsets in question."""
+    """The owners that acknowledged these offsets, by the trails."""
     rows = [row for file in story.trail.glob("*.jsonl") for row in decode_page(file.read_bytes())]
     found = {
         (row.owner, row.revision)

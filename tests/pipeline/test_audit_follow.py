@@ -36,7 +36,7 @@ EDGE_MS, HORIZON_MS = 60_000, 600_000
 
 
 class Followed:
-    """A trail in a topic of its own, over a topic of its own."""
+    """A trail in its own topic, about another topic."""
 
     def __init__(self, bootstrap: str, directory: Path) -> None:
         name = uuid.uuid4().hex[:10]
@@ -49,7 +49,7 @@ class Followed:
         produce(self.bootstrap, self.trail, [encode_page(rows)])
 
     def ship_at(self, timestamp_ms: int, *rows: Row) -> None:
-        """A page that bears the time of another clock, as brokers write it with LogAppendTime."""
+        """Write a page with the time of another clock, as brokers do with LogAppendTime."""
         producer = confluent_kafka.Producer({"bootstrap.servers": self.bootstrap})
         producer.produce(self.trail, encode_page(rows), partition=0, timestamp=timestamp_ms)
         assert producer.flush(TIMEOUT_S) == 0
@@ -84,7 +84,7 @@ class Run:
         return self._said.getvalue()
 
     def _run(self) -> None:
-        # A terminal, so that what it says at once is said there.
+        # On a terminal the job prints every finding at once.
         console = Console(file=self._said, width=300)
         options = FollowOptions(self._followed.state, every_ms=200)
         self._status = run_follow_job(
@@ -127,7 +127,7 @@ def test_followed_findings_are_reported_once_across_restarts(dev_cluster: Kproxy
         assert run.end() == 1
     assert f"ALARM overlap: {followed.topic}/0 offsets 60 to 69" in run.said
 
-    # It continues where it was: nothing is reported again, and still the exit status tells of it.
+    # The job continues where it was: it reports nothing again, but the exit status still tells of the finding.
     with following(followed) as again:
         trail.skip()
         followed.ship(trail.acked(followed.topic, 100, 5), trail.mark())
@@ -139,7 +139,7 @@ def test_followed_findings_are_reported_once_across_restarts(dev_cluster: Kproxy
 
 
 class Fed:
-    """A follower whose rounds the test calls, at the times that it says."""
+    """A follower whose rounds the test calls, at times that it sets."""
 
     def __init__(self, followed: Followed) -> None:
         self.said: list[str] = []
@@ -153,7 +153,7 @@ class Fed:
         )
 
     def feed(self, *rows: Row) -> list[str]:
-        """Ship the rows, if there are any; return what the next round says."""
+        """Ship the rows, if there are any; return the next round's output."""
         if rows:
             self._followed.ship(*rows)
         self.follower.round()
@@ -161,7 +161,7 @@ class Fed:
         return said
 
 
-def test_unsigned_rows_are_left_out_and_told(dev_cluster: KproxyProcess, tmp_path: Path) -> None:
+def test_unsigned_rows_are_left_out_and_reported(dev_cluster: KproxyProcess, tmp_path: Path) -> None:
     followed = Followed(dev_cluster.kafka, tmp_path)
     followed.job = replace(followed.job, trail=followed.job.trail._replace(keys=(b"k" * 16,)))
     fed, trail = Fed(followed), ForgedTrail("a" * 16, began_ms=now_ms())
@@ -173,7 +173,7 @@ def test_unsigned_rows_are_left_out_and_told(dev_cluster: KproxyProcess, tmp_pat
 
 
 def test_silent_trail_is_reported_without_new_input(dev_cluster: KproxyProcess, tmp_path: Path) -> None:
-    """The proxy's name has blanks in it, and its topic has been deleted."""
+    """The proxy's name contains blanks, and its topic has been deleted."""
     followed = Followed(dev_cluster.kafka, tmp_path)
     fed = Fed(followed)
     trail = ForgedTrail("b" * 16, proxy="no address:9092", began_ms=fed.now_ms)
@@ -186,13 +186,13 @@ def test_silent_trail_is_reported_without_new_input(dev_cluster: KproxyProcess, 
     again.now_ms += 60_000
     (killed,) = again.feed()
     assert "The trail of no address:9092 has no end" in killed
-    # It was cut off from its sink for longer than anything is kept: what is forgotten is not missing.
+    # The proxy had no sink for longer than the horizon: its forgotten rows do not count as missing.
     again.now_ms += 3_600_000
     other = ForgedTrail("c" * 16, proxy="other:9092", began_ms=again.now_ms - 5_000)
     assert again.feed(other.begin(), other.mark()) == []
     trail.began_ms = again.now_ms - 10_000
     assert again.feed(trail.mark()) == []
-    # A start that continues from there, beyond the horizon, knows the trails as well.
+    # A later start continues beyond the horizon, and knows the trails too.
     later = Fed(followed)
     later.now_ms = again.now_ms
     trail.began_ms += 1_000
@@ -228,14 +228,14 @@ def test_offset_assigned_again_is_found_within_horizon(dev_cluster: KproxyProces
     assert fed.feed(trail.acked(followed.topic, 10, 10)) == []
     (overlap,) = fed.feed(trail.acked(followed.topic, 5, 5, owner=2, revision=9))
     assert "offsets 5 to 9" in overlap
-    # Beyond the horizon the first rows are forgotten.
+    # The first rows are older than the horizon, so they are forgotten.
     wait(HORIZON_MS + 5_000)
     assert fed.feed(trail.acked(followed.topic, 20, 10)) == []
     assert fed.feed(trail.acked(followed.topic, 0, 5, owner=3, revision=11)) == []
 
 
 def test_recreated_topic_is_compared_with_its_own_log(dev_cluster: KproxyProcess, tmp_path: Path) -> None:
-    """What was read of the one before must not stand in for what is lost of this one."""
+    """Batches of the earlier topic must not stand in for lost ones of this topic."""
     followed = Followed(dev_cluster.kafka, tmp_path)
     produce(followed.bootstrap, followed.topic, [b"value"] * 100)
     fed = Fed(followed)
@@ -250,14 +250,14 @@ def test_recreated_topic_is_compared_with_its_own_log(dev_cluster: KproxyProcess
 
 @pytest.fixture
 def since(dev_cluster: KproxyProcess, tmp_path: Path) -> Followed:
-    """Followed from a minute ago on, of one topic."""
+    """A follower of one topic, from a minute ago on."""
     followed = Followed(dev_cluster.kafka, tmp_path)
     followed.job = replace(followed.job, from_ms=now_ms() - EDGE_MS, topics=(followed.topic,))
     return followed
 
 
 def test_audit_from_time_reads_pages_of_slow_clock(since: Followed) -> None:
-    """With LogAppendTime brokers date pages, and theirs may be dated before what they tell of was acknowledged."""
+    """With LogAppendTime brokers date pages, perhaps earlier than the acknowledgements in them."""
     assert since.job.from_ms is not None
     trail = ForgedTrail("a" * 16, began_ms=since.job.from_ms + 5_000)
     since.ship_at(since.job.from_ms - HORIZON_MS - 1_000, ForgedTrail("b" * 16).begin())
@@ -274,7 +274,7 @@ def test_audit_from_time_judges_missing_and_late_rows(since: Followed) -> None:
     edge_ms = since.job.from_ms
     fed = Fed(since)
     fed.now_ms = edge_ms + EDGE_MS
-    # It was there long before what is read, and has a row soon after that begins.
+    # This proxy began long before the rows that are read, and its first row there follows soon.
     lives = ForgedTrail("a" * 16, "lives:9092", edge_ms - HORIZON_MS + 2_000 - 700_000, sequence=700)
     first = lives.mark()
     lives.began_ms = edge_ms - 702_000
@@ -282,7 +282,7 @@ def test_audit_from_time_judges_missing_and_late_rows(since: Followed) -> None:
     lives.began_ms = edge_ms + 20_000 - 702_000
     rows = [first, before, lives.acked(since.topic, 0, 10), lives.acked("others", 0, 7)]
     lives.began_ms += 20_000
-    # Of this one the first that is heard was closed behind the edge: rows before it are missing, and one is late.
+    # The first row of this proxy that is read closed after the edge: rows before it are missing, and one is late.
     torn = ForgedTrail("b" * 16, "torn:9092", edge_ms + 25_000, sequence=4)
     late = torn.acked(since.topic, 10, 5)
     (missing,) = fed.feed(*rows, lives.mark(), torn.mark())

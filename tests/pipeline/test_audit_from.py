@@ -25,7 +25,7 @@ OLD, NEW, VALUE_BYTES = 200, 10, 10_000
 
 
 def ship(bootstrap: str, topic: str, rows: Sequence[Row]) -> None:
-    """A page that was written when its last row was closed."""
+    """Write a page at the time when its last row was closed."""
     producer = confluent_kafka.Producer({"bootstrap.servers": bootstrap})
     producer.produce(topic, encode_page(rows), partition=0, timestamp=rows[-1].at)
     assert producer.flush(TIMEOUT_S) == 0
@@ -42,7 +42,7 @@ def test_audit_from_time_judges_only_later_acknowledgements(
     produce(dev_cluster.kafka, busy, [b"v"] * NEW)
     lives, torn = ForgedTrail("a" * 16, "lives:9092"), ForgedTrail("b" * 16, "torn:9092")
     killed = ForgedTrail("c" * 16, "killed:9092")
-    # Far before what is read, at its beginning, within what is looked back on, and within what is judged.
+    # Rows far before the first that are read, at their beginning, in the look-back, and in the judged part.
     lives.began_ms = torn.began_ms = from_ms - TRAIL_LOOKBACK_MS - 8 * HOUR_MS
     ship(dev_cluster.kafka, trail_topic, [lives.begin(), lives.acked(idle, 0, OLD), torn.begin()])
     lives.began_ms = from_ms - TRAIL_LOOKBACK_MS
@@ -70,9 +70,9 @@ def test_audit_from_time_judges_only_later_acknowledgements(
     assert (counted.acked, counted.present, counted.lost) == (NEW + 3, NEW, 3)
     (lost,) = audited.of("lost", busy, 0)
     assert (lost.first_offset, lost.last_offset) == (OLD + NEW, OLD + NEW + 2)
-    # Of a proxy that was killed hours ago nobody knows what it acknowledged since; of another one rows are missing.
+    # A proxy killed hours ago may have acknowledged more since; of another one rows are missing.
     assert [found.proxy for found in audited.of("tail")] == ["killed:9092"]
     assert [found.proxy for found in audited.of("gap")] == ["torn:9092"]
     assert 0 < sum(fetched) < 100_000, "of 4 MB"
-    # A mark and two rows lie within what is looked back on; what was read of the log is one batch, or a few.
+    # A mark and two rows lie in the look-back; one or a few batches of the log were read.
     assert len(last) + 3 < result.rows <= len(last) + 3 + NEW

@@ -23,7 +23,7 @@ HOLE = 2
 
 @dataclass(frozen=True)
 class Story:
-    """What was done to logs, and what the audit said of it."""
+    """The changes to logs, and the audit's results."""
 
     audited: Audited
     hole: Offsets
@@ -72,7 +72,7 @@ def test_expired_records_are_not_counted_as_lost(story: Story) -> None:
     assert counted.log_start_offset == removed
 
 
-def test_untouched_partitions_are_whole(story: Story) -> None:
+def test_untouched_partitions_are_complete(story: Story) -> None:
     for topic, partition in (("kept", 0), ("kept", 1)):
         counted = story.audited.partition(topic, partition)
         assert (counted.acked, counted.present, counted.lost, counted.unclaimed) == (200, 200, 0, 0)

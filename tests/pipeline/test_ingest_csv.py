@@ -43,13 +43,13 @@ ROWS = [(str(number), value, other) for number, (value, other) in enumerate(zip(
 
 
 def written(*, bom: str = "", rows: Any = ROWS, **dialect: Any) -> bytes:
-    """By Python's csv module."""
+    """Write with Python's csv module."""
     text = io.StringIO(newline="")
     csv.writer(text, **dialect).writerows([COLUMNS, *rows])
     return (bom + text.getvalue()).encode()
 
 
-# As DataFrame(...).to_csv(index=False) writes it: newlines alone end rows, quotes only where they are needed.
+# As DataFrame(...).to_csv(index=False) writes it: rows end with newlines only, quotes appear only where needed.
 PANDAS = b'id,name,n\n1,"say ""hi""",1.5\n2,"two\nlines",\n3,,"a,b"\n'
 
 
@@ -63,11 +63,11 @@ def of_file(rows: list[Any], name: str) -> list[Any]:
 
 
 def values(row: Any) -> list[str]:
-    # Nothing between two commas is null; to the csv module it is the same as "".
+    # An empty field is null; the csv module does not distinguish it from "".
     return [row[name] or "" for name in COLUMNS]
 
 
-def test_csv_of_other_programs_is_read_as_meant(spark: Any, tmp_path: Path) -> None:
+def test_csv_of_other_programs_is_read_correctly(spark: Any, tmp_path: Path) -> None:
     files = {
         "python.csv": written(),
         "unix.csv": written(lineterminator="\n"),
@@ -86,8 +86,8 @@ def test_csv_of_other_programs_is_read_as_meant(spark: Any, tmp_path: Path) -> N
         assert [row[transforms.ROW].rpartition("/")[2] for row in found] == [f"{name}#0:{n}" for n in range(len(found))]
 
 
-# A null, a text of no length and a number that is null, as other programs write them. pandas and Python's csv tell the
-# first two apart only where they quote what is not null.
+# A null, an empty text and a null number, as other programs write them. pandas and Python's csv distinguish the first
+# two only if they quote all values that are not null.
 EMPTY: dict[str, tuple[bytes, list[str | None]]] = {
     "polars": (b'id,name,n\n1,,\n2,"",\n', [None, ""]),
     "duckdb": (b'id,name,n\n1,,\n2,"",\n', [None, ""]),
@@ -98,7 +98,7 @@ EMPTY: dict[str, tuple[bytes, list[str | None]]] = {
 }
 
 
-def test_quoted_nothing_is_a_text_of_no_length(spark: Any, tmp_path: Path) -> None:
+def test_quoted_empty_field_is_an_empty_text(spark: Any, tmp_path: Path) -> None:
     table = pyarrow.table({"id": [1, 2], "name": [None, ""], "n": pyarrow.array([None, None], pyarrow.int64())})
     pyarrow.csv.write_csv(table, tmp_path / "pyarrow.csv")
     table.to_pandas().to_csv(tmp_path / "pandas.csv", index=False)
@@ -118,7 +118,7 @@ def test_quoted_nothing_is_a_text_of_no_length(spark: Any, tmp_path: Path) -> No
     assert [(row["name"], row["n"]) for row in named] == [(None, None), ("", None)]
 
 
-# By type: what is read, and as what; and what is no value of it.
+# By type: values with their results, and invalid values.
 VALUES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "INT": ({"7": 7, "-7": -7, "+07": 7}, ("7.0", "7 ", "1e3", "2147483648", "x", "٧")),
     "DECIMAL(6,2)": (
@@ -148,7 +148,7 @@ VALUES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-def test_text_is_the_value_it_says_or_corrupt(spark: Any, tmp_path: Path) -> None:
+def test_text_is_a_valid_value_or_corrupt(spark: Any, tmp_path: Path) -> None:
     schema = ", ".join(f"c{number} {kind}" for number, kind in enumerate(VALUES))
     names = [f"c{number}" for number in range(len(VALUES))]
     cases: list[tuple[str, str, Any]] = []
@@ -186,11 +186,11 @@ def test_spreadsheet_csv_options_are_respected(spark: Any, tmp_path: Path) -> No
 
 def test_unreadable_rows_are_reported_with_their_text(spark: Any, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b'id,name,n\n1,a\n2,b,c,d\n3,"x\ny"\n4,e,f\n"5,g,open\n6,"h",i\n7,j,k\n')
-    # Long enough that rows reach from one of the parser's buffers into the next.
+    # Rows so long that they cross the parser's buffers.
     long = [(number, "x\n" * 600 if number % 3 else "short\n", "z") for number in range(2_000)]
     lines = "".join(f'{n},"{text}"\n' if n % 7 == 0 else f'{n},"{text}",{z}\n' for n, text, z in long)
     (tmp_path / "long.csv").write_text("id,name,n\n" + lines)
-    # Its header ends with a newline alone.
+    # This header ends with a newline alone.
     (tmp_path / "mixed.csv").write_bytes(b"id,name,n\n1,a,b\r\n2,c,d\n")
     rows = read(spark, tmp_path)
 
@@ -243,7 +243,7 @@ def test_invalid_utf_8_row_is_reported_without_encoding(spark: Any, tmp_path: Pa
     (tmp_path / "utf-16.csv").write_bytes("id,name,n\n1,é,x\n".encode("utf-16"))
     named = {"encoding": "UTF-16", "pathGlobFilter": "utf-16.csv"}
     assert [values(row) for row in read(spark, tmp_path, **named)] == [["1", "é", "x"]]
-    # Who names the encoding has U+FFFD as it stands.
+    # With a named encoding, U+FFFD in the file is kept.
     (tmp_path / "there.csv").write_text("id,name,n\n1,\ufffd,x\n")
     named = {"encoding": "UTF-8", "pathGlobFilter": "there.csv"}
     assert [values(row) for row in read(spark, tmp_path, **named)] == [["1", "\ufffd", "x"]]
@@ -259,7 +259,7 @@ def test_header_in_unnamed_encoding_infers_no_schema(spark: Any, tmp_path: Path)
 
 
 @pytest.mark.parametrize("header", ["s,s", "id,ID"])
-def test_header_with_a_name_twice_is_refused(spark: Any, tmp_path: Path, header: str) -> None:
+def test_header_with_duplicate_name_is_refused(spark: Any, tmp_path: Path, header: str) -> None:
     (tmp_path / "a.csv").write_text(f"{header}\n1,2\n")
     name = header.partition(",")[0]
     with pytest.raises(StartupError, match=f"has the name {name} twice.*--schema with other names.*enforceSchema=true"):
@@ -287,6 +287,6 @@ def test_schema_is_inferred_from_multi_line_rows(spark: Any, tmp_path: Path) -> 
     assert found.simpleString() == "struct<id:int,name:string,n:double>"
 
 
-def test_time_alone_is_inferred_as_text(spark: Any, tmp_path: Path) -> None:
+def test_time_without_date_is_inferred_as_text(spark: Any, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("t,at\n10:00,2026-01-02T03:04:05Z\n11:30,2026-01-02 03:04:05.5\n")
     assert infer(spark, f"csv:{tmp_path}").simpleString() == "struct<t:string,at:timestamp>"

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
 
 SCHEMA = "id LONG, deep STRUCT<x: STRING>, many ARRAY<STRUCT<a: INT>>, by MAP<STRING, STRUCT<a: INT>>, raw STRING"
 
-# A line, and its rows: as JSON, by reason (with the names of what is new).
+# A line and its rows, as JSON; or the reason (with the names of new fields).
 LINES: tuple[tuple[str, list[Any]], ...] = (
     ('{"id":1,"deep":{"x":"y"},"many":[{"a":1},null],"by":{"k":{"a":2}}}', [{"id": 1, "deep": {"x": "y"}}]),
     ('  {"id":2}  ', [{"id": 2}]),
@@ -49,7 +49,7 @@ LINES: tuple[tuple[str, list[Any]], ...] = (
 
 
 def told(rows: list[Any]) -> list[Any]:
-    """As LINES has it, without fields that are null."""
+    """Read rows like those of LINES, without null fields."""
     found: list[Any] = []
     for row in rows:
         if row[transforms.REASON] is None:
@@ -72,7 +72,7 @@ def test_document_is_read_whole_or_reported(spark: Any, tmp_path: Path) -> None:
 
 
 AT = "2026-01-02T03:04:05.000000Z"
-# As LINES: what Spark's own reader would round, cut off, replace, or take the day of the run for.
+# Like LINES: values that Spark's own reader would round, truncate, replace, or date by the run's day.
 STRICT: tuple[tuple[str, list[Any]], ...] = (
     ('{"m":1.23,"d":"2026-01-02","deep":{"m":0.5}}', [{"m": 1.23, "d": "2026-01-02", "deep": {"m": 0.5}}]),
     ('{"m":1.2300,"d":"2026-1-2"}', [{"m": 1.23, "d": "2026-01-02"}]),
@@ -123,14 +123,14 @@ def test_json_over_several_lines_infers_no_schema(spark: Any, tmp_path: Path, te
 
 
 def as_records(spark: Any, values: list[str]) -> Any:
-    """Rows of a Kafka source, of values in SQL."""
+    """Rows of a Kafka source, with values in SQL."""
     table = ", ".join(f"({value}, 't', 0, {offset}L, timestamp_millis(0))" for offset, value in enumerate(values))
     return spark.sql(f"select * from values {table} as records(value, topic, partition, offset, timestamp)")
 
 
 def test_json_records_stand_alone_with_dead_letter_text(spark: Any) -> None:
     lines = ['{"id":1}', '[{"id":2}]', '{"id":3},{"id":4}', '{"id":5,"new":{"a":1}}', "", '{"id":6}{']
-    # A byte that is no UTF-8 would be another character.
+    # Spark would replace a byte that is not UTF-8.
     broken = "unhex(concat(hex('{\"id\":7,\"raw\":\"'), 'ff', hex('\"}')))"
     values = [*(f"cast('{line}' as binary)" for line in lines), broken, "cast(null as binary)"]
     records = as_records(spark, values)
@@ -170,7 +170,7 @@ def test_new_fields_are_left_out_on_request(spark: Any, tmp_path: Path) -> None:
     assert told(rows) == [{"id": 1}]
 
 
-# What the schema knows and what it does not; in front of each what of it a double, or Spark's own JSON, would change.
+# Known and unknown fields; before each, the part that a double or Spark's own JSON would change.
 EXACT: tuple[tuple[str, str], ...] = (
     ("a fraction", '{"id":1,"new":0.1000000000000000055511151231257827}'),
     ("one in a column", '{"id":2,"deep":{"x":"y"},"f":0.1000000000000000055511151231257827,"n":1}'),
@@ -192,7 +192,7 @@ EXACT: tuple[tuple[str, str], ...] = (
 
 
 def exactly(text: str) -> Any:
-    """By Python's reader: numbers as they are written, fields in their order, and each as often as it is there."""
+    """Read with Python's reader: numbers as written, fields in order, duplicates included."""
     return json.loads(text, parse_float=Decimal, parse_int=Decimal, object_pairs_hook=list)
 
 
@@ -204,7 +204,7 @@ def added(spark: Any, source: str, schema: str) -> list[Any]:
 def test_documents_are_written_unchanged_with_new_fields(spark: Any, tmp_path: Path) -> None:
     documents_ = [document for _, document in EXACT]
     (tmp_path / "a.json").write_text("\ufeff" + "\r\n".join(f" {each} " for each in documents_), newline="")
-    # None of these is what RFC 8259 has, or can be written as it stands: twice at places that the schema does not know.
+    # Each is invalid in RFC 8259 or cannot be written unchanged: two of them in fields that the schema lacks.
     refused = (
         "{'id':20}",
         '{"id":21,"new":NaN}',
@@ -231,7 +231,7 @@ def test_document_is_unchanged_below_directory_columns(spark: Any, tmp_path: Pat
 
 def test_fields_differing_only_in_case_infer_no_schema(spark: Any, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"id":1,"ID":2}\n')
-    with pytest.raises(StartupError, match=r"differ in case alone \(.*`id`.*\): give a --schema with one of them"):
+    with pytest.raises(StartupError, match=r"differ only in case \(.*`id`.*\): give a --schema with one of them"):
         infer(spark, f"json:{tmp_path}")
 
 

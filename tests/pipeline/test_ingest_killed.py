@@ -1,6 +1,6 @@
 """The ingest killed with -9 while it streams, and a broker too: started again it loses nothing.
 
-What is there twice then is part of the one micro-batch that was not committed, and told by its headers.
+Duplicates then belong to the one uncommitted micro-batch, as their headers show.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROWS = FILES * ROWS_PER_FILE
 ROWS_PER_BATCH = FILES_PER_BATCH * ROWS_PER_FILE
 KEYS = 17
 LEASE_TTL_S = 2
-# A request a record or two: a micro-batch takes long enough to be killed in its midst.
+# A request has one or two records, so that a micro-batch is long enough to be killed halfway.
 SLOWLY = ("batch.size=150", "linger.ms=0", "max.in.flight.requests.per.connection=1")
 
 
@@ -43,7 +43,7 @@ def loop() -> Iterator[None]:
 
 
 def write_files(directory: Path) -> None:
-    """Rows numbered from 0 on, in files of which each is older than the next."""
+    """Write rows numbered from 0 on, in files of which each is older than the next."""
     directory.mkdir()
     for file in range(FILES):
         numbers = range(file * ROWS_PER_FILE, (file + 1) * ROWS_PER_FILE)
@@ -63,7 +63,7 @@ def command(directory: Path, bootstrap: str) -> list[str | Path]:
 
 
 def headers(record: Placed) -> tuple[str, str]:
-    """Its row and its micro-batch."""
+    """A record's row and micro-batch."""
     found = {name: value or b"" for name, value in record.headers}
     return found["row"].decode(), found["batch"].decode()
 
@@ -82,7 +82,7 @@ async def test_killed_ingest_repeats_at_most_one_micro_batch(
             owners = await partition_owners([cluster.etcd], DEFAULT_PREFIX, TOPIC)
             victim = owners[0]
             await cluster.kill_broker(victim)
-            # Into the second micro-batch: others have taken over.
+            # The second micro-batch is running: other brokers have taken over.
             await watched.until(ROWS_PER_BATCH + ROWS_PER_BATCH // 4, first)
             first.kill()
         batches = committed(tmp_path / "checkpoint")
@@ -103,12 +103,12 @@ async def test_killed_ingest_repeats_at_most_one_micro_batch(
     assert max(times.values()) == 2
     assert 0 < len(twice) <= ROWS_PER_BATCH
     assert len(records) == before + ROWS - batches * ROWS_PER_BATCH
-    # All of them are of the micro-batch that was under way, by its number and by their own.
+    # All repeated rows belong to the interrupted micro-batch, by its number and by their own.
     assert {n // ROWS_PER_BATCH for n in twice} == {batches}
     rows = [headers(record) for record in records]
     repeated = {batch for (_, batch), count in Counter(rows).items() if count > 1}
     assert {batch.rpartition("/")[2] for batch in repeated} == {str(batches)}
-    # Who keeps the first of each row has each once, and those of a key in their order.
+    # The first copies of all rows are complete, and those of a key are in order.
     assert len(set(rows)) == len({row for row, _ in rows}) == ROWS
     in_order: dict[bytes | None, list[int]] = {}
     seen: set[str] = set()

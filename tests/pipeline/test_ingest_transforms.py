@@ -25,7 +25,7 @@ OPTIONS = IngestOptions("csv:in", "ck", topic="flights")
 
 @pytest.fixture
 def rows(spark: Any) -> Any:
-    """Two rows as from the rate source, with a `value` to be placed by. No task has to run for them."""
+    """Two rows as from the rate source, with a `value`. They need no task."""
     return spark.sql(
         "select * from values"
         " (1, 'a', X'ff00', timestamp_seconds(0), array('x'), 10L),"
@@ -93,7 +93,7 @@ def test_non_json_number_is_a_dead_letter(spark: Any) -> None:
     assert reasons(value=without, key=("f", "value")) == bad
     assert reasons(value=without, key=("s",)) == bad
     assert reasons(value=without, headers=(("h", "m"),)) == bad
-    # By itself it is text.
+    # Alone, the column is text.
     assert reasons(value=without, key=("f",), headers=(("h", "f"),)) == [None] * 5
     written = encode(rows, select=("value", "if(abs(f) < double('inf'), f, null) AS f"))
     assert [json.loads(row[transforms.VALUE])["f"] for row in written] == [1.5, None, None, None, None]
@@ -197,7 +197,7 @@ def test_unparsable_json_is_kept_unchanged(spark: Any) -> None:
 
 @pytest.fixture
 def small_blocks(spark: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """And a session that would give a task as many files as go into it."""
+    """Set small blocks, and a session that would put as many files as possible into a task."""
     monkeypatch.setattr(sources, "BLOCK_BYTES", 1_000)
     spark.conf.set("spark.sql.files.openCostInBytes", "0")
     yield
@@ -210,7 +210,7 @@ def test_line_keeps_its_name_for_any_task_count(spark: Any, tmp_path: Path, core
     for name, lines in (("a", 300), ("b", 7), ("c", 1)):
         (tmp_path / f"{name}.csv").write_text("n\n" + "".join(f"{name}-{n:05}\n" for n in range(lines)))
     session = sources.own_session(spark)
-    # What Spark would go by if its blocks were not of a fixed size.
+    # Spark would use these settings if its blocks had no fixed size.
     session.conf.set("spark.sql.files.minPartitionNum", cores_worth)
     seen: list[Any] = []
 
@@ -225,7 +225,7 @@ def test_line_keeps_its_name_for_any_task_count(spark: Any, tmp_path: Path, core
     names = [row[transforms.ROW] for row in seen]
     assert len(set(names)) == 308
     by_file = [name.rpartition("/")[2] for name in names]
-    # 2,702 bytes of 8 a line: blocks of 1,000 bytes, and a line belongs to the block that it begins in.
+    # 2,702 bytes, 8 for each line: a line belongs to the block of 1,000 bytes that it begins in.
     assert [name for name in by_file if name.startswith("a.csv")][-1].startswith("a.csv#2000:")
     assert {name.partition("#")[2].partition(":")[0] for name in by_file if name.startswith("a.csv")} == {
         "0",
@@ -238,7 +238,7 @@ def test_line_keeps_its_name_for_any_task_count(spark: Any, tmp_path: Path, core
 
 
 def test_rows_of_a_key_keep_order(spark: Any) -> None:
-    # Numbers from high to low, in several tasks: what arrives in order was put there.
+    # Descending numbers, in several tasks: the sink must restore the order.
     table = spark.range(2_000, 0, -1, 6).selectExpr("id as value", "if(id % 2 = 0, cast(id % 10 as string), null) as k")
     options = replace(OPTIONS, key=("k",), value_column="value")
     encoded = transforms.encoded(transforms.placed(table), options, batch="b")

@@ -20,7 +20,7 @@ from tests.support.clients.spark import QUICK, SETTINGS
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
 
-# Sums on an executor, where kproxy must be found, and says by whom.
+# Adds on an executor, which must find kproxy, and prints who provides it.
 JOB = """
 import sys
 from kproxy.pipeline.session import SessionOptions, open_session
@@ -43,7 +43,7 @@ if __name__ == "__main__":
 """
 
 
-def test_existing_session_is_used_and_left(spark: Any) -> None:
+def test_existing_session_is_used_and_stays(spark: Any) -> None:
     with open_session(SessionOptions("job", settings={"spark.sql.shuffle.partitions": "3"})) as opened:
         assert opened.session.sparkContext is spark.sparkContext
         assert opened.process is None
@@ -89,7 +89,7 @@ def test_master_under_spark_submit_is_refused(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(JOB.format(master="yarn", settings={}))
 
-    # Said before Spark is asked for anything.
+    # The error comes before Spark is asked for anything.
     done = _run([sys.executable, str(script)], PYSPARK_GATEWAY_PORT="1")
 
     assert done.returncode != 0

@@ -83,7 +83,7 @@ def test_both_jobs_run_with_only_spark_and_pyarrow(dev_cluster: KproxyProcess, t
         )
         for name in (topic, f"{topic}-copy")
     )
-    # By a class that executors got from the driver.
+    # A class that executors got from the driver wrote these.
     assert {value for _, value, _ in written} == {line.encode() for line in lines}
     assert copied == written
     assert done.stdout.startswith("Unproven. "), done.stdout

@@ -1,7 +1,7 @@
 """Spark's own sinks, configured with only an address: a stream with a checkpoint, and a batch, while owners move.
 
-The stream's job is killed with -9 and started again. What is there twice then is of the one micro-batch that was not
-committed; nothing is missing.
+The stream's job is killed with -9 and started again. Duplicates then belong to the one uncommitted micro-batch, and
+nothing is missing.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def write_files(directory: Path) -> None:
 
 
 def times_each(bootstrap: str, topic: str) -> Counter[int]:
-    """How often each number is there. What is missing is told, and not waited for: all was acknowledged by all."""
+    """How often each number occurs. Missing ones are reported, not awaited, because all replicas acknowledged all."""
     return Counter(int(record.value or b"") for record in read_topic(bootstrap, topic, PARTITIONS, 1))
 
 
@@ -86,7 +86,7 @@ async def test_killed_stream_loses_nothing_while_owners_move(tmp_path: Path) -> 
         assert 0 < committed(tmp_path / "checkpoint") < FILES, first.said.read_text()
 
         async with running(command, tmp_path, "second") as second:
-            # It leads again while the second one writes.
+            # The broker leads again while the second job writes.
             await cluster.restart_broker(victim)
             begun = await batched.until(1, second)
             assert begun < BATCH_ROWS, "the batch was written before an owner could be killed"
@@ -99,11 +99,11 @@ async def test_killed_stream_loses_nothing_while_owners_move(tmp_path: Path) -> 
         of_stream = await asyncio.to_thread(times_each, cluster.kafka, STREAM)
         of_batch = await asyncio.to_thread(times_each, cluster.kafka, BATCH)
 
-    # Of both at once: what is wrong with one does not hide the other.
+    # Both results at once, so that a fault of one does not hide the other.
     told = {STREAM: (of_stream, ROWS), BATCH: (of_batch, BATCH_ROWS)}
     lost = {topic: rows - len(times.keys() & set(range(rows))) for topic, (times, rows) in told.items()}
     most = {topic: max(times.values()) for topic, (times, _) in told.items()}
     twice = {number // ROWS_PER_FILE for number, times in of_stream.items() if times > 1}
     assert lost == {STREAM: 0, BATCH: 0}, f"lost rows; {most} times one, micro-batches {twice} twice"
-    # An owner that dies costs no duplicates, and the job's death one micro-batch's.
+    # An owner's death costs no duplicates, the job's death at most one micro-batch of them.
     assert (len(twice) <= 1, most[STREAM] <= 2, most[BATCH]) == (True, True, 1), f"micro-batches {twice} twice; {most}"

@@ -27,7 +27,7 @@ from tests.support.audit.trails import BEGAN_AT, Row, judged_here, trail_rows
 
 FIRST_SEED = int(os.environ.get("KPROXY_FIRST_SEED", secrets.randbelow(1 << 31)))
 SEEDS = range(FIRST_SEED, FIRST_SEED + int(os.environ.get("KPROXY_SEEDS", "300")))
-# Histories have 80 offsets and more: they go over several ranges.
+# Histories have 80 offsets or more, so they cover several ranges.
 BITS = 4
 RANGES = 16
 RULES = AuditRules(read_at_ms=BEGAN_AT + 2_000_000, window_ms=WINDOW_MS, max_findings=100_000)
@@ -63,7 +63,7 @@ def test_audit_matches_the_offset_by_offset_model() -> None:
             told: set[int] = set()
             possible: set[int] = set()
             for row in results.findings:
-                # Of a batch that lacks records nobody knows which.
+                # A batch that lacks records does not show which ones.
                 named = possible if "the batch there lacks" in row["detail"] else told
                 if row["kind"] == kind:
                     named.update(range(row["first_offset"], row["last_offset"] + 1))

@@ -33,7 +33,7 @@ class History:
     """Random operations on a log, as leaders, followers and the maintenance do them.
 
     `known` has the last batch that was written at each offset. Below `floor` nothing may be lost, whatever the running
-    operation has done; `ceiling` is where the log may end at most.
+    operation has done; the log ends at `ceiling` at most.
     """
 
     def __init__(self, disk: DyingDisk, dice: random.Random, flush: FlushPolicy) -> None:
@@ -76,7 +76,7 @@ class History:
         return self.log
 
     def note_flushed(self) -> None:
-        """Note the flushed records, which stay on the disk even if a log that is opened later does not know them."""
+        """Note the flushed records, which stay on the disk even if a reopened log does not know them."""
         if self.log is not None:
             self.flushed = min(max(self.flushed, self.log.flushed_offset), self.log.log_end_offset)
 
@@ -158,7 +158,7 @@ class History:
         self.raise_high_watermark()
         state = self.opened.state_below(self.high_watermark)
         self.disk.before_call = count_down
-        with suppress(LogFailed):  # a segment that was removed meanwhile is not told of
+        with suppress(LogFailed):  # a segment removed meanwhile reports no failure
             self.opened.checkpoint(self.high_watermark, Leadership(self.epoch, 0), state)
         self.disk.before_call = lambda: None
         assert self.opened.failure is None

@@ -147,7 +147,7 @@ class LogMachine(RuleBasedStateMachine):
             built.append(self.build(each, built[-1].end if built else self.end))
         return built
 
-    # What a leader and a follower do
+    # Appends by leaders and followers
 
     @rule(sent=BATCHES)
     def append(self, sent: Sent) -> None:
@@ -182,7 +182,7 @@ class LogMachine(RuleBasedStateMachine):
     def refuse_a_flipped_bit(self, sent: list[Sent], where: int) -> None:
         written = self.build_all(sent)
         damaged = bytearray(b"".join(each.data for each in written))
-        damaged[17 + where % (len(written[0].data) - 17)] ^= 1  # behind what the CRC does not cover
+        damaged[17 + where % (len(written[0].data) - 17)] ^= 1  # after the bytes that the CRC does not cover
         self.refused(bytes(damaged))
 
     def refused(self, answer: bytes) -> None:
@@ -212,7 +212,7 @@ class LogMachine(RuleBasedStateMachine):
         self.batches = []
         self.log.reset_to(self.start)
 
-    # What removes from the start
+    # Removal from the start
 
     @rule(data=st.data(), by_size=st.booleans(), by_time=st.booleans(), now_ms=TIMESTAMPS)
     def remove_old_segments(self, data: st.DataObject, by_size: bool, by_time: bool, now_ms: int) -> None:
@@ -250,7 +250,7 @@ class LogMachine(RuleBasedStateMachine):
         self.flushed_end = max(self.flushed_end, self.start)
         return gone
 
-    # What is kept, and what becomes of it
+    # Stored state, and its loss
 
     @rule()
     def flush(self) -> None:
@@ -336,7 +336,7 @@ class LogMachine(RuleBasedStateMachine):
             return
         raise AssertionError("a full disk took it")
 
-    # What must hold
+    # Invariants
 
     @invariant()
     def offsets_are_the_models(self) -> None:

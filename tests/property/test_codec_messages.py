@@ -62,7 +62,7 @@ def _without_tags_anywhere(value: Any) -> Any:
 
 @settings(max_examples=examples(60))
 @given(REQUESTS, RESPONSES)
-def test_the_tests_own_writer_agrees_with_kafka_python(request: Case, response: Case) -> None:
+def test_writer_of_tests_matches_kafka_python(request: Case, response: Case) -> None:
     writers: list[tuple[str, Callable[..., bytes], Case]] = [
         ("request", request_body, request),
         ("response", response_body, response),
@@ -123,7 +123,7 @@ def _chosen(api_key: int, fields: dict[str, Any], owners: Sequence[Sequence[int]
 
 @settings(max_examples=examples(125))
 @given(REQUESTS, st.integers(1, 4), st.integers(0, 2**32), st.integers(-(2**31), 2**31 - 1))
-def test_the_parts_of_a_request_are_the_request(case: Case, owners: int, seed: int, correlation_id: int) -> None:
+def test_parts_together_are_the_whole_request(case: Case, owners: int, seed: int, correlation_id: int) -> None:
     """Each part equals, byte for byte, the request of a client that asks only for this owner's partitions."""
     api_key, version, fields = case
     api = APIS[api_key]
@@ -257,7 +257,7 @@ def test_answers_merge_into_one(case: Case, brokers: int, seed: int, throttle_ti
 
 
 @pytest.mark.parametrize(("api_key", "version"), EVERY_VERSION)
-def test_kio_reads_the_parts_too(api_key: int, version: int) -> None:
+def test_kio_reads_the_parts(api_key: int, version: int) -> None:
     fields = sample_request(api_key, {"a": [0, 1, 2], "b": [7], "c": [3, 4]})
     frame = request_frame(api_key, version, request_body(api_key, version, fields))
     request = APIS[api_key].parse_request(frame, head_of(frame))
@@ -267,7 +267,7 @@ def test_kio_reads_the_parts_too(api_key: int, version: int) -> None:
     by_id = is_by_id(api_key, version)
     splitter = Splitter(request, APIS[api_key].piece_preamble(request, 2, 1))
     for selection in ([(0, [0, 2]), (2, [0, 1])], [(0, [1]), (1, [0])]):
-        # A part has the header of the whole.
+        # A part has the whole request's header.
         body = b"".join(splitter.part(selection, 1))[request.header.body_offset :]
         entity, read = entity_reader(entity_class)(body, 0)
         assert read == len(body)

@@ -228,7 +228,7 @@ def test_number_of_elements_is_limited(kind: Kind, element: Any) -> None:
     assert kind.parse(kind.frame(kind.encode(most))) == most
     with pytest.raises(InvalidField, match="4097 elements in one message; at most 4096"):
         kind.parse(kind.frame(kind.encode(_many(kind, element, MAX_RESOURCES + 1))))
-    # One more than there is room for, were it as small as can be: nothing is read at all.
+    # One element more than fits, even at the smallest size: the decoder reads none.
     written = kind.encode(_many(kind, element, 100))
     one_more = written.replace(uvarint(101), uvarint(102), 1)
     with pytest.raises(InvalidField, match="an array announces 101 elements"):

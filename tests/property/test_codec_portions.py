@@ -345,7 +345,7 @@ def test_answers_about_groups_are_merged(version: int, data: st.DataObject) -> N
 
 
 def works(kind: str, key: int, version: int, body: bytes) -> list[Work[Any]]:
-    """All work on such a message."""
+    """All kinds of work on such a message."""
     if kind == "response":
         if key == keys.FIND_COORDINATOR:
             asked = parse_find_coordinator(version, body_of("request", key, version, (), 0))
@@ -413,6 +413,6 @@ def test_excess_tagged_fields_are_refused(kind: str, key: int, version: int) -> 
                 at_once(work)
 
 
-def test_long_lists_of_nodes_cost_nothing() -> None:
+def test_long_lists_of_nodes_cost_little() -> None:
     body = fattest("response", keys.METADATA, 12, ("topics", "partitions", "replica_nodes"), 1 << 20)
     assert len(at_once(rename_brokers(keys.METADATA, 12, body, NAMED))) < 1 << 10

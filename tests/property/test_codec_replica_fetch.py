@@ -32,7 +32,7 @@ LOG_IDS = st.uuids(version=4).map(lambda each: each.bytes)
 ASKED = st.builds(PartitionFetch, INT32, INT32, INT64, INT32, INT64, INT32, LOG_IDS)
 EPOCH_ENDS = st.none() | st.builds(EpochEnd, INT32, INT64)
 FETCHED = st.builds(PartitionFetched, INT32, INT16, INT64, INT64, EPOCH_ENDS, st.binary(max_size=300))
-# Ids of none and of Kafka's own topics have no meaning here.
+# Null ids and the ids of Kafka's own topics have no meaning here.
 TOPIC_IDS = st.uuids(version=4)
 
 
@@ -68,7 +68,7 @@ def test_leader_reads_followers_request(
     assert (theirs.isolation_level, theirs.session_id, theirs.session_epoch) == (0, 0, 0)
     forgotten = [(each.topic_id, each.partitions) for each in theirs.forgotten_topics_data]
     assert (forgotten, theirs.rack_id) == (withdrawn, "")
-    # In this version they know no replica_directory_id.
+    # kafka-python knows no replica_directory_id in this version.
     read = [(topic.topic_id, [PartitionFetch(*_numbers(each)) for each in topic.partitions]) for topic in theirs.topics]
     assert read == [(topic, [each._replace(replica_directory_id=b"") for each in asked]) for topic, asked in topics]
     ours = parse_fetch(frame, header)

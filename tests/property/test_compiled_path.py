@@ -77,7 +77,7 @@ def test_worlds_with_claims_match_compiled_and_python() -> None:
         assert str(run(seed, claims=True).digest) == digest, f"KPROXY_WORLDS_SEED={seed}"
 
 
-def test_requests_may_go_either_way_at_any_time(expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_may_take_either_path_anytime(expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Order, answers, trail and counters are the same, whichever path each request takes."""
     Gate.taken = Gate.refused = 0
     for seed, digest in enumerate(expected, SEED):

@@ -19,7 +19,7 @@ from tests.support.rules import examples
 pytestmark = pytest.mark.skipif(compiled is None, reason="the plain path is not compiled here")
 
 
-# Few offsets, so that many intervals meet or overlap; and some that no smaller integer holds.
+# A small range of offsets, so that many intervals meet or overlap; and offsets that need 64 bits.
 starts = st.integers(0, 60) | st.integers(1 << 61, (1 << 61) + 60)
 span = st.tuples(starts, st.integers(1, 4))
 chunks = st.lists(st.lists(span, min_size=1, max_size=8).map(lambda pairs: spans_of(sum(pairs, ()))), min_size=1)
@@ -49,7 +49,7 @@ def chunk_of(kind: Any, spans: Spans) -> Any:
 @settings(max_examples=examples(500))
 @given(chunks | disjoint())
 def test_offsets_join_alike_compiled_and_in_python(added: list[Spans]) -> None:
-    # By halves, so that there are intervals already.
+    # In two halves, so that the second finds intervals.
     intervals: tuple[list[int], list[int]] = [], []
     for half in (added[::2], added[1::2]):
         if half:
@@ -127,7 +127,7 @@ def test_open_chunks_finish_alike(
 
 
 any_number = st.integers(-(1 << 63), (1 << 63) - 1) | st.integers(-130, 130)
-# From before and behind a number of digits more.
+# Numbers around a power of ten, where their length changes.
 ascending = st.builds(
     lambda power, before, steps: [(first - before, 1) for first in accumulate(steps, initial=10**power)],
     st.integers(0, 18),

@@ -41,7 +41,7 @@ TOPICS = {"a": [4, 0, 2], "topic": [7], "c": [1, 9]}
 Selection = list[tuple[int, list[int]]]
 ALL: Selection = [(0, [0, 1, 2]), (1, [0]), (2, [0, 1])]
 SELECTIONS: list[Selection] = [ALL, [(0, [0, 2])], [(0, [1, 2])], [(1, [0]), (2, [1])], [(2, [0, 1])]]
-# Written over a request: lengths and counts beyond all measure.
+# Written over a request: extreme lengths and counts.
 INFLATED = (b"\x00", b"\x7f", b"\xff", b"\x80\x00", b"\xff\xff", b"\x7f\xff\xff\xff", b"\xff" * 5, b"\x80" * 6)
 
 
@@ -78,7 +78,7 @@ def indexed(request: PartitionedRequest) -> tuple[Any, ...]:
 
 
 def judge(frame: memoryview) -> bool:
-    """Whether a frame is indexed; then the codec reads the same."""
+    """Check whether a frame is indexed; if so, the codec must read the same."""
     found = plain.index(frame)
     if found is None:
         return False
@@ -100,7 +100,7 @@ def test_indexed_request_is_read_equally_by_codec(data: st.DataObject) -> None:
     judge(frame)
 
 
-def test_changed_requests_are_read_equally_or_not() -> None:
+def test_changed_requests_are_read_or_refused_equally() -> None:
     """A request that the codec refuses is never indexed, whatever bytes were changed, cut, repeated or inflated."""
     print(f"KPROXY_SEED={SEED}")
     draw = random.Random(SEED)
@@ -173,7 +173,7 @@ def in_order(version: int, selection: Selection, frame: memoryview) -> memoryvie
     response = PRODUCE_API.parse_response(frame, version)
     results = match_results(exchange, selection, response)
     entries = {entry: bytes(frame[topic.starts[at] : topic.ends[at]]) for entry, _, topic, at in results}
-    # Behind the offsets.
+    # The bytes after the offsets.
     end_bytes = 3 if version >= 9 else 6 if version == 8 else 0
     for entry, usual_one in entries_to(version, selection).items():
         found = entries[entry]
@@ -222,7 +222,7 @@ def test_answers_in_other_order_are_sorted_equally(version: int) -> None:
     for _ in range(300):
         selection = draw.choice(SELECTIONS)
         frame = bytearray(answer_of(version, selection, entries_to(version, selection)))
-        # Whole entries change places; some of them are of other topics, and then the answer is none.
+        # Whole entries change places; if one belongs to another topic, the answer is invalid.
         starts = places_in(version, selection, memoryview(bytearray(frame)))
         size = len(PRODUCE_API.error_entry(version, 0, 0))
         others = draw.sample(starts, len(starts))

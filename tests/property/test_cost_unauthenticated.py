@@ -71,7 +71,7 @@ SECRET: Final = Secret.of(secrets.token_urlsafe(32))
 
 
 def take_by(mechanism: str, version: int, *, carries: bool = False) -> Taker:
-    """Have an exchange take one message of the mechanism; after SaslHandshake v0 it is a frame of its own."""
+    """Let an exchange take one message of the mechanism; after SaslHandshake v0 it is a frame of its own."""
 
     def take(message: bytes) -> object:
         begin = client.carrying if carries else client.exchange
@@ -88,7 +88,7 @@ def receive(exchange: SaslExchange, frame: bytes) -> object:
 
 
 def take_as_request(api_key: int, version: int) -> Taker:
-    """Have an exchange take this as the body of a request."""
+    """Let an exchange take this as the body of a request."""
 
     def take(body: bytes) -> object:
         return receive(client.exchange(), raw_frame(request_header(api_key, version, 1, b"c") + body))
@@ -153,7 +153,7 @@ def check(take: Taker, message: Callable[[int], bytes], longest: int, told: str)
 
 
 @pytest.mark.parametrize("taker", TAKERS)
-def test_cost_grows_with_length_alone(taker: str) -> None:
+def test_cost_depends_only_on_length(taker: str) -> None:
     seed = secrets.randbelow(1 << 32)
     for message in messages(Random(seed)):
         check(TAKERS[taker], partial(of_length, message), MOST_FRAME_BYTES - 100, f"{message!r}; seed {seed}")
@@ -165,7 +165,7 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> ssl.SSLContext:
     return load_for_acceptor(ListenerTls(pair.cert, pair.key)).context
 
 
-def test_hello_costs_with_its_length_alone(tls: ssl.SSLContext) -> None:
+def test_hello_cost_depends_only_on_its_length(tls: ssl.SSLContext) -> None:
     """Each pair of extensions shares the bytes, and each has them alone, with TLS 1.3 and without."""
 
     def take(message: bytes) -> None:
@@ -189,7 +189,7 @@ LONGEST_HELLO: Final = 65_000
 
 
 def filled(names: Sequence[str], kinds: Sequence[int], size: int) -> bytes:
-    """A ClientHello whose extensions of these names are filled up; `kinds` are those that it has besides."""
+    """A ClientHello whose extensions of these names are filled up; `kinds` are its other extensions."""
     room = (size - 300) // len(names)
     fields = {kind: hello.EXTENSIONS[kind] for kind in kinds}
     fields |= {kind: fill(room) for kind, fill in (hello.FILLS[name] for name in names if name in hello.FILLS)}
@@ -228,12 +228,12 @@ class _Pages:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["open", "token"])
 def ask(request: pytest.FixtureRequest) -> Iterator[Taker]:
-    """Ask a page for something, and wait until it has closed the connection."""
+    """Send a request to a page, and wait until the page has closed the connection."""
     guard = PageGuard((lambda: "0123456789abcdef") if request.param else (lambda: ""))
     pages = _Pages()
     page = AdminPage(cast(Pages, pages), pages.table, guard)
     with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
-        # aiohttp answers nothing to a host that is no name of IDNA: the page closes the connection.
+        # aiohttp does not answer a host that is not a valid IDNA name: the page closes the connection.
         patch.setattr(http_page, "REQUEST_S", 0.2)
         port = runner.run(page.start("127.0.0.1", 0))
 
@@ -302,7 +302,7 @@ PAGE_PIECES: Final = (
 )
 
 
-def test_page_costs_with_length_alone(ask: Taker, request: pytest.FixtureRequest) -> None:
+def test_page_cost_depends_only_on_length(ask: Taker, request: pytest.FixtureRequest) -> None:
     has_token = "token" in request.node.name
     places = {name: ends for name, ends in TO_PAGE.items() if not has_token or name.startswith("Authorization")}
     seed = secrets.randbelow(1 << 32)

@@ -25,7 +25,7 @@ from tests.support.wire.record_batches import build_batch
 
 T0 = TopicPartition("t", 0)
 PATIENCE_S = 30.0
-# (gap before it, records in it)
+# (gap before a batch, its number of records)
 SHAPES = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), max_size=12)
 
 
@@ -57,7 +57,7 @@ class ModelLog(LogClient):
             self.log_start = max(self.log_start, self.moves.pop(0))
         if not self.log_start <= offset <= self.end:
             return PartitionFetched(which.partition, error_codes.OFFSET_OUT_OF_RANGE)
-        # As brokers do it: by the headers, whatever is in them.
+        # Found by the headers, as brokers do.
         behind = next((n for n, each in enumerate(self.batches) if last_offset(each) >= offset), len(self.batches))
         found = b"".join(self.batches[behind:])
         least = len(self.batches[behind]) if found else 0
@@ -105,7 +105,7 @@ def test_retained_batches_are_read_once_despite_retention(
 ) -> None:
     log = ModelLog(shapes)
     ranges = ranges_of(log, most)
-    # The beginning only rises, and tasks run in any order.
+    # The start of the log only rises, and tasks run in any order.
     log.moves = [min(move, log.end) for move in moves]
     random.shuffle(ranges)  # type: ignore[attr-defined]
     found = sorted(headers(log.read(ranges, max_bytes)))
@@ -125,7 +125,7 @@ def flip(batch: bytearray, place: int) -> None:
     batch[place] ^= 0x01
 
 
-# In the records, in the number of records, and in three bytes of the last offset: towards more, and towards less.
+# In the records, in their number, and in three bytes of the last offset: once larger, once smaller.
 @pytest.mark.parametrize("place", [65, 60, 26, 24])
 @pytest.mark.parametrize("which", [0, 1, 3])
 @pytest.mark.parametrize("max_bytes", [1, 100, 1 << 20])

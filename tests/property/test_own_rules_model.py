@@ -124,7 +124,7 @@ class Claims(RuleBasedStateMachine):
         for resource in RESOURCES:
             claim, whole, had = self.keys.get(resource), self.keys.get(WHOLE_GROUP), self.model(resource)
             counts = latest(claim, whole)
-            # Whoever is connected and finds itself the owner is; who was severed may still stand there.
+            # Among the connected clients, only the true owner is shown as owner; a severed one may still be shown.
             connected = {each for each in (counts, in_force(claim, whole)) if each and each.owner in self.connected}
             assert {each.owner for each in connected} == ({had.owner} if had is not None else set())
             if had is not None:

@@ -14,7 +14,7 @@ from tests.support.security.proxy_header import LOCAL, SIGNATURE, extension, hea
 
 
 def read(data: bytes, sizes: list[int] | None = None) -> tuple[ProxyHeader, int]:
-    """The header in `data`, received in portions of these sizes as far as it wants; and how many bytes it took."""
+    """The header in `data`, read in portions of these sizes as far as needed; and the number of bytes read."""
     parsed, at = ProxyHeader(), 0
     portions = iter(sizes or ())
     while parsed.needed:
@@ -31,7 +31,7 @@ addresses = st.one_of(
     st.tuples(st.ip_addresses(v=4), st.ip_addresses(v=4)), st.tuples(st.ip_addresses(v=6), st.ip_addresses(v=6))
 )
 ports = st.integers(0, 65_535)
-# Any but the checksum.
+# Any type except the checksum.
 extensions = st.lists(
     st.builds(extension, st.integers(0, 255).filter(lambda kind: kind != 3), st.binary(max_size=40)), max_size=5
 )
@@ -53,7 +53,7 @@ def test_valid_header_names_source_and_leaves_the_rest(
 
 
 @given(st.binary(max_size=200), st.lists(st.integers(1, 40), max_size=20))
-def test_other_bytes_are_refused_or_waited_for(data: bytes, sizes: list[int]) -> None:
+def test_other_bytes_are_refused_or_awaited(data: bytes, sizes: list[int]) -> None:
     try:
         parsed, taken = read(data, sizes)
     except ProxyHeaderError:
@@ -83,7 +83,7 @@ def test_a_changed_byte_does_not_pass_the_checksum(more: list[bytes], change: in
     made = bytearray(header(extensions=more, checksum=True))
     at, bit = 16 + change % (len(made) - 16), change >> 8 & 7
     made[at] ^= 1 << bit
-    # It may have become another extension, or end elsewhere; but the source is not believed.
+    # The changed extension may be another one or end elsewhere; but the source is not used.
     try:
         parsed, _ = read(bytes(made))
     except ProxyHeaderError:

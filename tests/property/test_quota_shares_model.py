@@ -26,13 +26,13 @@ from tests.support.rules import examples
 RATE = 1_000_000.0
 REQUEST = 20_000
 STEP_S = 0.05
-# More than the rate on one connection.
+# More than the rate of one connection.
 REQUESTS_A_STEP = 6
 ALICE = Principal("alice")
 QUOTAS = parse_quotas([{"principal": "User:alice", "produce_bytes_per_s": RATE}], "here")
 
-# What happens to the messages of a worker in a second: all arrive; its own arrive late, in another order, and more than
-# once; it does not hear what it is told, or is not heard when it has applied it; it is not heard at all; all are lost.
+# What happens to a worker's messages in a second: all arrive; its own arrive late, reordered, and more than once; it
+# receives none, or its confirmations are lost; its own are lost; all are lost.
 FATES = PROMPT, LATE, DEAF, APPLIES, SILENT, LOST = "prompt", "late", "deaf", "applies", "silent", "lost"
 
 
@@ -72,7 +72,7 @@ class Site:
         self.ledger = Ledger(workers)
         self.reference = Bucket(RATE)
         self.used = 0.0
-        # The most that may be in excess: each client may begin one request more, and a new process knows no use.
+        # The most that may be in excess: each client may begin one more request, and a new process knows no use.
         self.slack = REQUEST * workers * clients
         self.restart_slack = REQUEST * clients + RATE / workers * BURST_S
         self.workers = [self.started(number, workers, clients) for number in range(workers)]
@@ -85,7 +85,7 @@ class Site:
         return Worker(accounts, [Client() for _ in range(clients)], Quotas(QUOTAS, accounts).account(ALICE, ""))
 
     def step(self, busy: set[int]) -> None:
-        """Have the clients at these workers send as much as they may."""
+        """Let the clients at these workers send as much as they may."""
         self.now += STEP_S
         for number, worker in enumerate(self.workers):
             if worker.account is None or number not in busy:
@@ -135,7 +135,7 @@ class Site:
                 worker.outbox.clear()
                 worker.inbox.clear()
             elif fate == LATE and worker.outbox:
-                # Deliver it out of order, and once more later.
+                # Deliver the last message out of order, and again later.
                 worker.outbox.append(worker.outbox[-1])
                 self.hear(number, -1)
             elif fate != SILENT:
@@ -221,14 +221,14 @@ def test_later_worker_gets_same_share_as_earlier() -> None:
     site = Site(2, 1)
     for _ in range(5):
         site.second({0})
-    # The worker has the least share, and begins at once.
+    # The worker has the least share, and reports its use at once.
     before = site.used
     site.step({1})
     assert site.used > before
     for _ in range(5):
         site.second({0, 1})
     assert [worker.bucket.rate for worker in site.workers] == [RATE / 2, RATE / 2]
-    # One of them ends, and the other one has nearly all again.
+    # One worker ends, and the other has almost the whole rate again.
     for _ in range(6):
         site.second({1})
     assert site.workers[1].bucket.rate >= 0.95 * RATE
@@ -247,7 +247,7 @@ def test_duplicate_message_is_counted_once() -> None:
     second = ledger.round()[1]
     assert second.parts[key] < first.parts[key]
     ledger.applied(1, first.number)
-    # The second has not been applied: the worker holds the first one's share.
+    # The worker has not applied the second change, so it holds the first share.
     assert ledger.begin(1) == first.parts
 
 
@@ -262,7 +262,7 @@ def test_silent_worker_keeps_its_share() -> None:
         site.report(0)
         while site.workers[0].outbox:
             site.hear(0)
-        # The other one reports its end and takes nothing.
+        # The other worker reports no more use.
         site.ledger.report(1, [], {})
         site.round()
         while site.workers[0].inbox:
@@ -270,13 +270,13 @@ def test_silent_worker_keeps_its_share() -> None:
         site.check()
     assert site.workers[0].bucket.rate == RATE / 2
     assert len(site.workers[1].inbox) == 1
-    # Once it is known to have ended, its share is free.
+    # The worker's share is free once its end is known.
     site.end(1)
     site.ledger.end(1)
     for _ in range(3):
         site.second({0})
     assert site.workers[0].bucket.rate >= 0.95 * RATE
-    # The one in its place begins with the least.
+    # The new worker begins with the least share.
     site.workers[1] = site.started(1, 2, 1)
     assert site.workers[1].bucket.rate == RATE / 2 * LEAST / PARTS
     site.check()

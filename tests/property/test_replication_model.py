@@ -32,7 +32,7 @@ from tests.support.models.replication_rules_off import (
 from tests.support.models.replication_search import search
 
 RUNS = int(os.environ.get("KPROXY_SIM_SEEDS", "40"))
-# A new one each time.
+# A new seed each time.
 SEED = int(os.environ.get("KPROXY_SIM_FIRST_SEED", "0")) or secrets.randbelow(1 << 40)
 STEPS_PER_RUN = int(os.environ.get("KPROXY_SIM_STEPS", "50"))
 # Fences have runs of their own (test_writer_fence_model).
@@ -66,7 +66,7 @@ def test_a_world_leaves_nothing_open() -> None:
 
 
 FOUND_ONCE: dict[str, tuple[Setting, list[Taken]]] = {
-    # It once asked repeatedly where the logs diverge, and truncated nothing, since there was nothing.
+    # The broker once asked repeatedly where the logs diverge, and did not truncate, because its log was empty.
     "a broker that led and wrote nothing follows again after a restart": (
         Setting(3, min_insync_replicas=1),
         [
@@ -82,7 +82,7 @@ FOUND_ONCE: dict[str, tuple[Setting, list[Taken]]] = {
             ("crash", 1),
         ],
     ),
-    # The call that deleted its key was late: it led again under the same key, and then another broker led as well.
+    # The broker's deletion of its key was late: it led again under the same key, and then another broker led as well.
     "who gives up a partition does not take it again before it is known to have gone": (
         Setting(3, min_insync_replicas=2, hand_over_after_s=5.0),
         [
@@ -101,7 +101,7 @@ FOUND_ONCE: dict[str, tuple[Setting, list[Taken]]] = {
             ("advance", A_SECOND),
         ],
     ),
-    # The next leader's take-over made a newer state, in sync in which it was still, and then it took over itself.
+    # The next leader's take-over wrote a newer state with the broker still in sync, and then the broker took over.
     "a broker that lost its disk does not lead before it has caught up": (
         Setting(3, min_insync_replicas=2),
         [
@@ -119,8 +119,8 @@ FOUND_ONCE: dict[str, tuple[Setting, list[Taken]]] = {
             ("advance", A_LEASE),
         ],
     ),
-    # The leader cannot say where their logs part if it has removed the segment with that offset: without the follower's
-    # reset its segment stays, with records of an earlier leader that were never replicated.
+    # The leader cannot tell where the logs diverge if it has removed the segment with that offset: without a reset the
+    # follower keeps its segment, with records of an earlier leader that were never replicated.
     "a follower does not keep records that its leader has retired": (
         Setting(4, 1, 300, (1.0, 1.0, 1.03, 0.97, 1.0), hand_over_after_s=5.0),
         [

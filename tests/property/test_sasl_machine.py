@@ -82,5 +82,5 @@ def test_flipped_bit_never_changes_the_principal(mechanism: str) -> None:
                 break
             if number == 1 and mechanism != "PLAIN":
                 speaker.set_server_first(outcome.frame[outcome.frame.index(b"r=") :].split(b"\x00")[0].decode())
-        # A broken bit in a header, such as the correlation id, may leave the proof as it is.
+        # A changed bit in a header, such as the correlation id, may leave the proof valid.
         assert exchange.principal in (None, Principal("alice"))

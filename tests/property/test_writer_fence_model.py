@@ -45,6 +45,6 @@ SETTINGS = [
 ]
 
 
-def test_no_writer_gets_through_behind_its_successor() -> None:
+def test_no_writer_writes_after_its_successor() -> None:
     found = search(range(SEED, SEED + RUNS), SETTINGS, WEIGHTS, STEPS_PER_RUN)
     assert found is None, str(found)

@@ -34,7 +34,7 @@ class BrokerConnection:
         self.transport: SimulatedTransport | None = None
         self._cluster = cluster
         self._bytes = b""
-        # With their arrival and write times; and the write time of the request being served.
+        # With arrival and write times; and the write time of the request that is being served.
         self._queue: deque[tuple[bytes, float, float]] = deque()
         self.written_at = 0.0
         # The fences that bind writes on it.
@@ -68,7 +68,7 @@ class BrokerConnection:
         self.serve()
 
     def _drop(self) -> None:
-        """The connection is gone, with all requests that are not being served yet."""
+        """Lose the connection, with all requests that are not being served yet."""
         self.is_open = False
         now = self._cluster.loop.now
         for frame, came_at, _ in self._queue:
@@ -99,7 +99,7 @@ class BrokerConnection:
         return self._is_busy or bool(self._queue)
 
     def pause(self, seconds: float, then: Callable[[], object] = lambda: None) -> None:
-        """Serve nothing for that long, and then call this first."""
+        """Serve nothing for that long, and then begin with this request."""
         self._is_busy = True
         self._cluster.pauses += 1
         self._cluster.loop.call_later(seconds, self._go_on, then)
@@ -123,7 +123,7 @@ class BrokerConnection:
             self.transport.end()
 
     def cut_short(self) -> None:
-        """If the client has already gone, its proxy no longer reads what comes here."""
+        """If the client has already gone, its proxy no longer reads these answers."""
         if self.session is not None and self.session.closed:
             self._cluster.cut_short.add(self.whose)
 
@@ -135,7 +135,7 @@ class BrokerConnection:
 
 
 class Broker:
-    """One broker: `is_up` it accepts dials, unless it is `is_deaf`, and `is_hung` it serves nothing."""
+    """One broker. It accepts dials while it `is_up`, unless it `is_deaf`; it serves nothing while it `is_hung`."""
 
     def __init__(self, node_id: int, address: Address) -> None:
         self.node_id = node_id

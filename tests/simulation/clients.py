@@ -145,7 +145,7 @@ class Client:
         self._numbers: dict[Partition, int] = defaultdict(int)
         self._dice = world.dice
         self._is_waiting = False
-        # Whether a fault that is no error has affected this client, which is then no longer judged.
+        # Whether an intended fault has affected this client, which is then no longer judged.
         self.is_void = False
 
     def __str__(self) -> str:
@@ -391,7 +391,7 @@ class Plain(Client):
 
 
 class Silent(Plain):
-    """acks=0."""
+    """A client with acks=0."""
 
 
 class Idempotent(Client):

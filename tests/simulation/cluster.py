@@ -46,7 +46,7 @@ class Fate(Enum):
     CLOSED_AFTER = "appended; the connection is closed within the answer"
     SLOW = "served after a while"
     HALVES = "served; the answer comes in halves"
-    # Lies
+    # False answers
     WRONG_ID = "appended; the answer carries another's correlation_id"
     TWICE = "appended; the answer comes twice"
     INCOMPLETE = "appended; the answer lacks a partition"
@@ -164,7 +164,7 @@ class Cluster:
             else:
                 topology.set_broker(broker.node_id, broker.address)
 
-    # Serving
+    # Serving requests
 
     def accept(self, broker: Broker) -> BrokerConnection:
         connection = BrokerConnection(self, broker)
@@ -351,7 +351,7 @@ class Cluster:
             self.happened["not the owner"] += 1
             is_deposed = not partition.serving and partition.latest == node_id
             if is_deposed and may_be_late and self.dice.at(What.LATE, node_id, batch.id, batch.arrivals) < 0.5:
-                # A leader is deposed while it waits for its followers: the batch is in the log nevertheless.
+                # A leader is deposed while it waits for its followers: the batch is in the log all the same.
                 code, offset = partition.append(batch)
                 return code or NOT_LEADER, offset
             return NOT_LEADER, wire.NO_OFFSET
@@ -429,7 +429,7 @@ class Cluster:
             bound.append((topic, index, code, partition.fence.fence))
         connection.write(wire.bind_response(correlation_id, bound))
 
-    # Who owns what
+    # Owners of partitions
 
     def _give(self, partition: Partition, owner: int) -> None:
         self._revision += 1
@@ -462,7 +462,7 @@ class Cluster:
             # The change is already on its way.
             return
         if partition.serving == move.to and not self.setting.knows_again:
-            # The change has arrived by another route; or batches are under way to a broker that forgets, which must not
+            # The change came by another route; or batches are on their way to a broker that forgets, which must not
             # return.
             return
         self._befell("move")
@@ -492,8 +492,8 @@ class Cluster:
             self._note(f"{partition} is served by {move.to}, revision {partition.revision}")
         if not self.setting.knows_again:
             partition.known.clear()
-            # Batches sent to it when it had the partition before must not arrive now: the log would begin with later
-            # ones.
+            # Batches sent to the broker when it owned the partition before must not arrive now: the log would begin
+            # with later ones.
             for connection in list(self.brokers[move.to - 1].connections):
                 if connection.is_behind:
                     connection.reset()

@@ -66,7 +66,7 @@ class Batch:
         self.first_arrived_at = -1.0
         # When the proxy last wrote it to a broker.
         self.written_at = -1.0
-        # With acks=0: its loss is no error.
+        # With acks=0: its loss is not an error.
         self.is_excused = False
         # Whether it was appended after its connection had ended.
         self.is_late = False
@@ -147,7 +147,7 @@ class Partition:
         return f"{self.topic.decode()}/{self.index}"
 
     def append(self, batch: Batch) -> tuple[int, int]:
-        """The error code and the base offset."""
+        """Append a batch or refuse it; return the error code and the base offset."""
         if batch.producer >= 0:
             known = self.known.get(batch.producer)
             if known is None:

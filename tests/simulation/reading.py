@@ -24,7 +24,7 @@ def by_heading(lines: Iterable[str]) -> dict[str, list[str]]:
 
 
 def time_of(line: str) -> float:
-    """The send time in simulated seconds; later than everything for a line without a time."""
+    """The send time in simulated seconds; later than all others for a line without a time."""
     at = line.strip().partition(" ")[0]
     return float(at) if at.replace(".", "", 1).isdigit() else inf
 

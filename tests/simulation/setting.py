@@ -292,7 +292,7 @@ def _clients(random: Random, partitions: int, trouble_s: float, *, mixes_version
                 in_flight=random.choice((1, 2, 5, 5, 5)) if kind != "plain" else random.choice((1, 3, 5, 10)),
                 acks={"silent": 0, "plain": random.choice((-1, 1))}.get(kind, -1),
                 timeout_ms=random.choice((500, 1000, 1500, 3000)),
-                # A request with an unknown topic id is not known to be for the same topic as one with its name.
+                # A request with an unknown topic id may be for the same topic as one with the topic's name.
                 versions=(lowest,)
                 if random.random() < 0.5 or not mixes_versions
                 else tuple(random.randint(3, 13) for _ in range(4)),

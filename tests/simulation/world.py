@@ -139,7 +139,7 @@ class World:
         self._dials: Counter[tuple[int, int]] = Counter()
         self.sessions_left: list[str] = []
 
-    # Driving it
+    # Driving the world
 
     def run(self) -> None:
         """Run the whole world; `found` has the findings."""

@@ -100,7 +100,7 @@ def _has_spark_mark(item: pytest.Item) -> bool:
 
 
 def needed_lanes(items: Iterable[pytest.Item]) -> dict[str, str]:
-    """By module."""
+    """The needed lanes by module."""
     modules: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         modules[module_name(item.nodeid)].append(item)

@@ -14,7 +14,7 @@ import time
 import psutil
 
 RUN_MARK = "KPROXY_TEST_RUN"
-# Processes that notice the end of the test run by themselves end better.
+# Processes that notice the end of the test by themselves end better.
 GRACE_S = 5.0
 # A killed process may have started another just before.
 ROUNDS = 5
@@ -32,7 +32,7 @@ def marked_processes(mark: str) -> list[psutil.Process]:
             ):
                 found.append(process)
         except (psutil.AccessDenied, psutil.NoSuchProcess):
-            # Another user's, or gone: not a living one of ours.
+            # Another user's process, or one that has ended.
             continue
     return found
 

@@ -12,7 +12,7 @@
    They repeat a shape that another test has: more releases of a client, more seeds, every byte of a reset. Of those
    marked `long(but_one=True)` the first of each file runs in any case, of those marked `long(but=3)` the first three of
    each test function.
-7. Hypothesis sets no time limits: a busy machine is no fault of an example. Where a test does not say how many
+7. Hypothesis sets no time limits: a busy machine is not a fault of an example. Where a test does not say how many
    examples it takes, it has FEW_EXAMPLES, new ones in each run, and with KPROXY_TEST_ALL=1 a hundred; where it says
    so (`examples`), a third of these without KPROXY_TEST_ALL=1.
 8. A whole run starts only where FREE_BYTES are free for its files. Otherwise etcd, Kafka and brokers would fail one
@@ -96,7 +96,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         marks = [*item.iter_markers("long")]
         if marks:
-            # Of a parameter's and its test's, the stricter one.
+            # If a parameter and its test both have a mark, the stricter one counts.
             most, by_file = min((_most(mark), "but_one" in mark.kwargs) for mark in marks)
             of = (item.path, "" if by_file else item.name.partition("[")[0])
             if in_any_case[of] >= most:
@@ -110,7 +110,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _most(mark: pytest.Mark) -> int:
-    """How many of the tests with this mark run in `make test`."""
+    """The number of tests with this mark that run in `make test`."""
     return int(mark.kwargs.get("but", 1 if "but_one" in mark.kwargs else 0))
 
 
@@ -144,7 +144,7 @@ def _fail_where_required(report: pytest.TestReport | pytest.CollectReport) -> No
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_process_left_behind() -> Iterator[None]:
-    """Set up before every other fixture, and so torn down after them."""
+    """Set up before every other fixture, so that it is torn down last."""
     mark = uuid.uuid4().hex
     with reaper(mark):
         os.environ[RUN_MARK] = mark
@@ -156,7 +156,7 @@ def _no_process_left_behind() -> Iterator[None]:
 
 @contextmanager
 def reaper(mark: str) -> Iterator[None]:
-    """While the block runs, the end of this process is the end of all with this mark."""
+    """Until the block ends, the end of this process ends all processes with this mark."""
     process = subprocess.Popen(
         [sys.executable, Path(reaping.__file__), mark], stdin=subprocess.PIPE, start_new_session=True
     )

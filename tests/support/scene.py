@@ -1,7 +1,7 @@
-"""A proxy, the brokers that own its partitions, and clients: what most tests of the proxy begin with.
+"""A proxy, the brokers that own its partitions, and clients: the start of most tests of the proxy.
 
 `@scene(HOLDS, ANSWERS)` gives its test a `Scene` with one broker for each script, on both event loops. Partition n of
-the topic `t` belongs to broker n+1, or to the n-th of `owners`. What else is given goes to `running_proxy`.
+the topic `t` belongs to broker n+1, or to the n-th of `owners`. All other arguments go to `running_proxy`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.support.waiting import eventually
 
 
 class Conduct(Enum):
-    """What a broker without a script does."""
+    """The behaviour of a broker without a script."""
 
     HOLDS = "keeps each request until the test takes and answers it"
     DOWN = "refuses dials until it `rises`, then holds"
@@ -47,14 +47,14 @@ NOT_WRITTEN = 65536
 class Scene:
     """`now` is the proxy's time if the scene was given one (`at`).
 
-    The client's requests may go by numbers: number n is batch n, and its correlation id is n.
+    The client's requests may be numbered: number n is batch n, with correlation id n.
     """
 
     proxy: RunningProxy
 
     def __init__(self, at: float) -> None:
         self.now = at
-        # By number.
+        # By request number.
         self.sent: dict[int, bytes] = {}
         self.brokers: list[ScriptedUpstream] = []
         self.clients: list[RawClient] = []
@@ -70,7 +70,7 @@ class Scene:
 
     @property
     def sessions(self) -> int:
-        """The client connections that the proxy has."""
+        """The proxy's client connections."""
         return len(self.proxy.listener._sessions)
 
     def send(self, *frames: bytes) -> None:
@@ -93,7 +93,7 @@ class Scene:
         return [(await self.answer()).correlation_id for _ in range(count)]
 
     async def ask(self, *frames: bytes) -> list[dict[tuple[str, int], int]]:
-        """Produce, and return what the answers say."""
+        """Send a produce request; return its results."""
         self.send(*frames)
         return [await self.codes() for _ in frames]
 
@@ -104,31 +104,31 @@ class Scene:
             self.clients[client - 1].send(produce_frame(records=self.sent[number], correlation_id=number, **options))
 
     async def takes(self, *numbers: int, at: int = 1) -> list[Asked]:
-        """The next requests at broker `at`: just these batches, in this order."""
+        """Check that the next requests at broker `at` are these batches, in this order."""
         asked = [await self.brokers[at - 1].next() for _ in numbers]
         assert [{*each.records.values()} for each in asked] == [{self.sent[number]} for number in numbers]
         return asked
 
     async def accepts(self, *numbers: int, at: int = 1, **answer: Any) -> None:
-        """The same, and each is answered when it comes."""
+        """Like `takes`, and answer each with success."""
         for number in numbers:
             (asked,) = await self.takes(number, at=at)
             asked.answer(**answer)
 
     async def gets(self, *numbers: int) -> list[int]:
-        """The codes of t-0 in the client's next answers: just to these requests, in this order."""
+        """The codes of t-0 in the client's next answers, which answer exactly these requests in order."""
         came = [await self.answer() for _ in numbers]
         assert [answer.correlation_id for answer in came] == [*numbers]
         return [answer.codes[T0] for answer in came]
 
     async def prove(self, number: int = 0, **options: Any) -> None:
-        """Have one batch accepted, so that what follows is pipelined."""
+        """Let one batch be accepted, so that later ones are pipelined."""
         self.produces(number, **options)
         await self.accepts(number)
         assert await self.gets(number) == [0]
 
     async def rises(self, number: int = 1) -> None:
-        """Broker `number` takes connections from now on."""
+        """Let broker `number` accept connections from now on."""
         broker = self.brokers[number - 1]
         if number in self.deaf:
             await self.deaf[number].open(broker)
@@ -136,15 +136,15 @@ class Scene:
             await broker.start(broker.port)
 
     async def still(self, seconds: float = SILENCE_S) -> bool:
-        """Whether nothing comes to the client for so long."""
+        """Whether nothing reaches the client for that long."""
         return await self.client.is_silent(seconds)
 
     async def undialled(self) -> None:
-        """Wait for a request that could not be written, as its broker refused the dial."""
+        """Wait for a request that could not be written because its broker refused the dial."""
         await eventually(lambda: self.proxy.retries(NOT_WRITTEN) >= 1)
 
     async def until_sessions(self, count: int = 0) -> None:
-        """Wait until the proxy has so many client connections."""
+        """Wait until the proxy has this many client connections."""
         await eventually(lambda: self.sessions == count, f"{count} client connections are left")
 
 
@@ -157,7 +157,7 @@ async def staged(
     ids: Iterable[int] = (1, 2, 3),
     **options: Any,
 ) -> AsyncIterator[Scene]:
-    """The scene itself, for a test that makes its scripts in its body or from its parameters."""
+    """A scene for a test that makes its scripts in its body or from its parameters."""
     scene = Scene(at or 0.0)
     async with AsyncExitStack() as stack:
         for number, (node_id, script) in enumerate(zip(ids, scripts, strict=False), 1):
@@ -184,7 +184,7 @@ async def staged(
 def scene(
     *scripts: Script | Conduct, one_go: bool = False, **options: Any
 ) -> Callable[[Callable[..., Coroutine[Any, Any, None]]], Callable[..., None]]:
-    """Run a test of a `Scene`; `one_go` as `in_one_go`, the rest as `staged`."""
+    """Run a test with a `Scene`; `one_go` as in `in_one_go`, the rest as in `staged`."""
 
     def decorated(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
         @functools.wraps(test)

@@ -158,7 +158,7 @@ def _close_on_failure(produce: PartitionedRequest, results: list[AppendResult]) 
         if result.error_code != error_codes.NONE
     ]
     if failures:
-        raise CloseConnection(f"acks=0 and not appended: {'; '.join(failures[:5])}")
+        raise CloseConnection(f"an acks=0 request was not appended: {'; '.join(failures[:5])}")
 
 
 def _refuse_all(produce: PartitionedRequest) -> AppendResult | None:

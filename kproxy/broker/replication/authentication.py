@@ -57,7 +57,7 @@ class Secret(NamedTuple):
     def of(cls, text: str) -> Secret:
         """Derive the keys of a secret. Raises ValueError for a guessable text, or one that SASL forbids."""
         if len(text) < LEAST_CHARACTERS:
-            raise ValueError(f"{len(text)} characters are too short")
+            raise ValueError(f"{len(text)} characters are too few")
         try:
             return cls(text, *ScramMechanism(MECHANISM).make_auth_info(text))
         except ScramException as error:
@@ -65,7 +65,7 @@ class Secret(NamedTuple):
 
 
 def _text(message: bytes) -> str:
-    """Raises ValueError."""
+    """Return the secret as text. Raises ValueError."""
     if len(message) > MOST_SCRAM_BYTES:
         raise ValueError(f"a message of {len(message)} bytes is too long")
     return message.decode()

@@ -34,7 +34,7 @@ Transitions
 Invariants of a fetcher
 1. A partition is asked for once, and again when it is answered, or what would be asked has changed: the leader keeps
    the question open on this connection (`open_fetches`). So an answer always meets the log that it was asked for. A
-   partition that is followed no more, or whose log was opened anew, is withdrawn: otherwise the leader would rely on
+   partition that is followed no more, or whose log was opened again, is withdrawn: otherwise the leader would rely on
    what the earlier log had.
 2. An answer has only partitions that are open, each once; otherwise nothing of it counts and the connection ends.
 3. A partition whose answer could not be applied waits PARTITION_PAUSE_S; the others are fetched meanwhile.
@@ -155,7 +155,7 @@ class LeaderConnection(asyncio.BufferedProtocol):
     async def _prove(self, message: bytes) -> bytes:
         answer = await self._control(SASL_AUTHENTICATE, _AUTHENTICATE_VERSION, auth_bytes=message)
         if answer.error_code != error_codes.NONE:
-            said = f"the leader says {error_codes.name_of(answer.error_code)}"
+            said = f"the leader answers with {error_codes.name_of(answer.error_code)}"
             words = str(answer.error_message or "")[:MAX_MESSAGE_CHARACTERS]
             raise AuthenticationFailed(f"{said}: {words}" if words else said)
         return bytes(answer.auth_bytes)
@@ -198,9 +198,9 @@ class LeaderConnection(asyncio.BufferedProtocol):
         try:
             answer = read_replica_answer(frame)
         except CodecError as error:
-            raise LeaderLost(f"not an answer: {error}") from error
+            raise LeaderLost(f"invalid answer: {error}") from error
         if answer.error_code != error_codes.NONE:
-            raise LeaderLost(f"the leader says {error_codes.name_of(answer.error_code)}")
+            raise LeaderLost(f"the leader answers with {error_codes.name_of(answer.error_code)}")
         return answer
 
     def _ask(self, correlation_id: int, frame: bytes) -> asyncio.Future[memoryview]:
@@ -252,7 +252,7 @@ class LeaderConnection(asyncio.BufferedProtocol):
         except UnexpectedAnswer as error:
             self._lose(str(error))
         except CodecError as error:
-            self._lose(f"not an answer: {error}")
+            self._lose(f"invalid answer: {error}")
 
 
 MAX_WAIT_MS = 500
@@ -316,9 +316,9 @@ class ReplicaFetchers:
         view.subscribe(self._on_change)
 
     def wake(self, key: PartitionKey | None = None) -> None:
-        """Look at a partition again, or at all: it has another leader, none, or another epoch, or was opened or closed.
+        """Check a partition again, or all: it has another leader, none, or another epoch, or was opened or closed.
 
-        Only at this one: thousands of changes come when a broker starts or dies.
+        One is enough: thousands of changes come when a broker starts or dies.
         """
         if key is None:
             self._stale.update(self._hosted, self._followed)
@@ -544,7 +544,7 @@ class _Fetcher:
         results = [(topic_id, fetched) for topic_id, fetches in answer.topics for fetched in fetches]
         named = [(topic_id, fetched.partition_index) for topic_id, fetched in results]
         if len(set(named)) < len(named) or not all(key in self._open or key in self._withdrawn for key in named):
-            raise LeaderLost("an answer to something that was not asked")
+            raise LeaderLost("an answer that matches no request")
         taken: list[Partition] = []
         began_at = time.monotonic()
         for key, (_, fetched) in zip(named, results, strict=True):

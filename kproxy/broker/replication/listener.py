@@ -219,7 +219,7 @@ class _Session:
         if api_key == SASL_AUTHENTICATE:
             return self._authenticate(request)
         if self._fetches is None:
-            raise CloseConnection(f"{name_of(api_key)} from somebody who is not authenticated")
+            raise CloseConnection(f"{name_of(api_key)} from an unauthenticated peer")
         return self._fetches.serve(self._listener.broker, request)
 
     def _agree_on_mechanism(self, request: Request) -> Body:

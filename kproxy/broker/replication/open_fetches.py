@@ -1,14 +1,14 @@
 """The open questions of one follower's connection: the leader's side of its fetches.
 
 A follower asks once for each partition. Its question stays open, over any number of requests and answers, until an
-answer names the partition; then the follower asks anew. So a request names only new questions, an answer names only
+answer names the partition; then the follower asks again. So a request names only new questions, an answer names only
 partitions with news, and a partition without news costs nothing.
 
 States of a question
   ready   there may be something to answer: it is new; or records were appended, the high watermark or the log's start
           has moved, or the partition was closed
   idle    there was nothing to answer; the partition calls when there is
-  ended   answered, asked anew or withdrawn; or the connection is closed
+  ended   answered, asked again or withdrawn; or the connection is closed
 
 Transitions
   (asked) -> ready   what it reports counts at once, whether it is answered soon or not
@@ -123,7 +123,7 @@ class OpenFetches:
         if fetch.replica_id != self._replica_id:
             raise CloseConnection(f"Fetch with replica_id {fetch.replica_id} from broker {self._replica_id}")
         if fetch.session_epoch != OPEN_EPOCH:
-            raise CloseConnection(f"broker {self._replica_id} is of another release: upgrade all brokers together")
+            raise CloseConnection(f"broker {self._replica_id} runs another release: upgrade all brokers together")
         broker.name_topics(fetch)
         asked = []
         for topic in fetch.topics:
@@ -194,7 +194,7 @@ class OpenFetches:
             self._end(question)
 
     def is_ready(self, question: _Question, *, is_urgent: bool) -> None:
-        """Called by the partition of an idle question."""
+        """Mark an idle question as ready; its partition calls this."""
         self._ready[question] = None
         if is_urgent:
             self._stop_waiting(question)

@@ -14,7 +14,7 @@ Transitions
   leader   -> resigned   `resign`: the broker stops, or another is to lead
   resigned -> leader     `resume`: the other one could not take over
   any      -> closed     `close`. A leader never becomes a follower: its state in memory is dropped, and the log is
-                         opened anew. Any other change of role raises WrongRole and changes nothing.
+                         opened again. Any other change of role raises WrongRole and changes nothing.
 
 Invariants
 1. The high watermark never moves back, and never passes the log end offset of any in-sync replica. In sync are the

@@ -246,7 +246,7 @@ class _Driver:
     async def open(self, node: int) -> AIOKafkaConnection:
         connection = await self._kafka._get_conn(node)
         if connection is None:
-            raise ConnectionLost(f"the proxy that is node {node} does not take connections")
+            raise ConnectionLost(f"proxy {node} does not accept connections")
         return connection
 
     def is_open(self, connection: AIOKafkaConnection) -> bool:
@@ -328,7 +328,7 @@ class _OwnCall:
         try:
             return parse_own_response(_PREFIX + buffer.getvalue(), self._version)
         except CodecError as error:
-            raise KafkaError(f"the answer to Own makes no sense: {error}") from error
+            raise KafkaError(f"the answer to Own is invalid: {error}") from error
 
 
 class _Header(NamedTuple):

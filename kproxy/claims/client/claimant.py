@@ -157,7 +157,7 @@ class Claimant(Generic[ConnectionT]):
             self._claimed_on.append(connection)
             response = await self._driver.ask(connection, self._request(asked), self.plan.timeout_s)
             if response.error_code == NONE and {each.resource for each in response.resources} != set(asked):
-                raise OwnError(f"The answer to the claim of {self._described(asked)} names something else.")
+                raise OwnError(f"The answer to the claim of {self._described(asked)} names other resources.")
             answers = response.resources
             if response.error_code != NONE:
                 answers = tuple(OwnedResource(each, response.error_code) for each in asked)

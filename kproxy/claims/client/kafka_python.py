@@ -224,7 +224,7 @@ class _Driver:
             connection = self._manager.get_connection(node)
             await connection
         except (KafkaError, OSError) as error:
-            raise ConnectionLost(f"the proxy that is node {node} does not take connections") from error
+            raise ConnectionLost(f"proxy {node} does not accept connections") from error
         return connection
 
     def is_open(self, connection: KafkaConnection) -> bool:
@@ -313,4 +313,4 @@ class _Header(NamedTuple):
         try:
             return parse_own_response(_PREFIX + buffer, self.api_version)
         except CodecError as error:
-            raise ValueError(f"the answer to Own makes no sense: {error}") from error
+            raise ValueError(f"the answer to Own is invalid: {error}") from error

@@ -147,7 +147,7 @@ class RangeReader:
     def _step_over(self, answer_bytes: int) -> None:
         """Move past the corrupt batch that an answer without new batches consists of."""
         if self._corrupt is None:
-            raise self._failed("its leader sends only what lies before that offset")
+            raise self._failed("its leader sends only batches before that offset")
         if answer_bytes >= self._max_bytes + self._more_bytes and self._more_bytes < LARGEST_BATCH_BYTES:
             # The next batch did not fit into the answer.
             self._more_bytes *= 2

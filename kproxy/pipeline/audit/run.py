@@ -339,7 +339,7 @@ def _check_topic(name: str, bootstrap: str, kafka: Mapping[str, str]) -> None:
 def _check_files(trail: TrailPlace) -> None:
     directory, ending = Path(trail.name), _ENDINGS[trail.kind]
     if not directory.is_dir():
-        raise StartupError(f"No audit trail: {directory} is no directory; give --trail {trail.kind}:DIR.")
+        raise StartupError(f"No audit trail: {directory} is not a directory; give --trail {trail.kind}:DIR.")
     if not any(directory.glob(f"*{ending}")):
         raise StartupError(f"No audit trail: {directory} has no file *{ending}.")
 
@@ -357,7 +357,7 @@ def _client(bootstrap: str, flag: str, kafka: Mapping[str, str]) -> LogClient:
     try:
         parse_bootstrap(bootstrap)
     except LogReadFailed as error:
-        raise StartupError(f"{flag} {bootstrap} is no address: give HOST:PORT of a kproxy or of a broker.") from error
+        raise StartupError(f"{flag} {bootstrap} is not an address: give HOST:PORT of a kproxy or broker.") from error
     try:
         return LogClient(bootstrap, kafka, timeout_s=PATIENCE_S, patience_s=PATIENCE_S)
     except LogReadFailed as error:

@@ -50,5 +50,5 @@ def parse_place(text: str) -> TrailPlace:
     """Parse `topic:NAME`, `json:DIR` or `parquet:DIR`. Raise StartupError."""
     kind, _, name = text.partition(":")
     if kind not in (TOPIC, JSON, PARQUET) or not name:
-        raise StartupError(f"{text!r} is no place of an audit trail: give topic:NAME, json:DIR or parquet:DIR.")
+        raise StartupError(f"{text!r} is not a place of an audit trail: give topic:NAME, json:DIR or parquet:DIR.")
     return TrailPlace(kind, name)

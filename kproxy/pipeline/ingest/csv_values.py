@@ -1,8 +1,8 @@
 """Make values of the texts that Spark's reader finds in CSV files.
 
-Spark's own parsers change values in silence: they read `1f` and `0x1p3` as numbers, round decimals, cut off what
-follows a date, and give a time alone the day of the run. Here a text becomes the value that it says, or its row is
-CORRUPT. The reader gives all columns as texts, and null where nothing is between two delimiters (`READER_OPTIONS`).
+Spark's own parsers change values in silence: they read `1f` and `0x1p3` as numbers, round decimals, drop text after a
+date, and give a time without a date the day of the run. Here a text becomes exactly the value that it denotes, or its
+row is CORRUPT. The reader gives all columns as texts, and null for an empty field (`READER_OPTIONS`).
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from pyspark.sql.types import (
 from kproxy.errors import StartupError
 from kproxy.pipeline.ingest.transforms import CORRUPT, quoted
 
-# Spark takes a text for null that equals `nullValue`, quoted or not. No text equals this one.
+# Spark reads a text that equals `nullValue` as null, quoted or not. No text equals this one.
 READER_OPTIONS: Final = {"nullvalue": "\0kproxy: nothing\0"}
-# Java reads this for bytes that are invalid in the encoding.
+# Java's replacement for bytes that are invalid in the encoding.
 REPLACED: Final = "\ufffd"
 MAX_DIGITS: Final = 38
 _TEXTS: Final = (StringType, CharType, VarcharType, BinaryType)
 _WHOLE_NUMBER: Final = "[+-]?[0-9]+"
 _NUMBER: Final = r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"
-# A time of JSON, and what Spark takes for a time when it infers: it begins with a date.
+# A JSON time, or a text that Spark infers as a time: it begins with a date.
 _TIME: Final = "H:m[:s[.SSSSSSSSS]]"
 TIMESTAMP_NTZ_FORMAT: Final = f"yyyy-M-d['T'{_TIME}][' '{_TIME}]"
 TIMESTAMP_FORMAT: Final = f"{TIMESTAMP_NTZ_FORMAT}[XXX][XX][X][' 'VV]"
 _DATE: Final = "[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}"
-# What a text of the type looks like; Spark's cast then decides. Other types take what the cast does.
+# The form of a type's texts; Spark's cast then decides. Other types accept whatever the cast accepts.
 _LOOKS: Final[Mapping[type[DataType], str]] = {
     **dict.fromkeys((ByteType, ShortType, IntegerType, LongType), _WHOLE_NUMBER),
     **dict.fromkeys((FloatType, DoubleType, DecimalType), _NUMBER),
@@ -65,9 +65,9 @@ _FORMATS: Final[Mapping[type[DataType], str]] = {
     TimestampType: "timestampformat",
     TimestampNTZType: "timestampntzformat",
 }
-# The reader's options for numbers that have names, and their names by default.
+# The reader's options for special numbers, and their default names.
 _NAMED: Final = (("nanvalue", "NaN", "NaN"), ("positiveinf", "Inf", "Infinity"), ("negativeinf", "-Inf", "-Infinity"))
-# The options by which a row is written as it was read.
+# The options that keep a written row as it was read.
 _DIALECT: Final = ("sep", "delimiter", "quote", "escape", "nullvalue")
 _UNCHANGED: Final = {"ignoreleadingwhitespace": "false", "ignoretrailingwhitespace": "false"}
 
@@ -78,20 +78,20 @@ def texts_of(schema: StructType) -> StructType:
 
 
 def valued(rows: DataFrame, schema: StructType, options: Mapping[str, str]) -> DataFrame:
-    """Return `rows` with the values of `schema` in place of texts; CORRUPT has the row's text if one is none.
+    """Return `rows` with the values of `schema` in place of texts; CORRUPT has the row's text if a value is invalid.
 
     `options` are those of Spark's CSV reader, in lower case. A text is corrupt too if it has U+FFFD and no encoding was
     named, or a carriage return at the row's end, which is part of a line end, in a file whose first line ends with a
     newline alone. Raise StartupError for an option that is not known here.
     """
     if "locale" in options:
-        raise StartupError("--source-option locale is not taken: read numbers and dates as STRING, and use --select.")
+        raise StartupError("--source-option locale is not supported: read numbers and dates as STRING with --select.")
     damaged, values = [], {}
     for field in schema.fields:
         text = F.col(quoted(field.name))
         if not isinstance(field.dataType, _TEXTS):
             values[field.name] = value = _value(text, field.dataType, options)
-            # Quotes around nothing: what quotes all values has them for null.
+            # An empty quoted field: programs that quote all values use it for null.
             damaged.append((text != "") & value.isNull())
             continue
         values[field.name] = text.cast("binary") if isinstance(field.dataType, BinaryType) else text
@@ -107,7 +107,7 @@ def valued(rows: DataFrame, schema: StructType, options: Mapping[str, str]) -> D
 
 
 def _value(text: Column, kind: DataType, options: Mapping[str, str]) -> Column:
-    """Return the value of a text, null if it is none of the type."""
+    """Return the value of a text, null if the text is not of the type."""
     pattern = options.get(_FORMATS.get(type(kind), ""))
     if pattern is not None:
         return F.try_to_timestamp(text, F.lit(pattern)).cast(kind)
@@ -129,7 +129,7 @@ def _is_exact(text: Column, value: Column, kind: DecimalType) -> Column:
 
 
 def widened(kind: DecimalType) -> DecimalType:
-    """Return the type with as many digits before the point, and as many behind it as there can be."""
+    """Return the type with as many digits before the point, and the most possible after it."""
     return DecimalType(MAX_DIGITS, MAX_DIGITS - kind.precision + kind.scale)
 
 

@@ -1,8 +1,8 @@
 """Parse JSON documents to rows, and find fields that the schema lacks.
 
 A document is parsed twice: by the schema, and for the names of its fields. Spark ignores text after a document, so
-`{"a":1} {"a":2}` would be its first half. The two times the text is between different brackets, and text after the
-document cannot close both of them.
+`{"a":1} {"a":2}` would be its first half. The two times the text gets different brackets, and text after the document
+cannot close both.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _VALUES: Final = "_kproxy_values"
 _NAMES: Final = "_kproxy_names"
 _ODD: Final = "_kproxy_odd"
 _ONE: Final = "_kproxy_one"
-# What is odd about an object that has a field twice. A field of this name is taken for it.
+# A field of this name marks an object with a duplicate field.
 _TWICE: Final = "\0twice"
-# Spark's own reading of dates cuts off what follows them, and gives a time alone the day of the run.
+# Spark's own reading of dates drops the text after them, and gives a time without a date the day of the run.
 _DEFAULTS: Final = {
     "dateformat": "yyyy-M-d",
     "timestampformat": TIMESTAMP_FORMAT,
     "timestampntzformat": TIMESTAMP_NTZ_FORMAT,
 }
-# What is no half of a pair in UTF-16, in the escapes of JSON.
+# An escaped backslash or a surrogate pair in JSON.
 _WHOLE_ESCAPES: Final = r"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
-# What may be around a document.
+# Characters allowed around a document.
 _SPACE: Final = " \t\r\n"
 
 
@@ -76,10 +76,10 @@ def opened(
         narrow = found.try_cast(ArrayType(schema)).cast(ArrayType(wide))
         whole = whole & F.coalesce(F.to_json(narrow) == F.to_json(found), F.lit(False))
     if verbatim:
-        # It refuses a field that is there twice, at any depth, and what Spark reads beyond the RFC.
+        # It refuses duplicate fields at any depth, and syntax that Spark accepts beyond the RFC.
         whole = whole & F.try_parse_json(nested).isNotNull()
     else:
-        # Spark replaces half of a pair.
+        # Spark replaces an unpaired surrogate.
         halved = F.regexp_replace(text, _WHOLE_ESCAPES, " ").rlike(r"\\u[dD][89a-fA-F]")
         whole = whole & ~(text.contains("\\u") & halved)
     exploded = read.withColumn(_ONE, F.explode(F.when(whole, each).otherwise(F.array(one))))

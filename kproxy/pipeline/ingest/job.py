@@ -104,7 +104,7 @@ def _ask_clusters(session: SparkSession, options: IngestOptions, asked: Job) -> 
                 if options.partitions is None:
                     raise StartupError(
                         f"there is no topic {topic} at --bootstrap {options.bootstrap}: create it, or give "
-                        "--partitions N to have it made."
+                        "--partitions N to let the job create it."
                     )
                 cluster.create(topic, options.partitions)
         asked = replace(asked, target_cluster=cluster.cluster_id())
@@ -148,7 +148,7 @@ class Cluster:
 
     def cluster_id(self) -> str | None:
         """Return the cluster's id, None if it does not report one."""
-        # It only tells whether two addresses belong to one cluster; without it they are not compared.
+        # The id only shows whether two addresses belong to one cluster; without it they are not compared.
         found: str | None = None
         with contextlib.suppress(SparkFailed):
             found = self._await(self._admin.describeCluster().clusterId(), "does not say which cluster it is")
@@ -208,12 +208,12 @@ POLL_S: Final = 0.25
 # The least pause between counts of files, in seconds, and as a multiple of a count's duration: a listing may take long.
 LEAST_PAUSE_S: Final = 5.0
 PAUSE_FACTOR: Final = 5
-# How many files an error names.
+# The most files that an error names.
 SHOWN_FILES: Final = 5
 
 
 class Stop:
-    """A request to end the job: `wanted` after the running micro-batch, asked again `at_once`, without waiting."""
+    """A request to end the job: `wanted` after the running micro-batch, or `at_once` when asked again."""
 
     def __init__(self) -> None:
         self._times = 0
@@ -233,7 +233,7 @@ class Stop:
 def run(session: SparkSession, options: IngestOptions, report: Report, metrics: Metrics, stop: Stop) -> None:
     """Run the job until it is done or stopped. Raise StartupError, or SparkFailed with the reason."""
     tally = Tally(metrics)
-    # Later ones are for the next run.
+    # Later files are left to the next run.
     before = files_there(session, options) if options.reads_files and options.processing_time is None else set()
     query = start(session, options, on_batch=tally.done, say=report.say, stopping=lambda: stop.wanted)
     try:
@@ -347,7 +347,7 @@ def _source(options: IngestOptions) -> str:
     return f"{options.where} at {options.source_bootstrap}" if options.reads_kafka else options.where or options.source
 
 
-# Spark's and Kafka's errors by what is in them.
+# Spark's and Kafka's errors, by a part of their text.
 _KNOWN: Final = {
     PARQUET_TYPE: "a Parquet file in {source} has a column of a type that Spark does not read ({type}): write the file "
     "without it; or give a --schema that lacks it, with --on-new-columns ignore",
@@ -369,7 +369,7 @@ _KNOWN: Final = {
     "not acknowledged in time by {target} through {bootstrap}: start the job again when its brokers are back, nothing "
     "is lost",
     "Some data may have been lost|failOnDataLoss|OffsetOutOfRangeException|KAFKA_DATA_LOSS": "the source {source} no "
-    "longer has what was to be read next (removed by retention, or the topic was made anew): give --source-option "
+    "longer has what was to be read next (removed by retention, or the topic was created again): give --source-option "
     "failOnDataLoss=false to go on without it",
     "CONCURRENT_STREAM_LOG_UPDATE|[Cc]oncurrent(ly)? (update|using)|Multiple streaming queries": "another run of "
     "this job uses the checkpoint {checkpoint}: end it first",

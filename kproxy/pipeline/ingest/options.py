@@ -144,7 +144,7 @@ class IngestOptions:
         """Raise StartupError for options that are wrong; Spark is not needed."""
         if not ((self.reads_files or self.reads_kafka) and self.where) and self.source != RATE:
             raise StartupError(
-                f"--from {self.source} is no source: give csv:DIR, json:DIR, parquet:DIR, kafka:TOPIC or rate "
+                f"--from {self.source} is not a source: give csv:DIR, json:DIR, parquet:DIR, kafka:TOPIC or rate "
                 "(DIR is a directory or a pattern of files)."
             )
         self._check_numbers()
@@ -154,7 +154,7 @@ class IngestOptions:
         for flag, topic in (*names, *(("--from kafka:", topic) for topic in self.topics)):
             if topic is not None and not is_topic_name(topic):
                 raise StartupError(
-                    f"{flag} {topic} is no name of a topic: take letters, digits, '.', '_' and '-', at most {MAX_NAME}."
+                    f"{flag} {topic} is not a topic name: use letters, digits, '.', '_' and '-', at most {MAX_NAME}."
                 )
         has_documents = self.format == "json" or (self.reads_kafka and self.schema is not None)
         acks = self.kafka_options.get("acks", "all")

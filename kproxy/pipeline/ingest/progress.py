@@ -58,7 +58,7 @@ class Tally:
         self.batches = 0
         self.last: BatchDone | None = None
         self.dead: Counter[str] = Counter()
-        # As of some seconds ago.
+        # The backlog of some seconds ago.
         self.behind: Backlog | None = None
 
     def left(self, behind: Backlog | None) -> None:

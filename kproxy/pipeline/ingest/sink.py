@@ -43,7 +43,7 @@ JAR: Final = "keep_timestamps.jar"
 TASKS_PER_CORE: Final = 4
 OBSERVED_TIMEOUT_S: Final = 10.0
 _POLL_S: Final = 0.005
-# How much of a text that is no JSON an error needs.
+# The length of invalid JSON that an error shows.
 _BEGINNING: Final = 10
 
 

@@ -32,16 +32,16 @@ _CSV: Final = {"header": "true", "escape": '"', "multiLine": "true", "enforceSch
 _MAX_AGE: Final = "100000d"
 # Options that tell which files are the source's.
 _FILTERS: Final = ("pathglobfilter", "recursivefilelookup")
-# Rows that cannot be parsed go to the column CORRUPT. No option of the user's may turn them into nulls.
+# Rows that cannot be parsed go to the column CORRUPT. No option of the user may turn them into nulls.
 _REQUIRED: Final = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": CORRUPT}
-# The first line of JSON that is written over several, and what to do.
+# The first lines of JSON documents over several lines, and the advice for them.
 PRETTY: Final = ("{", "[", "[{")
 OVER_LINES: Final = "JSON over several lines: give --source-option multiLine=true"
 # Spark's error for a column that it cannot read, such as TIME, UUID and FLOAT16.
 PARQUET_TYPE: Final = r"PARQUET_TYPE_ILLEGAL\] Illegal Parquet type: (?P<type>.+?)\.?(?: SQLSTATE|$)"
-# How many files a schema is inferred from.
+# The most files that a schema is inferred from.
 SAMPLE_FILES: Final = 20
-# What makes a path a pattern for Hadoop.
+# Characters that make a path a pattern for Hadoop.
 _GLOB: Final = re.compile(r"[{}\[\]*?\\]")
 _BOM: Final = "\ufeff"
 _ALL: Final = (1 << 31) - 1
@@ -52,11 +52,11 @@ def own_session(session: SparkSession) -> SparkSession:
     """Clone `session` with the settings that rows are counted by, so that the caller's stay as they are."""
     with as_spark_failure("Spark did not take the job"):
         ours = SparkSession(session.sparkContext, session._jsparkSession.cloneSession())
-        # So that the ends of blocks depend neither on the number of cores nor on that of files.
+        # So that block boundaries depend neither on the number of cores nor on the number of files.
         ours.conf.set("spark.sql.files.maxPartitionBytes", str(BLOCK_BYTES))
         ours.conf.set("spark.sql.files.openCostInBytes", str(BLOCK_BYTES))
         ours.conf.unset("spark.sql.files.maxPartitionNum")
-        # Spark looks at a micro-batch's files in a job, by default with a task for each of them.
+        # Spark lists a micro-batch's files in a job, by default with a task for each file.
         cores = str(session.sparkContext.defaultParallelism)
         ours.conf.set("spark.sql.sources.parallelPartitionDiscovery.parallelism", cores)
         # Spark has no type for timestamps with nanoseconds. As numbers they keep their digits.
@@ -82,24 +82,24 @@ def parse_schema(text: str) -> StructType:
         raise StartupError(f"--schema has the name {twice} twice, and Spark does not tell ID from id: rename one.")
     taken = [name for name in schema.names if name.startswith("_kproxy_")]
     if taken:
-        raise StartupError(f"--schema has a column {taken[0]}: names that begin with _kproxy_ are taken.")
+        raise StartupError(f"--schema has a column {taken[0]}: names that begin with _kproxy_ are allowed.")
     return schema
 
 
 def infer_schema(session: SparkSession, options: IngestOptions) -> StructType:
-    """Infer the schema from SAMPLE_FILES of the files that are there. Raise StartupError if none can be found."""
+    """Infer the schema from SAMPLE_FILES of the existing files. Raise StartupError if none can be found."""
     where, paths = options.where, sorted(files_there(session, options))
     with_hint = f"give --schema, or put a file there that has the columns ({where})"
     if not paths:
         raise StartupError(f"there are no files yet to infer a schema from: {with_hint}.")
-    # Evenly spread over their names, the last one among them.
+    # Files evenly spread over the sorted names, including the last.
     sample = paths[:: -math.ceil(len(paths) / SAMPLE_FILES)]
     settings = {
         "inferSchema": "true",
-        # By default Spark takes a time alone for a TIMESTAMP, and no row would have a value of it.
+        # By default Spark infers a time without a date as TIMESTAMP, and no row would have a valid value.
         "timestampformat": TIMESTAMP_FORMAT,
         **reader_options(options),
-        # As the stream reads them: the paths are no patterns, and directories below the source give columns.
+        # Like the stream: paths are not patterns, and directories below the source give columns.
         "__globPaths__": "false",
         **({} if _GLOB.search(where) else {"basePath": where}),
     }
@@ -111,7 +111,7 @@ def infer_schema(session: SparkSession, options: IngestOptions) -> StructType:
     except SparkFailed as error:
         if "COLUMN_ALREADY_EXISTS" in str(error):
             raise StartupError(
-                f"no schema can be inferred from fields that differ in case alone ({cause_in(str(error))}): give a "
+                f"no schema can be inferred from fields that differ only in case ({cause_in(str(error))}): give a "
                 "--schema with one of them (--on-new-columns add writes documents of JSON with all of them)."
             ) from error
         if type_ := re.search(PARQUET_TYPE, str(error)):
@@ -141,11 +141,11 @@ def infer_schema(session: SparkSession, options: IngestOptions) -> StructType:
 
 
 def _first_line(reader: DataFrameReader, settings: Mapping[str, str], kind: str, paths: list[str]) -> list[str]:
-    """Return the texts of the first row of a CSV file, or the first line of JSON; none where it does not help."""
+    """Return the texts of the first row of a CSV file, or the first line of JSON; nothing if these do not help."""
     row = None
     if kind == "csv" and settings["header"].lower() == "true":
         columns = reader.csv(paths, inferSchema=False, header=False)
-        # Those of directories have other names.
+        # The columns from directories have other names.
         row = columns.select(*(name for name in columns.columns if name.startswith("_c"))).first()
     elif kind == "json" and settings.get("multiline", "false").lower() == "false":
         row = reader.text(paths).where(F.col("value").rlike(r"\S")).select("value").first()
@@ -153,7 +153,7 @@ def _first_line(reader: DataFrameReader, settings: Mapping[str, str], kind: str,
 
 
 def _twice(names: Iterable[str]) -> str | None:
-    """Return the first name, in lower case, that is there twice for Spark."""
+    """Return the first name, in lower case, that Spark counts as a duplicate."""
     return next((name for name, count in Counter(map(str.lower, names)).items() if count > 1), None)
 
 

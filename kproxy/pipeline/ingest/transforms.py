@@ -47,29 +47,29 @@ TEXT: Final = "_kproxy_text"
 NEW: Final = "_kproxy_new"
 # The document's text, if documents are written as they are in the source.
 DOCUMENT: Final = "_kproxy_document"
-# For files, from their reader.
+# For files: columns that their reader gives.
 FILE: Final = "_kproxy_file"
 MODIFIED: Final = "_kproxy_modified"
 BLOCK: Final = "_kproxy_block"
-# A row's name, the same at every reading, and the name of its micro-batch: for expressions of the user's too.
+# A row's name, the same at every read, and its micro-batch's name; users' expressions may use both.
 ROW: Final = "_kproxy_row"
 BATCH: Final = "_kproxy_batch"
-# The sort key within a message key. Of a Kafka record it has topic, partition, offset and timestamp.
+# The sort key within a message key. For a Kafka record it has topic, partition, offset and timestamp.
 ORDER: Final = "_kproxy_order"
 # Spark's own columns of a Kafka record whose value was parsed.
 RECORD: Final = "kafka"
-# The source's columns as JSON, where others were selected.
+# The source's columns as JSON, if other columns were selected.
 WHOLE: Final = "_kproxy_whole"
 # The message.
 KEY: Final = "_kproxy_key"
 VALUE: Final = "_kproxy_value"
 HEADERS: Final = "_kproxy_headers"
 TOPIC: Final = "_kproxy_topic"
-# Why the row is a dead letter; null if it is none.
+# The reason why the row is a dead letter, or null.
 REASON: Final = "_kproxy_reason"
 
 REASONS: Final = ("corrupt", "new column", "not finite", "no topic", "too large")
-# kafka-clients' upper estimates, or more: a batch's header, a record's, and each length.
+# Upper estimates of kafka-clients, or higher: a batch's header, a record's header, and each length.
 RECORD_OVERHEAD: Final = 61 + 21 + 15
 HEADER_OVERHEAD: Final = 10
 # The longest `record` of a dead letter in a topic, so that its message fits.
@@ -128,7 +128,7 @@ def _selected(rows: DataFrame, select: Sequence[str]) -> DataFrame:
         return rows
     kept = rows.withColumn(WHOLE, json_of(columns_of(rows)))
     with _sql_of("--select", kept):
-        # `*` has all columns, ours too.
+        # `*` includes our own columns.
         there = kept.selectExpr(*select).columns
         return kept.selectExpr(*select, *(name for name in kept.columns if _is_ours(name) and name not in there))
 
@@ -139,7 +139,7 @@ def _sql_of(flag: str, rows: DataFrame) -> Iterator[None]:
         yield
     except PySparkException as error:
         raise StartupError(
-            f"{flag} is no SQL for these rows ({cause_in(str(error))}): the source has {_listed(rows)}."
+            f"{flag} is not valid SQL for these rows ({cause_in(str(error))}): the source has {_listed(rows)}."
         ) from error
 
 
@@ -157,7 +157,7 @@ def messages(rows: DataFrame, *, tasks: int, options: IngestOptions) -> DataFram
         wanted["partition"] = F.col(ORDER)["partition"]
     columns = [column.alias(name) for name, column in wanted.items()]
     if not options.key:
-        # A task reads a partition of the source, in its order.
+        # A task reads a partition of the source in order.
         return good.select(*columns)
     # Spread rows without a key over all tasks, rather than sending them all to one.
     place = [F.coalesce(F.col(KEY), F.encode(ROW, "utf-8"))]
@@ -268,7 +268,7 @@ class _Parts:
         return _any(_no_number(column, kind) for column, kind in self._json)
 
     def _alone(self, column: Column, kind: DataType) -> Column:
-        # By itself a number is text, which has names for NaN and the infinities.
+        # A number alone is written as text, which has names for NaN and the infinities.
         if isinstance(kind, _NESTED):
             self._json.append((column, kind))
         return _bytes(column, kind)
@@ -277,7 +277,7 @@ class _Parts:
         found = [_find(self._rows, name) for name in names]
         self._json += found
         columns = [column for column, _ in found]
-        # Null fields stay in it, so that equal values give equal keys.
+        # Null fields are kept, so that equal values give equal keys.
         json = F.to_json(F.struct(*(each.alias(name) for each, name in zip(columns, names, strict=True))), _WITH_NULLS)
         return columns, F.encode(json, "utf-8")
 

@@ -242,7 +242,7 @@ def test_a_fetch_without_records_ends_with_its_wait(leader: BrokerProcess, topic
         assert 0.28 < time.monotonic() - started < PATIENCE_S
 
 
-def test_limits_hold_but_the_first_batch_comes_whole(leader: BrokerProcess, topic: str) -> None:
+def test_limits_hold_except_for_the_first_batch(leader: BrokerProcess, topic: str) -> None:
     with leader.client() as client:
         for _ in range(3):
             client.produce(topic, 0, build_batch([b"x" * 5000]))
@@ -374,7 +374,7 @@ def test_api_versions_are_listed(cluster: Cluster, version: int) -> None:
     assert api_keys.INIT_PRODUCER_ID in offered
 
 
-def test_newer_api_versions_gets_version_0_and_lives(cluster: Cluster) -> None:
+def test_newer_api_versions_gets_version_0_and_continues(cluster: Cluster) -> None:
     with cluster.brokers[0].client() as client:
         client.send_bytes(b"\x00\x12\x00\x63\x00\x00\x00\x07\x00\x01x\x00whatever comes in version 99")
         frame = client.receive_frame()

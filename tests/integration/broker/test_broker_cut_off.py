@@ -32,7 +32,7 @@ async def site(etcd_cluster: EtcdCluster, etcd_prefix: str, tmp_path: Path) -> A
 
 
 async def test_broker_without_etcd_takes_nothing_after_its_lease(site: FaultySite) -> None:
-    """With any acks, whether etcd's connections end or fall silent; and all acknowledged records remain."""
+    """With any acks, whether etcd's connections end or fall silent; all acknowledged records remain."""
     ways = {1: "refused", 2: "silent"}
     await site.add(ways, has_followers=False, lease_ttl_s=TTL_S)
     for node_id in ways:

@@ -196,7 +196,7 @@ async def test_invalid_bind_is_refused_and_changes_nothing(clients: list[RawClie
     fence = await grant()
     twice = client.bind_fences(FenceBinding(topic, 0, fence), FenceBinding(topic, 0, fence, is_released=True))
     assert [each.error_code for each in twice] == [error_codes.INVALID_REQUEST] * 2
-    # From a lost history, as after a restore of etcd: it would lock out all writers.
+    # Fences of a lost history, as after a restore of etcd, would lock out all writers.
     for nonsense in (0, -1, (1 << 63) - 1, fence + 1_000_000):
         assert bind(client, topic, nonsense) == (error_codes.INVALID_REQUEST, NO_FENCE)
         assert release(client, topic, nonsense) == (error_codes.INVALID_REQUEST, NO_FENCE)
@@ -205,10 +205,12 @@ async def test_invalid_bind_is_refused_and_changes_nothing(clients: list[RawClie
     assert bind(client, topic, fence) == (0, fence)
 
 
-# Who remembers
+# Memory of fences
 
 
-async def test_a_topics_fences_go_with_it(cluster: Cluster, etcd_client: EtcdClient, topic: str, grant: Grant) -> None:
+async def test_deleted_topic_removes_its_fences(
+    cluster: Cluster, etcd_client: EtcdClient, topic: str, grant: Grant
+) -> None:
     key = Keys(f"/cluster-{os.getpid()}").fence(topic, 0)
     with cluster.brokers[0].client() as admin:
         for _ in range(2):
@@ -288,14 +290,14 @@ async def test_bind_without_etcd_is_answered_in_time(tmp_path: Path) -> None:
             assert old.leaders("t") == {0: 1}
             fences = [await etcd_client.put("/p/claim", b"x") for _ in range(3)]
             assert bind(old, "t", fences[0]) == (0, fences[0])
-            # Known to be over, so that no refusal is due to an unknown history.
+            # These histories have ended, so that no refusal is due to an unknown history.
             assert release(new, "t", fences[0]) == (0, fences[0])
             await freeze(server)
             try:
                 closing.send_bind_fences(FenceBinding("t", 0, fences[2]))
                 new.send_bind_fences(FenceBinding("t", 0, fences[1]))
                 closing.close()
-                # Answered while those wait for etcd; retried if the machine stalls that long.
+                # The broker answers while the others wait for etcd; retried if the machine stalls that long.
                 for _ in range(5):
                     assert bind(old, "t", fences[0]) == (0, fences[0]), "that asks nobody"
                     assert write(old, "t") == 0, "nobody else waits"
@@ -316,7 +318,7 @@ async def test_bind_without_etcd_is_answered_in_time(tmp_path: Path) -> None:
 
 
 async def test_restored_etcd_voids_earlier_binds(tmp_path: Path) -> None:
-    """From a copy of its files, which has the broker's lease but not the latest claim."""
+    """The restored copy of its files has the broker's lease, but not the latest claim."""
     async with own_etcd(tmp_path / "etcd") as (server, etcd_client):
         with start_broker(1, tmp_path / "1", server.endpoint, "/p", lease_ttl_s=60) as broker:
             with broker.client() as owner, broker.client() as unbound:
@@ -329,7 +331,7 @@ async def test_restored_etcd_voids_earlier_binds(tmp_path: Path) -> None:
                     fence = await etcd_client.put("/p/claim", b"x")
                 assert bind(owner, "t", fence) == (0, fence)
                 assert write(unbound, "t") == REFUSED
-                # The broker knows more than the copy has.
+                # The broker knows more than the mirror.
                 later = encode_value(TopicValue(uuid.uuid4(), [[1]], {}))
                 await etcd_client.put(Keys("/p").topic("later"), later)
                 wait_for(lambda: owner.metadata("later", create=False).topics[0].error_code == 0)

@@ -119,7 +119,7 @@ async def test_concurrent_takers_of_a_partition_share_one_transaction(join: Join
     assert len(opened) == 1, "the log is open more than once"
 
 
-async def test_partition_changed_behind_our_back_is_not_taken(join: Join, topic_id: uuid.UUID) -> None:
+async def test_partition_changed_by_others_is_not_taken(join: Join, topic_id: uuid.UUID) -> None:
     """It may have been written meanwhile by the broker that is now alone in its ISR."""
     member = await join(1)
     await member.begin()
@@ -129,7 +129,7 @@ async def test_partition_changed_behind_our_back_is_not_taken(join: Join, topic_
     assert await member.take(0, 1) == [1]
 
 
-async def test_topic_deleted_behind_our_back_is_not_taken(join: Join, topic_id: uuid.UUID) -> None:
+async def test_topic_deleted_meanwhile_is_not_taken(join: Join, topic_id: uuid.UUID) -> None:
     member = await join(1)
     await member.begin()
     await member.client.delete(member.keys.topic(TOPIC))

@@ -103,7 +103,7 @@ async def broker(etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -> AsyncIterato
 
 @pytest.fixture
 async def mortal(etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -> AsyncIterator[BrokerProcess]:
-    """The same with a short lease, for tests that wait for its end; a stall of the machine may also end it."""
+    """Like `broker`, with a short lease, for tests that wait for its end; a stall of the machine may also end it."""
     with leading_broker(etcd, keys, tmp_path, TTL_S) as started:
         yield started
 
@@ -149,7 +149,7 @@ def partitions_known(client: RawClient) -> int:
 
 
 async def test_each_partition_goes_to_one_of_several_brokers(etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -> None:
-    """Their first replica is dead; each broker takes some by itself while clients use all of them everywhere."""
+    """Their first replica is dead; each broker takes some while clients use all of them everywhere."""
     partitions = 30
     with (
         start_brokers((1, 2, 3), tmp_path, etcd.endpoint, keys.prefix, lease_ttl_s=LASTING_TTL_S) as brokers,

@@ -42,7 +42,7 @@ def samples_of(server: EmbeddedEtcd) -> list[Sample]:
 
 
 def renewals(server: EmbeddedEtcd) -> float:
-    """How often leases were renewed."""
+    """The number of lease renewals."""
     return sum(
         sample.value
         for sample in samples_of(server)
@@ -126,7 +126,7 @@ async def in_sync(client: EtcdClient, keys: Keys, wanted: set[int], topic: str =
         await asyncio.sleep(0.05)
 
 
-# Between the clocks of two processes.
+# The difference between the clocks of two processes.
 CLOCK_S = 0.1
 
 
@@ -161,7 +161,7 @@ async def test_stalled_follower_leaves_isr_only_after_the_lag(
                 asked_at = time.monotonic()
                 return asked_at if client.produce("t", 0, build_batch(), acks=-1).error_code == 0 else None
 
-            # The last fetch counts: it comes after this, since the leader's answer waits for it.
+            # The last fetch comes after this time, because the leader's answer waits for it.
             asked_at = await asyncio.to_thread(wait_for, written_since, what="the leader")
         stopped_at = time.monotonic()
         follower.signal(signal.SIGSTOP)

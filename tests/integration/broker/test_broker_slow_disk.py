@@ -1,4 +1,4 @@
-"""Brokers whose fsync takes longer than their lease: they keep it, and serve requests that need no disk."""
+"""Brokers whose fsync takes longer than their lease: they keep it, and serve requests that do not need the disk."""
 
 from __future__ import annotations
 

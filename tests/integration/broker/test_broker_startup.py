@@ -1,6 +1,6 @@
 """A broker that refuses to start: one sentence that names the cause, exit status 2, soon, nothing left behind.
 
-It waits for an etcd that does not answer, as a proxy does.
+The broker waits for an etcd that does not answer, as a proxy does.
 
 And how its command passes its options.
 """

@@ -33,7 +33,7 @@ OTHER_BYTES = 4_000_000
 
 
 def read_values(client: RawClient, topic: str, offset: int = 0) -> list[int]:
-    """The base offsets of everything from `offset` on."""
+    """The base offsets of all batches from `offset` on."""
     found: list[int] = []
     while True:
         result = fetch(client, topic, offset, max_bytes=10 << 20, max_wait_ms=0, min_bytes=0)

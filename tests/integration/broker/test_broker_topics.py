@@ -87,7 +87,7 @@ def test_describe_cluster_names_the_live_brokers(cluster: Cluster, version: int)
     assert (answer.error_code, answer.controller_id) == (0, 1)
 
 
-def test_describe_topic_partitions_goes_on_from_its_cursor(cluster: Cluster) -> None:
+def test_describe_topic_partitions_continues_at_its_cursor(cluster: Cluster) -> None:
     names = sorted(f"d-{uuid.uuid4().hex[:8]}" for _ in range(3))
     with cluster.brokers[0].client() as client:
         client.metadata(*names)

@@ -38,7 +38,7 @@ class Site:
         self.tell.write_text(f"{self.path(name)} {position}")
 
     def restart(self) -> None:
-        """After a clean stop the segments would not be read."""
+        """Kill and restart the broker: after a clean stop it would not read the segments."""
         self.broker.kill()
         self.broker.start()
 
@@ -97,7 +97,7 @@ def test_unreadable_file_keeps_one_partition_closed(site: Site, name: str, posit
     assert site.broker.terminate() == 0
 
 
-def test_sector_that_breaks_later_fails_its_reads_alone(site: Site) -> None:
+def test_sector_failing_later_affects_only_its_reads(site: Site) -> None:
     sector = SECTOR // len(build_batch([VALUE]))
     site.break_sector("00000000000000000000.log", SECTOR)
     with site.broker.client() as client:

@@ -62,7 +62,7 @@ class Site:
         return sorted(self.partition().isr_nodes)
 
     def led_by_first(self) -> int:
-        """How often the broker with the failing disk has taken the partition."""
+        """The number of times that the broker with the failing disk has taken the partition."""
         return self.brokers[0].log().count("partition acquired")
 
 
@@ -105,7 +105,7 @@ async def test_another_leads_while_leaders_disk_fails(
 
 
 def fail_and_mend(site_: Site, writer: IdempotentWriter, faults: dict[str, int | str]) -> float:
-    """The longest time without a write, in seconds."""
+    """Let the disk fail and recover; return the longest time without a write, in seconds."""
     writer.wait_for_more(50)
     with site_.disk.fails(**faults):
         wait_for(lambda: site_.leader() in (2, 3), what="another leads")

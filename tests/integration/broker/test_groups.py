@@ -68,7 +68,7 @@ def site(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 def name() -> str:
-    """Of a topic, and of a group."""
+    """A name for a topic and a group."""
     return f"g-{uuid.uuid4().hex[:12]}"
 
 
@@ -111,7 +111,7 @@ def shares(first: Member, second: Member) -> bool:
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("client", MEMBERS)
 def test_silent_members_partitions_go_to_another(site: Site, name: str, client: str) -> None:
-    """The silent one is a member by hand, which sends nothing after its SyncGroup."""
+    """The silent member is made by hand, and sends nothing after its SyncGroup."""
     written = write(site.direct, name, 0, 9)
     with site.coordinator(name).client() as silent:
         join_alone(silent, name, session_timeout_ms=1500)
@@ -180,7 +180,7 @@ def all_committed(site: Site, group: str) -> int:
 
 
 def test_commits_never_go_back_when_coordinators_die(mortal: Site, name: str) -> None:
-    """One commits ever higher offsets, another reads them, while one coordinator after another is killed."""
+    """One member commits ever higher offsets, another reads them, while coordinators are killed one by one."""
     write(mortal.direct, name, 0, 3)
     committed, stopping = [0], threading.Event()
 

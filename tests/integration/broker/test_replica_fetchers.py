@@ -1,4 +1,4 @@
-"""Followers that fetch from correct leaders, and from leaders that come and go, hang, or lie."""
+"""Followers that fetch from correct leaders, and from leaders that come and go, hang, or send false answers."""
 
 from __future__ import annotations
 
@@ -319,13 +319,13 @@ async def test_unauthenticated_peer_is_closed_in_time(tmp_path: Path, monkeypatc
         assert both.leader.listener.followers == {2}, "whoever has authenticated stays"
 
 
-# Leaders that lie
+# Leaders that send false answers
 
 Behave = Callable[["Liar", memoryview], Awaitable[bytes]]
 
 
 class Liar:
-    """Listens like a leader; `behave` returns the answer to each request, length first. b"": hang up."""
+    """Listens like a leader; `behave` returns the answer to each request, length first. b"" closes the connection."""
 
     def __init__(self, behave: Behave, secret: Secret = SECRET) -> None:
         self.behave = behave
@@ -385,7 +385,7 @@ def good(index: int = 0, **changes: object) -> PartitionFetched:
 
 
 def once_authenticated(make: Callable[[memoryview], bytes]) -> Behave:
-    """Knows the secret, and lies once authenticated."""
+    """Knows the secret, and sends false answers once authenticated."""
 
     async def behave(liar: Liar, frame: memoryview) -> bytes:
         return make(frame) if parse_request_header(frame).api_key == FETCH else in_good_faith(liar, frame)
@@ -438,13 +438,13 @@ STRANGERS: dict[str, tuple[Callable[[], Liar], str]] = {
     "announces more than 64 KiB": (lambda: Liar(_announces_much), "65537 bytes"),
     "speaks another mechanism": (lambda: Liar(_speaks_another_mechanism), "UNSUPPORTED_SASL_MECHANISM"),
     "hangs up": (lambda: Liar(_hangs_up), "closed the connection"),
-    "talks nonsense": (lambda: Liar(_talks_nonsense), "not asked"),
+    "talks nonsense": (lambda: Liar(_talks_nonsense), "matches no request"),
 }
 
 
 @asynccontextmanager
 async def lied_to(tmp_path: Path, liar: Liar) -> AsyncIterator[tuple[FollowerSide, LeaderSide, Partition]]:
-    """A follower of two partitions whose leader is the liar, and an honest leader that is not used yet."""
+    """A follower of two partitions whose leader is false, and an honest leader that is not used yet."""
     server = await asyncio.start_server(liar.serve, "127.0.0.1", 0)
     follower, honest = FollowerSide(tmp_path / "follower"), LeaderSide(tmp_path / "leader")
     await honest.start()
@@ -487,33 +487,33 @@ async def test_non_broker_listener_is_asked_nothing(tmp_path: Path, case: str) -
 
 # Knows the secret, and sends invalid answers: no part of them counts, even the valid ones.
 LIES: dict[str, tuple[Callable[[memoryview], bytes], str]] = {
-    "another partition": (lambda frame: fetched(frame, good(1)), "not asked"),
-    "one more partition": (lambda frame: fetched(frame, good(), good(1)), "not asked"),
-    "a partition twice": (lambda frame: fetched(frame, good(), good()), "not asked"),
-    "another topic": (lambda frame: fetched(frame, good(), topic_id=U), "not asked"),
-    "another question": (lambda frame: fetched(frame, good(), correlation_id=1), "not asked"),
+    "another partition": (lambda frame: fetched(frame, good(1)), "matches no request"),
+    "one more partition": (lambda frame: fetched(frame, good(), good(1)), "matches no request"),
+    "a partition twice": (lambda frame: fetched(frame, good(), good()), "matches no request"),
+    "another topic": (lambda frame: fetched(frame, good(), topic_id=U), "matches no request"),
+    "another question": (lambda frame: fetched(frame, good(), correlation_id=1), "matches no request"),
     "an error of the whole": (lambda frame: fetched(frame, good(), error_code=70), "FETCH_SESSION_ID_NOT_FOUND"),
-    "an answer cut short": (lambda frame: frame_message(fetched(frame, good())[4:-20]), "not an answer"),
-    "an answer with more behind": (lambda frame: frame_message(fetched(frame, good())[4:], b"x"), "not an answer"),
-    "more than 100 MiB": (lambda _: struct.pack(">i", (100 << 20) + 1), "not an answer"),
-    "a length below zero": (lambda _: b"\xff" * 4, "not an answer"),
+    "an answer cut short": (lambda frame: frame_message(fetched(frame, good())[4:-20]), "invalid answer"),
+    "an answer with more behind": (lambda frame: frame_message(fetched(frame, good())[4:], b"x"), "invalid answer"),
+    "more than 100 MiB": (lambda _: struct.pack(">i", (100 << 20) + 1), "invalid answer"),
+    "a length below zero": (lambda _: b"\xff" * 4, "invalid answer"),
     "nothing, and hangs up": (lambda _: b"", "closed the connection"),
 }
 
 
 @pytest.mark.parametrize("case", LIES)
-async def test_leader_with_invalid_answer_is_not_believed(tmp_path: Path, case: str) -> None:
+async def test_invalid_answer_of_leader_is_rejected(tmp_path: Path, case: str) -> None:
     make, reason = LIES[case]
     await _is_found_out(tmp_path, Liar(once_authenticated(make)), reason)
 
 
-async def test_leader_that_answers_twice_is_not_believed(tmp_path: Path) -> None:
+async def test_second_answer_of_leader_is_rejected(tmp_path: Path) -> None:
     liar = Liar(once_authenticated(lambda frame: fetched(frame, good(records=b"", high_watermark=0)) * 2))
     with capture_logs() as logs:
         async with lied_to(tmp_path, liar):
             await eventually(lambda: liar.dialled >= 3)
-    assert {each["reason"][:32] for each in logs if each["event"] == "leader not reachable"} == {
-        "an answer to something that was "
+    assert {each["reason"][:33] for each in logs if each["event"] == "leader not reachable"} == {
+        "an answer that matches no request"
     }
 
 

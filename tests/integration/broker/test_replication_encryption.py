@@ -1,6 +1,6 @@
 """TLS between brokers: pairs that replicate, errors of the others, and new certificates.
 
-The first half has a leader and a follower in this process, the second half brokers as processes. The last test is about
+The first half runs a leader and a follower in this process, the second half runs broker processes. The last test covers
 TLS of clients.
 """
 
@@ -127,7 +127,7 @@ async def test_follower_with_tls_never_sends_plain_text(site: Site, tmp_path: Pa
 
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         first_bytes.append(await reader.read(1 << 16))
-        # An answer of Kafka's protocol, in case the follower would accept it.
+        # A Kafka answer, in case the follower would accept it.
         writer.write(bytes(100))
         writer.close()
 
@@ -265,7 +265,7 @@ def as_option(tls: ReplicationTls) -> str:
 def processes(
     etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path
 ) -> Iterator[Callable[[ReplicationTls | None], Brokers]]:
-    """Start brokers with that TLS."""
+    """Start brokers with these TLS options."""
     started: list[Any] = []
 
     def start(tls: ReplicationTls | None) -> Brokers:
@@ -295,7 +295,7 @@ Start = Callable[[ReplicationTls | None], Brokers]
 
 # The connecting peer, and the reason in the listener's log.
 FOLLOWERS: dict[str, tuple[Callable[[Site], ssl.SSLContext], str]] = {
-    "no certificate": (lambda site: client_context(site.ours.ca), "it shows no certificate"),
+    "no certificate": (lambda site: client_context(site.ours.ca), "it presents no certificate"),
     "another authority": (
         lambda site: client_context(site.ours.ca, site.theirs.issue("follower", HOST)),
         "not signed by an authority of --replication-tls-ca",
@@ -438,7 +438,7 @@ def test_broker_admits_clients_by_tls_certificate(
         with FollowerClient(HOST, port) as client, pytest.raises(Closed):
             client.metadata(TOPIC)
         for reason in (
-            "it shows no certificate, and this listener requires one",
+            "it presents no certificate, and this listener requires one",
             "its certificate is not signed by an authority of tls.client_ca",
             "it speaks plain text, and this listener speaks TLS: set security.protocol=SSL",
         ):

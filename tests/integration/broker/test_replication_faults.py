@@ -115,7 +115,7 @@ async def test_dead_or_released_partition_is_soon_written_again(
     await trio.recovered(topic, direct, proxied)
 
 
-async def test_owner_again_after_another_reuses_no_offset(trio: Trio) -> None:
+async def test_owner_returning_after_another_reuses_no_offset(trio: Trio) -> None:
     """It never stops: its state in memory is older than the other's writes."""
     topic = await trio.topic("a-b-a")
     owners = [1]

@@ -237,7 +237,7 @@ def test_strangers_do_not_keep_brokers_out(leader: Leader) -> None:
 
 
 def test_earlier_data_directory_is_refused(leader: Leader, cluster: Cluster) -> None:
-    """It would end the connection of the current broker with that id."""
+    """Otherwise it would end the connection of the current broker with that id."""
     follower = next(broker for broker in cluster.brokers if broker is not leader.broker)
     closings, authenticated = leader.closings(), leader.broker.log().count("follower authenticated")
     with leader.replication.client() as client:
@@ -318,7 +318,7 @@ def test_follower_learns_the_reason_for_an_error(
 
 
 def test_follower_may_fetch_maximum_number_of_partitions(leader: Leader, follower: FollowerClient) -> None:
-    """That is more than a stranger may send."""
+    """The request is longer than a stranger's may be."""
     asked = [PartitionFetch(index, 0, 0, -1, 0, 1000) for index in range(MAX_PARTITIONS)]
     ((_, results),) = follower.fetch(STRANGER, [(leader.topic_id, asked)]).topics
     codes = [each.error_code for each in results]

@@ -1,4 +1,4 @@
-"""The secret of a cluster's brokers: the first one creates it, and all keep it."""
+"""The secret of a cluster's brokers: the first broker creates it, and all keep it."""
 
 from __future__ import annotations
 

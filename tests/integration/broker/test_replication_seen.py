@@ -89,7 +89,7 @@ def test_a_follower_that_is_killed_is_seen_everywhere(etcd: EmbeddedEtcd, etcd_p
         in_proxy, in_etcd = ["--admin", proxy.admin], ["--etcd", etcd.endpoint, "--prefix", etcd_prefix]
 
         def doctored() -> list[dict[str, Any]]:
-            """Return its findings about replicas, by etcd and by the proxy."""
+            """Return the doctor's findings about replicas, by etcd and by the proxy."""
             findings = json.loads(said("doctor", *in_proxy, *in_etcd, "--json"))["findings"]
             return [finding for finding in findings if finding["check"].startswith("replication.")]
 
@@ -166,7 +166,7 @@ async def test_a_broker_is_ready_while_its_lease_lives(tmp_path: Path) -> None:
 
 
 async def _answers(admin: str, status: int, beginning: str) -> None:
-    """Until `/readyz` does."""
+    """Wait until `/readyz` answers."""
 
     def asked() -> bool:
         found, text = page(admin, "/readyz")

@@ -66,7 +66,7 @@ async def site(etcd_cluster: EtcdCluster, etcd_prefix: str, tmp_path: Path) -> A
 
 
 async def cut_off(site: FaultySite, how: str = "silent") -> None:
-    """A loses etcd and its lease; B continues."""
+    """Cut A off from etcd until its lease ends; B continues."""
     await site.brokers[A].cut_off_from_etcd(how)
     await site.led_by("moved", 0, [B])
 
@@ -202,7 +202,7 @@ class Java(Client):
         assert len(run.acknowledged) == 4
 
     def _records(self) -> Iterator[Record]:
-        # Some do not fit into the pipe's buffer.
+        # Some records do not fit into the pipe's buffer.
         for _ in range(3):
             yield Record(None, bytes(100_000), partition=0)
         self.pause()
@@ -248,7 +248,7 @@ async def test_cut_off_proxy_skips_brokers_without_leases(site: FaultySite, tmp_
         await make_topic_at_b(site)
         told = [await asyncio.to_thread(topic_error, port_of(proxy)) for _ in range(FRESH_CLIENTS)]
         assert told == [error_codes.NONE] * FRESH_CLIENTS
-        # No broker knows any more: topics are reported as unavailable, which clients wait out, and none as missing.
+        # No broker knows the topics now: they are reported as unavailable, which clients wait out, and none as missing.
         await site.brokers[B].cut_off_from_etcd("silent")
 
         async def nobody_knows() -> bool:

@@ -120,7 +120,7 @@ def test_the_log_shows_one_writer_after_another(owned_topics: OwnedTopics, write
     check(owned_topics.log(writers.topic), [first, second, third, fourth, fifth])
 
 
-def test_a_writer_begins_behind_records_of_another_program(owned_topics: OwnedTopics, writers: Writers) -> None:
+def test_writer_continues_after_records_of_another_program(owned_topics: OwnedTopics, writers: Writers) -> None:
     producer = kafka.KafkaProducer(bootstrap_servers=owned_topics.bootstrap)
     try:
         with own_sync(producer, WRITERS, [(writers.topic, 0)], 1):

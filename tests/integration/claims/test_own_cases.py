@@ -60,7 +60,7 @@ class Case(NamedTuple):
 
 
 def a_owns(generation: int, resource: str = "0") -> list[Step]:
-    """A owns a resource with a generation above 1: the first claim of an unowned resource is granted with 1."""
+    """A claims a resource until its generation is above 1: a first claim is granted with 1."""
     return [own("A", [(resource, 1)], New(1)), own("A", [(resource, generation)], New(generation))]
 
 
@@ -114,14 +114,14 @@ def claimed_while_nobody_had_it() -> Step:
 
 
 def claimed_behind_another_answer() -> Step:
-    """B, bound to the readers, has asked for partition 1, where nothing comes, and behind that for what is in partition
-    0. The answer to that waits for the first when A claims partition 0, and B gets none of it.
+    """B, bound to the readers, fetches partition 1, which is empty, and then partition 0. The second answer waits for
+    the first when A claims partition 0, and B does not get it.
     """
 
     async def send(run: CaseRun) -> Checked:
         first = run.clients["B"].send_fetch(run.topic, 1, await run.end_of(1), max_wait_ms=20_000)
         second = run.clients["B"].send_fetch(run.topic, 0, 0)
-        # The broker has answered the second one by now.
+        # The broker has answered the second fetch by now.
         await asyncio.sleep(0.3)
         await (await own("A", [("0", 1)], New(1), group=READERS)(run))
 

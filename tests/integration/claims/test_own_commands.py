@@ -146,7 +146,7 @@ async def owned(claims: Claims, group: str) -> list[str]:
 
 
 async def until_owned(site: Site, group: str, resources: Sequence[str]) -> None:
-    """Wait until exactly these are owned, and the proxy knows."""
+    """Wait until exactly these are owned, and the proxy knows it."""
     deadline = time.monotonic() + PATIENCE_S
     for claims in (site.at_etcd, site.at_proxy):
         while (found := await owned(claims, group)) != list(resources):
@@ -154,7 +154,7 @@ async def until_owned(site: Site, group: str, resources: Sequence[str]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_a_proxys_list_and_etcds_are_the_same(site: Site, group: str) -> None:
+async def test_proxy_and_etcd_list_the_same_claims(site: Site, group: str) -> None:
     async with client(site.one, "first") as first, client(site.other, "second") as second:
         await claimed(first, group, [("x", 1), ("orders/0", 1)])
         await claimed(second, group, [("x", 5)])
@@ -237,7 +237,7 @@ async def test_severed_holder_names_the_new_owner(site: Site, group: str, tmp_pa
             assert (status, out) == (1, [])
             assert "a is refused: successor@" in err[0]
             assert "owns it with generation 4" in err[0]
-            # Named by variables alone they are one place; a page named by a variable may be another proxy's.
+            # Set by variables alone, both name one place; otherwise a page from a variable may be another proxy's.
             by_variables = {"KPROXY_BOOTSTRAP": site.one.kafka, "KPROXY_ADMIN": site.one.admin}
             ended = await asyncio.to_thread(run_kproxy, "own", "claim", group, "a=3", environ=by_variables)
             assert "a is refused: successor@" in ended.stderr
@@ -254,7 +254,7 @@ async def test_missing_partition_cannot_be_claimed_for_writing(site: Site) -> No
     assert err[0].startswith(f"kproxy: {TOPIC}/77 is refused: no broker has such a partition; create the topic")
 
 
-async def test_freed_holder_says_so(site: Site, group: str, tmp_path: Path) -> None:
+async def test_freed_holder_reports_it(site: Site, group: str, tmp_path: Path) -> None:
     with running(tmp_path, "claim", group, "--all", "--bootstrap", site.one.kafka, *site.asks_etcd) as holder:
         assert (await line_of(holder)).startswith("(whole group): granted with generation 1, fence ")
         status, out, err = await own("free", group, "a", *site.asks_proxy)
@@ -267,7 +267,7 @@ async def test_freed_holder_says_so(site: Site, group: str, tmp_path: Path) -> N
         assert "(whole group) of group" in holder.stderr().splitlines()[-1]
 
 
-async def test_unconfirmed_claim_is_waited_for(site: Site, group: str, tmp_path: Path) -> None:
+async def test_unconfirmed_claim_is_awaited(site: Site, group: str, tmp_path: Path) -> None:
     stuck = site.keys.member("57c")
     async with connected(EtcdClient([site.etcd])) as etcd, AsyncExitStack() as stack:
         await etcd.put(stuck, encode_value(MemberValue("nowhere", 9, seen=1)))
@@ -289,7 +289,7 @@ async def test_unconfirmed_claim_is_waited_for(site: Site, group: str, tmp_path:
 
 
 @pytest.mark.parametrize("asks", ["asks_proxy", "asks_etcd"])
-async def test_freed_owner_alone_is_severed(site: Site, group: str, asks: str) -> None:
+async def test_only_the_freed_owner_is_severed(site: Site, group: str, asks: str) -> None:
     where = getattr(site, asks)
     async with client(site.other, "owner") as owner, client(site.one, "neighbour") as neighbour:
         await claimed(owner, group, [("a", 1), ("b", 1)])
@@ -300,7 +300,7 @@ async def test_freed_owner_alone_is_severed(site: Site, group: str, asks: str) -
         assert "owner@" in out[0]
         assert err == [f"kproxy: nobody owns nothing of group {group}."]
         assert await owner.wait_closed()
-        # All its claims end with the connection.
+        # All claims of the connection end with it.
         await until_owned(site, group, ["c"])
         assert not neighbour.closed
         status, _, err = await own("free", f"{group}-none", "--all", *where)
@@ -360,7 +360,7 @@ async def test_each_change_is_reported_at_once(site: Site, group: str, tmp_path:
             assert watch.stderr() == ""
 
 
-async def test_a_watch_is_read_by_people_too(site: Site, group: str, tmp_path: Path) -> None:
+async def test_watch_prints_lines_for_people_too(site: Site, group: str, tmp_path: Path) -> None:
     with running(tmp_path, "watch", "--group", group, *site.asks_etcd) as watch:
         assert (await line_of(watch)).endswith(f"nobody owns anything of group {group}")
         assert "proxies offer the Own API" in await line_of(watch)
@@ -451,7 +451,7 @@ def test_pages_refuse_invalid_requests(site: Site) -> None:
         ):
             assert post(proxy.admin, body)[0] == 400, body
         status, text = post(proxy.admin, b'{"group": "g", "resources": ["%s"]}' % (b"a" * 40_000))
-        assert (status, text) == (400, "an order of 40033 bytes; at most 32768 are taken: name fewer\n")
+        assert (status, text) == (400, "an order of 40033 bytes; at most 32768 are allowed: name fewer\n")
         # A form on a web page in this machine's browser.
         for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
             assert post(proxy.admin, b'{"group": "g"}', kind)[0] == 415

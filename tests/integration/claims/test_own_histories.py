@@ -1,7 +1,7 @@
 """Ownership under random faults: random histories of claims, writes and deaths, checked for linearizability.
 
-`KPROXY_OWN_HISTORIES` is their number, `KPROXY_OWN_SEED` their seed: `make own-histories HISTORIES=500 SEED=1`. A seed
-gives the same clients and faults; their interleaving depends on the machine.
+`KPROXY_OWN_HISTORIES` sets their number, `KPROXY_OWN_SEED` their seed: `make own-histories HISTORIES=500 SEED=1`. A
+seed gives the same clients and faults; their interleaving depends on the machine.
 """
 
 from __future__ import annotations

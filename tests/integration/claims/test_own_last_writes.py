@@ -1,6 +1,6 @@
 """Brokers without fences: a claim waits for the last writes of a writer that has ended.
 
-The brokers are the test's, so that it knows what they have got and when they answer; claims go through a real etcd.
+The test scripts the brokers, so that it knows their requests and answers; claims go through a real etcd.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ class Site:
         return client
 
     async def writes(self, owner: OwnClient, acks: int = -1) -> Asked:
-        """The request as it arrives at the broker, which does not answer it."""
+        """Write, and return the request that arrives at the broker, which does not answer it."""
         owner.send_produce("t", 0, b"last", acks)
         return await self.broker.next()
 
     def have_patience(self, unsettled_s: float = 1_000.0) -> None:
-        """Writes from now on stay unsettled for that time or, by default, until they are answered."""
+        """Keep later writes unsettled for that time or, by default, until they are answered."""
         for proxy in self.proxies:
             assert proxy.context.own is not None
             proxy.context.own.unsettled._unsettled_s = unsettled_s
@@ -102,7 +102,7 @@ async def claim(client: OwnClient, resource: str = RESOURCE, generation: int = 1
 
 
 async def claim_until_granted(client: OwnClient, resource: str = RESOURCE) -> None:
-    """Claim until granted: the writes to wait for settle soon."""
+    """Claim until granted: the earlier writes settle soon."""
     async with asyncio.timeout(PATIENCE_S):
         while (code := await claim(client, resource)) != NONE:
             assert code == REQUEST_TIMED_OUT
@@ -289,7 +289,7 @@ async def test_uncertain_lease_stops_requests_waiting_for_dial(
         await later.stop()
 
 
-async def test_other_partitions_and_topics_are_not_waited_for(site: Site) -> None:
+async def test_other_partitions_and_topics_are_not_awaited(site: Site) -> None:
     site.have_patience()
     owner, successor = await site.owner(), await site.client()
     free = await site.client()
@@ -304,7 +304,7 @@ async def test_other_partitions_and_topics_are_not_waited_for(site: Site) -> Non
 
 @pytest.mark.parametrize("site", [KafScaleBroker], indirect=True)
 @ends_with_acks
-async def test_kafscales_brokers_are_waited_for_as_well(
+async def test_answers_of_kafscales_brokers_are_awaited_too(
     site: Site, acks: int, ends: Callable[[OwnClient], Awaitable[None]]
 ) -> None:
     site.have_patience()
@@ -371,7 +371,7 @@ async def test_acks_0_is_confirmed_only_with_writer_groups(site: Site) -> None:
     assert (await site.broker.next()).fields["acks"] == 0
 
 
-async def test_parts_beside_refused_acks_0_are_waited_for(site: Site) -> None:
+async def test_parts_beside_refused_acks_0_are_awaited(site: Site) -> None:
     """A request for two partitions, of which it owns one: the connection ends over the other, in the same step."""
     site.have_patience()
     owner, successor = await site.owner(), await site.client(1)

@@ -42,7 +42,7 @@ async def bind(bindings: list[FenceBinding], deadline: float) -> dict[tuple[str,
 
 
 async def claim(own: OwnService, client: ClaimingConnection, *resources: str, generation: int = 1) -> list[int]:
-    """The error code of each."""
+    """Claim each resource; return the error codes."""
     asked = tuple(OwnResource(each, generation) for each in resources)
     response = await own.own(client, OwnRequest(GROUP, asked), bind)
     assert response.error_code == NONE

@@ -69,7 +69,7 @@ async def site(etcd_client: EtcdClient, etcd_prefix: str) -> AsyncIterator[Site]
 
 
 async def bound(bindings: list[FenceBinding], deadline: float) -> dict[tuple[str, int], int]:
-    """Every leader accepts all bindings."""
+    """Let every leader accept all bindings."""
     return {each[:2]: NONE for each in bindings}
 
 
@@ -173,7 +173,7 @@ sys.exit(main())
 
 
 async def test_proxy_that_cannot_keep_claims_ends_with_reason(site: Site, tmp_path: Path) -> None:
-    """Otherwise it would serve on and refuse every claim for good, unnoticed."""
+    """Otherwise it would continue to serve and refuse every claim, unnoticed."""
     arguments = ["serve", "--listen", "127.0.0.1:0", "--etcd", site.client.endpoints, "--prefix", site.keys.prefix]
     process = KproxyProcess(arguments, tmp_path / "stderr", (sys.executable, "-P", "-c", FORGETFUL))
     try:

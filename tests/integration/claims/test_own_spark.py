@@ -56,7 +56,7 @@ def test_rerun_batch_is_written_once(example: ModuleType, owned_topics: OwnedTop
     assert rows_of(owned_topics, sink) == expected
 
 
-def test_broken_off_attempt_is_finished_by_next(example: ModuleType, owned_topics: OwnedTopics, sink: Any) -> None:
+def test_interrupted_attempt_is_finished_by_next(example: ModuleType, owned_topics: OwnedTopics, sink: Any) -> None:
     example.write_rows(sink, 0, rows(*range(7)))
     example.write_rows(sink, 0, rows(*range(2 * example.LOOK_BACK)))
     # So many claimed it without writing that one look back does not reach the last row.
@@ -101,7 +101,7 @@ def test_restarted_query_writes_no_row_twice(
     # As if killed after its write and before Spark noted the commit.
     last = max(numbered(checkpoint / "commits"))
     remove(checkpoint / "commits", last)
-    # If stopped between two batches, it may have planned the next one; if killed, it had not.
+    # A stopped job may have planned the next batch; a killed one had not.
     for batch in numbered(checkpoint / "offsets"):
         if batch > last:
             remove(checkpoint / "offsets", batch)

@@ -26,7 +26,7 @@ CONNECTIONS = 50
 CLAIMS_EACH = 4
 # Resources of one request, which takes about a second.
 MANY = 1_000
-# To see which is served sooner.
+# Enough attempts to see which is served sooner.
 ATTEMPTS = 5
 
 
@@ -217,7 +217,7 @@ async def test_claim_flood_blocks_no_one(own_site: OwnSite) -> None:
 
 
 @on_site
-async def test_client_with_endless_name_does_not_fill_etcd(own_site: OwnSite) -> None:
+async def test_client_with_long_name_does_not_fill_etcd(own_site: OwnSite) -> None:
     """The name is part of each claim of its connection."""
     topic = own_site.topic("endless name")
 

@@ -2,7 +2,7 @@
 
 The waits of a surviving proxy are in test_own_last_writes, with scripted brokers.
 
-owner     - a proxy - Way - Kafka      what is written may be under way for as long as a test likes
+owner     - a proxy - Way - Kafka      written bytes may stay in flight for any time
 successor - another proxy - Kafka
 """
 
@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.java, pytest.mark.timeout(900), pytest.mark.asyncio(lo
 
 GROUP = "writers"
 TOPICS = [f"unfenced-{uuid.uuid4().hex[:10]}-{number}" for number in range(6)]
-# The lease of a proxy that the test kills, and of the others.
+# The lease of the proxy that the test kills, and of the other proxies.
 TTL_S = 4
 LASTING_TTL_S = 60
 # An unsuccessful claim is answered after this time, long before time alone settles a write.
@@ -109,7 +109,7 @@ class Site:
         assert sum(way.hold(lambda port: True) for way in self.ways.values()) > 0
 
     async def until_under_way(self) -> None:
-        """Something has been written since."""
+        """Wait until something has been written since."""
         await eventually(lambda: any(way.held() for way in self.ways.values()))
 
     def release(self) -> None:
@@ -150,7 +150,7 @@ async def test_writes_of_dead_proxy_precede_next_owners(site: Site) -> None:
     await site.until_under_way()
     os.kill(proxy.pid, signal.SIGKILL)
     began = asyncio.get_running_loop().time()
-    # While its lease lives, and then for its possible writes.
+    # The dead proxy's lease must end, and then its possible writes.
     while asyncio.get_running_loop().time() - began < TTL_S + OWN_TIMEOUT_S:
         code = await claim(successor, topic)
         assert code == REQUEST_TIMED_OUT or asyncio.get_running_loop().time() - began >= 0.95 * UNSETTLED_S
@@ -174,7 +174,7 @@ async def test_writes_of_all_dead_proxies_are_awaited(site: Site, etcd_here: Etc
     await site.writer(proxy, topic)
     os.kill(proxy.pid, signal.SIGKILL)
     async with asyncio.timeout(PATIENCE_S):
-        # No process is left that saw it die.
+        # No remaining process saw the proxy die.
         while (await etcd_here.get_prefix(OwnKeys(prefix).members)).kvs:
             await asyncio.sleep(0.1)
     proxy = await site.proxy(None, prefix)

@@ -40,7 +40,7 @@ from tests.support.waiting import wait_for
 
 
 def names(processes: list[psutil.Process]) -> list[str]:
-    """The names of a `kproxy dev`'s children."""
+    """The names of the children of `kproxy dev`."""
     found = []
     for process in processes:
         command = process.cmdline()
@@ -85,7 +85,7 @@ def test_added_proxy_reports_its_start_briefly(dev_cluster: KproxyProcess, tmp_p
         assert "gone" not in changed
         assert dev_cluster.kafka in changed
         assert proxy.kafka not in changed
-        # Not of the first broker alone that has answered.
+        # The answers of all brokers are known, not only the first one's.
         assert "brokers=3" in told[STARTS[-1]]
 
 
@@ -238,7 +238,7 @@ async def _kill_a_broker(tmp_path: Path) -> None:
             await asyncio.wait_for(accident, timeout=60)
 
 
-def test_foreign_kproxy_settings_do_not_reach_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_callers_do_not_reach_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KPROXY_LIMITS__MAX_CONNECTIONS", "1")
     monkeypatch.setenv("KPROXY_OWNERSHIP__PREFIX", "/elsewhere")
     with serving(dev_arguments(tmp_path / "data", "--brokers", "1"), tmp_path / "stderr") as dev:
@@ -262,12 +262,12 @@ def test_admin_page_reports_health_and_readiness(dev_cluster: KproxyProcess) -> 
     assert get(dev_cluster.admin, "/table?limit=x")[0] == 400
 
 
-def test_the_proxy_and_etcd_tell_the_same_table(dev_cluster: KproxyProcess) -> None:
+def test_proxy_and_etcd_give_the_same_table(dev_cluster: KproxyProcess) -> None:
     topic = f"table-{uuid.uuid4().hex[:8]}"
     produce(dev_cluster.kafka, topic, [b"1", b"2"])
 
     def told(*place: str) -> Any:
-        """Return it once it is not stale, which it is while etcd is silent."""
+        """Return the page once the table is not stale, which it is while etcd is silent."""
         table = json.loads(run_kproxy("table", *place, "--topic", topic, "--json").stdout)
         return None if table["stale"] else table
 

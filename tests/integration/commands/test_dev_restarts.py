@@ -25,7 +25,7 @@ LEASE_TTL_S = 2
 
 @pytest.fixture(scope="module")
 def dev(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KproxyProcess]:
-    """Each test leaves all parts running."""
+    """A `kproxy dev` whose parts must all run at a test's end."""
     directory = tmp_path_factory.mktemp("dev")
     arguments = dev_arguments(directory / "data", "--lease-ttl", str(LEASE_TTL_S))
     with serving(arguments, directory / "stderr") as process:
@@ -38,7 +38,7 @@ def dev(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KproxyProcess]:
 
 
 def pid_of(dev: KproxyProcess, part: str) -> int:
-    """The last reported process id."""
+    """The part's last reported process id."""
     return int(re.findall(rf"\b{part}\b.*\(pid (\d+)\)$", dev.stderr(), re.MULTILINE)[-1])
 
 
@@ -117,7 +117,7 @@ def test_killed_broker_is_reported_and_comes_back(dev: KproxyProcess) -> None:
     assert len(told.lines) == 2, told.lines
 
 
-def test_a_broker_that_is_stopped_has_not_died(dev: KproxyProcess) -> None:
+def test_stopped_broker_is_not_restarted(dev: KproxyProcess) -> None:
     told, process = Told(dev), psutil.Process(pid_of(dev, "broker 1"))
     process.suspend()
     try:

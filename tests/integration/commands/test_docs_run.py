@@ -119,12 +119,12 @@ def check(text: str, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("text", CONFIGURATIONS)
-def test_configuration_is_taken_by_itself(text: str, files: Path, tmp_path: Path) -> None:
+def test_each_configuration_is_valid_alone(text: str, files: Path, tmp_path: Path) -> None:
     check(text.replace(PLACE, f"{files}/"), tmp_path)
 
 
 @pytest.mark.parametrize("block", of_kind("yaml"), ids=lambda block: block.name)
-def test_values_of_the_chart_are_taken(block: Block, files: Path, tmp_path: Path) -> None:
+def test_values_of_the_chart_are_valid(block: Block, files: Path, tmp_path: Path) -> None:
     known = {value.partition(".")[0] for value in CHART_VALUES}
     assert set(re.findall(r"^(\w+):", block.text, re.MULTILINE)) - known == set()
     config = re.search(r"^config:\n((?: .*\n)+)", block.text, re.MULTILINE)
@@ -138,7 +138,7 @@ def test_values_of_the_chart_are_taken(block: Block, files: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("block", of_kind("properties"), ids=lambda block: block.name)
-def test_options_of_jobs_are_taken(block: Block, files: Path) -> None:
+def test_options_of_jobs_are_valid(block: Block, files: Path) -> None:
     access = read_access(read_properties(block.text.replace(PLACE, f"{files}/"), "the page"))
     assert (access.context() is not None, access.credentials is not None) == (True, True)
 
@@ -240,6 +240,6 @@ async def site(
             stack.close()
 
 
-def test_commands_are_done_one_after_another(site: Site) -> None:
+def test_commands_of_pages_run_in_order(site: Site) -> None:
     for block in of_kind("sh"):
         site.run(block)

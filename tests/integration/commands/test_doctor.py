@@ -65,7 +65,7 @@ def marks(findings: list[Finding]) -> list[str]:
         ("unknown", False),
     ],
 )
-def test_releases_with_known_faults_are_warned_of(version: str, fit: bool) -> None:
+def test_releases_with_known_faults_cause_warnings(version: str, fit: bool) -> None:
     assert marks(_about_version("http://a", version)) == ([] if fit else ["warn"])
 
 
@@ -83,7 +83,7 @@ async def test_doctor_passes_sound_members_and_names_down_one(etcd_cluster: Etcd
     assert next(finding for finding in findings if finding.mark == "FAIL").text.count(down.endpoint) == 1
 
 
-async def test_members_that_do_not_belong_together_are_named(etcd: EmbeddedEtcd, etcd_cluster: EtcdCluster) -> None:
+async def test_members_of_different_clusters_are_named(etcd: EmbeddedEtcd, etcd_cluster: EtcdCluster) -> None:
     findings = await examine_etcd([etcd.endpoint, etcd_cluster.endpoints[0]], EtcdOptions(), "/kafscale")
     (differ,) = (finding for finding in findings if finding.mark == "FAIL")
     assert differ.text == "the members named belong to different clusters: name those of one."
@@ -92,7 +92,7 @@ async def test_members_that_do_not_belong_together_are_named(etcd: EmbeddedEtcd,
     assert any("named twice" in finding.text for finding in twice)
 
 
-async def test_tls_and_users_are_looked_at(tmp_path: Path) -> None:
+async def test_tls_and_users_are_checked(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "ca")
     async with tls_etcd(tmp_path / "etcd", authority.issue("localhost")) as (server, port):
         await enable_users(server.endpoint, prefix="/kafscale/")
@@ -111,7 +111,7 @@ async def test_tls_and_users_are_looked_at(tmp_path: Path) -> None:
         assert marks(await _about_clock(url, options)) == []
 
 
-async def test_a_clock_that_differs_is_warned_of(etcd: EmbeddedEtcd) -> None:
+async def test_differing_clock_causes_a_warning(etcd: EmbeddedEtcd) -> None:
     assert await _about_clock(etcd.endpoint, EtcdOptions()) == []
     (slow,) = await _about_clock(etcd.endpoint, EtcdOptions(), lambda: time.time() + 60)
     assert "behind this machine's" in slow.text
@@ -135,7 +135,7 @@ async def test_an_alarm_is_a_failure(tmp_path: Path) -> None:
         assert any(finding.mark == "FAIL" and "NOSPACE" in finding.text for finding in findings)
 
 
-async def test_a_proxy_is_asked_whether_it_is_ready(dev_cluster: KproxyProcess) -> None:
+async def test_readiness_of_a_proxy_is_checked(dev_cluster: KproxyProcess) -> None:
     page = AdminPlace(parse_address(dev_cluster.admin, "--admin"))
     assert await examine_proxy(page) == [Finding("ok", f"the proxy at {page}: ready", "proxy.ready", str(page))]
     (nobody,) = await examine_proxy(AdminPlace(Address("127.0.0.1", 1)))
@@ -201,7 +201,7 @@ def test_an_address_where_nothing_speaks_kafka_is_named(dev_cluster: KproxyProce
     assert (status, nobody["check"], nobody["result"], nobody["at"]) == (1, "kafka.bootstrap", "fail", dead)
     assert f"{dead} cannot be reached" in nobody["text"]
     assert "--bootstrap H:P" in nobody["text"]
-    # Besides a healthy one: a client would manage, but whoever relies on both should know.
+    # Clients cope with one dead address, but users should know about it.
     status, findings = examined("--bootstrap", f"{dead},{dev_cluster.kafka}")
     assert (status, results(findings)) == (1, [("kafka.bootstrap", "fail"), *ALL_WELL])
     status, (page,) = examined("--bootstrap", dev_cluster.admin)
@@ -288,7 +288,7 @@ class OneOf(ScriptedUpstream):
 
 @asynccontextmanager
 async def clusters(*named: str) -> AsyncIterator[list[Address]]:
-    """A broker of each cluster; the first names all of them."""
+    """A broker of each cluster; the first lists all of them."""
     brokers = [await OneOf(number).start() for number, _ in enumerate(named, 1)]
     for broker, name in zip(brokers, named, strict=True):
         broker.named, broker.brokers = name, brokers
@@ -303,7 +303,7 @@ async def test_missing_topic_that_is_not_created_is_named() -> None:
     async with clusters("A") as (address,):
         findings = await examine_kafka([address], "none")
         assert marks(findings) == ["ok", "ok", "FAIL"]
-        assert "create it, or name one that is there with --topic" in findings[2].text
+        assert "create it, or name an existing one with --topic" in findings[2].text
 
 
 async def test_address_of_another_cluster_is_named() -> None:

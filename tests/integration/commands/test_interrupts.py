@@ -37,7 +37,7 @@ from kproxy.__main__ import main
 sys.meta_path.insert(0, AtImport())
 sys.exit(main())
 """
-# From the first module of `kproxy` to those that are imported while the event loop runs.
+# From the first module of `kproxy` to modules that are imported while the event loop runs.
 MOMENTS = (1, 2, 5, 60, 350, 900, 10_000) if os.environ.get("KPROXY_TEST_ALL") == "1" else (1, 60, 900, 10_000)
 
 

@@ -21,7 +21,7 @@ PATIENCE_S = 60.0
 
 @contextmanager
 def manager(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    """The socket of a service manager, which processes started from now on use."""
+    """The socket of a service manager for processes that start from now on."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
         listening.bind(str(directory / "notify"))
         listening.settimeout(PATIENCE_S)
@@ -78,7 +78,7 @@ async def test_broker_notifies_waiting_readiness_and_stopping(tmp_path: Path, mo
             process.stop()
 
 
-async def test_a_manager_that_is_gone_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_manager_has_no_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "nobody"))
     upstream = await ServedBroker(1).start()
     with static_proxy(tmp_path, {1: upstream.port}) as process:

@@ -60,7 +60,7 @@ def test_a_taken_port_is_named_with_its_flag(tmp_path: Path, taken_port: int) ->
     for flag in ("--listen", "--admin"):
         sentence = refusal(*dev_arguments(tmp_path / "data"), flag, f"127.0.0.1:{taken_port}")
         assert f"{flag} 127.0.0.1:{taken_port}: port {taken_port}" in sentence
-    # Found before any part was started: no data directory, and no seconds of waiting.
+    # The error is found before any part starts: there is no data directory yet, and nothing was waited for.
     assert not (tmp_path / "data").exists()
     assert time.monotonic() - began < 100
 
@@ -78,7 +78,7 @@ def test_taken_port_is_named_before_start(etcd: EmbeddedEtcd, tmp_path: Path, ta
     assert "--replication-listen" in sentence
 
 
-def test_a_host_that_is_not_here_is_named(tmp_path: Path) -> None:
+def test_host_of_another_machine_is_named(tmp_path: Path) -> None:
     sentence = refusal(*dev_arguments(tmp_path / "data"), "--listen", "nowhere.invalid:9092")
     assert "--listen nowhere.invalid:9092" in sentence
 
@@ -95,7 +95,7 @@ def test_dev_without_etcd_binary_explains_the_installation(tmp_path: Path) -> No
 def test_an_etcd_that_does_not_answer_is_named() -> None:
     endpoint = f"http://127.0.0.1:{free_port()}"
     commands = (["table"], ["own", "list"], ["own", "watch"])
-    # Each waits for it for some seconds.
+    # Each command waits for etcd for some seconds.
     with ThreadPoolExecutor() as threads:
         for sentence in threads.map(lambda command: refusal(*command, "--etcd", endpoint), commands):
             assert f"etcd at {endpoint}" in sentence
@@ -181,7 +181,7 @@ def test_command_environment_does_not_configure_serve() -> None:
         (["own", "list", "--etcd-ca", "FILE"], "--etcd URL"),
         (["own", "claim", "g", "a", "--bootstrap", "127.0.0.1:1"], "with --bootstrap H:P"),
         (["doctor", "--topic", "t"], "--topic applies only with --bootstrap"),
-        (["own", "claim", "g", "a=b"], "'b' is no generation"),
+        (["own", "claim", "g", "a=b"], "'b' is not a generation"),
         (["own", "free", "g"], "--all"),
         (["demo", "--rows", "0"], "--rows"),
         (["demo", "--etcd", "a:1"], "--bootstrap"),

@@ -95,7 +95,7 @@ async def test_connections_are_spread_and_counted_once(tmp_path: Path) -> None:
         assert read["kproxy_client_connections_accepted_total", ()] == 120
         assert read["kproxy_client_received_bytes_total", ()] == sent
         assert read["kproxy_client_sent_bytes_total", ()] == received
-        # Not sums: all workers have the same table.
+        # These are not sums: all workers have the same table.
         assert read["kproxy_table_partitions", ()] == 1
         assert read["kproxy_table_revision", ()] == 1
         assert read["kproxy_workers", ()] == WORKERS
@@ -116,7 +116,7 @@ async def test_killed_worker_is_replaced_and_its_counters_stay(tmp_path: Path) -
         assert before["kproxy_worker_restarts_total", ()] == 0
         await killed(process, 1)
         assert await clients[1][0].is_closed()
-        # The other one is not affected.
+        # The other worker is not affected.
         await produced(clients[2][0], 1)
         said: set[tuple[int, str]] = set()
         while (200, "ready\n") not in said:
@@ -135,7 +135,7 @@ async def test_killed_worker_is_replaced_and_its_counters_stay(tmp_path: Path) -
         after = await shown(process)
         assert after["kproxy_worker_restarts_total", ()] == 1
         assert after["kproxy_workers", ()] == 2
-        # Two at first, one of the survivor, two at the end.
+        # Two requests at first, one at the survivor, two at the end.
         assert after["kproxy_requests_total", (("api", "PRODUCE"), ("version", "9"))] == 5
         assert after["kproxy_client_sent_bytes_total", ()] > before["kproxy_client_sent_bytes_total", ()]
         assert after["kproxy_worker_up", (("worker", "1"),)] == 1
@@ -160,7 +160,7 @@ async def test_hung_worker_is_named_and_blocks_no_page(tmp_path: Path) -> None:
             assert read["kproxy_worker_up", (("worker", "2"),)] == 1
             # Its last counts are kept, or they would seem to restart.
             assert read[requests] == 3
-            # Later checks need not wait.
+            # Later checks do not wait.
             began = time.monotonic()
             for _ in range(20):
                 status, text = await asyncio.to_thread(page, process.admin, "/readyz")
@@ -324,7 +324,7 @@ async def test_taken_port_is_not_shared(tmp_path: Path) -> None:
 
 
 async def test_workers_that_cannot_start_say_why_once() -> None:
-    """The server there is not an etcd: waiting does not help, and all workers find out."""
+    """The server is not an etcd: waiting does not help, and all workers find out."""
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -427,11 +427,11 @@ def test_killed_workers_lose_and_duplicate_no_record(dev_cluster: KproxyProcess,
             yield from records(100)
             for _ in range(KILLS):
                 victim = psutil.Process(busy(process))
-                # More than is sent meanwhile, in many requests: some are in flight when it is killed.
+                # More than is sent meanwhile, in many requests: some are in flight at the kill.
                 yield from records(2_000)
                 victim.kill()
                 yield from records(500)
-                # Otherwise it might be chosen again while the system still removes it.
+                # Otherwise the next round might choose it again while the system still removes it.
                 assert all_gone([victim])
 
         settings = {"enable.idempotence": True, "linger.ms": 0, "batch.num.messages": 10}
@@ -442,5 +442,5 @@ def test_killed_workers_lose_and_duplicate_no_record(dev_cluster: KproxyProcess,
         assert sorted(each.key or b"" for each in lying) == sorted(sent)
         at = {(each.partition, each.offset): each.key for each in lying}
         assert all(at[place] == sent[number] for number, place in run.acknowledged.items())
-        # The last one may not have been replaced yet.
+        # The last killed worker may not have been replaced yet.
         assert samples(page(process.admin, "/metrics")[1])["kproxy_worker_restarts_total", ()] >= KILLS - 1

@@ -36,7 +36,7 @@ LEASES = "/p/partition-leases/"
 
 
 class Run:
-    """A mirror and a table that see the cluster through `seen` and the fault's relays, and the writers.
+    """A mirror, a table and writers, which reach the cluster through `seen` and the fault's relays.
 
     `content` is etcd's last healthy state, `truth` the history since.
     """
@@ -58,7 +58,7 @@ class Run:
         self.slowest_s = 0.0
 
     async def take(self, step: Step) -> None:
-        """One fault under churn, followed by a full recovery."""
+        """Make one fault under churn, and recover fully."""
         churn = Churn(self._writer, f"{LEASES}t/", self._random.randrange(1 << 30))
         async with running(churn.run()) as writing:
             if step.what == "compacted":

@@ -140,7 +140,7 @@ async def test_transaction_takes_one_branch_and_returns_results(etcd_client: Etc
     await etcd_client.lease_revoke(lease.lease_id)
 
 
-async def test_each_comparison_holds_only_where_it_should(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+async def test_each_comparison_holds_only_for_its_values(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     key = f"{etcd_prefix}/key"
     lease = await etcd_client.lease_grant(60)
     created = await etcd_client.put(key, b"1", lease_id=lease.lease_id)
@@ -238,7 +238,7 @@ async def test_hung_etcd_is_unavailable_within_the_deadline(tmp_path: Path) -> N
             os.kill(server.pid, signal.SIGCONT)
 
 
-async def test_any_of_several_members_will_do(etcd: EmbeddedEtcd, etcd_prefix: str) -> None:
+async def test_any_of_several_members_is_enough(etcd: EmbeddedEtcd, etcd_prefix: str) -> None:
     async with connected(EtcdClient(["127.0.0.1:1", etcd.endpoint], timeout_s=30)) as client:
         for _ in range(20):
             await client.put(f"{etcd_prefix}/a", b"")

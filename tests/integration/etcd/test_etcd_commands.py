@@ -39,7 +39,7 @@ async def guarded(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gua
         yield Guarded(flags, server.endpoint, password_file)
 
 
-def test_broker_proxy_and_table_talk_to_it(guarded: Guarded, tmp_path: Path) -> None:
+def test_broker_proxy_and_table_use_one_etcd(guarded: Guarded, tmp_path: Path) -> None:
     flags = [*guarded.flags, "--etcd-password-file", str(guarded.password_file)]
     with ExitStack() as stack:
         arguments = ["broker", "--node-id", "7", "--data-dir", str(tmp_path / "data"), "--lease-ttl", "2", *flags]
@@ -60,7 +60,7 @@ def test_broker_proxy_and_table_talk_to_it(guarded: Guarded, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("command", ["serve", "broker", "table"])
-def test_a_wrong_password_is_said_in_one_sentence(guarded: Guarded, tmp_path: Path, command: str) -> None:
+def test_wrong_password_is_reported_in_one_sentence(guarded: Guarded, tmp_path: Path, command: str) -> None:
     arguments = {
         "serve": ["serve", "--listen", "127.0.0.1:0"],
         "broker": ["broker", "--node-id", "1", "--data-dir", str(tmp_path / "data")],

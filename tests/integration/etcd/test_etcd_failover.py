@@ -86,7 +86,7 @@ async def failures(cluster: EtcdCluster) -> AsyncIterator[Failures]:
 
 
 def used_by(client: EtcdClient) -> int:
-    """The endpoints that the client uses."""
+    """Return the endpoints that the client uses."""
     endpoint = client._open_members().in_order()[0].endpoint
     return [int(text.rpartition(":")[2]) for text in client.endpoints.split(",")].index(endpoint.port)
 
@@ -118,7 +118,7 @@ async def test_calls_renewals_and_watches_survive_a_member(
             try:
                 assert await client.get(key) is not None
                 assert time.monotonic() - failed_at < SOON_S
-                # From now on nothing is delayed, not even every third call.
+                # From now on no call is delayed, not even every third.
                 took, revision = [], 0
                 for n in range(30):
                     began = time.monotonic()
@@ -236,8 +236,8 @@ async def test_calls_without_majority_end_in_time_and_recover(etcd_cluster: Etcd
         await eventually(lambda: client.put("/a", b""), ignored=(EtcdUnavailable,))
 
 
-async def test_slow_live_member_is_waited_for(etcd_cluster: EtcdCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    # So short that no call is answered within it: each time the member's status is requested, and it answers.
+async def test_slow_live_member_is_awaited(etcd_cluster: EtcdCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    # No call is answered in so short a time: the client asks for the member's status each time, and gets it.
     monkeypatch.setattr(members_module, "PATIENCE_S", 0.0)
     async with connected(EtcdClient(etcd_cluster.endpoints)) as client:
         used = used_by(client)

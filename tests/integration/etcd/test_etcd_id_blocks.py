@@ -92,7 +92,7 @@ async def test_a_key_without_a_number_gives_none(etcd_client: EtcdClient, key: s
     assert found.value == value
 
 
-async def test_key_that_went_back_repeats_no_number(etcd_client: EtcdClient, key: str) -> None:
+async def test_decreased_key_repeats_no_number(etcd_client: EtcdClient, key: str) -> None:
     blocks = IdBlocks(etcd_client, key)
     await etcd_client.put(key, b"5000")
     taken = [await blocks.allocate() for _ in range(BLOCK)]

@@ -124,7 +124,7 @@ asyncio.run(main())
 """
 
 
-async def test_a_busy_loop_hears_of_changes_soon(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+async def test_busy_loop_gets_changes_soon(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     changes, turns = 800, 0
 
     def turn() -> None:
@@ -512,7 +512,7 @@ async def test_closing_the_client_ends_a_waiting_read(etcd: EmbeddedEtcd) -> Non
         await reading
 
 
-async def test_cancelling_it_leaves_no_task_behind(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+async def test_cancelled_mirror_leaves_no_task_behind(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     before = asyncio.all_tasks()
     async with mirrored(etcd_client, f"{etcd_prefix}/"):
         pass

@@ -165,7 +165,7 @@ NOBODYS_KEYS = (f"{PREFIX}/metadata/snapshot", f"{PREFIX}/group-leases/g", f"{PR
         (ADMIN, ADMINS_KEYS, (*PROXYS_KEYS, *BROKERS_KEYS, *NOBODYS_KEYS, KEYS.producer_ids)),
     ],
 )
-async def test_each_role_writes_its_own_keys_alone(
+async def test_each_role_writes_only_its_own_keys(
     user: str, may: tuple[str, ...], may_not: tuple[str, ...], guarded: Guarded
 ) -> None:
     async with connected(guarded.client(user)) as client:

@@ -36,7 +36,7 @@ STOPPED_S = 11.0
 
 
 def told(process: KproxyProcess) -> tuple[Owners, bool]:
-    """The owners on the admin page, and whether it marks them stale."""
+    """The owners on the admin page, and whether the page marks them as stale."""
     status, text = page(process.admin, "/table")
     assert status == 200
     table = json.loads(text)
@@ -63,7 +63,7 @@ async def asked_of(process: KproxyProcess, *brokers: ServedBroker) -> int:
 async def test_proxy_stopped_for_long_learns_missed_changes(
     etcd_cluster: EtcdCluster, etcd_prefix: str, tmp_path: Path
 ) -> None:
-    """SIGSTOP; meanwhile owners move, leave and come, and etcd compacts the history of it."""
+    """SIGSTOP; meanwhile owners move, leave and come, and etcd compacts their history."""
     async with connected(EtcdClient(etcd_cluster.endpoints)) as client:
         brokers = [await ServedBroker(node_id, answers_everything).start() for node_id in (1, 2)]
         for broker in brokers:

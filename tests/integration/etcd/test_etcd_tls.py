@@ -35,7 +35,7 @@ async def secured(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sec
         yield Secured(authority, authority.issue("client"), f"https://localhost{port}", server)
 
 
-async def test_both_sides_show_their_certificates(secured: Secured) -> None:
+async def test_both_sides_present_their_certificates(secured: Secured) -> None:
     async with connected(
         EtcdClient([secured.url], EtcdOptions(ca=secured.authority.ca, **secured.client._asdict()))
     ) as client:
@@ -63,7 +63,7 @@ async def test_certificate_name_may_differ_from_configured_name(secured: Secured
         ("another client certificate", "does not take the client certificate"),
         ("plain to TLS", "speaks TLS: write https://localhost"),
         ("TLS to plain", "does not speak TLS: write http://127.0.0.1"),
-        ("certificates and no TLS", "no TLS is spoken there: write https://"),
+        ("certificates and no TLS", "which does not use TLS: write https://"),
         ("missing file", "etcd's cert .*nowhere.pem cannot be read .No such file"),
         ("not a certificate", "etcd's ca .*client.key holds no certificates"),
         ("another's key", "do not belong together"),

@@ -160,7 +160,7 @@ async def test_refresh_during_a_read_gets_a_later_read(etcd_client: EtcdClient, 
             assert [each.result() for each in late[1:]] == [False] * 4
 
 
-async def test_table_without_etcd_serves_on_and_reports_age(tmp_path: Path) -> None:
+async def test_table_without_etcd_stays_and_reports_age(tmp_path: Path) -> None:
     async with own_etcd(tmp_path) as (server, client):
         await client.put(lease_key("/k", "t", 0), b"1")
         now = 0.0

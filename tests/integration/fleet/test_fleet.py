@@ -1,4 +1,4 @@
-"""A proxy's entry in etcd and its view of the others, against a real etcd."""
+"""A proxy's entry in etcd and its view of the other proxies, against a real etcd."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_all_proxies_are_named_until_they_end(etcd_client: EtcdClient, etc
             await eventually(lambda each=each: each.named == expected)
 
 
-async def test_the_key_and_the_value_are_as_documented(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+async def test_key_and_value_match_the_documentation(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     async with member(etcd_client, etcd_prefix, 9092):
         found = await etcd_client.get(f"{etcd_prefix}/kproxy/proxies/1000000")
         assert found is not None
@@ -176,7 +176,7 @@ async def test_proxy_whose_id_was_taken_is_left_out(etcd_client: EtcdClient, etc
         await eventually(lambda: one.named == {FIRST: 2, SECOND: 1})
 
 
-async def test_a_proxy_does_not_drop_itself(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+async def test_proxy_does_not_remove_itself(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     prefix = proxies_prefix(etcd_prefix)
     await etcd_client.put(f"{prefix}{FIRST}", entry(FIRST, 2))
     await etcd_client.put(f"{prefix}{SECOND}", entry(SECOND, 1))
@@ -267,7 +267,7 @@ async def test_invalid_entries_are_skipped_and_counted(
             assert one.counters.total() == 2
 
 
-async def test_an_address_that_stands_twice_is_named_once(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+async def test_duplicate_address_is_named_once(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     prefix = proxies_prefix(etcd_prefix)
     one = Member(etcd_client, etcd_prefix, 9)
     async with running(one.view.run()):
@@ -320,7 +320,7 @@ async def test_proxy_started_before_etcd_registers_later(tmp_path: Path) -> None
         await late.close()
 
 
-async def test_restored_etcd_gets_the_proxies_again(tmp_path: Path) -> None:
+async def test_proxies_register_again_in_restored_etcd(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         old, old_client = await stack.enter_async_context(own_etcd(tmp_path / "old"))
         new, new_client = await stack.enter_async_context(own_etcd(tmp_path / "new"))

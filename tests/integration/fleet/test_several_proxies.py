@@ -79,7 +79,7 @@ def asked(proxy: KproxyProcess, key: int, version: int, **fields: Any) -> Any:
 
 
 def named(proxy: KproxyProcess) -> dict[int, int]:
-    """The brokers that it names: ports by id."""
+    """The brokers that a proxy names: ports by id."""
     brokers = asked(proxy, keys.METADATA, 9, topics=[]).brokers
     assert {each.host for each in brokers} == {"127.0.0.1"}
     return {each.node_id: each.port for each in brokers}
@@ -105,7 +105,7 @@ def end(proxy: KproxyProcess, number: int) -> None:
     proxy.wait()
 
 
-def test_each_names_all_and_partitions_spread(site: Site) -> None:
+def test_each_proxy_names_all_and_partitions_spread(site: Site) -> None:
     with site.proxies(3) as proxies, site.proxy(0, "--alone") as sidecar:
         expected = ports(proxies)
         agree(proxies, expected)
@@ -275,7 +275,7 @@ class Door:
 
 
 class Writer:
-    """An idempotent client of its kind that writes until stopped; every value is unique."""
+    """An idempotent client of one kind that writes until stopped; every value is unique."""
 
     kind = ""
 
@@ -302,7 +302,7 @@ class Writer:
         return len(self.acknowledged)
 
     def more(self, count: int) -> None:
-        """Wait until `count` more are acknowledged."""
+        """Wait until `count` further records are acknowledged."""
         goal = self.progress + count
         wait_for(lambda: self.progress >= goal or self.errors, 60, f"{self.kind} goes on")
 
@@ -356,7 +356,7 @@ class KafkaPythonWriter(Writer):
 
 
 class JavaWriter(Writer):
-    """It reports the fates of its records at the end."""
+    """A Java client, which reports the outcomes of its records at the end."""
 
     kind = "java"
 
@@ -379,7 +379,7 @@ class JavaWriter(Writer):
 
 
 def check(read: list[Placed], writer: Writer) -> None:
-    """Check that all is acknowledged, nothing lost or duplicated, and each partition in order."""
+    """Check that all records are acknowledged, none is lost or duplicated, and partitions are in order."""
     assert writer.errors == []
     assert len(writer.acknowledged) == writer.sent
     mine = [each for each in read if each.value is not None and each.value.startswith(writer.kind.encode())]
@@ -391,13 +391,13 @@ def check(read: list[Placed], writer: Writer) -> None:
 
 
 def served(proxy: KproxyProcess) -> float:
-    """The number of produce requests that it has answered."""
+    """The number of produce requests that a proxy has answered."""
     return samples(page(proxy.admin, "/metrics")[1])["kproxy_produce_duration_seconds_count", ()]
 
 
 @pytest.mark.java
 @pytest.mark.timeout(900)
-def test_clients_write_on_while_proxies_come_and_go(site: Site) -> None:
+def test_clients_keep_writing_while_proxies_change(site: Site) -> None:
     topic = "through-the-fleet"
     with site.proxies(3) as proxies, ExitStack() as stack:
         agree(proxies, ports(proxies))
@@ -431,7 +431,7 @@ def test_clients_write_on_while_proxies_come_and_go(site: Site) -> None:
 
 @pytest.mark.java
 @pytest.mark.timeout(900)
-def test_group_goes_on_after_its_coordinating_proxy_dies(site: Site, real_kafka: RealKafka, tmp_path: Path) -> None:
+def test_group_continues_after_its_coordinating_proxy_dies(site: Site, real_kafka: RealKafka, tmp_path: Path) -> None:
     topic = real_kafka.create_topic(f"fleet-{uuid.uuid4().hex[:10]}", 3)
     kafka_source = ("--ownership", "kafka", "--bootstrap", real_kafka.bootstrap, "--prefix", f"{site.prefix}/kafka")
     with site.proxy(0, *kafka_source) as one, site.proxy(0, *kafka_source) as other:
@@ -465,7 +465,7 @@ def test_group_goes_on_after_its_coordinating_proxy_dies(site: Site, real_kafka:
 
 
 def coordinator_port(proxy: KproxyProcess, group: str) -> int:
-    """The port to which it sends members of a group; 0 if there is no coordinator yet."""
+    """The port to which a proxy sends members of a group; 0 if there is no coordinator yet."""
     (found,) = asked(proxy, keys.FIND_COORDINATOR, 4, key_type=0, coordinator_keys=[group]).coordinators
     if found.error_code:
         return 0

@@ -28,7 +28,7 @@ async def test_the_first_broker_is_preferred() -> None:
     await second.stop()
 
 
-async def test_hung_brokers_and_dials_are_not_waited_for() -> None:
+async def test_hung_brokers_and_dials_are_not_awaited() -> None:
     hung = await ScriptedUpstream(1).start()
     healthy = await ScriptedUpstream(2, says_its_versions).start()
     with DeafListener() as deaf:

@@ -113,7 +113,7 @@ class Stream:
         self.sent += 1
 
     async def end(self) -> None:
-        """Wait for the answer to a last request, which shows that all was received."""
+        """Wait for the answer to a last request, which shows that all were received."""
         if self._client is not None:
             self._client.send(control_frame(API_VERSIONS, 0))
             await self._client.answer(API_VERSIONS, 0)

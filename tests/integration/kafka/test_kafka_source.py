@@ -225,7 +225,7 @@ async def test_java_tools_write_and_read(proxy: KproxyProcess, topic: str, tmp_p
     assert lines.splitlines() == in_partition
 
 
-def test_a_topic_is_made_by_being_written_to(proxy: KproxyProcess, real_kafka: RealKafka) -> None:
+def test_write_creates_a_topic(proxy: KproxyProcess, real_kafka: RealKafka) -> None:
     for _ in range(3):
         topic = f"made-{uuid.uuid4().hex[:10]}"
         began = time.monotonic()
@@ -236,7 +236,7 @@ def test_a_topic_is_made_by_being_written_to(proxy: KproxyProcess, real_kafka: R
         assert read_partition(proxy.kafka, topic, 2, 2) == values
 
 
-def test_answers_name_the_proxy_alone(proxy: KproxyProcess, topic: str, real_kafka: RealKafka) -> None:
+def test_answers_name_only_the_proxy(proxy: KproxyProcess, topic: str, real_kafka: RealKafka) -> None:
     host, _, port = proxy.kafka.rpartition(":")
     real_ids = {broker.node_id for broker in real_kafka.brokers}
     with RawClient(host, int(port)) as client:
@@ -261,7 +261,7 @@ def test_answers_name_the_proxy_alone(proxy: KproxyProcess, topic: str, real_kaf
 
 
 @pytest.mark.long
-def test_leaders_move_faster_than_a_retry_comes(proxy: KproxyProcess, topic: str, real_kafka: RealKafka) -> None:
+def test_leader_moves_before_each_retry_lose_nothing(proxy: KproxyProcess, topic: str, real_kafka: RealKafka) -> None:
     """An owner that is looked up at the refusal is outdated at the retry."""
     stop = threading.Event()
     sent = numbered(MOVED_RECORDS)
@@ -275,7 +275,7 @@ def test_leaders_move_faster_than_a_retry_comes(proxy: KproxyProcess, topic: str
             moves += 1
 
     def pause(number: int) -> None:
-        """The last ones wait until the leaders have moved often enough during its writes."""
+        """Let the last records wait until the leaders have moved often enough."""
         if number % 100 == 0:
             time.sleep(0.025)
         if number == MOVED_RECORDS - 100:
@@ -293,7 +293,7 @@ def test_leaders_move_faster_than_a_retry_comes(proxy: KproxyProcess, topic: str
 
 
 @pytest.mark.long
-def test_a_broker_dies_under_an_idempotent_producer(proxy: KproxyProcess, topic: str, real_kafka: RealKafka) -> None:
+def test_idempotent_producer_survives_death_of_broker(proxy: KproxyProcess, topic: str, real_kafka: RealKafka) -> None:
     victim = real_kafka.brokers[real_kafka.leaders(topic)[0] - 1]
 
     def kill_half_way(number: int) -> None:
@@ -337,7 +337,7 @@ def test_broker_that_kafka_dropped_stays_in_metrics(proxy: KproxyProcess, real_k
 
 
 @pytest.mark.long
-def test_a_broker_hangs_under_an_idempotent_producer(proxy: KproxyProcess, topic: str, real_kafka: RealKafka) -> None:
+def test_idempotent_producer_survives_hung_broker(proxy: KproxyProcess, topic: str, real_kafka: RealKafka) -> None:
     victim = real_kafka.brokers[real_kafka.leaders(topic)[0] - 1]
 
     def pause_half_way(number: int) -> None:
@@ -396,7 +396,7 @@ def test_audit_trail_is_kept_in_the_cluster(real_kafka: RealKafka, topic: str, t
     assert sum(row.record_count for row in rows if isinstance(row, Range) and row.topic == topic) == 100
 
 
-def test_doctor_finds_the_cluster_well(real_kafka: RealKafka, topic: str) -> None:
+def test_doctor_passes_the_cluster(real_kafka: RealKafka, topic: str) -> None:
     ended = run_kproxy("doctor", "--bootstrap", real_kafka.bootstrap, "--topic", topic, "--json")
     findings = json.loads(ended.stdout)["findings"]
     assert (ended.status, {finding["result"] for finding in findings}) == (0, {"ok"}), findings

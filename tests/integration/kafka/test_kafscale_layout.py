@@ -72,7 +72,7 @@ class KafScale:
         return client
 
     async def asked(self, key: int = keys.PRODUCE) -> int:
-        """The broker that receives the next request of this kind and answers it."""
+        """Return the broker that receives the next request of this kind, after it has answered."""
         waiting = {asyncio.create_task(broker.next()): broker for broker in self.brokers}
         done, rest = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         for task in rest:
@@ -111,7 +111,7 @@ async def kafscale(etcd_client: EtcdClient, etcd_prefix: str, tmp_path: Path) ->
         yield world
 
 
-async def test_versions_before_kafscale_are_the_common_ones(kafscale: KafScale) -> None:
+async def test_versions_offered_for_kafscale_are_common_ones(kafscale: KafScale) -> None:
     found = await offered(await kafscale.client_of(await kafscale.proxy()))
     assert found == {
         keys.PRODUCE: (0, 9),
@@ -169,7 +169,7 @@ async def comes_to(outcome: Awaitable[object], wanted: object) -> bool:
     return await outcome == wanted
 
 
-async def test_unowned_partition_is_not_offered_to_gone_broker(kafscale: KafScale) -> None:
+async def test_unowned_partition_is_not_offered_to_removed_broker(kafscale: KafScale) -> None:
     """Dead brokers stay in the snapshot."""
     dead = kafscale.brokers.pop()
     await dead.stop()
@@ -229,7 +229,7 @@ async def produced(client: RawClient, partition_index: int) -> int:
     return (await client.answer()).codes["orders", partition_index]
 
 
-async def test_possibly_appended_batch_is_not_sent_again(kafscale: KafScale) -> None:
+async def test_batch_that_may_be_appended_is_not_resent(kafscale: KafScale) -> None:
     """KafScale would not recognise it despite its producer id."""
     await kafscale.own(0, 0)
     kafscale.brokers[0].script = lambda asked: asked.connection.abort()
@@ -240,7 +240,7 @@ async def test_possibly_appended_batch_is_not_sent_again(kafscale: KafScale) -> 
 
 
 @pytest.mark.parametrize("version", [11, 12])
-async def test_null_records_are_not_passed_on(kafscale: KafScale, version: int) -> None:
+async def test_null_records_are_not_forwarded(kafscale: KafScale, version: int) -> None:
     """KafScale sends null, which librdkafka and kafka-python cannot handle."""
     await kafscale.own(0, 0)
     client = await kafscale.client_of(await kafscale.proxy())
@@ -301,7 +301,7 @@ async def anyone_asked(kafscale: KafScale) -> bool:
     return False
 
 
-async def test_groups_find_the_proxy_and_transactions_find_none(kafscale: KafScale) -> None:
+async def test_groups_have_a_coordinator_but_transactions_none(kafscale: KafScale) -> None:
     client = await kafscale.client_of(await kafscale.proxy())
     for version in range(7):
         fields = {"coordinator_keys": ["g", "h"]} if version >= 4 else {"key": "g"}
@@ -344,7 +344,7 @@ async def test_two_proxies_never_issue_the_same_producer_id(kafscale: KafScale) 
 
 
 async def test_broker_without_producer_ids_is_asked_once(kafscale: KafScale) -> None:
-    """It reports InitProducerId as served and successful, with the id -1."""
+    """It reports InitProducerId as served, but answers with the id -1."""
     for broker in kafscale.brokers:
         await broker.stop()
     kafscale.brokers = [KafScaleBroker(0, claims_producer_ids=True), KafScaleBroker(1, claims_producer_ids=True)]

@@ -65,7 +65,7 @@ def run_java(bootstrap: str, topic: str, *fates: str) -> str:
 
 
 def run_librdkafka(bootstrap: str, topic: str, *fates: str) -> str:
-    """The same by librdkafka."""
+    """Like `run_java`, with librdkafka."""
     settings = {"bootstrap.servers": bootstrap, "transactional.id": f"librdkafka-{topic}", "log_level": 0}
     producer = confluent_kafka.Producer(settings)
     began = time.monotonic()
@@ -120,7 +120,7 @@ def test_committed_records_are_read_and_aborted_are_not(
 
 
 @pytest.mark.long
-def test_transactions_go_on_when_their_coordinator_dies(
+def test_transactions_continue_after_death_of_their_coordinator(
     proxy: KproxyProcess, real_kafka: RealKafka, topic: str
 ) -> None:
     settings = {"bootstrap.servers": proxy.kafka, "transactional.id": topic, "log_level": 0}
@@ -275,7 +275,7 @@ def consume_with_java(bootstrap: str, topic: str, count: int) -> list[str]:
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("consumes", [consume_with_java, consume_with_librdkafka, consume_with_kafka_python])
-def test_a_group_goes_on_where_it_stopped(
+def test_group_continues_where_it_stopped(
     consumes: Callable[[str, str, int], list[str]], proxy: KproxyProcess, real_kafka: RealKafka, topic: str
 ) -> None:
     values = [str(number) for number in range(RECORDS)]

@@ -49,7 +49,7 @@ def test_token_is_required(tmp_path: Path, workers: int, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_foreign_page_reads_and_changes_nothing(tmp_path: Path, workers: int) -> None:
+def test_foreign_page_can_neither_read_nor_change(tmp_path: Path, workers: int) -> None:
     with static_proxy(tmp_path, {1: free_port()}, more=["--workers", str(workers)]) as process:
         assert post(process.admin) == 501
         assert post(process.admin, Origin="http://evil.test") == 403

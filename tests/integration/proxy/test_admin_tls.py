@@ -57,7 +57,7 @@ def get(process: KproxyProcess, context: ssl.SSLContext, path: str, **headers: s
 
 
 def shown(process: KproxyProcess, context: ssl.SSLContext) -> str:
-    """The serial number of the certificate in a new connection."""
+    """The serial number of the certificate that a new connection presents."""
     host, _, port = process.admin.rpartition(":")
     with (
         socket.create_connection((host, int(port)), timeout=PATIENCE_S) as plain,
@@ -120,7 +120,7 @@ def mutual(signer: Signer, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield process
 
 
-def test_a_foreign_page_changes_nothing_by_tls_either(signer: Signer, mutual: KproxyProcess) -> None:
+def test_foreign_page_cannot_change_anything_with_tls(signer: Signer, mutual: KproxyProcess) -> None:
     context = client_context(signer.ca, signer.issue("client", "client.test"))
 
     def free(**headers: str) -> int:
@@ -136,11 +136,11 @@ def test_a_foreign_page_changes_nothing_by_tls_either(signer: Signer, mutual: Kp
     assert free(Host="evil.test") == 403
 
 
-def test_rejected_client_is_told_why(signer: Signer, mutual: KproxyProcess) -> None:
+def test_rejected_client_gets_the_reason(signer: Signer, mutual: KproxyProcess) -> None:
     with pytest.raises(ssl.SSLError, match="CERTIFICATE_REQUIRED"):
         get(mutual, client_context(signer.ca), "/livez")
     wait_for(
-        lambda: "it shows no certificate, and this listener requires one (admin.tls.client_auth)" in mutual.stderr()
+        lambda: "it presents no certificate, and this listener requires one (admin.tls.client_auth)" in mutual.stderr()
     )
     host, _, port = mutual.admin.rpartition(":")
     plain = http.client.HTTPConnection(host, int(port), timeout=PATIENCE_S)
@@ -168,7 +168,7 @@ def test_rejected_client_is_told_why(signer: Signer, mutual: KproxyProcess) -> N
     assert not any(name == "kproxy_client_handshakes_total" for name, _ in told)
 
 
-def test_commands_ask_by_tls(signer: Signer, mutual: KproxyProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_use_tls_for_the_page(signer: Signer, mutual: KproxyProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     client = signer.issue("client", "client.test")
     flags = ["--admin", f"https://{mutual.admin}", "--admin-ca", signer.ca]
     flags += ["--admin-cert", client.cert, "--admin-key", client.key]

@@ -58,7 +58,7 @@ class Site:
 
     @property
     def cut(self) -> dict[str, int]:
-        """The counted connections that were closed."""
+        """The number of counted connections that were closed."""
         return {name: count for name, count in self._counters.items() if name.startswith("page.cut.")}
 
     async def connect(self) -> Stream:
@@ -89,7 +89,7 @@ async def answer(stream: Stream, request: bytes = ALIVE) -> bytes:
 
 
 async def end(stream: Stream) -> None:
-    """Wait until the page has closed it."""
+    """Wait until the page has closed the connection."""
     async with asyncio.timeout(5):
         with contextlib.suppress(ConnectionError, ssl.SSLError):
             await stream[0].read()
@@ -110,7 +110,7 @@ async def test_a_connection_without_a_request_is_closed(site: Site, monkeypatch:
     assert site.cut == {"page.cut.idle": 2}
 
 
-async def test_missing_request_body_is_not_waited_for(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_request_body_is_not_awaited(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_page, "BODY_S", 0.3)
     head = b"POST /echo HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 5\r\n\r\n"
     assert b"408" in await answer(await site.connect(), head + b"12")

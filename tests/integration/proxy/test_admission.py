@@ -35,7 +35,7 @@ from tests.support.scene import ANSWERS, HOLDS, T0, Scene, scene, staged
 from tests.support.security import sasl_client as sasl
 from tests.support.waiting import eventually
 
-# Code for permissions and quotas, and the rest that a request passes.
+# Code of permissions and quotas, and other code that a request passes.
 SECURITY = ("/security/", "/proxy/access.py", "/proxy/admission.py", "/proxy/metering.py", "/proxy/acl_filter.py")
 PASSED = ("/proxy/client_session.py", "/proxy/context.py", "/proxy/fanout.py", "/routing/fanout.py", "/proxy/run.py")
 
@@ -51,7 +51,7 @@ def guarded(**options: Any) -> Callable[[Any], Any]:
 
 
 async def shake(client: RawClient, mechanism: str = "PLAIN") -> int:
-    """Begin to authenticate; the error code."""
+    """Begin to authenticate; return the error code."""
     client.send(sasl.handshake(mechanism))
     code: int = (await client.answer(SASL_HANDSHAKE, 1)).message.error_code
     return code
@@ -136,7 +136,7 @@ async def test_ended_session_must_be_renewed_first(s: Scene) -> None:
     renewing, late, idle = s.clients
     for client in s.clients:
         await sasl.logged_in(client)
-    # Too early: Kafka returns an error and continues.
+    # Too early: Kafka returns an error and keeps the connection.
     assert await shake(late) == ILLEGAL_SASL_STATE
     await asyncio.sleep(1.05)
     await sasl.logged_in(renewing)
@@ -217,7 +217,7 @@ async def test_a_new_quota_holds_for_open_connections(s: Scene) -> None:
 
 
 @guarded(clients=2, one_go=True)
-async def test_large_requests_are_admitted_after_the_proof_alone(s: Scene) -> None:
+async def test_large_requests_are_admitted_only_after_authentication(s: Scene) -> None:
     s.send(struct.pack(">i", 65_537))
     assert await s.client.is_closed()
     client = await sasl.logged_in(s.clients[1])
@@ -245,7 +245,7 @@ async def _stranger(port: int, kind: int, rng: random.Random) -> None:
         client.abort()
 
 
-async def test_hundreds_of_strangers_do_not_block_a_client(tmp_path: Path) -> None:
+async def test_unauthenticated_connections_do_not_block_a_client(tmp_path: Path) -> None:
     """In a separate process, 500 announce 2 GiB, 200 are slow, and 300 send garbage or guess passwords."""
     seed = random.SystemRandom().randrange(1 << 32)
     print(f"seed {seed}")
@@ -296,7 +296,7 @@ async def test_users_are_read_again(tmp_path: Path, way: str) -> None:
 
 @contextlib.contextmanager
 def calls(*files: str) -> Iterator[set[str]]:
-    """The Python functions of these files that this thread calls, except in sessions' ticks."""
+    """The Python functions of these files that this thread calls, except in ticks of sessions."""
     called: set[str] = set()
 
     def note(frame: FrameType, event: str, argument: object) -> None:

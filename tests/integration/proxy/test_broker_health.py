@@ -71,7 +71,7 @@ async def test_returned_broker_is_used_at_once(s: Scene) -> None:
     with logged_of_brokers() as lines:
         assert await produce_code(s.client) == 0
     assert [line["event"] for line in lines] == ["broker reachable again"]
-    # Not by way of a second try.
+    # The request was not retried.
     assert s.proxy.retries(NOT_WRITTEN) == before
 
 
@@ -105,7 +105,7 @@ async def test_down_broker_is_dialled_once_at_a_time(s: Scene) -> None:
             most = max(most, dials_under_way(port) - fillers)
             await asyncio.sleep(0.02)
         assert [each.result() for each in asking] == [NOT_LEADER] * 20
-    # The probe of the breaker is the other one.
+    # The second one is the breaker's probe.
     assert 1 <= most <= 2
 
 
@@ -144,7 +144,7 @@ def answers_about_the_cluster(asked: Asked) -> None:
 @scene(HANGS, answers_about_the_cluster, clients=6, owners=[2], limits=QUICK_PROBES, one_go=True)
 async def test_cluster_requests_detect_a_hang_once(s: Scene) -> None:
     began = time.monotonic()
-    # Each connection asks the brokers in an order of its own.
+    # Each connection asks the brokers in its own order.
     for client in s.clients:
         client.send(control_frame(keys.METADATA, 12, topics=None), produce_frame(records=PLAIN))
         await client.answer(keys.METADATA, 12)
@@ -199,13 +199,13 @@ async def test_silently_cut_connection_is_given_up_soon(s: Scene, loses_request:
     began = time.monotonic()
     assert await s.codes() == {T0: TIMED_OUT}
     assert time.monotonic() - began < 10
-    # The broker answers whoever asks it anew.
+    # The broker answers on new connections.
     assert s.broker.probes
     assert s.proxy.context.tally.hangs.total() == 0
     s.send(produce_frame(records=PLAIN))
     (await s.next()).answer()
     assert await s.codes() == {T0: 0}
-    # What was given up does not arrive later, behind what was sent after it.
+    # The abandoned request does not arrive later, behind newer ones.
     first.connection.take_arrivals()
     assert await s.broker.is_silent(2.0)
     assert len(s.broker.log) == 2
@@ -235,7 +235,7 @@ async def test_cut_coordinator_connection_is_given_up_soon(s: Scene) -> None:
 @linux
 @scene(HOLDS, one_go=True)
 async def test_broker_with_closed_window_keeps_its_connection(s: Scene) -> None:
-    """As Kafka does where a client has used up its quota: the window is closed, and the kernel acknowledges that."""
+    """As at Kafka when a client has used up its quota: the window is closed, and the kernel acknowledges probes."""
     s.send(produce_frame(records=PLAIN))
     first = await s.next()
     first.answer()

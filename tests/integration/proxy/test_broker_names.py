@@ -110,7 +110,7 @@ async def test_one_name_lookup_serves_all_connections(s: Scene, names: Names) ->
 @pytest.mark.parametrize("at_once", [False, True])
 @scene(ANSWERS)
 async def test_each_address_of_a_name_is_tried(s: Scene, at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All addresses of one lookup in one dial; one that failed is not used again, even if it was known before."""
+    """One dial tries all addresses of one lookup; an address that failed is not used again, even if known."""
     real, addresses = socket.getaddrinfo, ["127.0.0.2", "127.0.0.1"]
 
     def several(host: Any, *arguments: Any, **options: Any) -> Any:

@@ -47,7 +47,7 @@ async def test_drain_answers_requests_in_flight_and_takes_none(tmp_path: Path) -
         assert len(s.broker.log) == 3
 
 
-async def test_drain_delay_serves_on_while_readyz_fails(tmp_path: Path) -> None:
+async def test_clients_are_served_during_the_drain_delay(tmp_path: Path) -> None:
     async with served(tmp_path, ANSWERS, more=("--drain-delay", "3")) as s:
         clients = [await s.client() for _ in range(2)]
         began = time.monotonic()

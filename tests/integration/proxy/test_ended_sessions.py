@@ -203,9 +203,7 @@ class Stress:
 
 @pytest.mark.parametrize("with_tls", [False, True])
 @both_loops
-async def test_sessions_end_at_any_moment_of_anything(
-    with_tls: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_session_may_end_at_any_moment(with_tls: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "TURN_S", 1e-5)
     monkeypatch.setattr(server, "DEADLINE_TICK_S", 0.005)
     seed = int(os.environ.get("KPROXY_FIRST_SEED", secrets.randbelow(1 << 31)))

@@ -32,7 +32,7 @@ async def gone(s: Scene) -> None:
 
 
 async def answered(s: Scene, count: int) -> None:
-    """The answers to requests 1 to `count` come, followed by the end."""
+    """Check that the answers to requests 1 to `count` come, followed by the end."""
     for correlation_id in range(1, count + 1):
         assert int.from_bytes((await s.client.receive())[4:8], "big") == correlation_id
     assert await s.client.is_closed()
@@ -64,7 +64,7 @@ async def test_half_closed_client_waits_for_its_brokers(s: Scene) -> None:
 
 
 @scene(lambda asked: asked.answer(results={T0: 19}))
-async def test_half_closed_client_is_not_retried_for(s: Scene) -> None:
+async def test_requests_of_half_closed_client_are_not_retried(s: Scene) -> None:
     """It may be gone and return: requests that wait for a resend are answered instead."""
     s.produces(1, 2)
     await eventually(lambda: s.broker.log, "the first attempt")
@@ -112,7 +112,7 @@ async def test_half_closed_client_that_never_reads_ends(s: Scene) -> None:
 
 
 @scene(ANSWERS)
-async def test_client_within_frame_is_answered_before(s: Scene) -> None:
+async def test_client_ending_within_frame_gets_earlier_answers(s: Scene) -> None:
     s.send(produce_frame(correlation_id=1), produce_frame(correlation_id=2)[:30])
     s.client.end_sending()
     await answered(s, 1)

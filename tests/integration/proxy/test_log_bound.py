@@ -29,7 +29,7 @@ async def test_garbage_from_hundreds_of_connections_logs_little(tmp_path: Path) 
             await says_garbage(s, 8 + n)
         said = s.process.stderr()
         assert said.count("client connection closed") == LINES, f"{len(said)} bytes"
-    # It has ended before the minute was over.
+    # The process ended within the minute.
     said = s.process.stderr()
     told = [line for line in said.splitlines() if "similar lines left out" in line]
     assert ["lines=240" in line and "of='client connection closed'" in line for line in told] == [True]

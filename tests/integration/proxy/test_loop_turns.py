@@ -44,8 +44,8 @@ from tests.support.processes.dev import KproxyProcess
 from tests.support.processes.served import ServedBroker, beside, port_of, static_proxy
 from tests.support.wire.fattest import arrays, body_of, control_answer, control_request, fattest, many_tags
 
-# In decodings of a produce request of 4,096 partitions, 1.3 ms each on an idle core: losing the brokers of as many
-# partitions takes 35 to 55.
+# In decodings of a produce request of 4,096 partitions, 1.3 ms each on an idle core: a turn takes 35 to 55 if as many
+# partitions lose their brokers.
 LONGEST_TURN: Final = 80.0
 MANY_CLIENTS: Final = 400
 # Seconds for each group of cases, but no longer than its cases last, each ROUNDS times.
@@ -71,7 +71,7 @@ CODES: Final = (6, 19, 29, 7, 45, KAFKA_STORAGE_ERROR, 999)
 
 
 class Broker(ServedBroker):
-    """Answers as instructed, from prepared bytes: it must not be slower than the proxy."""
+    """Answers as instructed, from prepared bytes, so that it is not slower than the proxy."""
 
     def __init__(self, node_id: int) -> None:
         super().__init__(node_id, self._answer)
@@ -86,7 +86,7 @@ class Broker(ServedBroker):
         self._next_offset = 0
 
     def begin(self, conduct: str, error_code: int = NO_ERROR) -> None:
-        """Forget the past; from now on hold requests, drop their connection, or answer at once."""
+        """Forget earlier requests; from now on hold requests, drop their connection, or answer at once."""
         self.conduct, self.error_code = conduct, error_code
         self.prepared.clear()
         self.held.clear()
@@ -192,7 +192,7 @@ class Site:
         return turns
 
     def part(self) -> None:
-        """End the clients."""
+        """Disconnect the clients."""
         for client in self.clients:
             client.abort()
         self.clients.clear()
@@ -490,7 +490,7 @@ async def measured_site(directory: Path, random: Random, more: Sequence[str]) ->
 
 
 async def figure(site: Site, name: str) -> tuple[float, str]:
-    """The longest turn of a case, and the line that describes it."""
+    """The longest turn of a case, and a line that describes it."""
     what = ""
     site.cpu_s = 0.0
     try:
@@ -498,7 +498,7 @@ async def figure(site: Site, name: str) -> tuple[float, str]:
             what = await CASES[name](site)
             longest = await site.longest_turn()
     except (TimeoutError, AssertionError) as error:
-        # It would not stop by itself either.
+        # The proxy would not stop by itself either.
         site.process.signal(signal.SIGKILL)
         longest, what = inf, f"{type(error).__name__} {error}"
     site.part()
@@ -535,7 +535,7 @@ async def judge(group: str, directory: Path, more: Sequence[str] = ()) -> None:
     assert is_well, "\n".join(lines)
 
 
-# They repeat the measurements of PRODUCE.
+# These repeat the measurements of PRODUCE.
 OTHERS_UNKNOWN = ("FETCH of unknown topics", "LIST_OFFSETS of unknown topics")
 
 

@@ -152,7 +152,7 @@ COUNTED: dict[str, tuple[Sequence[int], Sequence[int], list[bytes], dict[str, in
 
 @pytest.mark.parametrize("what", COUNTED)
 @both_loops
-async def test_page_counts_what_clients_do(what: str) -> None:
+async def test_page_counts_the_actions_of_clients(what: str) -> None:
     codes, owners, frames, series = COUNTED[what]
     async with staged(answers_by(*codes), ANSWERS, owners=owners) as s:
         s.send(*frames)
@@ -170,7 +170,7 @@ async def test_deadlines_are_counted(s: Scene) -> None:
 
 
 @scene()
-async def test_versions_that_a_client_invents_are_one_label(s: Scene) -> None:
+async def test_unknown_versions_share_one_label(s: Scene) -> None:
     for api_key, version in ((API_VERSIONS, 2000), (API_VERSIONS, 3000), (METADATA, 4000), (METADATA, -7)):
         client = await s.proxy.client()
         client.send(raw_frame(struct.pack(">hhih", api_key, version, 1, 1) + b"x" + bytes(8)))
@@ -369,7 +369,7 @@ async def test_broker_that_left_shows_zero_for_ten_minutes(s: Scene) -> None:
     """Kafka and etcd drop a dead broker within seconds."""
     series = "kproxy_broker_up", (("broker", "2"),)
     brokers = s.proxy.context.brokers
-    # No page is asked for before it has left.
+    # The watch ends before its page is requested.
     await eventually(lambda: 2 in [watch.owner for watch in brokers._here])
     s.proxy.topology.remove_broker(2)
     await eventually(lambda: 2 in [watch.owner for watch in brokers._gone])
@@ -393,7 +393,7 @@ async def test_brokers_that_left_are_bounded(s: Scene) -> None:
         s.proxy.context.brokers.follow()
         s.proxy.topology.remove_broker(broker)
     shown = [labels["broker"] for labels in Scrape(s.proxy).labels("kproxy_broker_up")]
-    # The first are forgotten.
+    # The first brokers are forgotten.
     assert sorted(map(int, shown)) == list(range(30, MAX_GONE + 30))
 
 
@@ -428,7 +428,7 @@ async def test_stopped_broker_alone_moves_its_series(s: Scene) -> None:
         assert after("kproxy_hangs_total") == 0
         for scrape in (stopped, after):
             assert [scrape(name, broker="1") for name in BROKER_SERIES] == [0] * len(BROKER_SERIES)
-        # The broker ends before the proxy does.
+        # The client closes first, because the broker stops before the proxy.
         s.client.abort()
         await s.until_sessions()
 

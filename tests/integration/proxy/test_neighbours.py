@@ -63,12 +63,12 @@ CAUGHT_BY: dict[str, list[str]] = {
     ],
     "two processes under one id both owned": ["test_broker_ownership:test_second_process_under_one_id_gives_up"],
     "synthesised errors carried offset 0 and a bogus leader": [
-        "test_fanout_retries:test_every_row_is_followed",
+        "test_fanout_retries:test_every_table_row_is_followed",
         "test_fanout_retries:test_passed_on_entry_is_the_brokers_own",
         "test_proxy_control:test_no_answer_with_data_names_a_broker",
     ],
     "a re-encoded request carried its length twice": [
-        "test_codec_messages:test_the_parts_of_a_request_are_the_request",
+        "test_codec_messages:test_parts_together_are_the_whole_request",
         "test_proxy_forwarding:test_request_over_three_owners_is_split_and_merged",
     ],
     "a partition out of range span a core for ever": [

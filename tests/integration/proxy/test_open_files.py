@@ -34,7 +34,7 @@ def under(ulimit: str) -> tuple[str, ...]:
 
 
 async def produced(client: RawClient, partitions: list[int]) -> str:
-    """The codes for a batch to each of these."""
+    """The codes for a batch to each of these partitions."""
     try:
         client.send(produce_frame({"t": partitions}, records=batch(producer_id=-1)))
         codes = (await client.answer()).codes.values()
@@ -43,7 +43,7 @@ async def produced(client: RawClient, partitions: list[int]) -> str:
     return ",".join(map(str, sorted(set(codes))))
 
 
-async def test_the_soft_limit_does_not_hold(tmp_path: Path) -> None:
+async def test_soft_limit_is_raised(tmp_path: Path) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     async with served(tmp_path, takes_what_is_produced, command=under("-S -n 64")) as s:
         assert psutil.Process(s.process.pid).rlimit(psutil.RLIMIT_NOFILE) == (min(hard, 1 << 20), hard)
@@ -51,7 +51,7 @@ async def test_the_soft_limit_does_not_hold(tmp_path: Path) -> None:
         assert Counter([await produced(client, [0]) for client in clients]) == {"0": 100}
 
 
-def test_workers_have_it_raised_as_well(tmp_path: Path) -> None:
+def test_soft_limit_of_workers_is_raised_too(tmp_path: Path) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with static_proxy(tmp_path, {1: 1}, command=under("-S -n 256"), more=["--workers", "2"]) as process:
         for pid in worker_pids(process).values():

@@ -107,7 +107,7 @@ def test_proxy_answers_and_names_each_foreign_protocol_once(tmp_path: Path) -> N
     assert "of='client speaks another protocol: TLS'" in process.stderr()
 
 
-def test_a_reference_broker_does_the_same(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
+def test_reference_broker_names_each_foreign_protocol_once(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
     broker = BrokerProcess(1, tmp_path / "1", etcd.endpoint, f"/{tmp_path.name}")
     try:
         broker.start()

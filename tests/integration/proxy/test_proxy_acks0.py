@@ -34,7 +34,7 @@ def sends(s: Scene, *numbers: int, confirms: bool = False, **options: Any) -> No
 
 
 async def arrive(s: Scene, *numbers: int, confirms: bool = False, at: int = 1, **answer: Any) -> None:
-    """Wait for these requests, and answer them if they ask for it."""
+    """Wait for these requests, and answer them if they expect an answer."""
     for number in numbers:
         (asked,) = await s.takes(number, at=at)
         assert asked.fields["acks"] == int(confirms)
@@ -145,7 +145,7 @@ async def test_written_acks_0_survives_unread_answers(s: Scene) -> None:
 
 @pytest.mark.parametrize("waits", ["for a dial", "for an owner"])
 @both_loops
-async def test_acks_0_that_waits_is_bounded_in_bytes(waits: str) -> None:
+async def test_waiting_acks_0_is_bounded_in_bytes(waits: str) -> None:
     """A client without answers can send as fast as the network allows."""
     limits = {"connect_timeout_s": 0.3, "max_in_flight_bytes": 1 << 20}
     async with staged(*([DEAF] if waits == "for a dial" else []), limits=limits) as s:
@@ -308,7 +308,7 @@ async def test_unanswered_write_of_departed_client_is_awaited(s: Scene) -> None:
 
 
 @scene(HOLDS, limits={"drain_s": 20.0}, one_go=True)
-async def test_stopping_waits_until_they_are_confirmed(s: Scene) -> None:
+async def test_stop_waits_until_acks_0_is_confirmed(s: Scene) -> None:
     sends(s, 0, confirms=True)
     (asked,) = await s.takes(0)
     stopping = asyncio.create_task(s.proxy.listener.stop())
@@ -321,7 +321,7 @@ async def test_stopping_waits_until_they_are_confirmed(s: Scene) -> None:
 
 
 @pytest.mark.parametrize("confirm", [True, False])
-async def test_the_flag_of_serve_switches_it(tmp_path: Path, confirm: bool) -> None:
+async def test_serve_flag_turns_confirmations_on(tmp_path: Path, confirm: bool) -> None:
     async with served(tmp_path, None, more=["--confirm-acks0" if confirm else "--no-confirm-acks0"]) as s:
         client = await s.client()
         client.send(produce_frame(records=PLAIN, acks=0))

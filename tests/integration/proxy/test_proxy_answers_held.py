@@ -193,9 +193,9 @@ async def test_reader_does_not_wait_for_non_readers() -> None:
             reader.send(asks(n))
             assert await fetched(reader) == {0: records_of(("t", 0), 12 * MIB)}
             assert not reader.is_gone
-        # A later client does not wait until all are gone either.
+        # A later client does not wait until all of them are gone either.
         assert await first == {0: records_of(("t", 0), 12 * MIB)}
-        # Several had to go, one after another.
+        # Several clients were disconnected, one after another.
         assert 1 < proxy.counters["clients.refused"] < 8
 
 
@@ -219,7 +219,7 @@ async def test_non_reader_is_closed_only_when_others_wait() -> None:
         idle.send(asks())
         await eventually(lambda: proxy.vitals.in_flight_bytes > 12 * MIB)
         await passing(now, 2 * USUAL.window_s)
-        # No client is refused for it.
+        # No client is refused because of these.
         assert proxy.counters["clients.refused"] == 0
         waiting = await proxy.client()
         waiting.send(asks(7))

@@ -23,7 +23,7 @@ NOT_LEADER = 6
 TIMED_OUT = 7
 PLAIN = batch(producer_id=-1)
 LIMITS = {"probe_timeout_s": 0.3}
-# Half a second until it is suspected, the probe, and the ticks between; the deadlines here are far behind that.
+# A broker is suspected after half a second; the probe and some ticks follow. The deadlines here are far later.
 SOON_S = 10.0
 LONG_MS = 30_000
 BOTH = {"t": [0, 1]}
@@ -43,7 +43,7 @@ async def runs_into_hang(s: Scene, client: RawClient | None = None) -> None:
 
 
 async def connections_for_clients(upstream: ScriptedUpstream) -> int:
-    """Their number; the proxy's own is not counted any more once its question has arrived."""
+    """Return the number of clients' connections; the proxy's own is not counted once its request has arrived."""
     await eventually(lambda: all(connection.got for connection in upstream.connections))
     return len(upstream.connections)
 
@@ -51,7 +51,7 @@ async def connections_for_clients(upstream: ScriptedUpstream) -> int:
 @scene(HANGS, ANSWERS, one_go=True)
 async def test_hung_broker_does_not_starve_other_partitions(s: Scene) -> None:
     began = time.monotonic()
-    # With the limits as they are by default.
+    # With the default limits.
     assert await s.ask(produce_frame(BOTH, timeout_ms=LONG_MS)) == [{T0: TIMED_OUT, T1: 0}]
     assert 2.0 < time.monotonic() - began < SOON_S
     took = []
@@ -59,7 +59,7 @@ async def test_hung_broker_does_not_starve_other_partitions(s: Scene) -> None:
         began = time.monotonic()
         assert await s.ask(produce_frame(BOTH, records=batch(n), timeout_ms=LONG_MS)) == [{T0: NOT_LEADER, T1: 0}]
         took.append(time.monotonic() - began)
-    # The machine itself may hold some up.
+    # The machine itself may delay some of them.
     assert sum(each >= 2 for each in took) <= 3, took
     assert [asked.partitions for asked in s.broker.log] == [[T0]]
 
@@ -72,7 +72,7 @@ async def test_unowned_partitions_avoid_a_hung_broker(s: Scene) -> None:
     for partition_index in partitions[:2]:
         assert await s.ask(produce_frame({"t": [partition_index]})) == [{("t", partition_index): 0}]
     assert len(healthy.log) == 2
-    # Once it answers it is offered what is its share.
+    # Once the broker answers, it gets its share again.
     stuck.wake()
     stuck.script = ANSWERS
     await eventually(lambda: not s.proxy.context.brokers.is_hung(stuck.address))
@@ -102,7 +102,7 @@ async def test_request_at_hung_broker_is_answered_not_resent(
     assert time.monotonic() - began < SOON_S
     assert await s.broker.is_silent()
     await s.broker.connections[0].until_closed()
-    # Somebody else may own it by now.
+    # Another broker may own the partition by now.
     assert s.proxy.source.refreshed == [("t", 0, revision)]
 
 
@@ -137,7 +137,7 @@ async def test_idle_connections_also_leave_a_hung_broker(s: Scene) -> None:
 async def test_first_probe_answer_closes_the_breaker(s: Scene) -> None:
     await runs_into_hang(s)
     probes, brokers = s.broker.probes, s.proxy.context.brokers
-    # Each on a connection of its own: the network may have lost what was sent on the one before.
+    # Each probe has its own connection: the network may have lost the bytes of the connection before.
     await eventually(lambda: len(probes) == 3)
     assert len({probe.connection for probe in probes}) == 3
     assert all(not probe.connection.is_open for probe in probes[:-1])
@@ -153,10 +153,10 @@ async def test_first_probe_answer_closes_the_breaker(s: Scene) -> None:
 
 @scene(HOLDS, limits=LIMITS, one_go=True)
 async def test_slow_broker_that_answers_probes_does_not_hang(s: Scene) -> None:
-    """A shrinking ISR, a long poll, a throttle: the answer comes when it comes."""
+    """A shrinking ISR, a long poll or a throttle: the answer comes later."""
     s.send(produce_frame(timeout_ms=LONG_MS))
     asked = await s.next()
-    # Asked more than once, over one connection.
+    # The broker was asked more than once, over one connection.
     await eventually(lambda: len(s.broker.probes) == 3)
     assert len({probe.connection for probe in s.broker.probes}) == 1
     asked.answer(results={T0: {"base_offset": 5}})
@@ -167,7 +167,7 @@ async def test_slow_broker_that_answers_probes_does_not_hang(s: Scene) -> None:
 
 @scene(HANGS, clients=2, owners=[1, 1], limits={"probe_timeout_s": 1.0}, one_go=True)
 async def test_serving_broker_without_probe_answers_does_not_hang(s: Scene) -> None:
-    """Its port may be full while the connections that it has are served."""
+    """Its listen queue may be full while existing connections are served."""
     slow, quick = s.clients
     slow.send(produce_frame(timeout_ms=LONG_MS))
     asked = await s.next()
@@ -191,7 +191,7 @@ def answers_in_a_while(asked: Asked) -> None:
 async def test_idle_or_prompt_broker_is_not_probed(s: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting_requests, "SUSPICIOUS_S", 1.3)
     assert await s.ask(produce_frame(records=batch(0))) == [{T0: 0}]
-    # There is always something under way, though never the same thing for long.
+    # Some request is always in flight, but none for long.
     for n in range(1, 41):
         s.send(produce_frame(records=batch(n)))
         await asyncio.sleep(0.05)
@@ -205,7 +205,7 @@ async def test_idle_or_prompt_broker_is_not_probed(s: Scene, monkeypatch: pytest
 async def test_idle_connection_is_not_probed_beside_waiting_one(s: Scene) -> None:
     idle, slow = s.brokers
     assert await s.ask(produce_frame()) == [{T0: 0}]
-    # As long as this one waits, the client's connections are looked at.
+    # The proxy checks the client's connections as long as this request waits.
     s.send(produce_frame({"t": [1]}, timeout_ms=LONG_MS))
     asked = await slow.next()
     await eventually(lambda: len(slow.probes) == 2)
@@ -225,7 +225,7 @@ async def test_long_fetch_causes_no_probe_before_its_time(s: Scene) -> None:
     await opens(s.proxy)
 
 
-# Long enough to tell who waits for the hung broker from who waits for a busy machine.
+# Long enough to tell clients that wait for the hung broker from clients that wait for a busy machine.
 @scene(HANGS, ANSWERS, clients=2, limits={"probe_timeout_s": 2.0}, one_go=True)
 async def test_clients_of_other_brokers_never_notice(s: Scene) -> None:
     unlucky, lucky = s.clients
@@ -286,18 +286,18 @@ async def test_stopped_broker_process_hangs_until_continued(s: Scene) -> None:
             os.kill(pid, signal.SIGCONT)
             await eventually(lambda: not s.proxy.context.brokers.is_hung(address))
             assert await s.ask(produce_frame(records=PLAIN)) == [{T0: 0}]
-        # The broker ends before the proxy does.
+        # The client closes first, because the broker stops before the proxy.
         s.client.abort()
         await s.until_sessions()
 
 
-# The proxy's own questions
+# Requests of the proxy itself
 
 
 @pytest.mark.parametrize("asks", ["versions", "readiness"])
 @scene(HANGS, limits={**LIMITS, "connect_timeout_s": 30.0}, one_go=True)
 async def test_own_question_finds_a_hang_at_once(s: Scene, asks: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its silence suffices: no second question has to be silent for as long."""
+    """One unanswered request is enough: no second one must stay unanswered as long."""
     monkeypatch.setattr(broker_watch, "FRESH_S", 0.0)
     brokers, asked_when_open = s.proxy.context.brokers, []
     brokers.on_open = lambda address: asked_when_open.append([len(s.broker.log), len(s.broker.probes)])
@@ -327,7 +327,7 @@ async def test_partition_moved_off_hung_broker_is_retried(s: Scene) -> None:
     s.send(produce_frame(records=batch(0)))
     await s.next()
     s.proxy.own(2)
-    # Waits for the one before: it is under way elsewhere.
+    # Waits for the batch before it, which is in flight to another broker.
     s.send(produce_frame(records=batch(1)))
     assert [await s.codes() for _ in range(2)] == [{T0: 0}, {T0: 0}]
     assert len(s.brokers[1].log) == 2
@@ -365,7 +365,7 @@ def answers_metadata(asked: Asked) -> None:
 @scene(HANGS, answers_metadata, owners=[1], limits=LIMITS, one_go=True)
 async def test_cluster_requests_avoid_a_hung_broker(s: Scene) -> None:
     await runs_into_hang(s)
-    # Each connection asks the brokers in an order of its own.
+    # Each connection asks the brokers in its own order.
     for _ in range(8):
         client = await s.proxy.client()
         began = time.monotonic()
@@ -392,7 +392,7 @@ async def test_cluster_request_at_hung_broker_moves_elsewhere(s: Scene) -> None:
 @scene(HANGS, limits=LIMITS, one_go=True)
 async def test_probing_ends_with_the_proxy(s: Scene) -> None:
     await runs_into_hang(s)
-    # `both_loops` finds tasks that are left.
+    # `both_loops` finds tasks that remain.
     await s.proxy.stop()
     for probe in s.broker.probes:
         await probe.connection.until_closed()

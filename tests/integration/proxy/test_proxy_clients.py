@@ -122,7 +122,7 @@ async def test_a_length_of_2_gib_costs_no_memory(s: Scene) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
 
 
-# Leaving
+# Clients that disconnect
 
 
 @scene(lambda asked: asked.answer(results={T0: 19}))
@@ -160,7 +160,7 @@ async def test_client_leaving_within_a_frame_sends_nothing(s: Scene) -> None:
     assert s.broker.log == []
 
 
-# Slow ones
+# Slow clients
 
 
 def answers_mib(asked: Asked) -> None:
@@ -188,7 +188,7 @@ def fetches(s: Scene) -> int:
 
 
 async def serves_on(client: RawClient, partition: int = 0) -> None:
-    """Another client gets its answers meanwhile."""
+    """Check that another client gets its answers meanwhile."""
     began = time.monotonic()
     for n in range(50):
         client.send(produce_frame({"t": [partition]}, records=batch(n), correlation_id=n))
@@ -230,7 +230,7 @@ async def test_broker_not_reading_slows_only_its_client(s: Scene) -> None:
 async def test_refused_client_that_does_not_read_is_closed(s: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_session, "FLUSH_S", 0.5)
     s.client.pause_reading()
-    # The second cannot be delivered to an unknown broker, which the proxy reports by closing.
+    # The second request cannot be delivered to an unknown broker, which the proxy reports by closing.
     s.send(fetch_frame(max_bytes=8 << 20), produce_frame({"unknown": [0]}, acks=0))
     s.proxy.own(42, "unknown")
     await eventually(lambda: s.proxy.counters["clients.refused"] == 1)
@@ -239,7 +239,7 @@ async def test_refused_client_that_does_not_read_is_closed(s: Scene, monkeypatch
     await s.until_sessions()
 
 
-# Too many, and the end
+# Too many clients, and the end of the proxy
 
 
 @scene(ANSWERS, clients=2, limits={"max_connections": 2})
@@ -299,7 +299,7 @@ async def test_stopping_sends_waiting_acks_0_and_ends(s: Scene) -> None:
 
 
 @scene(HOLDS, clients=2)
-async def test_error_in_one_session_keeps_the_clock_running(s: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_error_in_one_session_affects_no_deadlines(s: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     broken, sound = s.clients
     for client in (broken, sound):
         client.send(produce_frame(timeout_ms=1000))
@@ -378,7 +378,7 @@ async def test_session_without_its_connection_is_not_idle(s: Scene) -> None:
 
 
 @scene(limits={"idle_s": 0.0})
-async def test_zero_lets_connections_idle_for_ever(s: Scene) -> None:
+async def test_zero_disables_the_idle_timeout(s: Scene) -> None:
     assert await s.still(3 * IDLE_S)
 
 
@@ -387,7 +387,7 @@ async def test_connection_that_waits_is_not_idle(s: Scene) -> None:
     waits, arrives, idle = s.clients
     waits.send(produce_frame(records=batch(0)))
     asked = await s.next()
-    # A request that arrives slowly is judged by its pace.
+    # The proxy judges a slow request by its pace.
     arrives.send(produce_frame(records=batch(0))[:20])
     assert await idle.is_closed()
     assert await waits.is_silent(2 * IDLE_S)

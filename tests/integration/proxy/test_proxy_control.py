@@ -264,7 +264,7 @@ TROUBLES: dict[str, Script] = {
 
 @pytest.mark.parametrize("trouble", TROUBLES)
 @both_loops
-async def test_a_broker_in_trouble_is_passed_over(trouble: str) -> None:
+async def test_failing_broker_is_skipped(trouble: str) -> None:
     async with staged(TROUBLES[trouble], TROUBLES[trouble]) as s:
         assert (await metadata_of(s.client)).topics[0].error_code == 5
         assert [len(broker.log) for broker in s.brokers] == [1, 1]
@@ -274,7 +274,7 @@ async def test_a_broker_in_trouble_is_passed_over(trouble: str) -> None:
 
 
 @scene(HOLDS, HOLDS, limits={"control_attempt_s": 1.0}, one_go=True)
-async def test_a_hung_broker_is_waited_for_once(s: Scene) -> None:
+async def test_hung_broker_is_awaited_once(s: Scene) -> None:
     s.send(control_frame(api_keys.METADATA, 9, topics=[{"name": "t"}]))
     await eventually(lambda: any(broker.log for broker in s.brokers))
     hung, sound = sorted(s.brokers, key=lambda broker: -len(broker.log))
@@ -389,7 +389,7 @@ async def test_concurrent_requests_for_all_topics_share_one(s: Scene) -> None:
     for client in s.clients[1:]:
         assert [await topics_told(client) for _ in range(2)] == [["old", "new"]] * 2
     assert await s.broker.is_silent()
-    # No answer is kept for later clients.
+    # The proxy keeps no answer for later clients.
     s.send(ALL_TOPICS)
     answer_with_topics(await s.next(), "old", "new", "newer")
     assert await topics_told(s.client) == ["old", "new", "newer"]
@@ -437,7 +437,7 @@ async def test_pipelined_cluster_requests_are_answered_in_order(s: Scene) -> Non
     while not s.broker.asked.empty():
         waiting.append(await s.next())
     assert 1 <= len(waiting) <= 16
-    # They belong to this client, which delays no other.
+    # These requests belong to one client, which does not delay others.
     other.send(request_of(api_keys.METADATA, 9))
     answer_with_topics(await s.next(), "t")
     assert await topics_told(other) == ["t"]

@@ -189,7 +189,7 @@ async def test_client_lookup_in_any_version_corrects_the_cache(s: Scene) -> None
 async def test_failed_client_lookup_clears_the_cache(s: Scene) -> None:
     cluster = Cluster(s)
     assert await beats(s) == [0]
-    # One for the lookup, one to the coordinator.
+    # One connection for the lookup, one to the coordinator.
     assert s.proxy.vitals.upstream_connections == 2
     cluster.coordinators.clear()
     s.send(control_frame(keys.FIND_COORDINATOR, 3, key="k"))
@@ -327,7 +327,7 @@ async def test_each_group_goes_to_its_own_coordinator(s: Scene, version: int) ->
 
 
 @three()
-async def test_brokers_without_transactions_coordinate_groups_alone(s: Scene) -> None:
+async def test_brokers_without_transactions_coordinate_only_groups(s: Scene) -> None:
     """Transactional ids have no coordinator, and are not initialised."""
     cluster = Cluster(s)
     served = [key for key in SERVED if key not in COORDINATED]
@@ -352,7 +352,7 @@ async def test_brokers_without_transactions_coordinate_groups_alone(s: Scene) ->
         if key_type == GROUP:
             assert found.error_code == 0
         else:
-            # librdkafka gives up at the one code, Java shows the text of the other.
+            # librdkafka gives up at the first code, Java shows the text of the second.
             assert found.error_code == (NOT_AUTHORIZED if version < 4 else UNSUPPORTED)
             assert (found.error_message, found.node_id) == (NO_TRANSACTIONS, -1)
     assert (TRANSACTION, "k") not in cluster.asked

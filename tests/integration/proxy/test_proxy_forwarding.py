@@ -181,7 +181,7 @@ UNSENT: dict[str, tuple[dict[str, Any], dict[tuple[str, int], int]]] = {
 
 
 @scene(ANSWERS, owners=[1, 1])
-async def test_request_of_nothing_or_nonsense_is_answered(s: Scene) -> None:
+async def test_empty_or_invalid_request_is_answered(s: Scene) -> None:
     for count, (what, (given, codes)) in enumerate(UNSENT.items(), 1):
         assert await s.ask(produce_frame(**given), produce_frame(correlation_id=2)) == [codes, {T0: 0}], what
         assert len(s.broker.log) == count
@@ -201,7 +201,7 @@ async def test_unknown_topic_id_gets_an_error_alone(s: Scene) -> None:
     assert answer.codes == {T0: UNKNOWN_TOPIC_ID, ("t", 4): UNKNOWN_TOPIC_ID, ("u", 0): 0}
     for result in answer.results[:2]:
         assert (result.fields["base_offset"], result.fields["log_start_offset"]) == (-1, -1)
-    # The source looked it up first, as for an owner.
+    # The source looked the topic up first, as it does for an owner.
     assert {index for _, index, _ in s.proxy.source.refreshed} == {0, 4}
     assert [asked.partitions for asked in s.broker.log] == [[("u", 0)]]
 
@@ -217,7 +217,7 @@ async def test_topic_id_learnt_by_client_first_is_awaited(s: Scene) -> None:
         assert (answer.correlation_id, answer.codes) == (number, {T0: 0})
 
 
-# Brokers that answer out of protocol
+# Invalid answers of brokers
 
 WRONG: dict[str, Callable[[Asked], bytes]] = {
     "wrong correlation id": lambda asked: asked.reply(asked.header.correlation_id + 1),
@@ -246,7 +246,7 @@ async def test_broker_breaking_protocol_loses_only_that_connection(s: Scene) -> 
         # Its outcome is unknown, and the broker would not recognise a resend.
         assert await s.codes() == {T0: TIMED_OUT, T1: TIMED_OUT}, name
         await asked.connection.until_closed()
-        # The same client continues on another connection to the same broker; the other client does not notice.
+        # The same client continues on another connection to the same broker; the other client is not affected.
         s.send(produce_frame(BOTH, correlation_id=2, records=plain))
         again = await s.next()
         assert again.connection is not asked.connection

@@ -41,7 +41,7 @@ async def test_all_connections_together_stay_within_total(s: Scene) -> None:
         return len(held) > 30 and held[-1] >= 8 * MIB and s.proxy.vitals.paused_connections > 20
 
     await eventually(is_full, "it holds as much as it may")
-    # Half more, a frame, and 64 KiB for each reading connection.
+    # Half more, one frame, and 64 KiB for each connection that is being read.
     assert max(held) < 16 * MIB
     for _ in s.clients:
         (await s.next()).answer()
@@ -79,7 +79,7 @@ async def test_waiting_clients_resume_in_order_of_arrival(s: Scene) -> None:
         order.append(asked.partitions[0][1])
         asked.answer()
     assert sorted(order) == list(range(24))
-    # One or two are read at once; a client that came long before another is not overtaken.
+    # One or two are read at once; a client is not overtaken by one that came much later.
     assert all(abs(place - n) <= 2 for place, n in enumerate(order)), str(order)
 
 
@@ -145,12 +145,12 @@ async def test_requests_are_served_beside_stalled_partial_frames(s: Scene) -> No
         client.send(struct.pack(">i", 100 * MIB) + bytes(MIB))
     await eventually(lambda: s.proxy.context.budget.held >= 8 * MIB)
     honest = await s.proxy.client()
-    # More than is read in any case.
+    # More bytes than the proxy reads in any case.
     honest.send(produce_frame(records=batch() + bytes(100_000), correlation_id=5))
     assert (await honest.answer(patience_s=USUAL.window_s - 2)).correlation_id == 5
 
 
-# Too slow
+# Slow requests
 
 
 @scene(ANSWERS, clients=4, at=1000.0, one_go=True)
@@ -189,7 +189,7 @@ async def test_frame_stalled_by_the_proxy_is_not_slow(s: Scene) -> None:
         s.now += 2.5
     asked.answer()
     assert await s.gets(1) == [0]
-    # It is read again, and checked.
+    # The session is read again, and checked.
     await asyncio.sleep(0.3)
     s.send(second[-10:])
     (await s.next()).answer()
@@ -243,9 +243,9 @@ async def test_memory_stays_flat_under_excess_load(tmp_path: Path, kind: str) ->
             peak_rss = max(peak_rss, proxy.memory_info().rss)
             await asyncio.sleep(0.05)
         taken = await flood
-        # Unbounded it would be all their data.
+        # Without the bound it would hold all their data.
         assert peak_rss - before < 4 * limit, f"{(peak_rss - before) >> 20} MiB; {taken >> 20} MiB taken"
-        # A proxy cannot see that an unread client has left; without its broker there is nothing to wait for.
+        # A proxy that does not read from a client cannot see it leave; without its broker it waits for nothing.
         await broker.stop()
 
         # The process lives, serves its metrics, and frees its memory when they are gone.

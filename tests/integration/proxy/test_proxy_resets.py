@@ -43,7 +43,7 @@ def request_to(partition: int, number: int, acks: int, producer_id: int, *, spli
 
 
 def cuts(acks: int, producer_id: int) -> list[Cut]:
-    """Every offset, including the whole request; of the answer all but its end."""
+    """Every offset, including the whole request; for an answer, all but its end."""
     request = len(request_to(0, 1, acks, producer_id, split=False))
     answer = 0 if acks == 0 else 4 + 4 + 1 + 1 + 2 + 1 + 4 + 2 + 3 * 8 + 1 + 1 + 1 + 1 + 4 + 1
     return [Cut(False, at, at % 2 == 0) for at in range(request + 1)] + [
@@ -88,7 +88,7 @@ class Case:
         acks = self.acks if acks is None else acks
         client.send(request_to(self.place, number, acks, self.producer_id, split=self.split))
         if acks == 0:
-            # Until it is there or can no longer come.
+            # Wait until the batch is there or can no longer arrive.
             await eventually(lambda: self.broker.has_done_with(number), str(self))
             return
         answer = await client.answer()

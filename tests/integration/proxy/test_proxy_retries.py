@@ -67,7 +67,7 @@ async def test_refusals_before_the_reread_ends_do_not_count(s: Scene, monkeypatc
     assert seen == [used]
 
 
-# Perhaps appended
+# Batches that may have been appended
 
 
 @pytest.mark.parametrize("speaks", [False, True], ids=["unknown", "known"])
@@ -131,7 +131,7 @@ async def test_silent_former_owner_does_not_block_lane_forever(s: Scene, monkeyp
     assert not s.broker.connections[0].is_open
 
 
-# Not written
+# Requests that were not written
 
 
 @scene(DOWN, one_go=True)

@@ -51,7 +51,7 @@ def serves_nothing(asked: Asked) -> None:
 
 
 def holds(asked: Asked) -> None:
-    """Requests wait in `log` for the test."""
+    """Keep requests in `log` for the test."""
 
 
 async def api_versions(client: RawClient, version: int = 4) -> Any:
@@ -86,7 +86,7 @@ async def join(proxy: RunningProxy, upstream: ScriptedUpstream) -> None:
 
 @asynccontextmanager
 async def joined(s: Scene, produce: int, node_id: int = 2) -> AsyncIterator[ScriptedUpstream]:
-    """One more broker, which serves Produce up to this version; it is known when this begins."""
+    """Add a broker that serves Produce up to this version; the proxy knows it when the block begins."""
     upstream = ScriptedUpstream(node_id, serves(produce))
     await join(s.proxy, upstream)
     try:
@@ -100,7 +100,7 @@ unknown = functools.partial(scene, introduced=False, follows_versions=True, one_
 """A scene whose brokers are asked by the proxy itself."""
 
 
-# A broker joins that serves less
+# A broker with fewer versions joins
 
 
 @unknown(serves(NEWEST, answers=holds))
@@ -118,7 +118,7 @@ async def test_old_broker_joining_closes_client_after_answers(s: Scene) -> None:
 
 @unknown(serves(NEWEST, answers=holds))
 async def test_late_request_does_not_cost_last_answers(s: Scene) -> None:
-    """Closing upon bytes that nobody has read resets a connection; the client closes first."""
+    """Closing with unread bytes would reset the connection, so the client closes first."""
     await api_versions(s.client)
     s.send(produce_frame(version=NEWEST, correlation_id=5))
     await eventually(lambda: s.broker.log[-1].header.api_key == keys.PRODUCE)
@@ -145,7 +145,7 @@ async def test_old_broker_joining_closes_idle_client(s: Scene) -> None:
 @unknown(serves(NEWEST))
 async def test_client_without_api_versions_gets_current_limits(s: Scene) -> None:
     """kafka-python 2.0.2 with a pinned version sends no ApiVersions at all."""
-    # By name: one connection calls a topic one thing.
+    # By name: a connection names a topic in one way only.
     assert await is_served(s.client, TOPIC_IDS_FROM - 1)
     async with joined(s, OLD):
         assert await is_served(s.client, OLD)
@@ -167,7 +167,7 @@ async def test_client_with_lower_versions_stays_limited(s: Scene) -> None:
     await eventually(lambda: current_produce(s.proxy) == NEWEST)
     assert await is_served(s.client, OLD)
     assert not await is_served(s.client, NEWEST)
-    # Asked again it is told of more.
+    # A repeated ApiVersions gets the newer versions.
     other = await s.proxy.client()
     assert await offered_produce(other) == NEWEST
     assert await is_served(other, NEWEST)
@@ -201,14 +201,14 @@ async def test_broker_departure_and_failed_attempts_are_logged(s: Scene, monkeyp
     await eventually(lambda: s.broker.log)
     await eventually(lambda: s.proxy.context.brokers.offered.ranges)
     assert told == [], "it is there"
-    # No client is connected: nobody else would notice.
+    # No client is connected, so only the probes notice.
     await s.broker.stop()
     await eventually(lambda: len(told) >= 3)
     assert told[-1] - told[1] >= 0.28, "not at every look"
 
 
 @unknown(serves(NEWEST))
-async def test_a_broker_with_another_address_is_asked_there(s: Scene) -> None:
+async def test_broker_is_asked_at_its_new_address(s: Scene) -> None:
     await eventually(lambda: s.broker.log)
     async with joined(s, OLD, node_id=1):
         pass
@@ -233,7 +233,7 @@ async def test_never_answering_broker_does_not_count(s: Scene, monkeypatch: pyte
 
 
 def says_35(asked: Asked) -> None:
-    """KIP-511: in version 0, whatever the request."""
+    """Answer ApiVersions with error 35 in version 0, whatever the request (KIP-511)."""
     head = asked.header.correlation_id.to_bytes(4, "big")
     body = (35).to_bytes(2, "big") + (1).to_bytes(4, "big") + b"\x00\x12\x00\x00\x00\x00"
     asked.connection.write((len(head) + len(body)).to_bytes(4, "big") + head + body)
@@ -316,7 +316,7 @@ async def test_features_match_the_offered_versions(s: Scene, version: int) -> No
     if version < 3:
         assert (supported, finalized) == ({}, {})
         return
-    # Support from level 0 on can be said from version 4 on.
+    # Only versions from 4 on can express support from level 0 on.
     lowest = {"transaction.version": (0, 1)} if version >= 4 else {}
     assert supported == {**lowest, "metadata.version": (7, 27)}
     assert finalized == {"transaction.version": (1, 1), "metadata.version": (27, 27)}
@@ -326,7 +326,7 @@ async def test_features_match_the_offered_versions(s: Scene, version: int) -> No
 # Requests between brokers
 
 
-# Kafka's keys of requests between brokers, controllers and coordinators; the names are Kafka's.
+# Kafka's keys and names of requests between brokers, controllers and coordinators.
 INTERNAL = {
     "LeaderAndIsr": 4,
     "StopReplica": 5,
@@ -395,7 +395,7 @@ async def test_fetch_as_replica_is_refused(s: Scene, version: int) -> None:
 @pytest.mark.parametrize("version", range(1, SERVED[keys.LIST_OFFSETS].max_version + 1))
 @unknown(HOLDS, follows_versions=False)
 async def test_replica_lists_offsets_as_a_consumer(s: Scene, version: int) -> None:
-    """As at Kafka, except that a broker would tell it of offsets beyond the high watermark."""
+    """As at Kafka, except that a broker would report offsets beyond the high watermark."""
     for replica_id in (-1, 0, 2**31 - 1):
         s.send(list_offsets_frame(version=version, replica_id=replica_id))
         asked = await s.next()
@@ -416,7 +416,7 @@ async def test_replica_lists_offsets_as_a_consumer(s: Scene, version: int) -> No
         ([range(1), range(1)], True),
         ([range(0)], False),
         ([range(1), range(0)], False),
-        # Only a version that the proxy does not support.
+        # The broker has only a version that the proxy does not support.
         ([range(1), range(1, 3)], False),
         # A broker of unknown versions: as a leader it gets a fence to keep, and answers then.
         ([range(1), None], True),

@@ -80,7 +80,7 @@ async def test_writes_follow_a_leader_without_etcd(
         await asyncio.to_thread(writer.wait_for_more, 200, TIMEOUT_S)
         assert counted(proxy.admin, "kproxy_table_stale") == 1
         assert page(proxy.admin, "/readyz")[1].startswith("ready, degraded")
-        # The leadership returns while the proxy only has the brokers to ask.
+        # The leadership returns to A while the proxy can only ask the brokers.
         await site.brokers[A].up()
         await site.in_sync(TOPIC, 0, (A, B))
         await site.brokers[B].down()

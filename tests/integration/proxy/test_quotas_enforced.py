@@ -49,7 +49,7 @@ async def produced(client: RawClient, size: int) -> int:
     return throttle_ms
 
 
-async def test_client_over_its_rate_is_throttled_and_told(tmp_path: Path) -> None:
+async def test_client_over_its_rate_is_throttled(tmp_path: Path) -> None:
     async with limited(tmp_path, QUOTAS) as s:
         alice, bob = await connect(s, "alice"), await connect(s, "bob")
         began = time.monotonic()
@@ -71,7 +71,7 @@ async def test_request_waiting_for_memory_is_charged_once(tmp_path: Path, is_exc
     def answer(asked: Asked) -> None:
         held.append(asked) if len(asked.partitions) == 2 else ANSWERS(asked)
 
-    # More partitions than may be open besides another request's.
+    # More partitions than may be open beside another request's.
     large = produce_frame({"t": range(4_096)}, records=batch(0, producer_id=-1))
     rate = len(large) // 2 if is_exceeded else len(large) + len(large) // 10
     rooms = f'[[quotas]]\nprincipal = "User:*"\nproduce_bytes_per_s = {rate}\n'
@@ -79,7 +79,7 @@ async def test_request_waiting_for_memory_is_charged_once(tmp_path: Path, is_exc
         client = await s.client()
         client.send(produce_frame({"t": [0, 1]}, records=batch(0, producer_id=-1)), large)
         await eventually(lambda: held)
-        # Wait until the large one has arrived and waits.
+        # Wait until the large request has arrived and waits.
         await asyncio.sleep(0.2)
         ANSWERS(held[0])
         assert (await client.answer()).fields["throttle_time_ms"] == 0
@@ -108,7 +108,7 @@ async def test_connections_of_principal_and_address_are_limited(tmp_path: Path) 
         assert await produced(second, 100) == 0
         others = [await connect(s, "bob") for _ in range(2)]
         assert await (await s.client()).is_closed()
-        # A freed place is used.
+        # A free slot is used again.
         first.abort()
         others[0].abort()
         await eventually(lambda: is_taken(s))
@@ -156,7 +156,7 @@ async def test_workers_keep_the_rate_while_one_is_replaced(tmp_path: Path) -> No
                     connections += 1
 
         def most(more: float) -> float:
-            """Each connection may begin one more request."""
+            """The most bytes until now: each connection may begin one more request."""
             return 1.1 * RATE * (time.monotonic() - began + 1) + connections * REQUEST + more
 
         async with asyncio.TaskGroup() as group:
@@ -176,7 +176,7 @@ async def test_workers_keep_the_rate_while_one_is_replaced(tmp_path: Path) -> No
 
 async def test_connections_are_counted_over_all_workers(tmp_path: Path) -> None:
     async with two_workers(tmp_path, f"connections = {MOST}") as s:
-        # At least one at each worker: no worker alone has too many.
+        # At least one connection at each worker: no worker alone has too many.
         held = [client for clients in (await clients_of_each(s.process)).values() for client in clients]
         held += [await s.client() for _ in range(MOST - len(held))]
         # Within a second or two, at any worker.

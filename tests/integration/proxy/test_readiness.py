@@ -41,7 +41,7 @@ async def test_proxy_is_unready_until_a_broker_returns(tmp_path: Path) -> None:
             await becomes(200, "ready\n")
         await second.stop()
         await becomes(503, "no broker answers: 2 asked\n")
-        # It lives: nothing should restart it for that.
+        # The process lives, so nothing should restart it.
         assert await asyncio.to_thread(page, process.admin, "/livez") == (200, "alive\n")
         await first.start(first.port)
         await becomes(200, "ready\n")

@@ -38,7 +38,7 @@ def silent_port() -> Iterator[int]:
 
 @asynccontextmanager
 async def started(stderr: Path, *arguments: str) -> AsyncIterator[KproxyProcess]:
-    """A proxy that may not be ready for long."""
+    """A proxy that need not be ready soon."""
     process = KproxyProcess(["serve", "--listen", "127.0.0.1:0", *arguments], stderr)
     try:
         yield process
@@ -74,14 +74,14 @@ async def test_proxy_waits_for_an_etcd_started_later(tmp_path: Path) -> None:
             address = b'{"node_id": 1, "host": "127.0.0.1", "port": %d}' % broker.port
             await put_many(client, [("/kafscale/brokers/1", address), ("/kafscale/partition-leases/t/0", b"1")])
             await asyncio.to_thread(process.wait_ready)
-            # It may have loaded its table while it was empty.
+            # It may have loaded an empty table.
             await eventually(lambda: is_ready(admin))
             assert await produced(process, broker) == 1
         await broker.stop()
 
 
 async def produced(process: KproxyProcess, *brokers: ServedBroker) -> int:
-    """The id of the broker in `brokers` that receives records for t-0."""
+    """The id of the broker among `brokers` that receives records for t-0."""
     client = await RawClient().connect(port_of(process))
     client.send(produce_frame(records=batch(0)))
     asking = {asyncio.ensure_future(broker.next()): broker for broker in brokers}
@@ -153,7 +153,7 @@ async def test_waiting_proxy_ends_on_request(tmp_path: Path, silent: bool, silen
     port = silent_port if silent else free_port()
     async with started(tmp_path / "stderr", "--etcd", f"127.0.0.1:{port}") as process:
         await waiting(process)
-        # Nothing to reload yet, and no reason to end.
+        # There is nothing to reload yet, and no reason to end.
         process.signal(signal.SIGHUP)
         await asyncio.sleep(0.2)
         process.signal(signal.SIGTERM)
@@ -161,7 +161,7 @@ async def test_waiting_proxy_ends_on_request(tmp_path: Path, silent: bool, silen
         assert process.stderr().count("Waiting for it") == 1
 
 
-async def test_a_static_table_is_read_anew_on_sighup(tmp_path: Path) -> None:
+async def test_static_table_is_reread_on_sighup(tmp_path: Path) -> None:
     second = await ServedBroker(2).start()
     async with served(tmp_path, None) as s:
         process, first = s.process, s.broker

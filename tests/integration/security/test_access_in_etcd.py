@@ -100,7 +100,7 @@ async def test_etcd_user_logs_in_at_once_until_removed(site: Site) -> None:
     await site.allow("alice")
     await eventually(lambda: logs_in(site, "alice"))
     assert await site.done("user", "list") == "alice\tSCRAM-SHA-256, SCRAM-SHA-512\n"
-    # Another password, and then none.
+    # The user gets another password, and is removed later.
     await site.add_user("alice", "second-secret")
     await eventually(lambda: logs_in(site, "alice", "second-secret"))
     await eventually(lambda: is_refused(site, "alice"))
@@ -158,7 +158,7 @@ async def test_changed_rule_applies_to_open_connection(site: Site) -> None:
 
     await producer.start()
     try:
-        # No rule allows it: SASL denies by default.
+        # No rule allows this: with SASL, everything is denied by default.
         assert await may_not_write()
         rule = await site.allow("bob")
         await eventually(may_write)
@@ -208,7 +208,7 @@ async def test_invalid_value_changes_nothing_and_is_logged_once(site: Site, etcd
     await eventually(lambda: is_refused(site, "carol"))
 
 
-# Without etcd
+# Starts and outages without etcd
 
 REFUSED = -2
 

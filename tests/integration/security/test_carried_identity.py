@@ -1,4 +1,4 @@
-"""The identity of each client on its broker connections: brokers' view of it, and the effects of their decisions."""
+"""The identity of each client on its broker connections: what brokers see of it, and the effects of their decisions."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_each_client_keeps_its_identity_at_every_broker() -> None:
 
 @both_loops
 async def test_client_never_gets_the_answer_of_another() -> None:
-    """Clients that request all topics at once share an answer if brokers see one identity."""
+    """If brokers see one identity, clients that request all topics at once share an answer."""
     broker = JudgingBroker(1)
 
     def is_slow(asked: Asked) -> bool:
@@ -109,7 +109,7 @@ async def test_broker_refusal_reaches_client_verbatim() -> None:
             assert (answer.error_code, answer.error_message) == (SASL_AUTHENTICATION_FAILED, REFUSAL)
             assert await client.is_closed()
         assert broker.requests == []
-        # Nobody else notices: the broker is not taken to be down.
+        # Other clients are not affected: the broker does not count as down.
         assert all(map(proxy.context.brokers.is_well, proxy.topology.brokers))
         assert await produced(await admitted(proxy, "alice")) == {T0: NONE}
 
@@ -133,7 +133,7 @@ async def test_locally_failing_login_reaches_no_broker() -> None:
 
 
 @both_loops
-async def test_a_token_is_carried_and_names_its_principal() -> None:
+async def test_token_is_forwarded_and_names_its_principal() -> None:
     broker = JudgingBroker(1)
     token = sasl.token(sub="carol")
     broker.tokens[token] = "carol"
@@ -179,7 +179,7 @@ async def test_brokers_session_ends_clients_of_old_versions() -> None:
 
 
 @both_loops
-async def test_a_renewal_is_carried_to_every_open_connection() -> None:
+async def test_renewal_reaches_every_open_connection() -> None:
     """During a pipeline of requests, none of which is lost or refused."""
     brokers = JudgingBroker(1), JudgingBroker(2)
     tokens = [sasl.token(sub="carol", jti=str(number)) for number in range(4)]
@@ -244,7 +244,7 @@ async def test_a_renewal_as_another_reaches_no_broker() -> None:
 
 
 @both_loops
-async def test_revoked_client_is_told_on_reconnect() -> None:
+async def test_revoked_client_is_refused_on_reconnect() -> None:
     first, second = JudgingBroker(1), JudgingBroker(2)
     async with carrying(first, second) as proxy:
         revoked, other = await admitted(proxy, "alice"), await admitted(proxy, "bob")
@@ -264,7 +264,7 @@ def hangs(asked: Asked) -> bool:
     return asked.header.api_key == SASL_AUTHENTICATE
 
 
-# A broker's behaviours instead of judging.
+# Ways in which a broker does not answer properly.
 WAYS: dict[str, Callable[[Asked], None]] = {
     "hangs": lambda asked: None,
     "closes": lambda asked: asked.connection.close(),
@@ -295,7 +295,7 @@ async def test_broker_without_verdict_affects_no_other_client(
         client.send(sasl.handshake("PLAIN"))
         assert (await client.answer(SASL_HANDSHAKE, 1)).message.error_code == NONE
         client.send(sasl.authenticate(sasl.plain("bob", "bob-secret")))
-        # No error that is fatal for a client: it retries.
+        # Clients get no fatal error, so they retry.
         for n in range(20):
             assert await produced(served, n) == {T0: NONE}
             await asyncio.sleep(0.01)
@@ -342,7 +342,7 @@ async def test_returned_broker_serves_all_clients_at_once(monkeypatch: pytest.Mo
             asked.connection.abort()
 
 
-async def test_another_broker_judges_where_one_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_another_broker_judges_if_one_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     judge_soon(monkeypatch)
     brokers = JudgingBroker(1), JudgingBroker(2)
     for hanging in brokers:
@@ -356,7 +356,7 @@ async def test_another_broker_judges_where_one_hangs(monkeypatch: pytest.MonkeyP
             broker.port = 0
 
 
-async def test_login_times_out_where_no_broker_judges() -> None:
+async def test_login_times_out_if_no_broker_judges() -> None:
     broker = JudgingBroker(1)
     broker.misbehaves = hangs
     async with carrying(broker, timeout_s=1.0) as proxy:
@@ -368,7 +368,7 @@ async def test_login_times_out_where_no_broker_judges() -> None:
 
 
 async def test_connection_begun_before_renewal_is_renewed_after() -> None:
-    """And again after the next one, but no earlier than brokers accept it."""
+    """And again after the next renewal, but no earlier than brokers accept it."""
     brokers = JudgingBroker(1), JudgingBroker(2)
     tokens = [sasl.token(sub="carol", jti=str(number)) for number in range(3)]
     for broker in brokers:
@@ -382,7 +382,7 @@ async def test_connection_begun_before_renewal_is_renewed_after() -> None:
         return is_first
 
     def have_seen(number: int) -> bool:
-        """Whether all connections have that token now."""
+        """Whether all connections have presented that token now."""
         return all([message for message, _ in each.presented][-1] == sasl.bearer(tokens[number]) for each in brokers)
 
     async with carrying(*brokers) as proxy:

@@ -146,7 +146,7 @@ ENDINGS: Mapping[str, Sequence[Ending]] = {
 
 @pytest.mark.parametrize("listener", ENDINGS)
 async def test_ended_connection_leaves_no_reference_cycle(tmp_path: Path, listener: str) -> None:
-    """The collector stops the event loop: for 20 ms if a flood of 200 connections left reference cycles."""
+    """The collector stops the event loop: for 20 ms if a flood of 200 connections leaves reference cycles."""
     connections, rooms = 20, ""
     contexts: list[ssl.SSLContext | None] = [None]
     if listener != "without security":

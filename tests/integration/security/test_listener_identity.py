@@ -86,7 +86,7 @@ async def test_each_listener_has_its_own_security(site: Site) -> None:
         site.signer.issue(name, f"{name}.example.org", common_name=name) for name in ("APP-1", "other-2", "strange")
     )
     async with site.serving(text) as process:
-        # By a password.
+        # alice logs in with a password.
         secure = await site.client("secure")
         secure.send(sasl.handshake("SCRAM-SHA-512"))
         assert (await secure.answer(SASL_HANDSHAKE, 1)).message.mechanisms == ["PLAIN"]
@@ -97,7 +97,7 @@ async def test_each_listener_has_its_own_security(site: Site) -> None:
         unknown = await site.client("secure")
         unknown.send(produce_frame())
         assert await unknown.is_closed()
-        # By a certificate.
+        # The application presents a certificate.
         mutual = await site.client("mutual", app)
         assert [await produced(mutual, n) for n in range(5)] == [NONE] * 5
         assert await produced(await site.client("mutual", other)) == TOPIC_AUTHORIZATION_FAILED
@@ -106,7 +106,7 @@ async def test_each_listener_has_its_own_security(site: Site) -> None:
         assert await produced(mutual) == NONE
         assert await (await site.client("mutual", strange)).is_closed()
         await eventually(lambda: "its certificate's name matches no rule" in process.stderr(), "the reason is logged")
-        # Nobody.
+        # Nobody logs in here.
         assert await produced(await site.client("plain")) == TOPIC_AUTHORIZATION_FAILED
 
         def told() -> str:
@@ -116,7 +116,7 @@ async def test_each_listener_has_its_own_security(site: Site) -> None:
 
 
 async def test_alternative_names_name_clients(site: Site) -> None:
-    """By URI, or by DNS name without one; a doubtful certificate gets no rights, and the log has the reason."""
+    """By URI, or by DNS name without a URI; an ambiguous certificate gets no rights, and the log has the reason."""
     text = "".join(MAY_WRITE.format(f"User:{name}") for name in ("app", "host", "*.example.org", "admin"))
     text += MAY_WRITE.format("Group:admins")
     rules = r"RULE:^spiffe:\/\/example\.org\/([^\/]+)$/$1/, RULE:^([^.]+)\.example\.org$/$1/L"
@@ -171,7 +171,7 @@ async def test_certificate_alone_names_the_quotas_principal(site: Site) -> None:
             told[client] = answer.fields["throttle_time_ms"]
         assert told[free] == 0 < told[limited]
         assert await produced(await site.client("plain")) == NONE
-        # All listeners count together.
+        # The connections of all listeners count together.
         second = await site.client("other", app)
         assert await produced(await site.client("other", another)) == NONE
         assert await (await site.client("other", app)).is_closed()

@@ -16,7 +16,7 @@ from tests.support.waiting import wait_for
 
 def test_the_client_behind_a_balancer_is_named(tmp_path: Path) -> None:
     with static_proxy(tmp_path, {1: 1}, more=["--proxy-protocol"]) as process:
-        # All at once, and byte by byte.
+        # Written at once, and byte by byte.
         for portion in (1 << 20, 1):
             with connect(process) as client:
                 data = header(("203.0.113.7", 4711), checksum=True) + QUESTION
@@ -61,7 +61,7 @@ def test_proxy_header_is_accepted_only_from_balancers(tmp_path: Path) -> None:
         assert "not in proxy_protocol_from" in process.stderr()
 
 
-def test_tls_comes_behind_the_header(tmp_path: Path) -> None:
+def test_tls_follows_the_header(tmp_path: Path) -> None:
     signer = Signer(tmp_path / "ca")
     pair = signer.issue("server", "localhost")
     rooms = f'[tls]\ncert = "{pair.cert}"\nkey = "{pair.key}"\n'

@@ -21,7 +21,7 @@ PAGES = ("/", "/table", "/own", "/metrics", "/readyz", "/livez")
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_secrets_of_the_file_are_shown_nowhere(tmp_path: Path, workers: str) -> None:
+def test_secrets_of_the_file_are_never_shown(tmp_path: Path, workers: str) -> None:
     users = users_file(tmp_path)
     rooms = f'[admin]\ntoken = "{TOKEN}"\n[sasl]\nmechanisms = "SCRAM-SHA-256"\nusers = "{users}"\n'
     rooms += f'[broker_sasl]\nmechanism = "SCRAM-SHA-512"\nusername = "kproxy"\npassword = "{PASSWORD}"\n' + ALLOW_ALL

@@ -36,7 +36,7 @@ def rooms(directory: Path, *sasl_keys: str, access: str = "") -> str:
 
 
 def events_in(directory: Path) -> list[dict[str, Any]]:
-    """The events in all files, including renamed ones; fail for a partial line or one with a secret."""
+    """The events in all files, including renamed ones; fails for a partial line or one with a secret."""
     text = "".join(file.read_text("ascii") for file in sorted(directory.glob("events.jsonl*")))
     assert not [secret for secret in SECRETS if secret in text]
     return [json.loads(line) for line in text.splitlines()]
@@ -113,7 +113,7 @@ async def test_stream_is_complete_over_workers_and_rotations(tmp_path: Path) -> 
     await broker.stop()
 
 
-async def test_stream_tells_of_sessions_rules_and_page(tmp_path: Path) -> None:
+async def test_stream_has_events_of_sessions_rules_and_page(tmp_path: Path) -> None:
     broker = ServedBroker(1, answers_everything)
     await broker.start()
     options = rooms(tmp_path, "session_lifetime_s = 1.5", access=f'[admin]\ntoken = "{TOKEN}"')
@@ -188,7 +188,7 @@ async def test_full_disk_does_not_stop_proxy(tmp_path: Path) -> None:
         client.abort()
 
 
-async def test_connection_that_tls_refuses_is_told(tmp_path: Path) -> None:
+async def test_connection_refused_by_tls_is_an_event(tmp_path: Path) -> None:
     signer = Signer(tmp_path / "ca")
     cert, key = signer.issue("pair", "localhost", "127.0.0.1")
     tls = f'[tls]\ncert = "{cert}"\nkey = "{key}"\n[access]\nevents = "{tmp_path / "events.jsonl"}"\n'

@@ -92,7 +92,7 @@ REFUSED: dict[str, tuple[Callable[[Site], ssl.SSLContext], str, str, str]] = {
     "no certificate": (
         lambda site: client_context(site.signer.ca),
         "TLSV13_ALERT_CERTIFICATE_REQUIRED",
-        "it shows no certificate, and this listener requires one",
+        "it presents no certificate, and this listener requires one",
         "no_certificate",
     ),
     "another authority": (
@@ -268,7 +268,7 @@ def test_a_revocation_list_is_read_again(tmp_path: Path) -> None:
     crl = site.signer.revoke([])
     lines = (f'client_ca = "{site.signer.ca}"', f'client_crl = "{crl}"')
     context = client_context(site.signer.ca, site.client)
-    # The only version that resumes sessions of clients with certificates.
+    # The only TLS version that resumes sessions of clients with certificates.
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     with static_proxy(tmp_path, {1: 1}, rooms=site.tls(*lines)) as process, connected(process, context) as client:
         assert is_served(client)
@@ -334,6 +334,6 @@ def test_workers_listen_in_the_same_way(site: Site, tmp_path: Path, room: str) -
             ):
                 assert is_served(client)
         assert counted(process.admin, 'kproxy_client_handshakes_total{outcome="done"}') == 8
-        # Not the sum over the workers.
+        # This value is not the sum over the workers.
         ends_at = counted(process.admin, "kproxy_tls_certificate_expiry_timestamp_seconds{")
         assert ends_at == pytest.approx(time.time() + 30 * 86_400, abs=86_400)

@@ -50,7 +50,7 @@ class Offsets:
 
 
 def offsets_of(ranges: Sequence[Range]) -> dict[tuple[str, int], list[int]]:
-    """Every offset in the trail, with repetitions."""
+    """All offsets in the trail, with repetitions."""
     found: dict[tuple[str, int], list[int]] = {}
     for row in ranges:
         for first, count in zip(row.spans[0::2], row.spans[1::2], strict=True):
@@ -59,7 +59,7 @@ def offsets_of(ranges: Sequence[Range]) -> dict[tuple[str, int], list[int]]:
 
 
 async def ask(s: Scene, *frames: bytes) -> None:
-    """One by one, each answered before the next is sent."""
+    """Send the requests one by one, each after the previous answer."""
     for frame in frames:
         await s.ask(frame)
 
@@ -79,7 +79,7 @@ async def test_requests_of_every_version_are_noted(version: int) -> None:
             await s.answer(api_version=version)
         ranges = s.proxy.ranges()
         assert offsets_of(ranges) == {T0: [*range(100, 106)], T1: [7, 8, 9]}
-        # Owners were reported one by one.
+        # The proxy learned the owners one by one.
         assert {(row.partition, row.owner, row.revision) for row in ranges} == {(0, 1, 1), (1, 2, 2)}
         assert {(row.producer_id, row.producer_epoch, row.first_sequence, row.acks) for row in ranges} == {
             (7, 0, 0, -1),
@@ -118,7 +118,7 @@ async def test_batches_of_two_producers_are_noted_separately() -> None:
             frame = produce_frame(BOTH, records=batch(n))
             other = bytes(build_batch([b"x"], producer_id=8, producer_epoch=1, base_sequence=n))[HEADER]
             second = frame.rindex(batch(n)[HEADER])
-            # Alternately the other producer's is the second batch, and the first.
+            # Alternately the second and the first batch is the other producer's.
             at = second if n % 2 else frame.index(batch(n)[HEADER])
             await s.ask(frame[:at] + other + frame[at + len(other) :])
         told = [(row.partition, row.producer_id, row.first_sequence, row.batches) for row in s.proxy.ranges()]
@@ -127,7 +127,7 @@ async def test_batches_of_two_producers_are_noted_separately() -> None:
 
 
 @both_loops
-async def test_parsed_answer_is_noted_too() -> None:
+async def test_parsed_answer_is_recorded_too() -> None:
     async with staged(Offsets(throttle_time_ms=3), owners=[1, 1]) as s:
         s.proxy.trail.begin()
         await ask(s, *(produce_frame(BOTH, records=batch(n)) for n in range(3)))
@@ -135,7 +135,7 @@ async def test_parsed_answer_is_noted_too() -> None:
 
 
 @scene(HOLDS, owners=[1, 1])
-async def test_only_the_partitions_that_were_acknowledged_are_noted(s: Scene) -> None:
+async def test_only_acknowledged_partitions_are_recorded(s: Scene) -> None:
     s.proxy.trail.begin()
     for base_offset in (5, 6):
         s.send(produce_frame(BOTH))
@@ -145,7 +145,7 @@ async def test_only_the_partitions_that_were_acknowledged_are_noted(s: Scene) ->
 
 
 @scene(HOLDS, HOLDS, owners=[1])
-async def test_batch_of_new_owner_is_noted_with_it(s: Scene) -> None:
+async def test_batch_of_new_owner_is_recorded_with_it(s: Scene) -> None:
     s.proxy.trail.begin()
     s.brokers[1].script = Offsets(first=30)
     s.send(produce_frame())
@@ -221,7 +221,7 @@ async def test_offset_assigned_twice_is_reported_with_both(capsys: pytest.Captur
 
 
 @both_loops
-async def test_a_proxy_without_a_trail_serves_as_ever() -> None:
+async def test_proxy_without_a_trail_serves_all_requests() -> None:
     async with staged(Offsets(), owners=[1, 1], clients=0) as s:
         s.proxy.context.trail = None
         s.clients.append(await s.proxy.client())

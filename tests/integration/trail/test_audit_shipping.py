@@ -55,7 +55,7 @@ def shipped(process: KproxyProcess) -> float:
 
 
 def told(rows: Iterable[Row], topic: str) -> int:
-    """Records of a topic that a trail has."""
+    """The number of a topic's records in a trail."""
     return sum(row.record_count for row in rows if isinstance(row, Range) and row.topic == topic)
 
 
@@ -82,7 +82,7 @@ def test_killed_proxy_leaves_its_shipped_trail(dev_cluster: KproxyProcess, tmp_p
     with serve(dev_cluster, tmp_path, "--audit-sink", f"topic:{trail_topic}") as process:
         produce(process.kafka, topic, [b"v"] * 50)
         wait_for(lambda: shipped(process) >= 2, what="a range")
-        # There may be more than one range of them.
+        # The 50 records may be in several ranges.
         trails = partial(trails_in_topic, dev_cluster.kafka, trail_topic)
         wait_for(lambda: told(chain.from_iterable(trails().values()), topic) == 50, what="all of it")
         process.signal(signal.SIGKILL)
@@ -148,7 +148,7 @@ def begun(s: Served, rows: int = 1) -> Awaitable[object]:
 
 
 async def terminated(s: Served) -> str:
-    """Its output after SIGTERM."""
+    """Send SIGTERM; return the process's output."""
     s.process.signal(signal.SIGTERM)
     await s.ended(STOP_TIMEOUT_S)
     return s.process.stderr()
@@ -293,7 +293,7 @@ async def test_internal_connection_is_no_client_and_outlives_clients() -> None:
         await s.proxy.listener.drain()
         assert await s.client.is_closed()
         assert await code(inside, 2) == 0
-        # Another one, for the sink's new start after a failure.
+        # The sink opens another connection after a failure.
         later = await over(s.proxy.listener.connect_inside())
         assert await code(later, 3) == 0
         await s.proxy.listener.stop()

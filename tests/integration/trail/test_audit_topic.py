@@ -50,7 +50,7 @@ async def test_pages_are_messages_of_one_partition_in_order(dev_cluster: KproxyP
     await sink.write(pages[:1])
     await sink.write(pages[1:])
     await sink.close()
-    # Somebody else's, to a topic that is there.
+    # Another proxy's rows, in the existing topic.
     other = TopicSink(trail_topic, "0" * 16, bootstrap=[parse_address(dev_cluster.kafka, "")])
     await other.write([encode_page([msgspec.structs.replace(row, incarnation="0" * 16) for row in some_rows(3)])])
     await other.close()
@@ -61,7 +61,7 @@ async def test_pages_are_messages_of_one_partition_in_order(dev_cluster: KproxyP
 
 
 class TrailBroker:
-    """The one broker, with the trail's topic. `outcomes` of its Produce requests: error codes, None: it closes."""
+    """The only broker, with the trail's topic. `outcomes` of Produce requests: error codes, or None to close."""
 
     def __init__(self, *outcomes: int | None) -> None:
         self.outcomes = list(outcomes)
@@ -117,7 +117,7 @@ async def test_unconfirmed_batch_is_sent_again_unchanged() -> None:
 
 
 async def test_too_large_batch_is_sent_in_parts() -> None:
-    """Whatever the refused batch has taken of the sequence numbers is free again."""
+    """The sequence numbers that the refused batch has used are free again."""
     broker = TrailBroker(codes.MESSAGE_TOO_LARGE, codes.NONE, codes.RECORD_LIST_TOO_LARGE, codes.NONE, codes.NONE)
     await broker.upstream.start()
     sink = TopicSink("trail", INCARNATION, bootstrap=[broker.upstream.address])
@@ -133,7 +133,7 @@ async def test_too_large_batch_is_sent_in_parts() -> None:
     assert shown == [(0, 3), (0, 1), (1, 2), (1, 1), (2, 1), (3, 1)]
 
 
-async def test_sink_begins_anew_after_final_refusal() -> None:
+async def test_sink_restarts_after_final_refusal() -> None:
     broker = TrailBroker(codes.OUT_OF_ORDER_SEQUENCE_NUMBER, codes.NONE)
     await broker.upstream.start()
     sink = TopicSink("trail", INCARNATION, bootstrap=[broker.upstream.address])
@@ -148,7 +148,7 @@ async def test_sink_begins_anew_after_final_refusal() -> None:
 
 @pytest.mark.parametrize("trouble", ["refuses", "hangs"])
 async def test_attempts_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch, trail_topic: str, trouble: str) -> None:
-    """A sink that is down for long is tried often: each attempt's sockets and threads are gone with it."""
+    """A sink that is down for long is tried often: each attempt's sockets and threads are released."""
     server = socket.create_server(("127.0.0.1", 0))
     port = server.getsockname()[1]
     if trouble == "refuses":
@@ -157,7 +157,7 @@ async def test_attempts_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch, tr
     monkeypatch.setattr(topic_sink, "TIMEOUT_S", 0.3)
     monkeypatch.setattr(topic_sink, "OPEN_S", 0.3)
     sink = TopicSink(trail_topic, INCARNATION, bootstrap=[Address("127.0.0.1", port)])
-    # What is made once is not counted.
+    # Objects that are made only once are not counted.
     with pytest.raises(SinkFailed):
         await sink.write([b"{}"])
     gc.collect()

@@ -19,7 +19,7 @@ TOLD_OF = "orders"
 
 
 def script(named: Mapping[str, int]) -> ServedBroker:
-    """A broker that lists one topic, and of the others only those in `named`, when requested."""
+    """A broker that lists one topic, and other topics only if `named` has them and they are requested."""
     broker = ServedBroker(1)
 
     def answer(asked: Asked) -> None:
@@ -52,7 +52,7 @@ async def existing_among(*topics: str, **named: int) -> tuple[str, ...]:
         await broker.stop()
 
 
-async def test_new_topic_is_found_when_asked_for() -> None:
+async def test_new_topic_is_found_on_request() -> None:
     assert await existing_among(TOLD_OF, "hidden") == ("hidden", TOLD_OF)
 
 

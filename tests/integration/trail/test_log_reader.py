@@ -126,7 +126,7 @@ def test_hung_broker_address_does_not_block_the_next(dev_cluster: KproxyProcess,
             assert client.partitions([written]) == {written: PARTITIONS}
 
 
-def test_a_connection_that_was_closed_is_opened_again(dev_cluster: KproxyProcess, written: str) -> None:
+def test_closed_connection_is_reopened(dev_cluster: KproxyProcess, written: str) -> None:
     which = TopicPartition(written, 0)
     with LogClient(dev_cluster.kafka) as client:
         assert client.list_offsets([which], LATEST) == {which: 80}

@@ -28,7 +28,7 @@ HTML_TOPIC = "$x^2$<script>alert('x')</script>&\"" + "very-long-" * 20 + "\x00\x
 
 
 def clean() -> Facts:
-    """Twelve partitions of two topics on three brokers; broker 2's are taken over by broker 3 after 25 minutes."""
+    """Twelve partitions of two topics on three brokers; broker 3 takes over broker 2's after 25 minutes."""
     partitions = tuple(_partition(topic, number) for topic in ("orders", "payments") for number in range(6))
     return _facts(partitions)
 
@@ -177,13 +177,13 @@ def unsequenced() -> Facts:
 
 
 def deleted() -> Facts:
-    """One partition's topic was deleted and created again on purpose."""
+    """A partition's topic was intentionally deleted and created again."""
     finding = Finding("deleted", "20000 records of orders/2 were acknowledged in a topic that was deleted since.")
     return _with(clean(), 2, {}, replace(finding, topic="orders", partition=2), present=100_000, deleted=20_000)
 
 
 def gone() -> Facts:
-    """The same, but nobody has declared the deletion."""
+    """The same, but without a declared deletion."""
     finding = Finding("gone", "20000 records of orders/2 were acknowledged in a topic that was deleted since.")
     counts = {"present": 100_000, "gone": 20_000, "unproven": 1}
     return _with(clean(), 2, {}, replace(finding, topic="orders", partition=2), **counts)

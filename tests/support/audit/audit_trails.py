@@ -68,7 +68,7 @@ def paged(rows: Sequence[Row], rows_a_page: int) -> list[bytes]:
 
 
 def rows_in(pages: Iterable[bytes]) -> list[Row]:
-    """In the order of the pages."""
+    """All rows, in the order of the pages."""
     return [row for page in pages for row in decode_page(page)]
 
 
@@ -90,6 +90,6 @@ def trails_in_topic(bootstrap: str, topic: str) -> dict[str, list[Row]]:
 
 
 def is_whole(rows: Sequence[Row]) -> bool:
-    """Whether a trail has its begin, its end and every row between."""
+    """Whether a trail has its begin, its end and all rows between them."""
     numbered = [row.sequence for row in rows] == list(range(len(rows)))
     return numbered and isinstance(rows[0], Begin) and isinstance(rows[-1], End)

@@ -1,4 +1,4 @@
-"""Trails and logs written by hand, and what an audit must say of them: a topic is a case."""
+"""Handwritten trails and logs, and the audit's expected results: each topic is a case."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOPIC_ID = "0f"
 
 
 class Case(NamedTuple):
-    """`counts`: of the partition, those that are not none; `findings`: kind, first and last offset, and more."""
+    """`counts`: the partition's, except zeros; `findings`: kind, first and last offset, and more."""
 
     tell: Callable[[Trail, str], None]
     log: list[tuple[Any, ...]]
@@ -100,7 +100,7 @@ CASES: dict[str, Case] = {
         {"acked": 300, "present": 140, "removed": 160},
         compacted=True,
     ),
-    # Compaction takes nothing from where a log ends, and never puts another record in a place.
+    # Compaction removes nothing at a log's end, and never puts another record at an offset.
     "compacted-and-cut-off": Case(
         acked(ack(0, 300)),
         [(0, 100), (200, 50)],
@@ -273,7 +273,7 @@ CASES: dict[str, Case] = {
             }
         ],
     ),
-    # Of what has no sequence numbers nothing tells these from what was acknowledged.
+    # Without sequence numbers, no check can tell these from acknowledged records.
     "appended-twice-unsequenced": Case(
         acked(ack(0, 100)),
         [(0, 100), (100, 100)],
@@ -286,7 +286,7 @@ CASES: dict[str, Case] = {
         [{"kind": "lost", "first_offset": 0, "last_offset": 19, "detail": "the log has other records there"}],
     ),
     "swapped-unsequenced": Case(acked(ack(0, 20)), [(0, 10), (10, 10)], {"acked": 20, "present": 20, "unsequenced": 2}),
-    # A header has nothing of what is in the records, but for the checksum, which was made to match.
+    # A header describes no record, except by the checksum, which was made to match.
     "altered-under-a-matching-checksum": Case(
         acked(ack(0, 20, **P)), [(0, 20, P)], {"acked": 20, "present": 20, "unsequenced": 0}
     ),
@@ -297,7 +297,7 @@ CASES: dict[str, Case] = {
         [{"kind": "gone", "records": 300, "detail": "give --deleted-topic made-anew"}],
         end=100,
     ),
-    # The first fifty were acknowledged once more, as was what two rows have in common.
+    # The first fifty were acknowledged again, and so were the offsets that two rows share.
     "made-anew-and-sent-again-before": Case(
         acked(
             ack(0, 60, 70, 230, topic_id="aa", **P),

@@ -1,4 +1,4 @@
-"""Trails made by hand, as a proxy would have written them."""
+"""Handmade trails, as a proxy would have written them."""
 
 from __future__ import annotations
 

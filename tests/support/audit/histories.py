@@ -52,7 +52,7 @@ def make(seed: int) -> tuple[Trail, History]:
         if what < 0.75:
             claim([offset, count], who)
         if what < 0.1:
-            # Once more: the same record, or part of it, or another.
+            # Acknowledge the same record again, or part of it, or another.
             again = chance.randint(0, count - 1)
             other = dict(who, sequence=who["sequence"] + again) if chance.random() < 0.7 else some(offset, count)
             claim([offset + again, chance.randint(1, 20)], other)
@@ -67,7 +67,7 @@ def make(seed: int) -> tuple[Trail, History]:
                 log.append(batch(topic, offset, count, **who))
         offset += count
     if chance.random() < 0.3 and len(acked) > 1:
-        # One row of several spans, where others wrote in between.
+        # One row of several spans, with other writers in between.
         first, second = chance.randint(0, 30), chance.randint(40, 70)
         claim([first, 3, second, 4], {"producer": 1, "epoch": 0, "sequence": first})
     return trail, History(acked, log, chance.choice([0, 0, chance.randint(0, OFFSETS)]), chance.random() < 0.2)
@@ -81,7 +81,7 @@ class Judged(NamedTuple):
 
 
 def judge(history: History, bits: int = WHOLE) -> Judged:
-    """Offset by offset, claim by claim. `bits`: offsets are judged in ranges of that size."""
+    """Judge offset by offset, claim by claim. `bits`: the size of the judged ranges."""
     held: dict[int, tuple[int, ...] | None] = {}
     for header in history.log:
         if header["is_control"] or header["crc_ok"] is False:
@@ -119,7 +119,7 @@ def _record(producer: int, epoch: int, distance: int) -> tuple[int, ...] | None:
 
 
 def _claims(history: History, bits: int) -> dict[int, dict[tuple[int, ...], int]]:
-    """By offset: of each record the window in which it was first claimed, as far as a range of offsets knows."""
+    """By offset: the window in which each record was first claimed, as far as a range knows."""
     claims: dict[int, list[tuple[int, int, tuple[int, ...], int]]] = defaultdict(list)
     for nth, row in enumerate(history.acked):
         before = 0

@@ -19,7 +19,7 @@ INTERVAL_MS = 5_000
 Row = dict[str, Any]
 
 
-# Lines that are no rows.
+# Invalid lines.
 BAD_LINES = [
     '{"kind":"range","proxy":"p","incarnation":"p","sequence":900,"at":1,"topic":"t","spans":[1]}',
     '{"kind":"range","proxy":"p","incarnation":"p","sequence":901,"at":1}',
@@ -68,7 +68,7 @@ class Trail:
         latency_us: Sequence[int] = (),
         topic_id: str | None = None,
     ) -> Row:
-        """`spans`: offset, count, offset, count, …; `sequence`: the first one's, where there is a `producer`."""
+        """`spans`: offset, count, offset, count, …; `sequence`: the first one's, if there is a `producer`."""
         records = sum(spans[1::2])
         return self._add(
             "range",
@@ -166,7 +166,7 @@ def judged_here(rows: Iterable[Row], log: Iterable[Row], limits: Iterable[Row], 
 
 
 def shared_names() -> list[Row]:
-    """Two pairs of proxies that share a name. The first one continues; it was killed, or its first row is lost."""
+    """Two pairs of proxies that share a name. The first one continues; or it was killed, or its first row is lost."""
     killed, other = Trail("killed:9092", "a"), Trail("killed:9092", "b", began=10_000)
     killed.acked("t", 0, 10, at=20_000)
     other.end(30_000)

@@ -22,7 +22,7 @@ def append(log: Log, records: bytearray, *, leader_epoch: int = 0) -> int:
 
 
 def append_values(log: Log, *sizes: int, timestamp: int = 1000, leader_epoch: int = 0) -> None:
-    """A batch of one record for each size."""
+    """Append a batch of one record for each size."""
     for size in sizes:
         append(log, build_batch([b"x" * size], timestamp=timestamp), leader_epoch=leader_epoch)
 

@@ -1,7 +1,7 @@
 """Apache Kafka's own jars for tests and measurements: users' tools and clients, and a real broker, without Maven.
 
 The Ivy that pyspark carries resolves them from Maven Central, once per user; after that no network access is needed.
-The functions raise StartupError if the jars are not available at all.
+The functions raise StartupError if the jars are not available.
 
 Clients of earlier releases come with only the jars they need: without the libraries of compression types.
 """

@@ -47,7 +47,7 @@ def moving_leaders(real_kafka: RealKafka, topic: str) -> Iterator[LeaderMoves]:
 
 
 def numbered(total: int, partitions: int) -> Iterator[Record]:
-    """Records that state their own place: number n is the one at offset n // partitions of partition n % partitions."""
+    """Records that contain their place: number n is at offset n // partitions of partition n % partitions."""
     for number in range(total):
         yield Record(b"key-%d" % (number % 100), b"%d" % number, number % partitions)
 

@@ -173,7 +173,7 @@ class RealBroker:
         self._properties.write_text(properties.replace(before, after))
 
     def pause(self) -> None:
-        """Hang: the process keeps its connections and does nothing."""
+        """Suspend the process: it keeps its connections and does nothing."""
         assert self._process is not None, "not started"
         self._process.send_signal(signal.SIGSTOP)
 

@@ -154,7 +154,7 @@ def start_brokers(
 
 
 class RawClient:
-    """One connection; requests are encoded and answers decoded by kafka-python's codecs."""
+    """One connection; kafka-python's codecs encode requests and decode answers."""
 
     def __init__(self, host: str, port: int, *, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
         self._timeout_s = timeout_s

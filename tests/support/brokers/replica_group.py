@@ -109,14 +109,14 @@ class Group:
         return leader
 
     def depose(self, node_id: int) -> Partition:
-        """It learns that it no longer leads: it opens its log anew and follows."""
+        """Tell it that it no longer leads: it opens its log again and follows."""
         follower = self.restart(node_id)
         leader = next(each for each in self.replicas.values() if each.replication.is_leading)
         follower.become_follower(leader.leader_id, self.leadership)
         return follower
 
     def fetch(self, node_id: int) -> PartitionFetched:
-        """One request and its answer."""
+        """Send one request; return its answer."""
         follower = self.replicas[node_id]
         asked = follower.next_fetch()
         assert asked is not None
@@ -147,7 +147,7 @@ class Group:
 
 
 def fetch_as_replica(leader: Partition, replica_id: int, asked: PartitionFetch, max_bytes: int) -> PartitionFetched:
-    """Ask as a follower, and be answered at once."""
+    """Ask as a follower; return the immediate answer."""
     refused = leader.replica_asks(replica_id, asked)
     return refused if refused is not None else leader.read_as_replica(asked, max_bytes)
 

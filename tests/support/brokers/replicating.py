@@ -1,6 +1,6 @@
 """A leader and a follower in one process: the real listener, the real fetchers and real logs, but no etcd.
 
-The test chooses the leaders; both sides' views receive the changes as from etcd.
+The test chooses the leaders; both views receive the changes as if from etcd.
 """
 
 from __future__ import annotations
@@ -149,12 +149,12 @@ class Pair:
         self.follower = FollowerSide(directory / "follower", encryption=followers)
 
     def replicate(self, topic: str, topic_id: uuid.UUID, index: int) -> tuple[Partition, Partition]:
-        """One more partition: (the leader's replica, the follower's)."""
+        """Add a partition; return the leader's replica and the follower's."""
         return self.leader.lead(topic, index, topic_id), self.follower.follow(topic, index, topic_id)
 
 
 def append(partition: Partition, *values: bytes) -> AppendResult:
-    """One batch."""
+    """Append one batch."""
     view = memoryview(build_batch(list(values)))
     return partition.append_as_leader(view, parse_batch(view), ACKS_ALL)
 

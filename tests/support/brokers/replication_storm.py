@@ -19,7 +19,7 @@ from tests.support.brokers.reference_broker import Closed, RawClient, fetch
 from tests.support.clients.attempts import Address, Stored, ThreadedClient, stored
 
 BROKERS = (1, 2, 3)
-# In seconds: below, around and beyond the TTL of 2 s.
+# Seconds: below, around and beyond the TTL of 2 s.
 HOLDS = (0.1, 0.5, 1.5, 2.5, 4.0)
 KINDS = (
     *("killed",) * 3,
@@ -41,7 +41,7 @@ _ANY_NUMBER = frozenset({"killed", "stopped", "terminated", "cut off from etcd",
 class Step(NamedTuple):
     """One fault: `what` happens to these brokers, by id. The next one begins `hold_s` seconds later.
 
-    `settled`: only once all replicas are in sync. `healed`: it and the faults before it are over before the next one;
+    `settled`: only once all replicas are in sync. `healed`: it and all earlier faults end before the next one;
     otherwise they continue.
     """
 
@@ -100,7 +100,7 @@ class Trouble:
         await self._site.heal()
 
     async def close(self) -> None:
-        """Leave etcd as it was found."""
+        """Leave etcd as it was before."""
         healing, self._healing = self._healing, AsyncExitStack()
         self._etcd_is_troubled = False
         await healing.aclose()
@@ -170,7 +170,7 @@ class Trouble:
 class Reader(ThreadedClient):
     """Reads one partition from its beginning, from whichever of `addresses` serves it, on a thread of its own.
 
-    A record that it has read must be there for good, and an offset that it has reached must not be refused.
+    A record that it has read must stay, and an offset that it has reached must not be refused.
     """
 
     def __init__(self, topic: str, partition: int, addresses: Callable[[], Sequence[Address]]) -> None:
@@ -223,7 +223,7 @@ class Reader(ThreadedClient):
             self._offset = offset + 1
 
     def _ask_for_the_end(self, client: RawClient, where: str) -> None:
-        """A broker may not name an earlier one than was named before."""
+        """A broker must not report an earlier end than was reported before."""
         topics = [{"name": self.topic, "partitions": [{"partition_index": self.partition, "timestamp": -1}]}]
         found = client.request(LIST_OFFSETS, 7, replica_id=-1, topics=topics).topics[0].partitions[0]
         if found.error_code == error_codes.NONE:

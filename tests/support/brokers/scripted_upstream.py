@@ -147,7 +147,7 @@ class Asked:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The request as kafka-python reads it; for the partitioned APIs only."""
+        """The request as kafka-python reads it; for partitioned APIs only."""
         if self._fields is None:
             self._fields = read_by_kafka_python("request", self.header.api_key, self.header.api_version, self.body)
         return self._fields
@@ -304,7 +304,7 @@ class ScriptedUpstream:
             return await self.asked.get()
 
     async def is_silent(self, seconds: float = SILENCE_S) -> bool:
-        """Whether nothing arrives for so long."""
+        """Whether nothing arrives for that long."""
         await asyncio.sleep(seconds)
         return self.asked.empty()
 

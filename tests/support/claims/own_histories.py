@@ -219,7 +219,7 @@ class Member:
         self._connected = 0
 
     async def run(self, steps: int, at_once: asyncio.Barrier | None) -> None:
-        """`at_once`: all clients begin by claiming the same partitions at the same time."""
+        """`at_once`: all clients begin by claiming the same partitions at once."""
         if at_once is not None:
             connection = await self.connect()
             await at_once.wait()

@@ -1,9 +1,9 @@
 """Model single ownership of one partition sequentially, and judge the clients' records by the model.
 
-A claim has two effects, one after the other, both between its call and its answer. First it is decided: from then on
-other claims are compared with its generation. Then it takes the partition: from then on only its connection may write.
-In between the earlier writer may still write, but no client is told that it owns the partition. So a claim is two
-operations, `Decide` and `Take`, with the same times.
+A claim has two effects, one after the other, both between its call and its answer. First it is decided: from then on it
+is compared with other claims. Then it takes the partition: from then on only its connection may write. In between the
+earlier writer may still write, but no client is told that it owns the partition. So a claim is two operations, `Decide`
+and `Take`, with the same times.
 
 The model implements the table of the wiki's "Single Reader/Writer" independently of `kproxy.claims`.
 """

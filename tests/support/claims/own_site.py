@@ -94,7 +94,7 @@ class Proxy:
             self.process.stop()
 
     def has_lost_claims(self) -> bool:
-        """Whether it has lost claims since the last call that nobody took: on a busy machine a lease may end."""
+        """Whether it has lost claims since the last call without a new owner: on a busy machine a lease may end."""
         with self.process.stderr_path.open("rb") as file:
             file.seek(self._read_to)
             found = file.read()
@@ -102,7 +102,7 @@ class Proxy:
         return any(sign in found for sign in (b"its lease in etcd has ended", b"was freed"))
 
     def upstream_ports(self) -> list[int]:
-        """End all its connections from its side."""
+        """The ports of its connections to brokers."""
         return [each.laddr.port for each in psutil.Process(self.process.pid).net_connections("tcp") if each.laddr]
 
     async def heal(self) -> None:
@@ -117,7 +117,7 @@ class Proxy:
 
 
 class Broker(BrokerProcess):
-    """A broker of which clients learn only the address of `way`; its port stays the same over restarts."""
+    """A broker of which clients learn only `way`'s address; its port stays the same over restarts."""
 
     def __init__(self, node_id: int, way: Way, data_dir: Path, etcd: str, prefix: str) -> None:
         self.way = way
@@ -142,7 +142,7 @@ class Broker(BrokerProcess):
 
 
 class OwnSite:
-    """`proxies` by their place, `brokers` by id. Opened by `own_site`."""
+    """`proxies` by number, `brokers` by id. Opened by `own_site`."""
 
     def __init__(
         self, client: EtcdClient, prefix: str, etcd: str, directory: Path, writer_groups: Mapping[str, str]
@@ -180,7 +180,7 @@ class OwnSite:
             broker.way.release()
 
     async def all_arrived(self) -> None:
-        """Wait until all bytes have arrived, also on connections whose clients are gone."""
+        """Wait until all bytes have arrived, including those on connections of departed clients."""
         await eventually(
             lambda: not any(each.way.left_behind() for each in self.brokers.values()),
             timeout_s=PATIENCE_S,

@@ -26,7 +26,7 @@ OF_WAYS: Final = (*("held up",) * 2, *(HELD_TO_THE_LAST,) * 2, "cut")
 class Trouble(NamedTuple):
     """One fault. It begins `after_s` seconds after the histories, and lasts `hold_s` seconds; inf: until they end.
 
-    `number` is a proxy's place, a broker's id, or the number of a link's connections.
+    `number` is a proxy's number, a broker's id, or a number of connections.
     """
 
     what: str
@@ -89,7 +89,7 @@ class Troublemaker:
         await broker.heal()
 
     async def _befall_ways(self, trouble: Trouble) -> None:
-        """Hold more and more of the connections, new ones included: each client writes on one of its own."""
+        """Hold more and more of the connections, including new ones: each client writes on its own."""
         chance = random.Random(trouble.number)
         ways = [each.way for each in self._site.brokers.values()]
         if trouble.what == "cut":

@@ -48,8 +48,8 @@ class Attempt(NamedTuple):
 class ThreadedClient:
     """A client that blocks, on a thread of its own for as long as an `async with` block lasts.
 
-    An exception on the thread is raised at the end of the block. Nothing here may block the test's event loop: the
-    relays on it would stand still.
+    An exception on the thread is raised at the end of the block. Nothing here may block the test's event loop, because
+    its relays would stop.
     """
 
     def __init__(self, name: str) -> None:
@@ -86,7 +86,7 @@ class ThreadedClient:
 
 
 class Writer(ThreadedClient):
-    """Writes to one partition, at whichever of `addresses` accepts it, on a thread of its own.
+    """Writes to one partition, at any of `addresses` that accepts it, on a thread of its own.
 
     After a refusal or the end of a connection it continues with the next address.
     """
@@ -183,7 +183,7 @@ class Stored(NamedTuple):
 
 
 def stored(batches: bytes) -> list[Stored]:
-    """The records in bytes of a log, as kafka-python reads them; a batch cut off at the end is left out."""
+    """The records in bytes of a log, as kafka-python reads them; a partial last batch is left out."""
     found = []
     records = MemoryRecords(batches)
     while (batch := records.next_batch()) is not None:

@@ -1,4 +1,4 @@
-"""A client that asks a process one thing over a socket, and waits."""
+"""A client that sends a process one question over a socket, and waits for the answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def connect(process: KproxyProcess, port: int | None = None, source: str = "127.
 
 
 def is_answered(client: socket.socket) -> bool:
-    """Whether the next answer, which is read whole, is one to QUESTION. Raises EOFError if there is none."""
+    """Whether the next answer, read completely, is one to QUESTION. Raises EOFError if there is none."""
     (length,) = struct.unpack(">i", _exactly(client, 4))
     return bool(struct.unpack(">i", _exactly(client, length)[:4])[0] == _CORRELATION_ID)
 

@@ -1,4 +1,4 @@
-"""Members of consumer groups, of three clients at their defaults: each reads in a thread until it is stopped."""
+"""Members of consumer groups, of three clients with default settings: each reads in a thread until it is stopped."""
 
 from __future__ import annotations
 

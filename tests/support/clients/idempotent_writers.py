@@ -110,8 +110,8 @@ def judge(log: bytes, told: Mapping[int, int | None], *, may_repeat: bool = Fals
 
     Every number occurs once, in order, at its reported offset. `may_repeat`: without a proxy librdkafka sees that a
     batch is out of order after a refused one. It then begins a new epoch, and resends unacknowledged batches of all
-    partitions. Brokers, Apache Kafka's too, cannot recognise these batches (test_librdkafka_epochs). So a new epoch may
-    begin with numbers that exist already. Within an epoch no number is duplicated.
+    partitions. No broker, not even Apache Kafka's, recognises these batches (test_librdkafka_epochs). So a new epoch
+    may begin with numbers that exist already. Within an epoch no number is duplicated.
 
     Return how many numbers occur more than once.
     """

@@ -22,7 +22,7 @@ def _java() -> Java | str:
 
 
 def require_java() -> Java:
-    """The Java that the demo would use, or a skip with the reason why there is none."""
+    """The Java that the demo would use, or a skip with the reason for its absence."""
     java = _java()
     if isinstance(java, str):
         pytest.skip(java)

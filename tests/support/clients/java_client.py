@@ -24,7 +24,7 @@ def run_java_client(
     read_back: int = 0,
     options: Sequence[str] = (),
 ) -> ClientRun:
-    """Write all of `records`; with `read_back`, the topic's number of partitions, read as many by the same client.
+    """Write all of `records`. With `read_back`, the topic's number of partitions, read as many records with the client.
 
     `options` are for Java itself.
     """

@@ -1,4 +1,4 @@
-"""A few records in and out, for tests of something else. librdkafka, acks=all."""
+"""Write and read a few records, for tests about other things. librdkafka, acks=all."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def read_partition(bootstrap: str, topic: str, partition: int, count: int) -> li
 
 
 def read_values(settings: dict[str, Any], topic: str, count: int, timeout_s: float = TIMEOUT_S) -> set[bytes]:
-    """`count` different values of a topic, by a consumer group of its name on a client with these settings."""
+    """`count` different values of a topic, read by a consumer group with the topic's name and these settings."""
     consumer = confluent_kafka.Consumer({**settings, "group.id": topic, "auto.offset.reset": "earliest"})
     try:
         consumer.subscribe([topic])
@@ -103,9 +103,9 @@ class Placed(NamedTuple):
 def read_topic(
     bootstrap: str, topic: str, partitions: int, at_least: int, timeout_s: float = TIMEOUT_S
 ) -> list[Placed]:
-    """All records of a topic from which nothing was ever removed; in order within each partition.
+    """All records of a topic that has lost none; in order within each partition.
 
-    `at_least` is how many records were acknowledged: with acks=1 the end shown to readers may lag behind.
+    `at_least` is the number of acknowledged records: with acks=1 the end shown to readers may lag behind.
     """
     consumer = confluent_kafka.Consumer(
         {

@@ -28,7 +28,7 @@ DOWNLOAD_TIMEOUT_S = 120.0
 def run_old_kafka_python(
     bootstrap: str, topic: str, records: Iterable[Record], *, api_version: str, client_id: str
 ) -> ClientRun:
-    """Write all of `records`, as it would to a broker of `api_version`, "1.0" for instance."""
+    """Write all of `records` as to a broker of `api_version`, for instance "1.0"."""
     found = _wheel()
     if isinstance(found, str):
         pytest.skip(found)
@@ -37,7 +37,7 @@ def run_old_kafka_python(
 
 @functools.cache
 def _wheel() -> Path | str:
-    """The wheel, or why there is none."""
+    """The wheel, or the reason why there is none."""
     wheel = user_cache_dir() / "kafka" / _WHEEL
     if wheel.is_file():
         return wheel

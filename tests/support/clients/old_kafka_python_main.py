@@ -16,7 +16,7 @@ PATIENCE_S = 60.0
 
 
 def load_kafka(wheel: str) -> Any:
-    """The package in the wheel. The `six` in it does not find its own parts in any Python since 3.12."""
+    """Import the package from the wheel. Its `six` does not find its own parts in Python 3.12 and later."""
     spec = zipimport.zipimporter(f"{wheel}/kafka/vendor").find_spec("six")
     assert spec is not None
     assert spec.loader is not None

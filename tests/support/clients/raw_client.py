@@ -116,7 +116,7 @@ class RawClient:
         return Answer(await self.receive(patience_s), api_key, api_version)
 
     async def is_silent(self, seconds: float = SILENCE_S) -> bool:
-        """Return whether nothing arrives for so long, neither a byte nor the end."""
+        """Return whether nothing arrives for that long, neither a byte nor the end."""
         try:
             async with asyncio.timeout(seconds):
                 # A byte that arrives is lost: a test that calls this expects none.
@@ -156,15 +156,15 @@ class RawClient:
         self._writer.transport.resume_reading()  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Close in good order: the other end cannot tell whether this one still reads."""
+        """Close in order: the other end cannot tell whether this one still reads."""
         self._writer.close()
 
     def end_sending(self) -> None:
-        """Close the sending side alone, once everything is sent."""
+        """Close only the sending side, once everything is sent."""
         self._writer.write_eof()
 
     def abort(self) -> None:
-        """Reset the connection: it has ended at once, for both ends."""
+        """Reset the connection, which ends at once for both sides."""
         if not self._writer.is_closing():
             resets = struct.pack("ii", 1, 0)
             self._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, resets)

@@ -52,7 +52,7 @@ with open_session(SessionOptions("jars", master="local[1]")):
 
 @contextmanager
 def _nobody_else_downloads() -> Iterator[bool]:
-    """Whether the jars of Spark's Kafka connector are there: Ivy must not fetch them twice at the same time."""
+    """Whether the jars of Spark's Kafka connector exist: Ivy must not fetch them twice at the same time."""
     cache, version = user_cache_dir(), kafka_connector().rpartition(":")[2]
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / "ivy.lock").open("w") as lock:
@@ -62,7 +62,7 @@ def _nobody_else_downloads() -> Iterator[bool]:
 
 @pytest.fixture(scope="session")
 def spark_jars() -> None:
-    """For commands that start a Spark of their own: the first Spark of all downloads jars."""
+    """Downloads the jars, for commands that start their own Spark: the first Spark of all does so."""
     require_java()
     with _nobody_else_downloads() as are_there:
         if not are_there:
@@ -92,7 +92,7 @@ def spark() -> Iterator[Any]:
 def write_batches(
     session: Any, topic: str, partitions: int, settings: Mapping[str, str], *, rows: int, goes_on: Callable[[], bool]
 ) -> int:
-    """Write the numbers from 0 on, as text, in batches of `rows` for each partition as long as `goes_on`.
+    """Write the numbers from 0 on, as text, in batches of `rows` for each partition, while `goes_on` holds.
 
     The numbers rise in each partition. Returns how many were written, all of them acknowledged.
     """

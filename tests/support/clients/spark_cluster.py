@@ -53,7 +53,7 @@ class SparkProcess:
         return self.log_path.read_text(errors="replace")
 
     def said(self, pattern: re.Pattern[str]) -> re.Match[str]:
-        """Wait for it. Raises AssertionError if it does not come."""
+        """Wait for a text in the output. Raises AssertionError if it does not come."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while (found := pattern.search(self.log())) is None:
             assert self.process.poll() is None, self.log()[-2000:]

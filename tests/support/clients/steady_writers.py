@@ -1,4 +1,4 @@
-"""Producers that keep one record each in flight to one partition, and the times of its acknowledgements.
+"""Producers that each keep one record in flight to one partition, and the times of acknowledgements.
 
 Clients run with their default settings and those of the test, in four modes. Record number n has the value n.
 """
@@ -31,14 +31,14 @@ from tests.support.clients.kafka_io import Placed
 
 PAUSE_S = 0.02
 IN_TRANSACTION = 5
-# Of a producer, before the next one takes its place.
+# The number of records before a producer is replaced.
 IN_PRODUCER = 15
 TIMEOUT_S = 60.0
 _SOURCE = Path(__file__).with_name("SteadyClient.java")
 
 
 class Mode(NamedTuple):
-    """`acks` as clients' settings have it."""
+    """`acks` in the form of clients' settings."""
 
     acks: str
     is_idempotent: bool = False
@@ -56,7 +56,7 @@ MODES = {
 class Writer:
     """One producer's partition; filled while it runs.
 
-    `settings` are further ones of the client. One that `is_renewed` is many producers, one after another.
+    `settings` are further settings of the client. If it `is_renewed`, many producers follow one another.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Writer:
         self.settings, self.is_renewed = settings, is_renewed
         # The times (time.monotonic) in order.
         self.acknowledged_at: list[float] = []
-        # Offsets by number of all records that must be there: those of a transaction as soon as it is committed.
+        # The offsets of all records that must be there, by number; a transaction's records count once it is committed.
         self.kept: dict[int, int] = {}
         self.problems: list[str] = []
         self._pending: dict[int, int] = {}
@@ -96,7 +96,7 @@ class Writer:
         self._pending.clear()
 
     def longest_gap(self, began: float, ended: float) -> float:
-        """The longest time without an acknowledgement, of all such times that reach into this period."""
+        """The longest time without an acknowledgement that overlaps this period."""
         before = [at for at in self.acknowledged_at if at <= began][-1:]
         within = [at for at in self.acknowledged_at if began < at <= ended]
         times = [*before, *within, ended]
@@ -241,7 +241,7 @@ class _Aiokafka(_Session):
     def send(self, value: bytes) -> int:
         sending = self._producer.send_and_wait(self._writer.topic, value, partition=self._writer.partition)
         placed = self._run(asyncio.wait_for(sending, TIMEOUT_S))
-        # With acks=0 there is none.
+        # With acks=0 there is no offset.
         return -1 if placed is None else int(placed.offset)
 
     def begin(self) -> None:
@@ -254,7 +254,7 @@ class _Aiokafka(_Session):
         self._run(self._producer.abort_transaction())
 
     def pause(self) -> None:
-        # Meanwhile it does other work of its own.
+        # The client does other work meanwhile.
         self._run(asyncio.sleep(PAUSE_S))
 
     def close(self) -> None:
@@ -299,7 +299,7 @@ def _write_some(session: _Session, writer: Writer, number: int) -> int:
 
 
 def _write_with_java(version: str, writers: Sequence[Writer], ended: threading.Event) -> None:
-    """All writers, of one topic, one mode and the same settings, in one process."""
+    """All writers of one topic, mode and settings, in one process."""
     classpath = client_classpath(version)
     first = writers[0]
     compiler = pyspark_jars("janino-*.jar", "commons-compiler-*.jar")
@@ -389,7 +389,7 @@ def writing(writers: Sequence[Writer]) -> Iterator[Running]:
 
 
 class Found(NamedTuple):
-    """The faults in a writer's partition: how many acknowledged records are missing, how many are there twice."""
+    """The faults in a writer's partition: the numbers of acknowledged records that are missing or duplicated."""
 
     lost: int
     twice: int
@@ -397,7 +397,7 @@ class Found(NamedTuple):
 
 
 def find(writer: Writer, read: Sequence[Placed]) -> Found:
-    """Judge the records read from a topic. A record that is there twice counts at its first place."""
+    """Judge the records read from a topic. A duplicate counts at its first place."""
     numbers = {each.offset: int(each.value or b"-1") for each in read if each.partition == writer.partition}
     first = list(dict.fromkeys(numbers.values()))
     lost = sum(numbers.get(offset) != number for number, offset in writer.kept.items())

@@ -91,7 +91,7 @@ class Tap:
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:
-    """Bytes from one to the other until either ends."""
+    """Copy bytes from one to the other until either ends."""
     with suppress(OSError):
         while data := source.recv(RECEIVE_BYTES):
             target.sendall(data)

@@ -47,7 +47,7 @@ def etcd_prefix() -> str:
 
 @pytest_asyncio.fixture
 async def etcd_client(etcd: EmbeddedEtcd) -> AsyncIterator[EtcdClient]:
-    # This etcd is always there, but sometimes slow.
+    # This etcd is always up, but sometimes slow.
     async with connected(EtcdClient([etcd.endpoint], timeout_s=PATIENCE_S)) as client:
         yield client
 
@@ -86,12 +86,12 @@ async def freeze(server: EmbeddedEtcd) -> None:
     os.kill(server.pid, signal.SIGSTOP)
     process = psutil.Process(server.pid)
     await eventually(lambda: process.status() == psutil.STATUS_STOPPED)
-    # Bytes that it had written to its sockets before still arrive.
+    # Bytes that it wrote to its sockets earlier still arrive.
     await asyncio.sleep(0.05)
 
 
 async def compact(client: EtcdClient, revision: int) -> None:
-    """The product never compacts, so its client has no call for it."""
+    """Compact etcd's history; the product never does, so its client has no call for it."""
     async with grpc.aio.insecure_channel(client.endpoints.split(",")[0].removeprefix("http://")) as channel:
         call = channel.unary_unary(
             "/etcdserverpb.KV/Compact",
@@ -161,7 +161,7 @@ class Relay:
         return self._dead
 
     def target(self, endpoint: str) -> None:
-        """The target of connections made from now on."""
+        """The target of later connections."""
         host, _, port = endpoint.removeprefix("http://").rpartition(":")
         self._target = (host, int(port))
 
@@ -185,17 +185,17 @@ class Relay:
         await asyncio.gather(*connections, return_exceptions=True)
 
     def freeze(self) -> None:
-        """Forward nothing more on the existing connections, and do not end them; later ones are forwarded."""
+        """Stop forwarding on the existing connections without ending them; later connections are forwarded."""
         for carrying in self._connections.values():
             carrying.clear()
 
     def deafen(self) -> None:
-        """Forward no more answers on the existing connections; requests still arrive."""
+        """Stop forwarding answers on the existing connections; requests still arrive."""
         for answering in self._answering.values():
             answering.clear()
 
     def hold_questions(self) -> None:
-        """Keep requests from here on, even if their sender is gone; forward nothing on later connections."""
+        """Keep requests from now on, even if their sender is gone; forward nothing on later connections."""
         self._asking.clear()
         self._dead = True
 

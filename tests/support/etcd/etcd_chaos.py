@@ -26,7 +26,7 @@ Content = dict[str, bytes]
 
 
 class Step(NamedTuple):
-    """One fault: `what` happens to these members for that long, counted from 0."""
+    """One fault: `what` happens for that long to these members, counted from 0."""
 
     what: str
     members: tuple[int, ...]
@@ -43,7 +43,7 @@ def steps(seed: int) -> Iterator[Step]:
 
 
 class Trouble:
-    """Makes steps happen to `cluster`, and to the `relays` before its members, through which the mirror sees them.
+    """Carries out steps on `cluster`, and on the `relays` before its members, which the mirror uses.
 
     `unreachable_since`: the monotonic time since which the mirror reaches no majority; None if it reaches one.
     """
@@ -101,7 +101,7 @@ class Trouble:
 
 
 class Chapter:
-    """The changes since one snapshot; `told`: after how many changes everything up to which revision was reported."""
+    """The changes since one snapshot; `told` maps numbers of changes to the revision reported completely by then."""
 
     def __init__(self, revision: int, content: Content) -> None:
         self.revision = revision
@@ -112,7 +112,7 @@ class Chapter:
     def follows(self, truth: Sequence[Change]) -> bool:
         """Whether its changes are all of `truth`, in order; AssertionError if they are not a prefix of it.
 
-        A revision that a break cut in two may come again, from its beginning.
+        A revision interrupted by a break may come again, from its beginning.
         """
         told = iter(self.told)
         complete_after, revision = next(told, (0, 0))
@@ -152,7 +152,7 @@ class Story:
         chapter.told.append((len(chapter.changes), revision))
 
     def reached(self, revision: int) -> bool:
-        """Whether the change of `revision` was heard, or a load made later."""
+        """Whether the change of `revision` was received, or a later load."""
         if not self.chapters:
             return False
         chapter = self.chapters[-1]

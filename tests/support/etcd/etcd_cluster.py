@@ -146,13 +146,13 @@ class Member:
             )
 
     def kill(self) -> None:
-        """kill -9; nothing where it does not run."""
+        """kill -9; no effect if it is not running."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait(STOP_TIMEOUT_S)
 
     async def stop(self) -> None:
-        """SIGTERM: its data is on its disk afterwards."""
+        """SIGTERM: afterwards its data is on the disk."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             await asyncio.to_thread(self._process.wait, STOP_TIMEOUT_S)

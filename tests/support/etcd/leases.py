@@ -18,7 +18,7 @@ def owners(topology: Topology) -> Owners:
 
 
 async def owners_in_etcd(client: EtcdClient, prefix: str) -> Owners:
-    """By a linearizable read."""
+    """Read the owners with a linearizable read."""
     found = await client.get_prefix(f"{prefix}/partition-leases/")
     parts = [(kv.key.rsplit("/", 2), kv.value) for kv in found.kvs]
     return {(topic, int(index)): int(value) for (_, topic, index), value in parts}

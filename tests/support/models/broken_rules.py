@@ -1,6 +1,6 @@
 """The rules of replication, each switched off by a patch of product code for as long as a test runs.
 
-These compares of transactions are not included.
+The following compares of transactions are not included.
 - The lease key in an ISR's change, and in `_begin_epoch`: leaving out one alone has no effect. A broker that takes
   over puts the state, so that the compare of the state's mod_revision fails as well. Between the end of a lease and the
   next take-over nothing is acknowledged, and a replica that a late change adds has counted since it was proposed.
@@ -42,7 +42,7 @@ from kproxy_codec.own import FenceBinding
 
 
 class TruncateToHighWatermark(Reconciliation):
-    """The StreamBus text's rule, to the letter."""
+    """The StreamBus text's rule, unchanged."""
 
     def reconcile_as_new_leader(self, log: Log, high_watermark: int, leader_epoch: int) -> int:
         log.truncate_to(high_watermark)
@@ -80,7 +80,7 @@ no_margin = _set(lease, "MARGIN_FRACTION", 0.0)
 
 
 class FenceBelievedOnce:
-    """Asked as often as the real fence; always repeats the fence's first answer."""
+    """Calls the real fence, but always repeats its first answer."""
 
     def __init__(self, fence: partition.Fence) -> None:
         self._fence = fence
@@ -178,7 +178,7 @@ def _compared(compare: TxnCompare) -> str:
 
 
 def without(transaction: Sequence[str], compared: str) -> Callable[[pytest.MonkeyPatch], None]:
-    """One compare left out of one kind of transaction."""
+    """A patch that leaves one compare out of one kind of transaction."""
 
     def off(patch: pytest.MonkeyPatch) -> None:
         txn = EtcdClient.txn
@@ -195,7 +195,7 @@ def without(transaction: Sequence[str], compared: str) -> Callable[[pytest.Monke
 
 
 def wanted_isr_with(**fields: object) -> Callable[[pytest.MonkeyPatch], None]:
-    """The ISR that would be wanted with other values in these fields of the manager."""
+    """The ISR that is wanted if these fields of the manager have other values."""
 
     def off(patch: pytest.MonkeyPatch) -> None:
         wanted_isr = ReplicationManager.wanted_isr
@@ -228,7 +228,7 @@ def deadline_from_the_answer(patch: pytest.MonkeyPatch) -> None:
 
 
 class FenceNotAskedFirst:
-    """Live at its first check, whatever the fence says."""
+    """Alive at its first check, whatever the fence says."""
 
     def __init__(self, fence: partition.Fence) -> None:
         self._fence = fence
@@ -241,7 +241,7 @@ class FenceNotAskedFirst:
 
 
 def append_with(kind: type[FenceBelievedOnce | FenceNotAskedFirst]) -> Callable[[pytest.MonkeyPatch], None]:
-    """Another fence while a leader appends."""
+    """Replace the fence while a leader appends."""
 
     def off(patch: pytest.MonkeyPatch) -> None:
         append = Partition.append_as_leader

@@ -117,7 +117,7 @@ class FencedWriters:
         return attempt
 
     def release(self, process: SimulatedProcess, *, anew: bool) -> None:
-        """Give up the latest claim; `anew`, repeat a release, in case the first did not arrive."""
+        """Give up the latest claim; `anew`: repeat a release, in case the first did not arrive."""
         if anew or not self.released_at:
             self.released_at = self._revision()
             self._judge.released(self.released_at)

@@ -65,7 +65,7 @@ class Undecided(Exception):
 
 
 class Refuted(NamedTuple):
-    """Why a history is not linearizable: already `operations` alone are not, and all of them are needed for this.
+    """Why a history is not linearizable: even `operations` alone are not, and none of them can be left out.
 
     No order has a place for `stuck` before it returned; `order` is one of the longest, to `state`. `others`: operations
     of the history that may have taken effect at any time after their call, with any outcome, which does not help.
@@ -116,7 +116,7 @@ def check_parts(
 
 
 def timeline(operations: Sequence[Operation]) -> str:
-    """A line for each operation, by its call: its times, and the operation. `>`: it never returned."""
+    """A line for each operation, in order of the calls: its times, and the operation. `>`: it never returned."""
     times = sorted({time for each in operations for time in (each.called, each.returned) if time != NEVER})
     if not times:
         return ""

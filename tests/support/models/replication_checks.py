@@ -139,7 +139,7 @@ class Judge:
     # Promises
 
     def acknowledged(self, identity: int, base_offset: int) -> None:
-        """A producer got this offset, with acks=all."""
+        """A producer got this offset with acks=all."""
         self._promise(identity, base_offset, "acknowledged")
 
     def read(self, identity: int, base_offset: int) -> None:
@@ -147,7 +147,7 @@ class Judge:
         self._promise(identity, base_offset, "read")
 
     def acknowledged_alone(self, identity: int, base_offset: int) -> None:
-        """A producer got this offset, with acks=1."""
+        """A producer got this offset with acks=1."""
         self.given_way[base_offset] = identity
 
     def broker_lost(self) -> None:
@@ -163,7 +163,7 @@ class Judge:
     # The present state
 
     def high_watermark(self, incarnation: object, label: str, high_watermark: int, log_end_offset: int) -> None:
-        """An open replica's high watermark; `incarnation` is hashable and lives as long as that."""
+        """An open replica's high watermark; `incarnation` is a hashable value for the time that it is open."""
         before = self._high_watermarks.get(incarnation, 0)
         if high_watermark < before:
             self.violated(Rule.BACKWARDS, f"{label}: from {before} to {high_watermark}")
@@ -233,16 +233,16 @@ class Judge:
     # Writers' fences
 
     def sent_behind(self, identity: int, fence: int) -> None:
-        """A batch is sent behind a fence, 0 for none."""
+        """A batch is sent with a fence, 0 for none."""
         self._fences[identity] = fence
         self._granted_before[identity] = self._granted
 
     def granted(self, fence: int) -> None:
-        """Its claimant learned that only it may write, or that earlier claimants may not."""
+        """A claimant learns that only it may write, or that earlier claimants may not."""
         self._granted = max(self._granted, fence)
 
     def released(self, fence: int) -> None:
-        """All fences granted below are given up, even if no client knows it."""
+        """All fences granted below this one are given up, even if no client knows it."""
         self._released = max(self._released, fence)
 
     def let_through(self, identity: int) -> None:

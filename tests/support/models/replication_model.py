@@ -9,7 +9,7 @@ There is one partition. Partitions share the broker's lease and its working time
 another; with two of them every run would take nearly twice as long.
 
 A step is a method of World whose name stands in STEPS, with small numbers for arguments: `world.step("crash", 1)`. A
-number that selects one of several things wraps, so that every sequence of steps can be replayed, also a shortened one.
+number that selects one of several things wraps, so that every sequence of steps, even a shortened one, can be replayed.
 """
 
 from __future__ import annotations
@@ -306,7 +306,7 @@ class World:
 
     @_step(1, _any_is(State.DEAD))
     def replace(self, number: int) -> None:
-        """A dead broker comes back without its disk, and has fetched nothing yet."""
+        """A dead broker comes back without its disk, before it has fetched anything."""
         self.wipe(number)
         process = self.broker(number)
         if not process.directory.exists():
@@ -347,7 +347,7 @@ class World:
 
     @_step(3, weight=2)
     def freeze_within(self, number: int, readings: int, duration: int) -> None:
-        """SIGSTOP at some place in the broker's next work where it reads its clock, and SIGCONT later."""
+        """SIGSTOP at a place in the broker's next work where it reads its clock, and SIGCONT later."""
         process = self.process(number)
         if process.state is State.RUNNING:
             process.interrupt_at(readings % 4, lambda: self._frozen(process, (1.0, 12.5)[duration % 2]))
@@ -413,13 +413,13 @@ class World:
 
     @_step(3)
     def delay_watch(self, number: int, prefix: int, delay: int) -> None:
-        """From now on a broker receives changes under one prefix this late."""
+        """Delay the changes under one prefix for a broker by this time, from now on."""
         process = self.process(number)
         process.watch_delays[_one_of(process.view.prefixes, prefix)] = (0.0, 0.3, 1.0, 4.0)[delay % 4]
 
     @_step(2)
     def reload(self, number: int, delay: int) -> None:
-        """A broker's watch reloads, as after a compaction, and the broker receives the snapshot this late."""
+        """A broker's watch reloads, as after a compaction; the snapshot arrives after this time."""
         process = self.process(number)
         if process.state is State.RUNNING:
             process.reload((0.0, 0.3, 1.0, 4.0)[delay % 4])
@@ -596,7 +596,7 @@ class World:
         self.judge.leaders(f"broker {each.node_id}" for each in leading)
 
     def _check_ids(self) -> None:
-        """At every change in etcd: a broker that has lost its key is about to learn it."""
+        """Check at every change in etcd: a broker that has lost its key is about to learn it."""
         for process in self.processes.values():
             key = self.store.get(_KEYS.broker(process.node_id)) if process.lease_id else None
             if process.state is not State.DEAD and key is not None and key.lease_id != process.lease_id:
@@ -618,7 +618,7 @@ class World:
         return None
 
     def _out_of_sync_after(self, seconds: float) -> set[int]:
-        """The brokers that a healthy leader has taken out of the ISR by then: none of these comes back by itself."""
+        """The brokers that a healthy leader has removed from the ISR by then; none of them comes back by itself."""
         away = {node_id for node_id, process in self.processes.items() if process.state is not State.RUNNING}
         if seconds > ISR_LAG_S * 1.1:
             return away | self.network.lagging

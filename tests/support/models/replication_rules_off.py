@@ -1,7 +1,7 @@
 """Switch off each rule of replication: the model must find a violation for each, which proves that it can.
 
 Every entry patches product code for as long as a test runs, and has a run that the model found or that a text
-describes: with the rule on nothing happens in it, with the rule off it ends in a Violation.
+describes: with the rule on it finds nothing, with the rule off it ends in a Violation.
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ RULES_OFF = [
             ("link", LEADER, SLOW),
             ("release", LEADER, 0),
             ("advance", A_SECOND),
-            # The call to etcd before the one that stores the release; it reports progress.
+            # The etcd call before the one that stores the release; its answer makes progress.
             ("etcd_applies", LEADER, 0),
             ("etcd_answers", LEADER, 0),
             ("advance", SOME_SECONDS),
@@ -473,7 +473,7 @@ RULES_OFF = [
             ("advance", A_LEASE),
             ("produce_idempotent", LEADER, 0),
             ("advance", A_SECOND),
-            # When it fetches again it has the end of the log with its first request.
+            # With its first fetch it has everything up to the end of the log.
             ("fetch", 2),
             ("produce_idempotent", LEADER, 0),
             ("advance", A_SECOND),

@@ -1,7 +1,7 @@
 """Search for violations by random runs of the replication model: one seed, one run.
 
-Breaking a rule takes a few steps in the right order, which is rare: steps are drawn by weights, and mostly for those
-brokers on which they have an effect.
+Breaking a rule takes a few steps in the right order, which is rare. So steps are drawn by weights, mostly for brokers
+on which they have an effect.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.support.models.replication_recovery import broken_by, recover, shorte
 from tests.support.models.simulated_broker import SimulatedProcess, State
 from tests.support.models.simulated_etcd import Link
 
-# Mostly little time, and sometimes more than a lease's TTL.
+# Mostly little time, sometimes more than a lease's TTL.
 ADVANCES = (0, 0, 0, 1, 1, 2, 3, 3)
 
 
@@ -25,7 +25,7 @@ Weights = Mapping[str, float]
 
 
 class Found(NamedTuple):
-    """A run that broke something."""
+    """A run that broke a rule."""
 
     seed: int
     setting: Setting
@@ -37,7 +37,7 @@ class Found(NamedTuple):
 
 
 def run(seed: int, setting: Setting, weights: Weights, steps: int) -> tuple[list[Taken], Violation | None]:
-    """A run as drawn from that seed, and the recovery after it."""
+    """Run the steps drawn from this seed, and the recovery after them."""
     random = Random(seed)
     with World(setting) as world:
         try:

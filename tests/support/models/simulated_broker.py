@@ -93,12 +93,12 @@ class SimulatedProcess:
         self.client = SimulatedEtcdClient(store)
         self.view = ClusterView(Keys("/p"))
         self.watches = True
-        # By prefix, in seconds.
+        # Seconds by key prefix.
         self.watch_delays: dict[str, float] = {}
-        # By prefix: the revision up to which etcd has sent changes, and the arrival time of the last of them.
+        # By key prefix: the revision up to which etcd has sent changes, and the arrival time of the last of them.
         self._told: dict[str, int] = {}
         self._arrives_at: dict[str, float] = {}
-        # A reload begins another one; changes on their way on an earlier one are dropped.
+        # A reload begins another stream; changes on their way on an earlier one are dropped.
         self._stream = 0
         self._on_left_behind = on_left_behind
         self._data_dir = DataDir.open(directory, node_id)
@@ -146,7 +146,7 @@ class SimulatedProcess:
         )
         self.loop.create_task(self._serve())
 
-    # The server's work
+    # The broker as a server
 
     async def _serve(self) -> None:
         fence = await self._establish()
@@ -259,7 +259,7 @@ class SimulatedProcess:
             self._send(self.view.prefixes, min(self._store.revision, least + (revisions or self._store.revision)))
 
     def watch_one(self, prefix: str, changes: int) -> None:
-        """Apply the next `changes` under one prefix, whatever has changed under others before."""
+        """Apply the next `changes` under one prefix, whatever changed earlier under others."""
         if self._told:
             later = self._store.events_after(self._told[prefix])
             mine = [revision for revision, events in later if any(each.kv.key.startswith(prefix) for each in events)]
@@ -287,13 +287,13 @@ class SimulatedProcess:
 
     @property
     def hears_at_once(self) -> bool:
-        """Whether it runs, and nothing between it and etcd is late."""
+        """Whether it runs, and nothing between it and etcd is delayed."""
         is_on_time = not any(self.watch_delays.values()) and max(self._arrives_at.values(), default=0.0) <= self.time
         keeps_alive = self.client.link is Link.FAST and self.client.keepalives is KeepAlives.ANSWERED
         return self.state is State.RUNNING and self._interruption is None and is_on_time and keeps_alive
 
     def hear_at_once(self) -> None:
-        """Nothing from etcd is late any more."""
+        """End all delays of messages from etcd."""
         self.watch_delays.clear()
         self.client.keepalives = KeepAlives.ANSWERED
 
@@ -321,7 +321,7 @@ class SimulatedProcess:
 
     @property
     def partition(self) -> Partition | None:
-        """Its replica, if it is open."""
+        """The partition's replica, if it is open."""
         return self.leases.hosted.get(PARTITION)
 
     @property
@@ -331,7 +331,7 @@ class SimulatedProcess:
         return partition is not None and partition.serves_reads()
 
     def is_fenced(self) -> bool:
-        """Whether its fence is dead; reads the clock as it is, uninterrupted."""
+        """Whether its fence is dead; reads the clock without an interruption."""
         fence = self._lease.fence
         return fence is None or self.time >= fence._deadline
 

@@ -46,7 +46,7 @@ class EtcdStore:
         self.on_change: Callable[[], None] = lambda: None
         self._next_lease_id = 1000
 
-    # Reading, as the model itself does
+    # Reads of the model itself
 
     def get(self, key: str) -> KeyValue | None:
         kv = self.kvs.get(key.encode())
@@ -287,7 +287,7 @@ class SimulatedEtcdClient(EtcdClient):
         self._waiting_for(applied=False)[position].apply(self.store)
 
     def answer_pending(self, position: int, *, lost: bool = False) -> None:
-        """Deliver one of the answers on their way back, to its caller or to nobody."""
+        """Deliver one of the answers on their way back to its caller, if there still is one."""
         call = self._waiting_for(applied=True)[position]
         self.pending.remove(call)
         if not lost:

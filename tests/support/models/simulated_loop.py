@@ -20,7 +20,7 @@ from contextvars import Context
 from itertools import count
 from typing import Any
 
-# Far more callbacks than any simulated process runs before it waits.
+# Far more callbacks than any simulated process runs between two waits.
 MOST_CALLBACKS = 20_000
 
 

@@ -51,7 +51,7 @@ class Network:
         self.lagging: set[int] = set()
         self._processes = processes
         self._opened = 0
-        # The connection of each follower, and the one that each leader knows of each follower.
+        # The connection of each follower, and the connection of each follower as its leader knows it.
         self._connections: dict[int, _Connection] = {}
         self._known: dict[tuple[SimulatedProcess, int], _Connection] = {}
 

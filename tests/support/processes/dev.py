@@ -31,7 +31,7 @@ KPROXY = (sys.executable, "-P", "-m", "kproxy")
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended."""
+    """The end of a command: status and output."""
 
     status: int
     stdout: str
@@ -44,7 +44,7 @@ def run_kproxy(
     timeout_s: float = READY_TIMEOUT_S,
     command: Sequence[str] | None = None,
 ) -> Ended:
-    """Run a command to its end; if that takes too long, it is killed, and the test fails."""
+    """Run a command to its end; kill it and fail the test if that takes too long."""
     environ = {**os.environ, **(environ or {})}
     if command is None:
         return _run_started(list(map(str, arguments)), environ, timeout_s)
@@ -81,7 +81,7 @@ def _run_started(arguments: Sequence[str], environ: Mapping[str, str], timeout_s
 
 @functools.cache
 def _parent_pipe() -> ParentPipe:
-    """Open for as long as this process lives."""
+    """A pipe that is open as long as this process lives."""
     return ParentPipe()
 
 
@@ -100,7 +100,7 @@ class KproxyProcess:
         module: str = KPROXY_MAIN,
     ) -> None:
         self.stderr_path = stderr_path
-        # Processes that we start do not outlive us, however we end.
+        # Processes started here do not outlive this one, however it ends.
         parent = _parent_pipe()
         environ = {**os.environ, PARENT_FD: str(parent.read_fd)}
         self._process: forked.Started
@@ -169,7 +169,7 @@ class KproxyProcess:
         self.fields = dict(field.partition("=")[::2] for field in line.split()[1:])
 
     def children(self) -> list[psutil.Process]:
-        """Its own child processes, which it must wait for before it ends."""
+        """Its own child processes, which must end before it does."""
         return psutil.Process(self.pid).children()
 
     def descendants(self) -> list[psutil.Process]:
@@ -218,14 +218,14 @@ def dev_arguments(data_dir: Path, *more: str) -> list[str | Path]:
 
 
 def gone(processes: Sequence[psutil.Process], timeout_s: float = PATIENCE_S) -> bool:
-    """Whether all of them end in time. An orphan that nobody has reaped yet has ended."""
+    """Whether all of them end in time. An orphan that nobody has reaped counts as ended."""
     _, alive = psutil.wait_procs(processes, timeout=timeout_s)
     return [each for each in alive if each.is_running() and each.status() != psutil.STATUS_ZOMBIE] == []
 
 
 @contextmanager
 def asyncios_own_loop() -> Iterator[None]:
-    """Coroutines run on asyncio's own loop, as those of `kproxy dev` and `kproxy demo` do.
+    """Run coroutines on asyncio's own loop, like those of `kproxy dev` and `kproxy demo`.
 
     For tests that start processes beside an etcd client: uvloop forks and runs some code in the child of a fork, and
     gRPC's part of that may never return.

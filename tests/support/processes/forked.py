@@ -1,4 +1,4 @@
-"""Processes that are forked from one that has imported kproxy already.
+"""Processes that are forked from one that has already imported kproxy.
 
 A proxy takes most of a second of CPU for its imports, and a test run starts more than a thousand. `start` asks the
 *fork server* of this test process: a process that has imported all of it, runs nothing and has one thread. It forks,
@@ -61,7 +61,7 @@ AT_IMPORT: Final = (
     "SSL_CERT_DIR",
     "SSL_CERT_FILE",
 )
-# As the fork server has them; a test may change them for its own processes.
+# The fork server's values; a test may change them for its own processes.
 _AT_START: Final = {name: os.environ[name] for name in AT_IMPORT if name in os.environ}
 _MOST_BYTES: Final = 1 << 20
 _MOST_DESCRIPTORS: Final = 16
@@ -69,7 +69,7 @@ _NUMBER_BYTES: Final = 4
 
 
 class _Asked(NamedTuple):
-    """The order for a copy; the descriptors come beside it, the first three as its stdin, stdout and stderr."""
+    """The order for a copy; its descriptors come beside it, the first three as stdin, stdout and stderr."""
 
     module: str
     arguments: list[str]
@@ -153,7 +153,7 @@ class ForkServer:
             )
 
     def fork(self, asked: _Asked, descriptors: Sequence[int]) -> int:
-        """Order a copy; return the descriptor that reports first the process id, then the exit status."""
+        """Order a copy; return the descriptor that reports the process id and then the exit status."""
         reader, writer = os.pipe()
         try:
             socket.send_fds(self._control, [json.dumps(asked).encode()], [writer, *descriptors])
@@ -202,9 +202,9 @@ def start(
     new_session: bool = False,
     text: bool = False,
 ) -> Started:
-    """Run the `main` of `module` in a process with nothing on its stdin: forked if it may be, else by `python -m`.
+    """Run the `main` of `module` in a process with empty stdin: forked if possible, else by `python -m`.
 
-    `stdout` and `stderr` are descriptors; without one for stdout that is a pipe, whose other end is its `stdout`.
+    `stdout` and `stderr` are descriptors; without one, stdout is a pipe, whose other end is its `stdout`.
     `pass_fds` have the same numbers there.
     """
     if not can_fork(environ):
@@ -236,11 +236,11 @@ def start(
     return Forked([module, *arguments], status_fd, piped)
 
 
-# The server's side.
+# The server's side
 
 
 def _serve(control: socket.socket) -> tuple[_Asked, list[int]] | None:
-    """Fork as ordered, and report each copy's end. In a copy return its order; None after the last order."""
+    """Fork as ordered, and report each copy's end. Return a copy's order in the copy, None after the last order."""
     woken, waker = os.pipe()
     for end in (woken, waker):
         os.set_blocking(end, False)
@@ -272,7 +272,7 @@ def _serve(control: socket.socket) -> tuple[_Asked, list[int]] | None:
 
 
 def _tell_ends(status_fds: dict[int, int]) -> None:
-    """Report each copy that has ended."""
+    """Report every copy that has ended."""
     while status_fds:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:
@@ -286,7 +286,7 @@ def _tell(status_fd: int, number: int) -> None:
     try:
         os.write(status_fd, number.to_bytes(_NUMBER_BYTES, "big", signed=True))
     except BrokenPipeError:
-        # Nobody waits for it.
+        # The client has gone.
         return
 
 
@@ -298,7 +298,7 @@ def _become(asked: _Asked, descriptors: Sequence[int]) -> Callable[[], Any]:
         os.dup2(each, number)
     first = 0
     for number in (*sorted(asked.numbers), os.sysconf("SC_OPEN_MAX")):
-        # closerange(0, 0) closes all there are.
+        # closerange(0, 0) closes all descriptors.
         if first < number:
             os.closerange(first, number)
         first = number + 1
@@ -314,7 +314,7 @@ def _become(asked: _Asked, descriptors: Sequence[int]) -> Callable[[], Any]:
 
 
 def main() -> NoReturn:
-    # As kproxy.__main__ does before anything else is imported.
+    # kproxy.__main__ does this before anything else is imported.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     for module in PRELOADED:
         importlib.import_module(module)
@@ -327,7 +327,7 @@ def main() -> NoReturn:
         asked = _serve(control)
         if asked is None:
             sys.exit()
-        # Its number may be one that the copy is to have.
+        # The copy may need the descriptor's number.
         control.detach()
     status = _become(*asked)()
     # As at the end of `python -m`, but without taking the interpreter apart: that is a quarter of a short process.

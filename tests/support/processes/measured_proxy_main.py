@@ -20,7 +20,7 @@ from kproxy_codec.framing import parse_request_header
 from kproxy_codec.produce import parse_produce
 from tests.support.clients.raw_client import produce_frame
 
-# Shorter turns are not measured beside the reference, in seconds.
+# Shorter turns are not compared with the reference; in seconds.
 SHORT_S = 0.01
 REFERENCE_ROUNDS = 5
 REFERENCE_FRAME = memoryview(produce_frame({"t": range(4096)}, version=9))

@@ -22,7 +22,7 @@ _ports: Iterator[int] = itertools.cycle(random.SystemRandom().sample(_PORTS, len
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on."""
+    """Ports on which nobody listens."""
     found: list[int] = []
     with ExitStack() as held:
         for port in itertools.islice(_ports, len(_PORTS)):
@@ -35,5 +35,5 @@ def free_ports(count: int) -> list[int]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A port on which nobody listens."""
     return free_ports(1)[0]

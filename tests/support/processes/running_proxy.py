@@ -41,7 +41,7 @@ from tests.support.brokers.scripted_upstream import HOST, PATIENCE_S, ScriptedUp
 from tests.support.clients.raw_client import RawClient
 from tests.support.wire.messages import topic_id
 
-# One test of each file runs on asyncio's own loop, too; make test-all runs them all on both.
+# One test of each file also runs on asyncio's own loop; `make test-all` runs all tests on both loops.
 _ON_BOTH = pytest.mark.parametrize(
     "loop_factory",
     [
@@ -54,14 +54,14 @@ _IN_ONE_GO: set[Callable[..., Any]] = set()
 ATTEMPTS = 5
 STOOD_STILL_S = 0.1
 LOOK_S = 0.01
-# The possible delay of any look.
+# The possible delay of each look.
 USUAL_S = 0.005
 IDENTITY = Proxy(1_000_000, "proxy.test", 19092)
 _PROXY_MODULES = ("kproxy.proxy", "kproxy.routing")
 
 
 def in_one_go(test: _Test) -> _Test:
-    """Run a failed test of `both_loops` again if this process stood still during it."""
+    """Run a failed test of `both_loops` again if this process was stopped during it."""
     _IN_ONE_GO.add(test)
     return test
 
@@ -69,7 +69,7 @@ def in_one_go(test: _Test) -> _Test:
 class Pauses:
     """The time for which the event loop did not run: the process was stopped, or it computed.
 
-    In total: on a busy machine a process waits often rather than long.
+    The sum counts: on a busy machine a process waits often rather than long.
     """
 
     def __init__(self) -> None:
@@ -77,13 +77,13 @@ class Pauses:
         self._looked_at = 0.0
 
     async def within(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do `work`, and look meanwhile."""
+        """Do `work`, and measure pauses meanwhile."""
         self._looked_at = time.monotonic()
         looking = asyncio.create_task(self._look())
         try:
             await work
         finally:
-            # It may end in the very turn after the pause.
+            # The work may end in the same turn as the pause.
             self._note()
             looking.cancel()
             await asyncio.wait((looking,))
@@ -177,7 +177,7 @@ class RunningProxy:
         self.topology = Topology()
         self.source = Owners()
         self.pages: list[bytes] = []
-        # As in every proxy that serves; but only tests look at it.
+        # Every serving proxy has a trail; here only tests read it.
         self.trail = Trail(
             "proxy.test:19092",
             "0123456789abcdef",
@@ -222,7 +222,7 @@ class RunningProxy:
 
     @property
     def vitals(self) -> Vitals:
-        """The listener's, of this moment: no other has a turn meanwhile."""
+        """The listener's present values; nothing else runs meanwhile."""
         looking = self.listener.vitals()
         while True:
             try:
@@ -232,7 +232,7 @@ class RunningProxy:
                 return vitals
 
     def retries(self, event: int) -> int:
-        """How often a partition was to be sent again for this cause (kproxy.routing.retry)."""
+        """The number of retries for this cause (kproxy.routing.retry)."""
         return sum(count for (cause, _), count in self.context.tally.retries.items() if cause == event)
 
     def ranges(self) -> list[Range]:
@@ -241,7 +241,7 @@ class RunningProxy:
         return [row for page in self.pages for row in decode_page(page) if isinstance(row, Range)]
 
     def own(self, owner: int, topic: str = "t", partitions: Sequence[int] = (0,)) -> int:
-        """Make `owner` (NO_OWNER: nobody) the owner of a topic with an id; return the revision of that."""
+        """Make `owner` (NO_OWNER: nobody) the owner of a topic with an id; return the new revision."""
         self.topology.set_topic_id(topic.encode(), topic_id(topic).bytes)
         for partition_index in partitions:
             self._revision += 1
@@ -282,9 +282,9 @@ async def running_proxy(
 ) -> AsyncIterator[RunningProxy]:
     """A proxy that knows these upstreams; starts those that do not run, and stops everything at the end.
 
-    Upstreams are asked at the start which versions they serve, unless not `introduced`: then only when a client asks,
-    so that nothing arrives that a test has not sent. With `mechanisms` clients authenticate by SASL; `times` are the
-    `timeout_s` and `lifetime_s` of that. `carries`: their identities are carried on to brokers. `tls`: the listener's.
+    The proxy asks upstreams for their versions at the start, or if not `introduced` only when a client asks, so that
+    only the test's requests arrive. With `mechanisms` clients authenticate by SASL; `times` are its `timeout_s` and
+    `lifetime_s`. `carries`: clients' identities are forwarded to brokers. `tls`: the listener's TLS.
     """
     async with AsyncExitStack() as stack:
         proxy = RunningProxy(Limits(**{"drain_s": 1.0, **(limits or {})}), clock, own, mechanisms, times, carries)
@@ -311,7 +311,7 @@ running_among_strangers = functools.partial(running_proxy, introduced=False)
 
 
 async def introduce(proxy: RunningProxy, upstreams: Sequence[ScriptedUpstream]) -> None:
-    """Make the proxy learn which versions these upstreams serve."""
+    """Let the proxy learn which versions these upstreams serve."""
     for upstream in upstreams:
         upstream.introduces_itself = True
     await proxy.context.brokers.current()

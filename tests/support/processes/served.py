@@ -38,11 +38,11 @@ def static_proxy(
 ) -> Iterator[KproxyProcess]:
     """A proxy process that knows brokers by id and port; partition n of the topic `t` belongs to the n-th of `owners`.
 
-    These are the brokers themselves if none are given. `rooms` are further options of its configuration, `listen` None:
-    they have listeners. `command` is what runs in place of `kproxy`, and so is the `main` of `module`.
+    Without `owners`, the brokers own them in order. `rooms` are further options of its configuration; `listen` is None
+    if these have listeners. `command` runs in place of `kproxy`, or the `main` of `module` does.
     """
     lines = ["[ownership]", 'ownership = "static"', "[limits]"]
-    # Brokers in this process answer when it gets to run: no proxy may give them up before.
+    # Brokers in this process answer only when it runs, so no proxy may give them up earlier.
     limits = {"probe_timeout_s": PATIENCE_S, **(limits or {})}
     lines += [f"{key} = {str(value).lower()}" for key, value in limits.items()]
     lines += ["[brokers]", *(f'{broker} = "127.0.0.1:{port}"' for broker, port in brokers.items())]
@@ -112,7 +112,7 @@ class Served:
         return samples((await self.page("/metrics"))[1])
 
     async def ended(self, within_s: float) -> float:
-        """Seconds until it has ended, with status 0."""
+        """The seconds until it has ended with status 0."""
         began = time.monotonic()
         assert await asyncio.to_thread(self.process.wait, within_s) == 0, self.process.stderr()[-2000:]
         return time.monotonic() - began
@@ -151,7 +151,7 @@ def page(admin: str, path: str, **headers: str) -> tuple[int, str]:
 
 
 def counted(admin: str, beginning: str) -> float:
-    """The sum of the values of /metrics in the lines that begin so."""
+    """The sum of the values of /metrics in lines with this beginning."""
     lines = page(admin, "/metrics")[1].splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(beginning))
 

@@ -57,7 +57,7 @@ def page_at(path: Path, what: str) -> tuple[int, str]:
 
 
 def connections_of(pid: int, port: int) -> int:
-    """How many clients' connections to `port` a process holds."""
+    """The number of clients' connections to `port` that a process holds."""
     held = psutil.Process(pid).net_connections("tcp")
     return sum(each.status == psutil.CONN_ESTABLISHED and each.laddr.port == port for each in held if each.laddr)
 
@@ -74,7 +74,7 @@ async def clients_of_each(process: KproxyProcess) -> dict[int, list[RawClient]]:
     while not all(held.values()):
         before = of_each()
         client = await RawClient().connect(port)
-        # It is accepted a moment after it is connected.
+        # The worker accepts a moment after the connection is made.
         while (after := of_each()) == before:
             assert time.monotonic() < deadline, f"no connection reaches some worker: {held}"
             await asyncio.sleep(0.01)
@@ -84,14 +84,14 @@ async def clients_of_each(process: KproxyProcess) -> dict[int, list[RawClient]]:
 
 
 async def shown(process: KproxyProcess) -> Samples:
-    """Every sample of its `/metrics`."""
+    """Every sample of a worker's `/metrics`."""
     status, text = await asyncio.to_thread(page, process.admin, "/metrics")
     assert status == 200
     return samples(text)
 
 
 async def until(condition: Callable[[], bool], what: Callable[[], str]) -> None:
-    """Wait until it holds; a thread evaluates it."""
+    """Wait until the condition holds; a thread evaluates it."""
     await eventually(lambda: asyncio.to_thread(condition), what)
 
 

@@ -1,4 +1,4 @@
-"""Bytes of a TLS ClientHello (RFC 8446, section 4.1.2) with any extensions, also such as no library sends."""
+"""Bytes of a TLS ClientHello (RFC 8446, section 4.1.2) with any extensions, even some that no library sends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def share(group: int, key: bytes) -> bytes:
     return number(group) + sized(key)
 
 
-# What makes an honest one.
+# The extensions of an ordinary client.
 EXTENSIONS: Final = {
     VERSIONS: b"\x04\x03\x04\x03\x03",
     SIGNATURES: sized(b"\x04\x03\x08\x04\x04\x01"),
@@ -33,7 +33,7 @@ CIPHERS: Final = b"\x13\x01\xc0\x2b"
 
 
 def client_hello(extensions: dict[int, bytes], ciphers: bytes = CIPHERS, more: bytes = b"") -> bytes:
-    """Records of the longest kind with one message. `more` are extensions, written out."""
+    """One message, in records of maximum length. `more` are encoded extensions."""
     fields = b"".join(number(kind) + sized(content) for kind, content in extensions.items()) + more
     body = b"\x03\x03" + bytes(32) + b"\x00" + sized(ciphers) + b"\x01\x00" + sized(fields)
     message = b"\x01" + len(body).to_bytes(3, "big") + body
@@ -42,7 +42,7 @@ def client_hello(extensions: dict[int, bytes], ciphers: bytes = CIPHERS, more: b
 
 
 def _repeated(element: bytes, last: bytes = b"") -> Callable[[int], bytes]:
-    """A list of the element, as long as there is room, and at its end another."""
+    """A list that repeats the element while there is room, and ends with another."""
     return lambda room: sized(element * max(0, (room - len(last) - 2) // len(element)) + last)
 
 
@@ -53,7 +53,7 @@ CIPHERS_FILL: Final = {
     "one cipher of TLS 1.2": _repeated(b"\xc0\x2b"),
     "signalling ciphers": _repeated(b"\x00\xff"),
 }
-# Ways to fill extensions: the kind, and the content for so many bytes.
+# Ways to fill extensions: the extension's kind, and its content for a number of bytes.
 FILLS: Final[dict[str, tuple[int, Callable[[int], bytes]]]] = {
     "unknown groups": (GROUPS, _repeated(number(UNKNOWN), number(OTHER))),
     "one group": (GROUPS, _repeated(number(X25519))),

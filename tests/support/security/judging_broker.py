@@ -1,4 +1,4 @@
-"""A broker that authenticates connections by SASL and records the sender of each request; for carried identities.
+"""A broker that authenticates connections by SASL and records the sender of each request; for forwarded identities.
 
 Connections without SASL are those of the proxy itself, which the broker serves as `anonymous` ones. `passwords` and
 `tokens` decide about credentials, unless `misbehaves` takes the request.
@@ -35,7 +35,7 @@ _INVALID_TOKEN = b'{"status":"invalid_token"}'
 
 
 class JudgingBroker(ScriptedUpstream):
-    """`may_write`: who may write to which topics; without it everybody to all."""
+    """`may_write` maps users to writable topics; without it everybody may write to all."""
 
     def __init__(self, node_id: int) -> None:
         super().__init__(node_id)
@@ -45,7 +45,7 @@ class JudgingBroker(ScriptedUpstream):
         self.lifetime_ms = 0
         self.may_write: Callable[[str, str], bool] = lambda name, topic: True
         self.misbehaves: Callable[[Asked], bool] = lambda asked: False
-        # The message and the version of each SaslAuthenticate, in order.
+        # The message and version of each SaslAuthenticate, in order.
         self.presented: list[tuple[bytes, int]] = []
         self.names: dict[UpstreamConnection, str] = {}
         # The sender of each request: (name, API key); "" for the proxy itself.

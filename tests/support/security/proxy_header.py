@@ -25,7 +25,7 @@ def header(
     extensions: Sequence[bytes] = (),
     checksum: bool = False,
 ) -> bytes:
-    """A header for a TCP connection; `checksum` puts that extension between the others."""
+    """A header for a TCP connection; `checksum` adds that extension between the others."""
     addresses = [ipaddress.ip_address(host) for host, _ in (source, destination)]
     if family is None:
         family = 0x11 if addresses[0].version == 4 else 0x21

@@ -1,8 +1,8 @@
 """Unchanged clients that attempt what an ACL refuses, and the exceptions that their users get.
 
-An attempt is a word and its objects, as in "write secret" or "transact tx-1 open other": topics by a name of the test's
-(`names`), groups, transactional ids and all else as they are. An attempt "another's:write open" is another user's. Each
-client makes those that its interface has, at several clusters at once.
+An attempt is a word and its objects, as in "write secret" or "transact tx-1 open other": topics by a name of the test
+(`names`), other objects unchanged. The attempt "another's:write open" is another user's. Each client makes the attempts
+that its interface allows, at several clusters at once.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ OK = "ok"
 ANOTHERS = "another's:"
 WITHIN_S = 20.0
 JAVA_TIMEOUT_S = 300.0
-# librdkafka has no consumer without a group; everybody who may read at all must be allowed this one.
+# librdkafka has no consumer without a group, so all users who may read must have access to this group.
 READERS = "mine"
-# By attempt.
+# Outcomes by attempt.
 Outcomes = dict[str, str]
 _SOURCE = Path(__file__).parents[1] / "clients" / "RefusedClient.java"
 
 
 class Users(NamedTuple):
-    """The users of attempts: `name`, and `another` for those of ANOTHERS."""
+    """The users of attempts: `name`, and `another` for attempts in ANOTHERS."""
 
     name: str
     another: str
@@ -221,7 +221,7 @@ def _java(bootstraps: Sequence[str], attempts: Sequence[str], names: Mapping[str
     return outcomes
 
 
-# All of them
+# All clients
 
 CLIENTS = ("librdkafka", "java")
 
@@ -229,7 +229,7 @@ CLIENTS = ("librdkafka", "java")
 def attempted(
     client: str, bootstraps: Sequence[str], attempts: Iterable[str], names: Mapping[str, str], users: Users
 ) -> list[Outcomes]:
-    """The outcomes of those of the attempts that the client can make, for each of `bootstraps`."""
+    """The outcomes of the attempts that the client can make, for each of `bootstraps`."""
     if client == "java":
         return _java(bootstraps, [*attempts], names, users)
 
@@ -247,6 +247,6 @@ def attempted(
 
 
 def _stable(outcome: str) -> str:
-    """The part of an outcome that two clusters have in common: without addresses, ids of nodes, and times."""
+    """The part of an outcome that is the same at two clusters: without addresses, node ids, and times."""
     outcome = re.sub(r"\(after \d+ ?ms\)|[][{}'\"]", "", outcome)
     return re.sub(r"(?<=broker )\d+|(?<=Coordinator/)\d+|127\.0\.0\.1:\d+(?:/\w+)?", "N", outcome)

@@ -21,7 +21,7 @@ from tests.support.clients.raw_client import RawClient, control_frame
 
 ISSUER = "https://issuer.test/"
 AUDIENCE = "kafka.test"
-# For tests of something else.
+# For tests that are not about access.
 ALLOW_ALL = """
 [[acls]]
 principal = "User:*"
@@ -35,7 +35,7 @@ USERS = {"alice": "alice-secret", "bob": "bob-secret"}
 
 
 def plain_users(directory: Path, mechanisms: str = '["PLAIN"]') -> str:
-    """The section of a proxy's configuration by which these users log in, in plain text."""
+    """The section of a proxy's configuration that lets these users log in, with passwords in plain text."""
     return f'[sasl]\nmechanisms = {mechanisms}\nusers = "{users_file(directory)}"\nwithout_tls = true\n'
 
 
@@ -110,7 +110,7 @@ def authenticate(message: bytes, version: int = 2) -> bytes:
 
 
 async def present(client: RawClient, message: bytes, mechanism: str = "PLAIN", version: int = 2) -> Any:
-    """The proxy's answer to what a client presents by a mechanism that the proxy offers."""
+    """The proxy's answer to a credential that a client presents by an offered mechanism."""
     client.send(handshake(mechanism))
     assert (await client.answer(SASL_HANDSHAKE, 1)).message.error_code == NONE
     client.send(authenticate(message, version))
@@ -138,7 +138,7 @@ def exchange(
     clock: Clock | None = None,
     allows_v0: bool = False,
 ) -> SaslExchange:
-    """The proxy's side, before the users of USERS."""
+    """The proxy's side of an exchange, with the users of USERS."""
     known = users()
     now = clock or Clock()
     offered = mechanisms or ("PLAIN", *SCRAM_MECHANISMS)
@@ -148,7 +148,7 @@ def exchange(
 
 
 def carrying(*mechanisms: str, allows_v0: bool = False) -> SaslExchange:
-    """An exchange of a listener that carries identities on, and knows nobody."""
+    """An exchange of a listener that forwards identities and has no users."""
     now = Clock()
     offered = servers(mechanisms or ("PLAIN",), lambda: None, lambda: None, unverified_claim="sub")
     return SaslExchange(offered, Times(now, now), carries=True, allows_v0=allows_v0)

@@ -32,7 +32,7 @@ _SECURITY = "org.apache.kafka.common.security"
 
 
 def patience_s(mechanism: str | None) -> float:
-    """How long a client tries. At a listener with SASL a client without it gets no error, and gives up by itself."""
+    """How long a client tries. A client without SASL gets no error at a listener with SASL, and gives up by itself."""
     return 4.0 if mechanism is None else 40.0
 
 
@@ -49,7 +49,7 @@ def librdkafka(bootstrap: str, topic: str, mechanism: str | None, name: str, pas
     if mechanism is not None:
         settings |= {"security.protocol": "SASL_PLAINTEXT", "sasl.mechanism": mechanism}
         if mechanism == "OAUTHBEARER":
-            # Whatever the token says, librdkafka presents it.
+            # librdkafka presents the token without checking it.
             settings["oauth_cb"] = lambda _: (password, time.time() + 600.0)
         else:
             settings |= {"sasl.username": name, "sasl.password": password}
@@ -148,7 +148,7 @@ def java(bootstrap: str, topic: str, mechanism: str | None, name: str, password:
     if mechanism is not None:
         settings |= {"security.protocol": "SASL_PLAINTEXT", "sasl.mechanism": mechanism}
     if mechanism == "OAUTHBEARER":
-        # It reads the token from a file, and needs more jars for that.
+        # The Java client reads the token from a file, and needs more jars for that.
         classpath = kafka_classpath()
         with NamedTemporaryFile("w", suffix=".jwt") as file:
             file.write(password)
@@ -160,7 +160,7 @@ def java(bootstrap: str, topic: str, mechanism: str | None, name: str, password:
             settings["sasl.oauthbearer.token.endpoint.url"] = url
             settings["sasl.oauthbearer.jwt.retriever.class"] = f"{_SECURITY}.oauthbearer.FileJwtRetriever"
             options = [f"-Dorg.apache.kafka.sasl.oauthbearer.allowed.urls={url}"]
-            # Its log would go to its output.
+            # Its log would mix with its output.
             options.append("-Dorg.apache.logging.log4j.level=OFF")
             return _java_outcome(classpath, topic, settings, options)
     if mechanism is not None:

@@ -34,7 +34,7 @@ class SecuredKafka:
         self.secured = f"127.0.0.1:{port}"
 
     def revoke(self, name: str) -> None:
-        """Restart the broker without this user of PLAIN."""
+        """Restart the broker without this PLAIN user."""
         (broker,) = self.plain.brokers
         broker.stop()
         broker.reconfigure(f' user_{name}="{USERS[name]}"', "")
@@ -51,7 +51,7 @@ def start_secured_kafka(
     tokens: bool = False,
     keys: Path | None = None,
 ) -> Iterator[SecuredKafka]:
-    """Its sessions end after `session_s`, 0: never. It offers `mechanisms`.
+    """Start a broker that offers `mechanisms` and ends sessions after `session_s`, 0: never.
 
     With `tokens` it also accepts unsecured ones by OAUTHBEARER, with `keys` those signed by a key of that JWKS file.
     """

@@ -56,7 +56,7 @@ class TlsKafka:
         self.sasl = f"localhost:{sasl_port}"
 
     def present(self, shown: Pair, authorities: Path) -> None:
-        """From now on new connections of the SSL listener get this certificate, and need one of these authorities."""
+        """Present this certificate to new connections of the SSL listener, and require one of these authorities."""
         store = shown.cert.with_suffix(".store.pem")
         store.write_bytes(shown.key.read_bytes() + shown.cert.read_bytes())
         set_to = {"ssl.keystore.location": store, "ssl.truststore.location": authorities}
@@ -69,7 +69,7 @@ class TlsKafka:
             changed.result(30)
 
     def lets_in(self, client: Pair, authority: Path) -> bool:
-        """Whether the SSL listener lets this certificate in, and shows one of this authority."""
+        """Whether the SSL listener accepts this certificate and presents one of this authority."""
         with socket.create_connection(("localhost", int(self.mutual.rpartition(":")[2])), 30.0) as plain:
             try:
                 with client_context(authority, client).wrap_socket(plain, server_hostname="localhost") as connection:
@@ -79,7 +79,7 @@ class TlsKafka:
                 return False
 
     def always_lets_in(self, client: Pair, authority: Path) -> bool:
-        """The same of all its network threads: they take new files one after another, and connections in turn."""
+        """Whether all its network threads do: they take new files one by one, and connections in turn."""
         return all(self.lets_in(client, authority) for _ in range(4 * NETWORK_THREADS))
 
 
@@ -100,7 +100,7 @@ def start_tls_kafka(directory: Path, *, session_s: float = 0) -> Iterator[TlsKaf
         "ssl.truststore.type": "PEM",
         "ssl.truststore.location": signer.ca,
         "listener.name.ssl.ssl.client.auth": "required",
-        # Certificates of another authority may take the place of these.
+        # Certificates of another authority may replace these.
         "ssl.allow.dn.changes": "true",
         "ssl.allow.san.changes": "true",
         "sasl.enabled.mechanisms": "PLAIN,SCRAM-SHA-256,SCRAM-SHA-512,OAUTHBEARER",

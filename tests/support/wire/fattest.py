@@ -53,7 +53,7 @@ def body_of(
     `tags` is the section of tagged fields that ends each structure; `values` are values of fields, by name, that must
     not be null, zero or an empty string.
     """
-    # The header of ApiVersions' answers is not flexible, its body is.
+    # The header of an ApiVersions answer is not flexible; its body is.
     flexible = is_flexible(api_key, version)
     return _structure(schema_of(kind, api_key), version, array, count, tags if flexible else b"", values)
 
@@ -101,7 +101,7 @@ def _structure(schema: Any, version: int, array: Path, count: int, tags: bytes, 
                 element = _scalar(field.type_str.removeprefix("[]"), None, flexible=bool(tags))
             parts += [_count(elements, flexible=bool(tags)), element * elements]
         elif field.is_struct():
-            # All structures that stand by themselves may be null.
+            # All structures in fields of their own may be null.
             parts.append(b"\xff")
         else:
             parts.append(_scalar(field.type_str, values.get(field.name), flexible=bool(tags)))

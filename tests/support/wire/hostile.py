@@ -12,7 +12,7 @@ from kproxy_codec.errors import CodecError
 from tests.support.wire.messages import uvarint
 
 Parse = Callable[[memoryview], object]
-# Written over what stands in a message: one to ten bytes that are lengths, counts and varints beyond all measure.
+# Written over parts of messages: lengths, counts and varints of one to ten bytes, up to the extremes.
 INFLATED = [
     *(bytes([byte]) for byte in (0x00, 0x7F, 0xFF)),
     *(struct.pack(">i", number) for number in (2**31 - 1, -1, -(2**31), 5000)),
@@ -20,25 +20,25 @@ INFLATED = [
     *(uvarint(number) for number in (2**32 - 1, 65, 4_098, 40_000)),
     b"\x80" * 10,
 ]
-# What parsing a message of some 300 bytes may take for a moment: spans and lists, nothing that was announced.
+# The memory that parsing a message of some 300 bytes may take: spans and lists, not announced sizes.
 MODEST_BYTES = 64_000
 
 
 def assert_refused_when_cut(parse: Parse, frame: memoryview) -> None:
-    """At any length."""
+    """Check this at every length."""
     for length in range(len(frame)):
         with pytest.raises(CodecError):
             parse(memoryview(bytearray(frame[:length])))
 
 
 def assert_refused_before_allocation(parse: Parse, frame: bytes) -> None:
-    """Inflated lengths at any place; most of them are refused."""
+    """Inflate lengths at any place; most of the messages are refused."""
     refused = 0
     tracemalloc.start()
     try:
         for offset in range(4, len(frame)):
             for inflated in INFLATED:
-                # Over what stands there, or in the place of one byte, as a longer varint would be.
+                # Overwrite as many bytes, or replace one byte, as a longer varint would.
                 end = offset + (1 if (offset + len(inflated)) % 2 else len(inflated))
                 broken = memoryview(bytearray(frame[:offset] + inflated + frame[end:]))
                 tracemalloc.reset_peak()

@@ -34,7 +34,7 @@ APIS: dict[int, PartitionedApi] = {PRODUCE: PRODUCE_API, FETCH: FetchApi(), LIST
 VERSIONS = {PRODUCE: range(3, 14), FETCH: range(4, 19), LIST_OFFSETS: range(1, 12)}
 FLEXIBLE_FROM = {PRODUCE: 9, FETCH: 12, LIST_OFFSETS: 6}
 EVERY_VERSION = [(api_key, version) for api_key, versions in VERSIONS.items() for version in versions]
-# For tests of thousands of partitions: the first, the first flexible and the last version of each API.
+# Versions for tests of thousands of partitions: each API's first, first flexible and last one.
 AT_LENGTH = [
     pytest.param(
         api_key,
@@ -173,7 +173,7 @@ def is_by_id(api_key: int, version: int) -> bool:
 
 
 def named_as(api_key: int, version: int, name: str) -> bytes:
-    """A topic's name as messages of this version carry it, whether `topic_id` has given it an id or not."""
+    """A topic's name as messages of this version contain it, whether or not `topic_id` has an id for it."""
     if not is_by_id(api_key, version):
         return name.encode()
     return uuid.UUID(name[3:]).bytes if name.startswith("id:") else topic_id(name).bytes
@@ -384,8 +384,7 @@ def sample_response(api_key: int, partitions: Mapping[str, Sequence[int]], **cha
 
 # Random messages
 
-# Low tags have a meaning in some versions; these have none in any version.
-# Of a length that takes two bytes as a varint.
+# Low tags have a meaning in some versions; these have none in any version. The lengths need varints of two bytes.
 _LONG_BYTES = st.integers(128, 300).map(lambda length: bytes([length % 256]) * length)
 _TAGS = st.dictionaries(st.integers(100, 2**31), st.binary(max_size=6), max_size=2).map(
     lambda tags: sorted(tags.items())

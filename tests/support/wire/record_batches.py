@@ -34,7 +34,7 @@ def build_batch(
 
 
 def with_attributes(batch: bytearray, attributes: int) -> bytearray:
-    """`batch` with other attributes (compression, timestamp type, control bit) and the CRC that goes with them."""
+    """`batch` with other attributes (compression, timestamp type, control bit) and a matching CRC."""
     changed = bytearray(batch)
     changed[21:23] = attributes.to_bytes(2, "big")
     changed[17:21] = crc32c(changed[21:]).to_bytes(4, "big")

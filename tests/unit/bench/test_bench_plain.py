@@ -18,8 +18,8 @@ from kproxy_codec.framing import RESPONSE_CORRELATION_ID_OFFSET, ReceiveArena
 from kproxy_codec.produce import PRODUCE_API
 
 
-def test_ratios_are_taken_within_a_round() -> None:
-    # Another process doubles all times of the second round.
+def test_ratios_are_computed_within_a_round() -> None:
+    # Another process makes all times of the second round twice as long.
     assert ratio([20.0, 44.0, 30.0], [10.0, 20.0, 10.0]) == Ratio(of_least=2.0, lowest=2.0, median=2.2, highest=3.0)
 
 
@@ -90,7 +90,7 @@ def test_fast_broker_assigns_no_offset_twice(broker: FastBroker) -> None:
     records = MANY_PARTITIONS[0].records
     for number in range(3):
         assert base_offsets(broker, ten, number + 7) == [number * records] * 10
-    # Another shape to the same partitions, and to others.
+    # Requests of other shapes continue each partition's offsets.
     one = produce_frame(Shape("", 1, 1 << 10, 0))
     others = produce_frame(MANY_PARTITIONS[0], first=10)
     assert base_offsets(broker, one, 1) == [3 * records]

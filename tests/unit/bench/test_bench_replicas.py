@@ -5,7 +5,7 @@ from __future__ import annotations
 from bench.replicas import Lags
 
 
-def test_lag_is_counted_per_follower_and_growth() -> None:
+def test_lag_is_counted_by_follower_and_growth() -> None:
     lags = Lags(leader_bytes=10, followers=2)
     lags.leader_has(10, now=1.0)
     assert not lags.is_behind(0)

@@ -73,7 +73,7 @@ def test_snapshot_is_read_and_reported_once() -> None:
     assert view.topic_by_id(TOPIC_ID.bytes) == found
 
 
-def test_an_owner_that_is_not_alive_owns_nothing() -> None:
+def test_dead_owner_owns_nothing() -> None:
     observed = Observed(topic(), kv(LEASE, b"1", 5, 7))
     assert observed.view.owner("t", 0) == NO_OWNER
     assert observed.view.ownership("t", 0) is not None

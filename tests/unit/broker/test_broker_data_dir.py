@@ -50,7 +50,7 @@ def test_directory_is_closed_to_other_users(tmp_path: Path) -> None:
         "above/data": 0o700,
         **{f"{place}/{name}": 0o700 for place in ("above/data", "given") for name in ("t-0", "log-ids")},
     }
-    # The mode of an existing directory is its owner's choice.
+    # The owner chose the mode of an existing directory.
     assert given.stat().st_mode & 0o777 == 0o755
 
 
@@ -102,7 +102,7 @@ def test_removed_log_gets_another_id_when_restarted(tmp_path: Path) -> None:
     data_dir.close()
 
 
-def test_log_that_could_not_begin_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_that_fails_to_begin_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data_dir = DataDir.open(tmp_path, 1)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "mkdir", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no room")))
@@ -114,7 +114,7 @@ def test_log_that_could_not_begin_leaves_no_trace(tmp_path: Path, monkeypatch: p
 
 
 def lose_committed(tmp_path: Path, lost: str) -> Path:
-    """A log of three segments, of one batch each, of which the last ones are gone; its directory."""
+    """A log of three one-batch segments, without the last ones; return its directory."""
     data_dir = DataDir.open(tmp_path, 1)
     log = data_dir.open_log("t", 0, FIRST, LogOptions(segment_bytes=100))
     append_values(log, 100, 100, 100)
@@ -164,7 +164,7 @@ def test_only_log_without_committed_records_stays_closed(tmp_path: Path, lost: s
 
 def test_directory_of_another_release_is_refused(tmp_path: Path) -> None:
     tmp_path.joinpath("broker.json").write_text('{"node_id": 1, "version": 3}')
-    with pytest.raises(StartupError, match="is of version 3, which another release has made"):
+    with pytest.raises(StartupError, match="has version 3, made by another release"):
         DataDir.open(tmp_path, 1)
 
 
@@ -187,7 +187,7 @@ def test_hung_disk_takes_no_threads_of_others(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_only_the_very_topics_log_is_deleted(tmp_path: Path) -> None:
+def test_only_the_deleted_topics_log_is_deleted(tmp_path: Path) -> None:
     data_dir = DataDir.open(tmp_path, 1)
     data_dir.open_log("t", 0, SECOND).close()
     data_dir.delete_log("t", 0, FIRST)
@@ -227,7 +227,7 @@ def test_topic_recreated_during_removal_keeps_its_log(tmp_path: Path, monkeypatc
 
 
 def test_deleted_topic_leaves_nothing_for_its_namesake(tmp_path: Path) -> None:
-    """Its partitions are removed one by one; creating it again does not wait for the last."""
+    """Its partitions are removed one by one, and a new creation does not wait for the last."""
     data_dir = DataDir.open(tmp_path, 1)
     data_dir.open_log("t", 0, FIRST).close()
     data_dir.mark_deleted(FIRST)
@@ -240,10 +240,10 @@ def test_deleted_topic_leaves_nothing_for_its_namesake(tmp_path: Path) -> None:
     data_dir.close()
 
 
-def test_topics_differing_in_case_are_kept_apart(tmp_path: Path) -> None:
+def test_topics_that_differ_in_case_stay_apart(tmp_path: Path) -> None:
     data_dir = DataDir.open(tmp_path, 1)
     data_dir.open_log("Flights", 0, FIRST).close()
-    (tmp_path / "Flights-0").rename(tmp_path / "flights-0")  # as a file system that ignores case would find it
+    (tmp_path / "Flights-0").rename(tmp_path / "flights-0")  # a case-insensitive file system would find it
     with pytest.raises(LogFailed, match="ignores case"):
         data_dir.open_log("flights", 0, SECOND)
     data_dir.close()
@@ -257,7 +257,7 @@ def test_half_removed_directory_is_removed_at_next_start(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", ["a file", "a folder"])
-def test_deleted_log_that_stays_stops_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_undeletable_log_prevents_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     for name in ("#deleted-a", "#deleted-b", "#deleted-c"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "00000000000000000000.log").write_bytes(b"x")
@@ -275,7 +275,7 @@ def test_deleted_log_that_stays_stops_no_start(tmp_path: Path, monkeypatch: pyte
 
 
 def keep_folders(monkeypatch: pytest.MonkeyPatch, prefix: str) -> None:
-    """Folders of such a name cannot be removed, as on a bad sector."""
+    """Make folders of such a name undeletable, as a bad sector would."""
     usual = os.rmdir
 
     def rmdir(path: Path | str, **where: Any) -> None:
@@ -286,7 +286,7 @@ def keep_folders(monkeypatch: pytest.MonkeyPatch, prefix: str) -> None:
     monkeypatch.setattr(os, "rmdir", rmdir)
 
 
-def test_deleted_log_that_stays_blocks_no_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undeletable_log_blocks_no_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data_dir = DataDir.open(tmp_path, 1)
     data_dir.open_log("t", 0, FIRST).close()
     data_dir.mark_deleted(FIRST)
@@ -314,7 +314,7 @@ def test_damaged_log_id_keeps_its_log_closed(tmp_path: Path, content: bytes) -> 
         with pytest.raises((LogFailed, OSError), match=f"{path} is damaged"):
             data_dir.open_log("t", 0, FIRST)
     data_dir.open_log("t", 1, FIRST).close()
-    # The remedies that the broker names: if other replicas have the records, and if they have not.
+    # The remedies that the broker names: one if other replicas have the records, one if none has.
     (tmp_path / "t-0").rename(tmp_path / "elsewhere")
     data_dir.open_log("t", 0, FIRST).close()
     assert data_dir.log_id_of(FIRST, 0) not in (None, data_dir.log_id), "an empty log counts as the one that was there"

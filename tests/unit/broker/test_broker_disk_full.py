@@ -78,7 +78,7 @@ def test_disk_of_relative_directory_is_named(disk: SmallDisk, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_batch_without_room_is_refused_whole_until_room(
+def test_batch_is_refused_whole_until_disk_has_room(
     disk: SmallDisk, log: Log, operation: Callable[[Log], None]
 ) -> None:
     before, records = files(log), read_all(log)

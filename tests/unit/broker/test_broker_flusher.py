@@ -31,7 +31,7 @@ OPTIONS = LogOptions(segment_bytes=1000, flush="always")
 
 
 class Disk:
-    """`waiting` is set while a caller waits for a disk that hangs; with `fails` the wait ends in an error."""
+    """`waiting` is set while a caller waits for a disk that hangs; with `fails` the wait ends with an error."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.syncs = 0
@@ -114,7 +114,7 @@ def waits_for(partition: Partition, acks: int) -> Callable[[int, float], Awaitab
 
 
 @pytest.mark.parametrize("acks", [1, ACKS_ALL])
-async def test_answer_waits_for_its_disk_and_no_other(leader: Partition, disk: Disk, acks: int) -> None:
+async def test_answer_waits_only_for_its_own_disk(leader: Partition, disk: Disk, acks: int) -> None:
     disk.hang()
     result = append(leader, acks=acks)
     assert (result.error_code, result.last_offset) == (0, 0)
@@ -159,8 +159,8 @@ async def test_segments_begin_while_the_disk_hangs(leader: Partition, disk: Disk
 
 
 @pytest.mark.parametrize("acks", [1, ACKS_ALL])
-async def test_possibly_flushed_batch_is_not_called_refused(leader: Partition, disk: Disk, acks: int) -> None:
-    """The batch is in the file, and is served once the log is opened again: a resend would duplicate it."""
+async def test_batch_that_may_be_flushed_is_not_refused(leader: Partition, disk: Disk, acks: int) -> None:
+    """The batch is in the file, and is read again after a reopening: a resend would duplicate it."""
     disk.hang()
     results = [append(leader, acks=acks) for _ in range(3)]
     answers = [asyncio.ensure_future(waits_for(leader, acks)(each.last_offset, PATIENCE_S)) for each in results]

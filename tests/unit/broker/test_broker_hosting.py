@@ -37,7 +37,7 @@ def host(tmp_path: Path, view: ClusterView) -> Iterator[HostedReplicas]:
 async def test_unopenable_log_is_reported_once_with_remedy(
     tmp_path: Path, view: ClusterView, host: HostedReplicas
 ) -> None:
-    """It is tried again every few seconds, for each of perhaps a thousand partitions."""
+    """The open is tried again every few seconds, for perhaps a thousand partitions."""
     topic, checkpoint = view.topics["t"], tmp_path / "t-0" / "checkpoint.json"
     with capture_logs() as logs:
         for told in (1, 2):

@@ -51,7 +51,7 @@ def test_end_of_an_epoch_is_found(asked: int, answer: tuple[int, int]) -> None:
 
 
 def test_epoch_without_records_is_replaced() -> None:
-    """Its leader was elected and lost again before it wrote: what stands there has another epoch, even a lower."""
+    """Its leader lost the election before it wrote, so a later batch has another epoch, perhaps a lower one."""
     assert epochs((2, 0), (5, 10), (6, 10)).entries() == [(2, 0), (6, 10)]
     assert epochs((2, 0), (5, 10), (4, 10)).entries() == [(2, 0), (4, 10)]
     assert epochs((2, 0), (5, 10), (2, 10)).entries() == [(2, 0)]

@@ -123,7 +123,7 @@ async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
 
 
 async def test_topic_created_and_deleted_unseen_is_no_error(stage: Stage) -> None:
-    """A watch that is taken up again tells of both at once: the mirror, and the broker with it, ended at that."""
+    """A watch that resumes reports both at once, which once ended the mirror and the broker."""
     stage.view.on_snapshot(Snapshot(1, 1, []))
     value = encode_value(TopicValue(uuid.uuid4(), [[1]], {}))
     put = WatchEvent(False, KeyValue(KEYS.topic("t"), value, 2, 2, 1, 0))
@@ -133,7 +133,7 @@ async def test_topic_created_and_deleted_unseen_is_no_error(stage: Stage) -> Non
 
 
 async def test_new_epoch_exceeds_all_obeyed_here(stage: Stage) -> None:
-    """A restored etcd remembers an earlier one, in which nothing was written: who obeyed it refuses this leader."""
+    """A restored etcd remembers an earlier epoch without records: a replica that obeyed it refuses this leader."""
     topic_id = uuid.uuid4()
     await stage.put(KEYS.topic("t"), TopicValue(topic_id, [[1, 2]], {}))
     await stage.put(KEYS.state("t", 0), StateValue(5, [ReplicaKey(1, stage.data_dir.log_id), on_disk(2)], topic_id))
@@ -148,7 +148,7 @@ async def test_new_epoch_exceeds_all_obeyed_here(stage: Stage) -> None:
 
 @pytest.mark.parametrize("tell", [Stage.tell_snapshot, Stage.tell])
 async def test_lease_key_of_deleted_topic_blocks_no_leader(stage: Stage, tell: Callable[[Stage], None]) -> None:
-    """Whether the deletion was seen or not, no other broker can take it as long as the old key exists."""
+    """Whether or not the deletion was seen: while the old key exists, no other broker can take the partition."""
     await stage.put_topic(uuid.uuid4(), [1])
     await stage.begin()
     running = asyncio.create_task(stage.leases.run())
@@ -165,7 +165,7 @@ async def test_lease_key_of_deleted_topic_blocks_no_leader(stage: Stage, tell: C
 
 
 async def test_topic_created_after_etcd_restore_is_seen(stage: Stage) -> None:
-    """Its revisions are lower than those of before; a replica that is taken for another would not lead."""
+    """Its revisions are lower than the earlier ones; a replica that counts as another would not lead."""
     for _ in range(20):
         await stage.put(KEYS.broker(9), broker_value(9))
     await stage.begin()
@@ -185,7 +185,7 @@ async def test_topic_created_after_etcd_restore_is_seen(stage: Stage) -> None:
 
 
 async def test_out_of_sync_log_does_not_lead(stage: Stage) -> None:
-    """Its disk was replaced: committed records are on other brokers, or on the old disk."""
+    """Its disk was replaced: the committed records are on other brokers or on the old disk."""
     topic_id = uuid.uuid4()
     await stage.put(KEYS.topic("t"), TopicValue(topic_id, [[1, 2]], {}))
     await stage.put(KEYS.state("t", 0), StateValue(5, [on_disk(1), on_disk(2)], topic_id))
@@ -197,7 +197,7 @@ async def test_out_of_sync_log_does_not_lead(stage: Stage) -> None:
 
 
 async def test_next_replica_takes_partition_the_first_cannot(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first broker lives, but its disk accepts no new log: once no broker led the partition meanwhile."""
+    """The first broker lives, but its disk accepts no new log: once no broker led the partition then."""
     monkeypatch.setattr(election, "START_GRACE_S", 0.0)
     monkeypatch.setattr(election, "UNWRITTEN_DELAY_S", 0.2)
     topic_id = uuid.uuid4()
@@ -240,7 +240,7 @@ async def test_unreadable_fence_prevents_leading(stage: Stage) -> None:
 
 
 async def test_records_for_deleted_topic_id_miss_its_namesake(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was deleted and created again while the request waited for it to be taken (KIP-516)."""
+    """The topic was deleted and created again while the request waited for its take-over (KIP-516)."""
     await stage.put_topic(topic_id("t"), [1])
     await stage.begin()
     take = stage.leases.take
@@ -248,7 +248,7 @@ async def test_records_for_deleted_topic_id_miss_its_namesake(stage: Stage, monk
     async def take_late(keys: Iterable[PartitionKey], timeout_s: float) -> None:
         await stage.recreate_topic()
         stage.tell()
-        await asyncio.sleep(0.2)  # the old one's log is removed
+        await asyncio.sleep(0.2)  # the old owner's log is removed
         await take(keys, timeout_s)
         assert stage.leases.led(b"t", 0) is not None
 
@@ -268,7 +268,7 @@ async def test_records_for_deleted_topic_id_miss_its_namesake(stage: Stage, monk
 async def test_leader_that_cannot_begin_returns_its_key(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """Its transaction has created the key: no broker would lead as long as this broker lives."""
+    """Its transaction has created the key, so no broker would lead as long as this broker lives."""
     topic_id = uuid.uuid4()
     await stage.put_topic(topic_id, [1])
     await stage.begin()

@@ -116,7 +116,7 @@ def test_failed_partial_write_leaves_no_trace(log: Log) -> None:
     append_values(log, 100)
     size = log.size_in_bytes
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 500, limits[1]))  # the next write goes through by 500 bytes
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 500, limits[1]))  # the next write stops after 500 bytes
     try:
         with pytest.raises(OSError, match="File too large"):
             append_values(log, 5000)
@@ -184,7 +184,7 @@ def test_producer_state_is_rebuilt_from_the_log(log: Log) -> None:
 
 
 def test_an_empty_later_segment_keeps_the_end_offset(log: Log) -> None:
-    """A broker killed between rolling and writing must not fall back to an offset it gave out."""
+    """A broker killed between rolling and writing must not fall back to an offset that it has given out."""
     append_values(log, *[9000] * 3)
     log.close()
     last = max(log.directory.glob("*.log"))

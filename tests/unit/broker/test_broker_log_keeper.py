@@ -33,7 +33,7 @@ NOW_MS = 1_000_000
 
 @dataclass
 class Hosted:
-    """The part of a partition that its log's keeper uses."""
+    """The part of a partition that its log keeper uses."""
 
     log: Log
     high_watermark: int = 0
@@ -46,7 +46,7 @@ class Hosted:
         self.is_at_rest = True
 
     def log_shortened(self) -> None:
-        """Do nothing: nobody waits for it."""
+        """Do nothing, because nobody waits for it."""
 
 
 class Disk:
@@ -65,7 +65,7 @@ class Disk:
 
     @asynccontextmanager
     async def at_work(self, flush: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-        """While the block runs the disk is at work for this flush, which has ended behind it."""
+        """Keep the disk busy with this flush during the block."""
         begun, go_on = threading.Event(), threading.Event()
 
         def wait() -> None:
@@ -123,7 +123,7 @@ def broker(tmp_path: Path) -> Iterator[Broker]:
 
 
 def break_disk_of(log: Log) -> None:
-    """Put something into the place of the log's last file that takes writes and cannot be brought to any disk."""
+    """Replace the log's last file with one that accepts writes but cannot be flushed."""
     path = max(log.directory.glob("*.log"))
     (fd,) = (int(each.name) for each in Path("/proc/self/fd").iterdir() if each.resolve() == path)
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -138,7 +138,7 @@ def break_disk_of(log: Log) -> None:
 async def test_keeper_flushes_as_the_policy_says(
     broker: Broker, disk: Disk, flush: FlushPolicy, by_keeper: int
 ) -> None:
-    """With `always` the partition sees to it, which has others wait for it: see test_broker_flusher."""
+    """With `always` the partition flushes, because others wait for it: see test_broker_flusher."""
     log = broker.host(flush=flush).log
     append_values(log, 10, 10)
     log.append_replicated(leader_batches(2, 1, 1))
@@ -154,7 +154,7 @@ async def test_keeper_flushes_as_the_policy_says(
 def test_append_never_waits_for_the_disk(
     broker: Broker, disk: Disk, flush: FlushPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor what else is done to a log on the event loop."""
+    """Nor does any other work on a log on the event loop."""
     log = broker.host(flush=flush, retention_ms=1000).log
     append_values(log, *[4000] * 3, timestamp=NOW_MS - 2000)
     log.flush()
@@ -176,7 +176,7 @@ def test_append_never_waits_for_the_disk(
 
 
 async def test_truncated_records_do_not_count_as_flushed(broker: Broker, disk: Disk) -> None:
-    """Records written in their place while the disk was working are not flushed yet."""
+    """Records written over them while the disk was busy are not flushed yet."""
     log = broker.host(flush="always").log
     append_values(log, 10, 10, 10)
     log.flush()
@@ -214,7 +214,7 @@ async def test_names_that_killed_process_left_reach_the_disk(
     killed = broker.host().log
     append_values(killed, 4000, 4000)
     broker.hosted.clear()
-    killed.close()  # flushes nothing
+    killed.close()  # does not flush
     hosted, synced = broker.host(), []
     assert hosted.log.directory == killed.directory
     sync = os.fsync
@@ -333,7 +333,7 @@ async def test_log_of_killed_broker_is_flushed(broker: Broker, disk: Disk) -> No
     assert disk.syncs == 1
 
 
-async def test_log_with_failed_flush_serves_nothing_more(broker: Broker) -> None:
+async def test_log_with_failed_flush_is_no_longer_read(broker: Broker) -> None:
     """The kernel may count data as written that it could not write, so a flush must not be repeated."""
     broken, well = broker.host("broken"), broker.host("well")
     for hosted in (broken, well):
@@ -373,7 +373,7 @@ async def test_moved_high_watermarks_are_written_down(broker: Broker) -> None:
 async def test_high_watermark_is_written_only_over_flushed_records(
     broker: Broker, flush: FlushPolicy, written: int
 ) -> None:
-    """Or a power cut at all replicas at once would leave each of them lacking what was committed, and none to lead."""
+    """Otherwise a power cut at all replicas could take committed records from each, and none could lead."""
     hosted = broker.host(flush=flush)
     append_values(hosted.log, 10, 10)
     hosted.high_watermark = 2
@@ -414,7 +414,7 @@ def touch_in_every_way(group: Group) -> Iterator[tuple[str, Partition]]:
 
 
 @pytest.mark.parametrize("flush", ["interval", "never"])
-async def test_replica_rests_until_something_changes(tmp_path: Path, flush: FlushPolicy) -> None:
+async def test_unchanged_replica_is_not_flushed_again(tmp_path: Path, flush: FlushPolicy) -> None:
     group = Group(tmp_path, flush=flush)
     replicas = group.replicas.values()
     keeper = LogMaintenance(lambda: replicas, flush_interval_s=1.0, retention_check_interval_s=1.0)
@@ -433,7 +433,7 @@ async def test_replica_rests_until_something_changes(tmp_path: Path, flush: Flus
     keeper.close()
 
 
-async def test_rounds_leave_replicas_at_rest_alone(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rounds_skip_unchanged_replicas(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     for topic in ("t", "u", "v"):
         broker.host(topic)
     await settle(broker.keeper)
@@ -448,7 +448,7 @@ async def test_rounds_leave_replicas_at_rest_alone(broker: Broker, monkeypatch: 
     assert set(looked_at) == {busy.log}
 
 
-async def test_never_flushed_log_rests(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_never_flushed_log_needs_no_rounds(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     hosted = broker.host(flush="never")
     append_values(hosted.log, 10, 10)
     hosted.high_watermark = 2
@@ -459,7 +459,7 @@ async def test_never_flushed_log_rests(broker: Broker, monkeypatch: pytest.Monke
 
 
 async def test_late_checkpoint_does_not_enter_successor_log(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A topic is deleted and created again, while the disk is slow."""
+    """The topic is deleted and created again while the disk is slow."""
     log = broker.host().log
     at_work, go_on = threading.Event(), threading.Event()
     sync = os.fsync

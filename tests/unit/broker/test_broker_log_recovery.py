@@ -24,7 +24,7 @@ from tests.support.brokers.broker_logs import assert_reads_alike, copied, leader
 START = 100
 BATCHES, RECORDS = 5, 4
 OPTIONS = LogOptions(segment_bytes=600)
-# In a batch: what the CRC does not cover, the CRC, and what it covers.
+# In a batch: bytes before the CRC, the CRC, and the bytes that it covers.
 OFFSET, LENGTH, LEADER_EPOCH, MAGIC, CRC, ATTRIBUTES, FIRST_RECORD = 0, 8, 12, 16, 17, 21, 61
 END = 160
 
@@ -57,7 +57,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def flip(path: Path, batch: int, position: int, mask: int) -> bytes:
-    """Change bits of one byte of a batch; the file's content then."""
+    """Flip bits in one byte of a batch; return the file's new content."""
     data = bytearray(path.read_bytes())
     data[len(data) // BATCHES * batch + position] ^= mask
     path.write_bytes(data)
@@ -101,7 +101,7 @@ def test_flipped_bit_in_earlier_segment_changes_nothing(
     """Offsets after it were assigned and committed, so only a person may decide to cut them off."""
     path = segment_files(directory)[segment]
     if segment == batch == 0 and position == LEADER_EPOCH + 3:
-        mask = 0x80  # there is no lower one at the very beginning
+        mask = 0x80  # the first offset has no lower one
     recover_from(directory, START + (segment * BATCHES + batch + 1) * RECORDS + 1)
     flip(path, batch, position, mask)
     damaged = contents(directory)
@@ -132,7 +132,7 @@ def a_segment_that_lost_all(directory: Path) -> None:
 
 
 def a_segment_of_zeros(directory: Path) -> None:
-    """As a file is after a power cut whose length was on the disk before its bytes."""
+    """Fill a segment with zeros, as after a power cut between the writes of its length and its bytes."""
     path = segment_files(directory)[1]
     path.write_bytes(bytes(len(path.read_bytes())))
 
@@ -141,7 +141,7 @@ def a_missing_segment(directory: Path) -> None:
     segment_files(directory)[1].unlink()
 
 
-# Each damage says how many bytes of the rest are lost.
+# Each damage, and how many of the remaining bytes are lost.
 IN_THE_MIDDLE = [
     pytest.param(a_flipped_bit, 128, id="a flipped bit"),
     pytest.param(an_epoch_that_goes_back, 120, id="an epoch that goes back"),
@@ -157,7 +157,7 @@ IN_THE_MIDDLE = [
 def test_damage_above_recovery_point_truncates_the_log(
     directory: Path, damage: Callable[[Path], None], left: int
 ) -> None:
-    """Segments begin before the one before is on the disk: a power cut may take any, and leave later ones."""
+    """Segments begin before earlier ones are flushed: a power cut may remove any and leave later ones."""
     whole = b"".join(contents(directory).values())
     recover_from(directory, left)
     damage(directory)
@@ -210,7 +210,7 @@ def test_first_segments_may_be_missing_after_retention(directory: Path) -> None:
     log.close()
 
 
-def test_emptied_last_segment_keeps_its_place(directory: Path) -> None:
+def test_emptied_last_segment_keeps_its_base_offset(directory: Path) -> None:
     segment_files(directory)[-1].write_bytes(b"\x00" * 50)
     log = Log.open(directory, options=OPTIONS)
     assert (log.log_end_offset, log.truncated_bytes) == (140, 50)
@@ -228,14 +228,14 @@ def test_checkpoint_reveals_missing_committed_records(directory: Path) -> None:
     again.close()
 
 
-def test_a_file_that_is_no_segment_is_named(directory: Path) -> None:
+def test_file_that_is_not_a_segment_is_named(directory: Path) -> None:
     (directory / "notes.log").write_text("mine")
     with pytest.raises(LogFailed, match=r"notes\.log is not a segment"):
         Log.open(directory, options=OPTIONS)
 
 
 class Told(NamedTuple):
-    """A closed log of three segments; the files beside them are `now`'s, those when it ended at 152 are `before`'s."""
+    """A closed log of three segments; the files beside them as `now`, and as of the end at 152 (`before`)."""
 
     now: Path
     before: Path
@@ -281,7 +281,7 @@ def lose_last_segment(told: Told) -> None:
     segment_files(told.now)[-1].unlink()
 
 
-# The files on the disk after a power cut, and the segments that are then read.
+# The files on the disk after a power cut, and the segments that recovery then reads.
 MIXED = [
     pytest.param(lambda told: None, [], id="nothing"),
     pytest.param(lambda told: told.put_back("log.snapshot"), [140], id="older snapshot"),
@@ -300,7 +300,7 @@ MIXED = [
 
 
 @pytest.mark.parametrize(("mix", "read"), MIXED)
-def test_mixed_files_open_as_segments_say(
+def test_log_of_mixed_files_opens_by_its_segments(
     told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mix: Callable[[Told], None], read: list[int]
 ) -> None:
     mix(told)

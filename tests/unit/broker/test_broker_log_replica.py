@@ -37,7 +37,7 @@ def segment_names(log: Log) -> list[int]:
     return sorted(int(path.stem) for path in log.directory.glob("*.log"))
 
 
-# Taking what the leader sends
+# Appending the leader's batches
 
 
 def test_replica_log_equals_leaders_byte_for_byte(log: Log) -> None:
@@ -88,10 +88,10 @@ def with_byte(data: bytearray, position: int, value: int) -> bytearray:
             "offset 6 is next here",
             id="gap within",
         ),
-        pytest.param(leader_batches(5, 1, leader_epoch=2), "leader epoch 2 at offset 5 comes behind", id="old epoch"),
+        pytest.param(leader_batches(5, 1, leader_epoch=2), "leader epoch 2 at offset 5 comes after", id="old epoch"),
         pytest.param(
             leader_batches(5, 1, leader_epoch=4) + leader_batches(6, 1, leader_epoch=3),
-            "leader epoch 3 at offset 6 comes behind epoch 4",
+            "leader epoch 3 at offset 6 comes after epoch 4",
             id="old epoch within",
         ),
         pytest.param(
@@ -111,7 +111,7 @@ def test_non_successive_batch_is_refused_whole(log: Log, sent: bytearray, reason
 
 
 def test_epoch_without_records_admits_an_older_one(log: Log) -> None:
-    """Led in epoch 5 without a write; the next leader still has records of epoch 4 that this replica never saw."""
+    """A leader wrote nothing in epoch 5; the next one still has records of epoch 4 that this replica never saw."""
     log.append_replicated(leader_batches(0, 2, leader_epoch=4))
     log.leader_epochs.assign(5, log.log_end_offset)
     log.append_replicated(leader_batches(2, 1, leader_epoch=4) + leader_batches(3, 1, leader_epoch=6))
@@ -154,7 +154,7 @@ def test_the_limit_holds_in_every_segment(log: Log) -> None:
         assert (found, offset) == (up_to // 10, up_to)
 
 
-# Going back
+# Truncation
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def idempotent(sequence: int, *, producer_id: int = 9, producer_epoch: int = 0) 
 def test_truncation_restores_producers_of_the_remaining_log(
     log: Log, dropped: int, remember_every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where that is longer ago than producers are remembered for."""
+    """Also of producers that are too old to be remembered otherwise."""
     monkeypatch.setattr(producer_state, "HISTORY_INTERVAL_BYTES", remember_every)
     for sequence in range(20):
         append(log, idempotent(sequence))
@@ -289,7 +289,7 @@ def test_follower_drops_segments_its_leader_dropped(log: Log) -> None:
     assert log.log_end_offset == 400
 
 
-# What is remembered beside the log
+# State files beside the log
 
 
 def test_a_checkpoint_is_found_again(log: Log) -> None:

@@ -27,7 +27,7 @@ WELL = BrokerStatus("", 8.7, 1, 0, 0.4, 3, 2)
 
 
 class Page:
-    """The page of broker 1 of a group; its parts are as a server has them."""
+    """The page of broker 1 of a group, assembled like a server's."""
 
     def __init__(self, group: Group) -> None:
         self.status = WELL
@@ -47,7 +47,7 @@ class Page:
         self.view.apply_put(key, encode_value(value), lease_id=1, revision=self._revision)
 
     async def __call__(self, name: str, **labels: str) -> float | None:
-        """The value of `kproxy_broker_{name}` with just these labels, None if there is no such series."""
+        """The value of `kproxy_broker_{name}` with exactly these labels, None if there is no such series."""
         body, _ = await self.pages.metrics("")
         return samples(body.decode()).get((f"kproxy_broker_{name}", tuple(sorted(labels.items()))))
 
@@ -112,7 +112,7 @@ async def test_lagging_follower_shows_in_lag_then_isr(group: Group, page: Page) 
     ]
 
 
-async def test_leader_of_uncertain_lease_leads_nothing(group: Group, page: Page) -> None:
+async def test_leader_with_uncertain_lease_is_not_counted(group: Group, page: Page) -> None:
     group.elect(1)
     group.fences[1].live = False
     assert await page("led_partitions") == 0
@@ -205,7 +205,7 @@ async def test_failed_flushes_are_timed_too(tmp_path: Path, group: Group, page: 
 async def test_totals_cover_all_replicas(
     group: Group, page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are read in portions, in turns of the event loop."""
+    """Replicas are read in portions, over several turns of the event loop."""
     monkeypatch.setattr(broker_page, "LOOKED_AT_ONCE", 2)
     others = []
     for index in range(1, 5):

@@ -81,7 +81,7 @@ def test_write_under_dying_fence_is_undone(partition: Partition, clock: Clock, f
     """The broker stops between the check and the write: nobody may read the written batch, and its offset is reused."""
     append(partition)
     sent = build_batch([b"slipped"], producer_id=3, producer_epoch=0, base_sequence=0)
-    clock.steps = [LIVE_FOR_S]  # passes between the first check and the second
+    clock.steps = [LIVE_FOR_S]  # passes between the first and the second check
     assert append(partition, sent).error_code == error_codes.NOT_LEADER_OR_FOLLOWER
     assert (partition.log_end_offset, partition.high_watermark) == (1, 1)
     fence.renew(clock.now, TTL_S)
@@ -145,7 +145,7 @@ def test_leader_epochs_are_compared(partition: Partition, believed: int, error_c
     assert partition.check_leader_epoch(believed) == error_code
 
 
-# The fence itself
+# The fence
 
 
 def test_fence_lives_from_send_time_of_keepalive(clock: Clock) -> None:

@@ -104,7 +104,7 @@ def remembered(states: ProducerStates, producer_id: int) -> bool:
 
 
 def test_producer_idle_for_a_day_expires_on_writes() -> None:
-    """It expires by the time of its append: the producer's timestamps do not count there."""
+    """It expires by the time of its last append; the producer's timestamps do not count."""
     clock = Clock()
     states = ProducerStates(clock=clock)
     states.update(batch(0, producer_id=1), 0)
@@ -118,7 +118,7 @@ def test_producer_idle_for_a_day_expires_on_writes() -> None:
 
 
 def test_producer_read_from_a_log_expires_by_timestamp() -> None:
-    """A resend may come at once behind a restart or a change of leader, whatever timestamps its producer chooses."""
+    """A resend may follow a restart or a new leader at once, whatever timestamps its producer chooses."""
     clock = Clock()
     states = ProducerStates(clock=clock)
     old, ahead, none = clock.now - 2 * EXPIRATION_MS, clock.now + 9 * EXPIRATION_MS, -1
@@ -130,7 +130,7 @@ def test_producer_read_from_a_log_expires_by_timestamp() -> None:
     clock.now += 1
     states.update(batch(1, producer_id=4), 5)
     assert [remembered(states, producer_id) for producer_id in (1, 2, 3)] == [False, True, True]
-    # A batch from the future counts as of the time when it was read.
+    # A batch with a future timestamp is dated by the time when it was read.
     clock.now += EXPIRATION_MS - GRACE_MS
     states.update(batch(2, producer_id=4), 6)
     assert (len(states), states.expired, states.evicted) == (1, 3, 0)
@@ -157,7 +157,7 @@ def test_excess_producers_are_counted_and_logged() -> None:
             states.update(batch(0, producer_id=producer_id), producer_id)
     assert (len(states), states.evicted, states.expired) == (2, 5, 0)
     assert [line["evicted"] for line in logs] == [1, 2, 4], "not a line for each"
-    # As many as are read from the log of a long life: most of them wrote long ago.
+    # An old log holds batches of many producers, most of which stopped long ago.
     read = ProducerStates(max_producers=2, clock=clock)
     for producer_id in range(1, 8):
         read.update(batch(0, producer_id=producer_id), producer_id, clock.now - EXPIRATION_MS)
@@ -174,7 +174,7 @@ def test_copy_changes_independently() -> None:
 
 
 def test_hundred_thousand_producers_fit_their_memory() -> None:
-    """The bound was once 5,000: with more writers there were duplicates, without any report."""
+    """The bound was 5,000: with more writers there were duplicates, without any report."""
     count = 20_000
     states, history = ProducerStates(), ProducerHistory()
     five = [batch(sequence) for sequence in range(RETAINED_BATCHES)]

@@ -19,7 +19,7 @@ TOPIC_ID = uuid.uuid4()
 def view_of(
     live: list[int], replicas: list[int], isr: list[int] | None, *, leader_epoch: int = 3
 ) -> tuple[ClusterView, Topic]:
-    """One partition of these replicas; without a state where `isr` is None."""
+    """One partition with these replicas; without a state if `isr` is None."""
     kvs = [KeyValue(KEYS.broker(each), encode_value(broker_value(each)), 1, 1, 1, 7) for each in live]
     kvs.append(KeyValue(KEYS.topic("t"), encode_value(TopicValue(TOPIC_ID, [replicas], {})), 2, 2, 1, 0))
     if isr is not None:
@@ -37,11 +37,11 @@ def view_of(
         ([1, 3], [2, 3, 1], [1, 2, 3], {1: 1, 3: 0}, {1: 2, 3: 1}),
         ([1, 2, 3], [2, 3, 1], [1], {1: 0, 2: -1, 3: -1}, {1: 0, 2: -1, 3: -1}),
         ([2, 3], [2, 3, 1], [1], {2: -1, 3: -1}, {2: -1, 3: -1}),
-        # A member that the topic does not name keeps no replica.
+        # A broker that is not among the topic's replicas keeps no replica.
         ([1, 2, 4], [2, 3, 1], [1, 2, 4], {1: 1, 2: 0, 4: -1}, {1: 1, 2: 0, 4: -1}),
     ],
 )
-def test_candidate_has_its_place_in_line(
+def test_candidate_has_a_place_by_replica_order(
     live: list[int], replicas: list[int], isr: list[int], places: dict[int, int], with_dead: dict[int, int]
 ) -> None:
     view, topic = view_of(live, replicas, isr)
@@ -55,7 +55,7 @@ def test_lost_state_prevents_leading() -> None:
     assert not is_in_sync(view, topic, 0, on_disk(1))
 
 
-def test_partition_nobody_led_is_its_first_logs() -> None:
+def test_unled_partition_belongs_to_its_first_replica() -> None:
     view, topic = view_of([2, 4], [1, 2], [1, 2], leader_epoch=-1)
     assert [candidate_place(view, topic, 0, each, count_dead=False) for each in (2, 4)] == [0, NOT_A_CANDIDATE]
     assert [is_in_sync(view, topic, 0, each) for each in (on_disk(2), on_disk(2, 1))] == [True, False]

@@ -77,7 +77,7 @@ def stage() -> Iterator[Stage]:
     stage.watch.close()
 
 
-async def test_lasting_trouble_is_fault_of_its_replica(stage: Stage) -> None:
+async def test_lasting_failure_is_fault_of_its_replica(stage: Stage) -> None:
     stage.one.trouble = DiskTrouble("a bad sector")
     stage.watch.look()
     assert stage.faults == ["", ""], "at once"
@@ -90,7 +90,7 @@ async def test_lasting_trouble_is_fault_of_its_replica(stage: Stage) -> None:
     assert stage.mended == 1
 
 
-async def test_one_flush_after_another_is_no_fault(stage: Stage) -> None:
+async def test_long_series_of_flushes_is_no_fault(stage: Stage) -> None:
     async def flush() -> None:
         for number in range(1, 1000):
             stage.one.trouble = DiskTrouble("flush", number)
@@ -121,7 +121,7 @@ async def test_failing_probe_is_fault_of_all_replicas(stage: Stage, hangs: bool)
     assert not stage.watch.stands_back(KEY)
 
 
-async def test_broker_stands_back_for_abandoned_partition(stage: Stage) -> None:
+async def test_broker_does_not_retake_abandoned_partition(stage: Stage) -> None:
     stage.watch.gave_up(KEY)
     assert stage.watch.stands_back(KEY)
     assert not stage.watch.stands_back(PartitionKey("t", 1))
@@ -129,7 +129,7 @@ async def test_broker_stands_back_for_abandoned_partition(stage: Stage) -> None:
 
 
 async def test_replica_reopened_after_failed_read_is_followed_again(stage: Stage, tmp_path: Path) -> None:
-    """Its fetcher has left it out, and asked for nothing again: it was followed no more, and missing from the ISR."""
+    """Its fetcher had dropped it and never asked for it again, so it stayed out of the ISR."""
     group = Group(tmp_path)
     follower = group.replicas[2]
     follower.become_follower(1, group.leadership)

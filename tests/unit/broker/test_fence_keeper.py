@@ -48,7 +48,7 @@ INVALID = error_codes.INVALID_REQUEST
 
 
 class Stage:
-    """A broker that alone leads a topic's partitions, with a simulated etcd."""
+    """A broker that leads all partitions of a topic, with a simulated etcd."""
 
     def __init__(self, directory: Path) -> None:
         self.store = EtcdStore(time.monotonic)
@@ -110,7 +110,7 @@ class Stage:
         return list(parse_bind_fences_response(INT32.pack(len(reply)) + reply))
 
     async def produce(self, bound: int, index: int = 0) -> int:
-        """Write on a connection that was bound before the topic was created anew."""
+        """Write on a connection that was bound before the topic was recreated."""
         frame = memoryview(bytearray(produce_frame({"t": [index]}, records=bytes(build_batch()), acks=1)))
         request = Request(frame, parse_request_header(frame), {(b"t", index): bound})
         answer = produce.handle(self.broker, request)
@@ -139,7 +139,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return
 
 
-# What etcd does not answer
+# Requests that etcd does not answer
 
 
 @pytest.mark.usefixtures("impatient")
@@ -147,7 +147,7 @@ async def test_unanswered_transaction_assumes_nothing(stage: Stage) -> None:
     first, second = await stage.grant(), await stage.grant()
     assert await stage.bind(first) == (0, first)
     stage.client.link = Link.DEAF
-    # Where etcd is has been asked before, and that was known.
+    # The keeper asked etcd before, so it knows the latest fence.
     stage.keeper._latest = second
     assert await stage.bind(second) == (TIMED_OUT, first)
     assert stage.bindings == {(b"t", 0): first}
@@ -191,7 +191,7 @@ async def test_bind_not_sent_to_etcd_is_told_apart(stage: Stage) -> None:
     assert stage.bindings == {}
 
 
-async def test_time_is_over_for_all_partitions_together(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_time_limit_is_shared_by_all_partitions(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bind_fences, "FENCE_TIMEOUT_S", 0.2)
     fence = await stage.grant()
     assert await stage.bind(fence) == (0, fence)
@@ -205,7 +205,7 @@ async def test_time_is_over_for_all_partitions_together(stage: Stage, monkeypatc
     assert {each.error_code for each in await stage.ask(*asked)} == {0}
 
 
-# What etcd says
+# Answers of etcd
 
 
 async def test_deposed_broker_is_not_the_leader(stage: Stage) -> None:
@@ -242,7 +242,7 @@ async def test_unreadable_fence_is_not_overwritten(stage: Stage) -> None:
     assert found.value == b"what?"
 
 
-# Many at once
+# Many requests at once
 
 
 async def test_fence_transactions_in_flight_are_bounded(stage: Stage) -> None:
@@ -299,14 +299,14 @@ async def test_abandoned_request_leaves_partition_to_the_next(stage: Stage) -> N
     for _ in range(2):
         stage.client.apply_pending(0)
         stage.client.answer_pending(0)
-    # The first was applied, so the second one's compare failed: it is put again.
+    # The first request was applied, so the second one's compare failed, and the keeper puts the fence again.
     await eventually(lambda: len(stage.client.pending) == 1)
     stage.client.apply_pending(0)
     stage.client.answer_pending(0)
     assert await following == (0, fences[1])
 
 
-# What a connection is bound to
+# Fences of connections
 
 
 async def test_connections_bound_partitions_are_limited_without_deleted(
@@ -333,7 +333,7 @@ async def test_bind_before_leadership_applies_to_later_writes(stage: Stage) -> N
 
 
 async def test_write_to_recreated_topic_stays_behind_its_fence(stage: Stage) -> None:
-    """Nobody has bound anything at the new one, and its name is all that connections know."""
+    """Nobody has bound a fence at the new topic, and connections know only its name."""
     older, newer = await stage.grant(), await stage.grant()
     assert [await stage.produce(each) for each in (newer, older, newer)] == [0, REFUSED, 0]
     assert [await stage.produce(each, 1) for each in (older, newer, older)] == [0, 0, REFUSED]
@@ -342,7 +342,7 @@ async def test_write_to_recreated_topic_stays_behind_its_fence(stage: Stage) -> 
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_missing_etcd_allows_no_write_behind_unkept_fence(stage: Stage) -> None:
+async def test_unkept_fence_allows_no_write_without_etcd(stage: Stage) -> None:
     fence = await stage.grant()
     stage.client.link = Link.DEAF
     assert await stage.produce(fence) == error_codes.LEADER_NOT_AVAILABLE

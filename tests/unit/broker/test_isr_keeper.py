@@ -30,7 +30,7 @@ TOPIC_ID = uuid.uuid4()
 
 
 class RefusingClient(SimulatedEtcdClient):
-    """Of some partitions etcd takes nothing."""
+    """etcd accepts no change of some partitions."""
 
     refused: frozenset[str] = frozenset()
 
@@ -59,7 +59,7 @@ def view_of(*live: int) -> ClusterView:
 
 
 async def take(client: SimulatedEtcdClient, led: list[Partition]) -> None:
-    """Lead all of them, with broker 2 in sync."""
+    """Lead all partitions, with broker 2 in sync."""
     for partition in led:
         index = partition.partition_index
         state = encode_value(StateValue(0, [on_disk(1), on_disk(2)], TOPIC_ID))

@@ -27,7 +27,7 @@ PARTITIONS = 2 * HAND_OVER_BATCH + 1
 
 @pytest.fixture
 def led(tmp_path: Path) -> Iterator[Partition]:
-    """Stands for every partition of the topic: led here, with the first replica, broker 2, in sync."""
+    """Every partition of the topic: led here, with its first replica, broker 2, in sync."""
     log = Log.open(tmp_path / "t")
     partition = Partition("t", 0, TOPIC_ID, log, ReplicaSettings(1, lambda: 0.0), on_disk(1).log_id)
     isr = Isr(frozenset(map(on_disk, (1, 2))), 1)

@@ -52,7 +52,7 @@ class Site:
         return self.partitions
 
     def ask(self, *offsets: tuple[int, int], withdrawn: Sequence[int] = (), most: int = ENOUGH) -> list[Answered]:
-        """A request with questions of (partition, offset), and what is answered at once."""
+        """Ask for partitions and offsets; return what is answered at once."""
         asked = []
         for index, offset in offsets:
             epoch = 0 if offset else -1
@@ -78,7 +78,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 
 def idle(site: Site, count: int) -> None:
-    """The follower has all of these partitions and has asked for more."""
+    """Give the follower all of these partitions, and let it ask for more."""
     site.lead(count)
     everything = [(index, 0) for index in range(count)]
     assert named(site.ask(*everything)) == list(range(count)), "the first marks are told"
@@ -98,7 +98,7 @@ def test_idle_partition_is_answered_once_it_has_news(site: Site) -> None:
     assert site.ask((1, 1)) == []
 
 
-def test_idle_partition_costs_no_look(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_partition_is_not_checked_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     idle(site, 50)
     looks: list[int] = []
     read = Partition.read_as_replica
@@ -175,7 +175,7 @@ def test_late_end_of_earlier_connection_changes_nothing(site: Site) -> None:
 
 
 def test_reopened_log_is_described_completely(site: Site) -> None:
-    """Withdrawn and asked in one request: it may know less than was told on this connection."""
+    """It is withdrawn and asked for in one request: the follower may know less than was told here."""
     idle(site, 1)
     append(site.partitions[0], b"v")
     site.ask()
@@ -207,7 +207,7 @@ def test_closed_partition_is_answered(site: Site) -> None:
 
 
 def test_partition_without_room_comes_first_next_time(site: Site) -> None:
-    """Partitions that always have more do not keep the others waiting, whatever their order."""
+    """Partitions that always have more records do not keep others waiting, whatever their order."""
     idle(site, 4)
     offsets = [0] * 4
     answers: list[list[int]] = []
@@ -235,7 +235,7 @@ def test_answer_partitions_are_limited(site: Site, monkeypatch: pytest.MonkeyPat
     assert got == [[0, 1, 2], [3, 4, 5], [6, 7]]
 
 
-def test_read_error_is_no_success(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_error_does_not_count_as_caught_up(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     idle(site, 1)
     append(site.partitions[0], b"v")
 
@@ -248,7 +248,7 @@ def test_read_error_is_no_success(site: Site, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_random_fetches_replicate_everything(site: Site) -> None:
-    """A follower that asks only what it has not asked has, in the end, what each leader has."""
+    """A follower that asks for each partition once more after each answer has every leader's records in the end."""
     seed = time.time_ns() % (1 << 32)
     print(f"seed {seed}")
     chance = random.Random(seed)

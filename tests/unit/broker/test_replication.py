@@ -43,7 +43,7 @@ def test_high_watermark_waits_for_every_replica_in_sync(group: Group) -> None:
 
 
 def test_new_leader_keeps_records_above_its_high_watermark(group: Group) -> None:
-    """The StreamBus rule would cut it off here: acknowledged, and gone (KIP-101)."""
+    """The StreamBus rule would truncate acknowledged records here (KIP-101)."""
     leader = group.elect(1)
     append(leader, b"acknowledged")
     for node_id in (2, 3, 3, 2):
@@ -132,7 +132,7 @@ def test_disconnected_follower_leaves_isr_where_enough_stay(group: Group) -> Non
 
 
 def test_broker_with_another_disk_is_another_replica(group: Group) -> None:
-    """What its predecessor had says nothing, and neither does what of that one arrives late (KIP-903)."""
+    """The earlier disk's log says nothing about this one, and neither do its late requests (KIP-903)."""
     leader = group.elect(1)
     append(leader)
     for node_id in (2, 3, 2):
@@ -171,7 +171,7 @@ def test_member_lacking_committed_records_leaves_isr_at_once(group: Group) -> No
 
 @pytest.mark.parametrize("goes_on", [False, True], ids=["idle", "written to"])
 def test_replaced_disk_joins_isr_with_all_committed_records(group: Group, goes_on: bool) -> None:
-    """The new leader does not know yet how much that is: its high watermark lags (KIP-101)."""
+    """The new leader's high watermark lags, so it does not know yet how much that is (KIP-101)."""
     leader = group.elect(1)
     append(leader)
     for node_id in (2, 3, 2, 3):
@@ -231,7 +231,7 @@ def test_isr_counts_expansion_at_proposal_and_shrink_afterwards(group: Group) ->
     assert leader.high_watermark == 2, "2 may still be elected"
 
 
-def test_isr_that_is_not_due_is_right(group: Group) -> None:
+def test_isr_without_due_change_is_correct(group: Group) -> None:
     seed = time.time_ns() % (1 << 32)
     print(f"seed {seed}")
     chance = random.Random(seed)
@@ -331,7 +331,7 @@ def test_leader_lacking_committed_records_is_not_followed(group: Group) -> None:
     append(leader, b"instead", acks=1)
     follower = group.replicas[2]
     group.fetch(2)
-    assert "records that were acknowledged are not there" in follower.failure
+    assert "acknowledged records are missing there" in follower.failure
     assert follower.log_end_offset == 1
     assert follower.next_fetch() is None
 
@@ -383,7 +383,7 @@ async def test_producers_wait_for_all_or_for_too_few(group: Group) -> None:
 
 
 def test_unwritten_epoch_does_not_prevent_following(group: Group) -> None:
-    """Its log is empty, and its epoch known only from beside it; the one before wrote what this replica never saw."""
+    """Its epoch stands only in the checkpoint; an earlier leader wrote records that this replica lacks."""
     append(group.elect(1), b"never seen elsewhere", acks=1)
     group.restart(1)
     idle = group.elect(2)
@@ -406,7 +406,7 @@ def test_uncommitted_records_are_not_found_by_timestamp(group: Group) -> None:
 
 
 def test_refused_replication_is_logged_once_until_success(group: Group) -> None:
-    """A follower asks again ten times a second, for each of perhaps a thousand partitions."""
+    """A follower asks again ten times a second, for perhaps a thousand partitions."""
     leader, follower = group.elect(1), group.replicas[2]
     group.fetch(2)
     with capture_logs() as logs:
@@ -432,7 +432,7 @@ def test_failed_append_is_logged_once_until_success(group: Group) -> None:
 
 @contextmanager
 def file_size_limited(size_in_bytes: int) -> Iterator[None]:
-    """The system refuses what would make a file larger."""
+    """Let the system refuse writes beyond a file size."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_in_bytes, hard))
     try:
@@ -457,7 +457,7 @@ def _lead(replica: Partition) -> None:
     ids=["lead", "follow", "the manager leads", "the manager follows"],
 )
 def test_only_a_follower_may_take_another_role(group: Group, role: Role, become: Callable[[Partition], None]) -> None:
-    """One role at a time: a leader that followed would lead with another's id, and what it held in memory."""
+    """A leader that became a follower would keep its state in memory, and answer with another's id."""
     replica = group.elect(1)
     append(replica, b"record")
     if role is Role.RESIGNED:
@@ -472,7 +472,7 @@ def test_only_a_follower_may_take_another_role(group: Group, role: Role, become:
 
 
 def test_follower_learns_of_leaders_read_error(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a follower that could not be given what it lacks has not caught up."""
+    """A follower that did not get the missing records has not caught up."""
     leader = group.elect(1)
     group.fetch(2)
     append(leader)

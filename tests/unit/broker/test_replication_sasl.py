@@ -22,7 +22,7 @@ ANOTHER = Secret.of("another cluster's secret, as long as this one's")
 
 
 def converse(listener: ListenerHandshake, follower: FollowerHandshake) -> list[bytes]:
-    """All four messages."""
+    """Exchange all four messages; return them."""
     messages = [follower.first()]
     messages.append(listener.answer(messages[-1]))
     messages.append(follower.final(messages[-1]))
@@ -51,7 +51,7 @@ def test_peer_without_the_secret_is_not_authenticated() -> None:
 
 
 def test_listener_without_the_secret_is_detected() -> None:
-    """It lets anybody in and hopes to be believed."""
+    """The listener accepts every follower without knowing the secret."""
     follower = FollowerHandshake(SEVEN, SECRET)
     first = ListenerHandshake(ANOTHER).answer(follower.first())
     follower.final(first)
@@ -60,7 +60,7 @@ def test_listener_without_the_secret_is_detected() -> None:
             follower.check(signature)
 
 
-def test_overheard_exchange_opens_nothing() -> None:
+def test_recorded_exchange_authenticates_nobody() -> None:
     first, _, final, _ = converse(ListenerHandshake(SECRET), FollowerHandshake(SEVEN, SECRET))
     listener = ListenerHandshake(SECRET)
     listener.answer(first)
@@ -99,7 +99,7 @@ def test_name_is_broker_id_and_log_id(name: str) -> None:
         listener.answer(client.get_client_first().encode())
 
 
-def test_a_listener_cannot_keep_a_follower_busy() -> None:
+def test_listener_cannot_keep_follower_busy_with_rounds() -> None:
     """Ten million rounds of hashing are several seconds in which this broker serves nobody."""
     costly = SECRET._replace(iterations=authentication.MAX_ITERATIONS + 1)
     follower = FollowerHandshake(SEVEN, SECRET)
@@ -110,11 +110,11 @@ def test_a_listener_cannot_keep_a_follower_busy() -> None:
 @pytest.mark.parametrize("text", ["", "short", "\x00" * 20, "\u0627a" * 10])
 def test_invalid_secret_is_refused(text: str) -> None:
     """An empty key in etcd must not let everybody in."""
-    with pytest.raises(ValueError, match=r"short|control|bidi"):
+    with pytest.raises(ValueError, match=r"few|control|bidi"):
         Secret.of(text)
 
 
-# Snippets that mean something in a message, or break its form.
+# Text with a meaning in a message, and text that breaks its form.
 SNIPPETS = [
     b"=",
     b",",
@@ -155,7 +155,7 @@ def test_changed_message_is_rejected(place: int, seed: int, noise: bytes | None)
         assert listener.follower is None
         return
     assert (place, listener.follower) == (3, SEVEN), "what was changed was believed"
-    # Behind the proof anything may stand that nobody knows (RFC 5802); within it, nothing.
+    # Unknown extensions may follow the proof (RFC 5802), but nothing may stand inside it.
     with suppress(AuthenticationFailed):
         follower.check(proof)
         assert proof.startswith(b"v=")

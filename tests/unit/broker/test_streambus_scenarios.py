@@ -84,7 +84,7 @@ def test_replicas_differ_before_the_failover(group: Group) -> None:
 
 
 def test_replicas_agree_after_failover_to_b(group: Group) -> None:
-    """As the text has it: B truncates nothing, A goes back to 3 and fetches from there, and both are the same."""
+    """As in the text: B truncates nothing, A truncates to 3 and fetches from there, and both logs are equal."""
     five_messages(group)
     group.elect(B)
     assert positions(group, B) == (3, 3)
@@ -208,7 +208,7 @@ async def test_lagging_follower_rejoins_isr_when_caught_up(group: Group) -> None
 
 
 def test_replica_follows_before_and_after_leading(group: Group) -> None:
-    """Only one role at a time; a leader that is replaced opens its log anew before it follows."""
+    """A replaced leader opens its log again before it follows."""
     assert [replica.role for replica in group.replicas.values()] == [Role.FOLLOWER] * 3
     leader = group.elect(OLD_LEADER)
     append(leader, b"one")
@@ -257,10 +257,10 @@ def test_inconsistent_high_watermark_is_refused(group: Group, high_watermark: in
     ("leader_end", "parts_at"),
     [
         (EpochEnd(0, 2), 2),  # the leader's epoch 0 ended earlier
-        (EpochEnd(0, 9), 3),  # it went on; here the next one began at 3
+        (EpochEnd(0, 9), 3),  # the leader's epoch 0 went on; this replica's epoch 1 begins at 3
         (EpochEnd(1, 4), 4),
-        (EpochEnd(1, 9), 5),  # this replica only lags
-        (EpochEnd(-1, 0), 0),  # nothing in common
+        (EpochEnd(1, 9), 5),  # this replica lags
+        (EpochEnd(-1, 0), 0),  # the logs have nothing in common
     ],
 )
 def test_divergence_point_is_found(tmp_path: Path, leader_end: EpochEnd, parts_at: int) -> None:
@@ -293,7 +293,7 @@ def test_reset_to_offset_keeps_records_below_high_watermark(group: Group, offset
 
 
 class Waiting:
-    """A leader, msg0 everywhere and msg1 only on it; with the keeper that looks after waiters, on simulated time."""
+    """A leader with msg0 on all replicas and msg1 only on its own; its waiters are checked on simulated time."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -327,7 +327,7 @@ class Waiting:
         return waiter
 
     def replicate(self) -> None:
-        """Both followers fetch all records, and report them."""
+        """Let both followers fetch all records and report them."""
         for node_id in (A, B, A, B):
             self.group.fetch(node_id)
         self.loop.run_ready()
@@ -343,7 +343,7 @@ class Waiting:
 
 @pytest.fixture
 def waiting(tmp_path: Path) -> Iterator[Waiting]:
-    # No replica leaves the ISR, however long the test waits.
+    # No replica leaves the ISR during the test.
     group = Group(tmp_path, isr_lag_s=1000.0)
     waiting = Waiting(group)
     yield waiting
@@ -394,7 +394,7 @@ def test_several_waiters_are_answered_at_their_offsets(waiting: Waiting) -> None
     waiting.advance(2)
     assert also_at_one.result() == error_codes.REQUEST_TIMED_OUT
     for node_id in (A, B):
-        # Both report msg1, and not yet msg2.
+        # Both replicas report msg1, but not yet msg2.
         waiting.replication.replica_fetched(on_disk(node_id), 2)
     waiting.loop.run_ready()
     assert at_one.result() == error_codes.NONE

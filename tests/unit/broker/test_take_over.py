@@ -21,7 +21,7 @@ LAST_EPOCH = 4
 
 
 class Stage:
-    """Broker 1's lease key and state are in etcd, of an epoch that it has led in before."""
+    """Broker 1's lease key and state in etcd, from an epoch that it has led before."""
 
     def __init__(self) -> None:
         self.store = EtcdStore(lambda: 0.0)
@@ -38,7 +38,7 @@ class Stage:
     async def take_over(
         self, meanwhile: Callable[[], None] | None = None, *, answer_is_lost: bool = False
     ) -> Taken | None:
-        """Make an attempt; `meanwhile` happens when it has seen the key and its next transaction is on its way.
+        """Make an attempt; `meanwhile` happens after it has seen the key, while its next transaction is on its way.
 
         With `answer_is_lost` etcd applies that transaction, but its answer is lost.
         """
@@ -100,7 +100,7 @@ async def test_lost_answer_to_new_epoch_is_found() -> None:
 
 
 async def test_an_isr_that_was_changed_meanwhile_stays() -> None:
-    """A change from before a shrink must not bring back brokers that have left."""
+    """A change made before a shrink must not bring back brokers that have left."""
     stage = Stage()
     await stage.begin()
     shrunk = StateValue(LAST_EPOCH, ALL[:1], TOPIC_ID)

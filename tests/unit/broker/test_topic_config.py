@@ -44,7 +44,7 @@ CONFIG = BrokerConfig(1, Path("unused"), ("unused",), segment_bytes=5000, retent
         ("unclean.leader.election.enable", "false", "false"),
     ],
 )
-def test_a_configuration_is_kept_as_it_is_meant(name: str, value: str, kept: str) -> None:
+def test_configuration_is_stored_in_a_normal_form(name: str, value: str, kept: str) -> None:
     assert check_configs({name: value}) == {name: kept}
 
 
@@ -100,7 +100,7 @@ def test_topic_config_shows_configured_or_effective_values() -> None:
     assert (told["retention.ms"], told["retention.bytes"], told["segment.bytes"]) == ("9000", "7000", "5000")
 
 
-# Where replicas go
+# Placement of replicas
 
 
 @pytest.mark.parametrize("replication_factor", [1, 2, 3, 5])
@@ -138,7 +138,7 @@ def test_invalid_assignment_says_where_and_why(assignments: list[list[int]], wha
     assert check_assignments([[1, 2], [2, 3]], {1, 2, 3}) is None
 
 
-# Topics as they are planned
+# Planned topics
 
 
 def view_of(live: int) -> ClusterView:

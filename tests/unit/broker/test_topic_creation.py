@@ -19,7 +19,7 @@ from tests.support.models.simulated_etcd import EtcdStore, SimulatedEtcdClient
 KEYS = Keys("/p")
 # etcd's own limit (--max-txn-ops).
 MOST_OPERATIONS = 128
-# Of three transactions for states and one that begins.
+# Needs three transactions that write states and one that begins the creation.
 MANY = 250
 LOG_IDS = {node_id: uuid.uuid4() for node_id in (1, 2, 3)}
 
@@ -115,7 +115,7 @@ async def test_creation_that_dies_leaves_no_topic(site: Site, dies_before: int) 
 
 @pytest.mark.parametrize("others", [1, MANY])
 @pytest.mark.parametrize("comes_before", range(4))
-async def test_other_creation_in_between_wins_whole(site: Site, comes_before: int, others: int) -> None:
+async def test_competing_creation_is_applied_whole(site: Site, comes_before: int, others: int) -> None:
     made: list[uuid.UUID] = []
 
     async def create_other(number: int) -> None:
@@ -131,7 +131,7 @@ async def test_other_creation_in_between_wins_whole(site: Site, comes_before: in
 
 @pytest.mark.parametrize("comes_before", range(4))
 async def test_late_deletion_spares_states_of_next_topic(site: Site, comes_before: int) -> None:
-    """The deletion's own pages are still to come when the next topic of that name is created."""
+    """The deletion still has pages to delete when the next topic of that name is created."""
     await site.create(MANY)
     deleted = site.admin()
     found = site.store.get(KEYS.topic("t"))

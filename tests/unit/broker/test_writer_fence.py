@@ -20,7 +20,7 @@ BIND, RELEASE = False, True
         (0, OPEN, UNBOUND, None),
         (0, OPEN, 7, "this connection is bound to fence 7, which is not kept here yet"),
         (7, OWNED, 7, None),
-        (7, OWNED, UNBOUND, "its owner alone writes, behind fence 7, and this connection is bound to none"),
+        (7, OWNED, UNBOUND, "only its owner, with fence 7, may write, and this connection has no fence"),
         (7, OWNED, 6, "its owner writes behind fence 7, and this connection is bound to the older 6"),
         (7, OWNED, 8, "this connection is bound to fence 8, which is not kept here yet"),
         (7, OPEN, UNBOUND, None),
@@ -45,7 +45,7 @@ def test_fence_rules_decide_who_may_write(fence: int, is_owned: bool, bound: int
         (7, OWNED, 7, RELEASE, FenceComparison.HOLDS),
         (7, OWNED, 8, RELEASE, FenceComparison.HIGHER),
         (7, OPEN, 6, BIND, FenceComparison.LOWER),
-        # One transaction may end one grant and make another.
+        # One transaction may end one grant and begin another.
         (7, OPEN, 7, BIND, FenceComparison.HIGHER),
         (7, OPEN, 8, BIND, FenceComparison.HIGHER),
         (7, OPEN, 7, RELEASE, FenceComparison.HOLDS),
@@ -63,7 +63,7 @@ def test_bind_and_release_give_expected_outcomes(
     [
         (KeptFence(8, OPEN, 20), (8, OPEN, 20)),
         (KeptFence(7, OPEN, 20), (7, OPEN, 20)),
-        # Another client has deleted the key, or put an older one: the known fence stays.
+        # Another client has deleted the key or put an older fence: the known fence stays.
         (KeptFence(6, OPEN, 20), (7, OWNED, 20)),
         (KeptFence(), (7, OWNED, 0)),
     ],
@@ -78,7 +78,7 @@ class Ask(NamedTuple):
     connection: int
     fence: int
     is_released: bool
-    # etcd says nothing, and the next that asks finds what it has done; or nobody does.
+    # Without an answer of etcd, the next request finds what was applied; or there is no next request.
     answered: bool
     new_leader: bool
 
@@ -88,7 +88,7 @@ ASKS = st.lists(st.builds(Ask, st.integers(0, 2), st.integers(1, 6), st.booleans
 
 @given(ASKS)
 def test_lower_fence_never_writes_behind_a_higher(asks: list[Ask]) -> None:
-    """Three connections bind and release at random, and write after each message of any of them."""
+    """Three connections bind and release at random, and write after each message."""
     writers, kept = WriterFence(), KeptFence()
     bindings: dict[int, int] = {}
     written: list[int] = []

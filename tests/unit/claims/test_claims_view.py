@@ -26,7 +26,7 @@ from kproxy.observe.table import (
 )
 
 KEYS = OwnKeys("/kafscale")
-# Names that JSON and percent-encoding must escape.
+# Names with characters that JSON and percent-encoding must escape.
 NAMES = ["orders/0", "orders/1", "ü /%", "*", "\x00\n", "\x00" * 1023]
 
 
@@ -121,7 +121,7 @@ def test_a_page_begins_behind_any_name(name: str) -> None:
     first = claims_page(made, ClaimsQuery(limit=2))
     assert [row.resource for row in first.claims] == ["", name]
     assert first.next is not None
-    # With the group's name beside it, it is not too long for an HTTP request.
+    # The resource's name fits into an HTTP request together with the group's name.
     assert len(urlencode({"group": name, "after": first.next})) < 8_000
     rest = claims_page(made, ClaimsQuery(after=first.next))
     assert [row.resource for row in rest.claims] == [name + "!"]
@@ -140,7 +140,7 @@ def test_a_page_can_be_of_one_group() -> None:
     [ClaimsQuery(limit=0), ClaimsQuery(limit=MAX_CLAIM_ROWS + 1), ClaimsQuery(after="x"), ClaimsQuery(after="")],
 )
 def test_invalid_page_is_refused(query: ClaimsQuery) -> None:
-    with pytest.raises(ValueError, match="is "):
+    with pytest.raises(ValueError, match="must be "):
         claims_page(table(), query)
 
 
@@ -157,7 +157,7 @@ def test_resource_of_group_owner_is_not_shown_twice() -> None:
 
 
 def test_full_page_of_long_names_fits_answer() -> None:
-    # A control character of one byte is six in JSON.
+    # A control character has one byte, but six in JSON.
     worst = ClaimRow(
         "\x01" * 1024, "\x01" * 1024, 2**63, 2**63, "f" * 16, "h" * 255, 2**63, "\x01" * MAX_CLIENT_TEXT, 2**63
     )
@@ -173,7 +173,7 @@ async def test_page_without_etcd_raises_unanswered() -> None:
     admin = ClaimsAdmin(EtcdClient(["http://127.0.0.1:1"]), OwnTable(KEYS))
     with pytest.raises(Unanswered, match="not been read"):
         admin.page(ClaimsQuery())
-    with pytest.raises(Unanswered, match=r"127.0.0.1:1 is not connected: what is free by now is not known"):
+    with pytest.raises(Unanswered, match=r"127.0.0.1:1 is not connected: it is not known which claims are free"):
         await admin.free(FreeOrder("g"))
     admin = ClaimsAdmin(EtcdClient([]), table(claim("g", "a", 10)))
     assert [row.resource for row in admin.page(ClaimsQuery()).claims] == ["a"]

@@ -123,7 +123,7 @@ def claimant_of(library: Library, *resources: str, **changes: Any) -> Claimant[C
     ("generation", "stand_by", "answers", "asked"),
     [
         (3, False, [], [3]),
-        # A first claim is granted with 1 and then raised, on the same connection.
+        # A first claim gets generation 1, which the same connection then raises.
         (3, False, [OwnedResource("t/0", NONE, 1, 7)], [3, 3]),
         (0, False, [], [0]),
         (3, True, [], [2, 3]),
@@ -132,7 +132,7 @@ def claimant_of(library: Library, *resources: str, **changes: Any) -> Claimant[C
         # Another claim with a higher generation comes between the grant and the raise.
         (3, True, [NONE, FENCED_INSTANCE_ID], [2, 3, 2, 3]),
         (3, False, [REQUEST_TIMED_OUT, COORDINATOR_NOT_AVAILABLE, REQUEST_TIMED_OUT], [3, 3, 3, 3]),
-        # A repeated 0 would be another claim, unless the first was never made.
+        # The proxy would take a repeated 0 as another claim, unless it never received the first.
         (0, False, [REQUEST_TIMED_OUT, REQUEST_TIMED_OUT], [0, 1, 1]),
         (0, False, [COORDINATOR_NOT_AVAILABLE], [0, 0]),
         (3, False, [OwnResponse(COORDINATOR_NOT_AVAILABLE, "g")], [3, 3]),
@@ -176,7 +176,7 @@ async def test_refused_claim_leaves_no_connection(answers: list[Answer], error_c
 
 async def test_answer_naming_something_else_is_ignored() -> None:
     library = Library(OwnedResource("t/1", NONE, 2, 7))
-    with pytest.raises(OwnError, match="names something else"):
+    with pytest.raises(OwnError, match="names other resources"):
         await claimant_of(library, "t/0").claim()
     assert not library.connections[9].is_open
 
@@ -200,7 +200,7 @@ async def test_claims_go_to_leaders_and_leaderless_together() -> None:
     assert claimant.held[""].generation == 4
 
 
-async def test_a_partition_without_a_leader_is_waited_for() -> None:
+async def test_partition_without_a_leader_is_awaited() -> None:
     library = Library()
     library.leaders["t", 0] = NO_LEADER
     with pytest.raises(OwnError, match="t/0 has no leader"):
@@ -286,7 +286,7 @@ async def test_a_leader_that_moves_for_good_severs(is_moved_for_good: bool) -> N
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
-async def test_unresponsive_connection_is_closed_unless_awaited(is_busy: bool) -> None:
+async def test_unresponsive_connection_is_closed_unless_answer_is_due(is_busy: bool) -> None:
     library = Library()
     claimant = await owned(library)
     library.answers_pings, library.is_busy_now = False, is_busy
@@ -306,13 +306,13 @@ async def test_lost_claim_is_repeated_alone_before_sending() -> None:
     assert went == []
     library.answers = iter([FENCED_INSTANCE_ID, OwnedResource("t/1", NONE, 1, 7)])
     await kept(claimant, lambda: claimant.state is State.OWNED)
-    # The proxy may not have seen the end of the connection that was lost when it is asked for the first time.
+    # The proxy may not have seen the end of the lost connection when the client asks again.
     assert library.asked[before:] == [(6, [("t/1", 4)]), (6, [("t/1", 4)]), (6, [("t/1", 5)])]
     assert went == [State.OWNED]
     assert library.told == []
 
 
-async def test_claim_not_regained_in_time_is_severed() -> None:
+async def test_lost_claim_not_regained_in_time_is_severed() -> None:
     library = Library()
     claimant = await owned(library, reclaim=True)
     library.answers = iter([FENCED_INSTANCE_ID] * 1_000)

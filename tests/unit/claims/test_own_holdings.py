@@ -5,7 +5,7 @@ from __future__ import annotations
 from kproxy.claims.connection import ClaimingConnection
 from kproxy_codec.own import WHOLE_GROUP
 
-# Of a topic that the group writes, and of one that it does not.
+# A topic that the group writes, and one that it does not.
 GATED, OTHER = "t/0", "u/0"
 
 
@@ -50,7 +50,7 @@ def test_later_of_resource_and_group_claim_counts() -> None:
         latest = own.latest(GATED)
         assert latest is not None
         assert latest.fence == 20
-        # The resource alone is confirmed: the whole need not be for that.
+        # Confirming one resource does not need the whole group confirmed.
         own.grant([GATED])
         assert fence(own) == 20
         own.grant([WHOLE_GROUP])
@@ -65,7 +65,7 @@ def test_group_owner_is_granted_single_resources_too() -> None:
     assert not own.may_read("t/1")
 
 
-def test_earlier_claim_told_late_changes_nothing() -> None:
+def test_earlier_claim_reported_late_changes_nothing() -> None:
     own = holdings()
     own.learn(GATED, 2, 20)
     own.grant([GATED])

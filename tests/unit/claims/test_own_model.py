@@ -30,7 +30,7 @@ def recorded(*told: Claimed | Written, ends: dict[str, float] | None = None) -> 
 
 
 def log_of(history: Recorded) -> list[Stored]:
-    """The log if nothing went wrong: all writes that have an offset."""
+    """The log if no fault occurred: all writes that have an offset."""
     return sorted(Stored(each.offset, each.value) for each in history.writes if each.offset >= 0)
 
 
@@ -112,7 +112,7 @@ def test_log_has_each_acknowledged_record_once(name: str) -> None:
 
 
 class Collected:
-    """Every order of its operations is possible, and each selection of them is a state."""
+    """Operations whose every order is possible, so that each subset of them is a state."""
 
     initial: frozenset[int] = frozenset()
 

@@ -1,4 +1,4 @@
-"""The resources that an application may request, and the errors for senseless requests."""
+"""The resources that an application may request, and the errors for invalid requests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def asked(**changes: Any) -> ClaimPlan:
         ({"resources": (each for each in ("b", "a"))}, ("b", "a")),
     ],
 )
-def test_resources_are_named_as_the_application_likes(changes: dict[str, Any], names: tuple[str, ...]) -> None:
+def test_resources_may_be_given_in_any_form(changes: dict[str, Any], names: tuple[str, ...]) -> None:
     assert asked(**changes).resources == names
 
 

@@ -23,7 +23,7 @@ def held(generation: int) -> Decision:
 
 
 class Row(NamedTuple):
-    """A asks for a resource."""
+    """The outcome if A requests a resource."""
 
     what: str
     generation: int
@@ -75,7 +75,7 @@ def test_resource_claim_gives_expected_outcome(row: Row) -> None:
 
 
 class WholeRow(NamedTuple):
-    """A asks for a whole group."""
+    """The outcome if A requests a whole group."""
 
     what: str
     claims: list[Claim]

@@ -117,7 +117,7 @@ def test_leaving_member_takes_keys_of_its_lease(table: OwnTable) -> None:
     rows = [claim("r", "a", 3), claim("s", "a", 4), claim("t", "a", 5), claim("u", "b", 6)]
     table.on_events([put(member("a", 2)), *map(put, rows)], 6)
     told(table)
-    # t was given up before; the lease takes r and s at one revision, and the member's own key with them.
+    # t was released before. The end of the lease removes r, s and the member's own key at one revision.
     table.on_events([gone(rows[2], 7)], 7)
     table.on_events([gone(rows[0], 8), gone(rows[1], 8), gone(member("a", 2), 8)], 8)
     assert told(table)[-2:] == ["a gone at 8 with ['r', 's']", "."]
@@ -148,7 +148,7 @@ def test_snapshot_is_reported_as_changes(table: OwnTable) -> None:
     [
         ([("r", "a", 3)], "a"),
         ([(WHOLE_GROUP, "a", 3)], "a"),
-        # The later one of two claims is in force.
+        # The later claim is in force.
         ([("r", "a", 3), (WHOLE_GROUP, "b", 4)], "b"),
         ([(WHOLE_GROUP, "a", 3), ("r", "b", 4)], "b"),
         ([("s", "a", 3)], None),
@@ -179,7 +179,7 @@ def test_invalid_entries_are_skipped_and_counted(table: OwnTable) -> None:
     assert table._counters["own.skipped"] == 6
 
 
-def test_a_restored_etcd_leaves_nothing(table: OwnTable) -> None:
+def test_restored_etcd_removes_all_earlier_claims(table: OwnTable) -> None:
     table.on_events([put(member("a", 20)), put(claim("r", "a", 30))], 30)
     told(table)
     table.on_restored()

@@ -195,7 +195,7 @@ def test_claim_covers_partitions_only_its_group_writes(
 
 def test_writes_beyond_the_bound_unsettle_more(situation: Situation, monkeypatch: pytest.MonkeyPatch) -> None:
     unsettled, most = situation.unsettled, 100
-    # Each change is told with all places: with the bound of the product that takes half a minute.
+    # Every change goes to all places; with the product's bound the test would take half a minute.
     monkeypatch.setattr("kproxy.claims.inflight_writes.MAX_PARTITIONS", most)
     places = [(f"topic-{number}", index) for number in range(2 * most) for index in (0, 1)]
     holds = [unsettled.begin(*place) for place in places]

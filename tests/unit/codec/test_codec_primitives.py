@@ -28,7 +28,7 @@ BOUNDARIES = [0, 1, 127, 128, 16_383, 16_384, 2**21 - 1, 2**21, 2**28 - 1, 2**28
 
 
 @pytest.mark.parametrize("value", BOUNDARIES)
-def test_varints_are_kafkas(value: int) -> None:
+def test_varints_match_kafkas_encoding(value: int) -> None:
     assert encode_uvarint(value) == uvarint(value)
     end = 1 + len(uvarint(value))
     assert read_uvarint(b"\xff" + uvarint(value) + b"\xff", 1, end + 1) == (value, end)

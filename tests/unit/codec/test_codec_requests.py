@@ -65,7 +65,7 @@ def test_fetch_request_fields_are_read(version: int) -> None:
     assert isinstance(request, FetchRequest)
     assert (request.max_wait_ms, request.min_bytes, request.max_bytes, request.isolation_level) == (500, 2, 3, 1)
     assert (request.session_id, request.session_epoch) == ((9, 4) if version >= 7 else (0, -1))
-    # As `sample_request` has it.
+    # The values of `sample_request`.
     assert partition_fetch(request, request.topics[0].starts[1]) == PartitionFetch(
         partition_index=2,
         current_leader_epoch=11 if version >= 9 else -1,
@@ -90,9 +90,7 @@ def test_fetch_request_fields_are_read(version: int) -> None:
         ([("t", []), ("t", [])], False),
     ],
 )
-def test_a_partition_that_stands_twice_is_noticed(
-    api_key: int, partitions: list[tuple[str, list[int]]], repeats: bool
-) -> None:
+def test_repeated_partition_is_detected(api_key: int, partitions: list[tuple[str, list[int]]], repeats: bool) -> None:
     topics: list[dict[str, Any]] = []
     for name, indexes in partitions:
         topics += sample_request(api_key, {name: indexes})[REQUEST_FIELDS[api_key][0]]
@@ -136,7 +134,7 @@ def test_the_number_of_partitions_is_bounded(api_key: int, version: int) -> None
 
 @pytest.mark.parametrize(("api_key", "version"), AT_LENGTH)
 def test_topics_without_partitions_are_bounded_too(api_key: int, version: int) -> None:
-    """A hundred MiB of them would otherwise be 33 million objects: gigabytes, and minutes without any other client."""
+    """A hundred MiB of them would otherwise be 33 million objects, and stop other clients for minutes."""
     empty = sample_request(api_key, {"": []})[REQUEST_FIELDS[api_key][0]]
     assert _parse(
         api_key, version, request_body(api_key, version, _topics(api_key, empty * (MAX_PARTITIONS + 1)))
@@ -155,7 +153,7 @@ def test_forgotten_topics_are_bounded_too(version: int) -> None:
 
 @pytest.mark.parametrize(("api_key", "version"), EVERY_VERSION)
 def test_null_topics_and_null_partitions_are_refused(api_key: int, version: int) -> None:
-    """Kafka closes the connection on them: one client could otherwise close a connection to a broker."""
+    """Kafka closes the connection on them, so one client could make a broker close its connections."""
     topics_field, partitions_field, _, _ = REQUEST_FIELDS[api_key]
     topics = sample_request(api_key, {"t": [0], "u": []})[topics_field]
     topics[1][partitions_field] = None
@@ -164,7 +162,7 @@ def test_null_topics_and_null_partitions_are_refused(api_key: int, version: int)
             _parse(api_key, version, request_body(api_key, version, hostile))
 
 
-# Versions, and the fields that may not be null in them; from 13 on a topic has an id, which cannot be null.
+# Versions, and their non-nullable fields; from version 13 on a topic has an id, which cannot be null.
 NULLS_IN_THE_TRAILER: list[tuple[range, dict[str, Any]]] = [
     (range(7, 14), {"forgotten_topics_data": None}),
     (range(7, 13), {"forgotten_topics_data": [{"topic": None, "partitions": []}]}),
@@ -183,7 +181,7 @@ NULLS_IN_THE_TRAILER: list[tuple[range, dict[str, Any]]] = [
 )
 def test_null_in_fetch_trailer_is_refused(version: int, first_version: int, change: dict[str, Any]) -> None:
     if version < first_version:
-        # The field is not in it, and what the test has put there never reaches the wire.
+        # This version lacks the field, so the test's value never reaches the wire.
         assert _asking(FETCH, version, {"t": [0]}, **change).partition_count == 1
         return
     with pytest.raises(InvalidField, match="null"):
@@ -193,7 +191,7 @@ def test_null_in_fetch_trailer_is_refused(version: int, first_version: int, chan
 @pytest.mark.parametrize("version", [version for version in VERSIONS[FETCH] if version >= 11])
 @pytest.mark.parametrize("rack", ["", "a", "r" * 0x7FFF], ids=["none", "short", "long"])
 def test_admitted_fetch_names_no_rack(version: int, rack: str) -> None:
-    """A leader that knows a replica in the reader's rack answers "read there", and no records (KIP-392)."""
+    """A leader that knows a replica in the reader's rack refers the reader to it, without records (KIP-392)."""
     tags = [(100, b"kept")] if version >= FLEXIBLE_FROM[FETCH] else []
     named, nameless = (
         _asking(FETCH, version, {"t": [0, 1]}, rack_id=each, tags=tags, session_epoch=-1) for each in (rack, "")
@@ -201,13 +199,13 @@ def test_admitted_fetch_names_no_rack(version: int, rack: str) -> None:
     for each in (named, nameless):
         APIS[FETCH].admit(each)
     assert bytes(named.frame) == bytes(nameless.frame)
-    # It is read as a whole again, so its length is its own.
+    # The entry is decoded whole again, so its length may differ.
     assert APIS[FETCH].parse_request(named.frame, head_of(named.frame)).partition_count == 2
 
 
 @pytest.mark.parametrize(("api_key", "version"), [case for case in EVERY_VERSION if case not in BY_ID])
 def test_a_topic_needs_a_name_in_utf_8(api_key: int, version: int) -> None:
-    """A broker reads other bytes as U+FFFD and answers for a topic that nobody requested."""
+    """A broker reads other bytes as U+FFFD, and answers for a topic that nobody requested."""
     topics_field, _, name_field, _ = REQUEST_FIELDS[api_key]
     topics = sample_request(api_key, {"t": [0]})[topics_field]
     for name in (None, b"\xff", b"t\xc3", b"\xed\xa0\x80", b"\xc0\xaf"):
@@ -288,7 +286,7 @@ def test_inflated_request_is_refused_at_once(api_key: int, version: int) -> None
     start = topics_offset[api_key]
     hostile = body[:start] + count + one * 200_000 + body[start + (1 if flexible else 4) :]
     took = []
-    # Garbage may be collected in one of them.
+    # The garbage collector may run during one of them.
     for _ in range(3):
         begin = time.thread_time()
         with pytest.raises(InvalidField):

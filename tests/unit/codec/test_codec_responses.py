@@ -42,7 +42,7 @@ from tests.support.wire.messages import (
 )
 
 NOT_LEADER = 6
-# leader_id 3, leader_epoch 9, no tagged fields of its own; and the same as it must leave the proxy
+# leader_id 3, leader_epoch 9, no tagged fields of its own; and the same as the proxy must send it
 LEADER = struct.pack(">ii", 3, 9) + b"\x00"
 NO_LEADER = struct.pack(">ii", -1, -1) + b"\x00"
 # One node: id 3, host "broker", port 9092, no rack
@@ -97,7 +97,7 @@ def test_real_leader_is_hidden(api_key: int, version: int, tag: int) -> None:
     tails = [bytes(response.frame[start:end]) for start, end in zip(topic.starts, topic.ends, strict=True)]
     assert tails[0].endswith(tag_section([(tag, NO_LEADER), *others]))
     assert tails[1].endswith(tag_section(others))
-    # No leader fits into seven bytes, so none is named: the entry stays as it came.
+    # Seven bytes cannot hold a leader, so the entry passes unchanged.
     assert tails[2].endswith(tag_section([(tag, LEADER[:7])]))
     assert response.names_brokers
     assert response.other_tags == others
@@ -162,7 +162,7 @@ def test_an_answer_takes_another_correlation_id_in_place() -> None:
     assert bytes(frame[:4]) + bytes(frame[8:]) == before[:4] + before[8:]
 
 
-# Made here, read elsewhere
+# Encoded by the codec, decoded by kafka-python
 
 
 def _merged(
@@ -196,8 +196,8 @@ def _read(api_key: int, version: int, frame: bytes) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("api_key", "version"), EVERY_VERSION)
-def test_an_error_gives_out_nothing_but_its_code(api_key: int, version: int) -> None:
-    """KafScale's proxy answered errors with offset 0 and a leader of its own invention."""
+def test_an_error_answer_contains_only_its_code(api_key: int, version: int) -> None:
+    """KafScale's proxy answered errors with offset 0 and an invented leader."""
     api = APIS[api_key]
     entries = [api.error_entry(version, index, code) for index, code in ((0, NOT_LEADER), (2**31 - 1, -1))]
     frame = _merged(api_key, version, [(b"t", entries), ("ü".encode(), []), (b"", entries[:1])])
@@ -210,7 +210,7 @@ def test_an_error_gives_out_nothing_but_its_code(api_key: int, version: int) -> 
     for entry in found:
         numbers = {value for name, value in entry.items() if name not in (names[3], "error_code") and value}
         assert numbers <= {-1}, entry
-    # The codec reads its own answer as kafka-python does.
+    # The codec decodes its own answer like kafka-python.
     again = api.parse_response(memoryview(bytearray(frame)), version)
     assert [topic.error_codes for topic in again.topics] == [[6, -1], [], [6]]
 
@@ -241,7 +241,7 @@ def test_produce_result_has_all_fields_of_its_version(version: int, error_messag
         if error_message is None:
             assert message is None
         else:
-            # Text that does not fit into a Kafka string is cut short; characters without UTF-8 are replaced.
+            # Text that exceeds a Kafka string is cut, and characters without UTF-8 are replaced.
             assert len(message.encode()) <= 0x7FFF
             assert error_message.encode(errors="replace").decode().startswith(message)
             assert len(message) == min(len(error_message), 8191)

@@ -119,7 +119,7 @@ def test_every_proper_prefix_and_extra_byte_is_refused(case: Case) -> None:
 
 
 def test_librdkafka_metadata_request_for_all_topics_is_read() -> None:
-    """As seen on the wire from librdkafka 2.16.1: three bytes too many. Kafka's broker reads it like this."""
+    """librdkafka 2.16.1 sends three bytes too many, which Kafka's broker accepts like this."""
     message = control.decode_request(api_keys.METADATA, 13, bytes.fromhex("00000000010000"))
     assert (message.topics, message.allow_auto_topic_creation) == (None, False)
 
@@ -186,7 +186,7 @@ def test_a_huge_array_length_costs_nothing() -> None:
     [(api_keys.API_VERSIONS, 3, b"\x02c\x021"), (api_keys.SASL_AUTHENTICATE, 2, b"\x03ab")],
 )
 def test_tagged_fields_of_unauthenticated_clients_are_bounded(api_key: int, version: int, before_tags: bytes) -> None:
-    """CVE-2026-111115: a tagged field takes two bytes, and much more once it is read."""
+    """CVE-2026-111115: a tagged field takes two bytes, and much more memory once it is decoded."""
     for count, is_refused in ((0, False), (64, False), (65, True), (30_000, True)):
         section = encode_tagged_fields([(100 + number, b"") for number in range(count)])
         with pytest.raises(InvalidField, match="tagged fields") if is_refused else contextlib.nullcontext():
@@ -195,7 +195,7 @@ def test_tagged_fields_of_unauthenticated_clients_are_bounded(api_key: int, vers
         control.decode_request(api_key, version, b"\x7f")
 
 
-# An element without content of each array that a client may fill, and the bytes before and behind the array.
+# An empty element of each array that a client may fill, and the bytes before and after the array.
 _SMALLEST = {
     "Metadata": (api_keys.METADATA, 9, b"", b"\x01%b", bytes(4)),
     "OffsetCommit": (api_keys.OFFSET_COMMIT, 8, b"\x02g" + bytes(4) + b"\x02m\x00", b"\x02t\x01%b", b"\x00"),
@@ -231,7 +231,7 @@ def test_names_in_a_request_are_bounded(name: str) -> None:
 
 
 def test_array_numbers_count_less_than_names() -> None:
-    """A new topic may have the replicas of 10,000 partitions named, each in an array of its own."""
+    """A new topic may name the replicas of 10,000 partitions, each in an array of its own."""
     replicas = [{"partition_index": index, "broker_ids": [1, 2, 3]} for index in range(10_000)]
     topic = {"name": "t", "num_partitions": -1, "replication_factor": -1, "assignments": replicas, "configs": []}
     body = control.encode_request(control.build_request(api_keys.CREATE_TOPICS, 7, topics=[topic], timeout_ms=1))

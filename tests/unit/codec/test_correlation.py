@@ -59,9 +59,9 @@ def test_bytes_beyond_the_buffer_arrive_in_parts() -> None:
 @pytest.mark.parametrize(
     ("received", "error", "words"),
     [
-        (answer(2), UnexpectedAnswer, "not asked \\(2; correlation_id 1 is awaited\\)"),
-        (answer(1) + answer(1), UnexpectedAnswer, "not asked \\(1; correlation_id 2 is awaited\\)"),
-        (answer(1) + answer(2) + answer(3), UnexpectedAnswer, "not asked \\(3; nothing is awaited\\)"),
+        (answer(2), UnexpectedAnswer, "matches no request \\(2; correlation_id 1 is awaited\\)"),
+        (answer(1) + answer(1), UnexpectedAnswer, "matches no request \\(1; correlation_id 2 is awaited\\)"),
+        (answer(1) + answer(2) + answer(3), UnexpectedAnswer, "matches no request \\(3; nothing is awaited\\)"),
         (struct.pack(">ih", 2, 1), Truncated, "shorter than its header"),
         (struct.pack(">i", -1), InvalidField, "negative length"),
         (struct.pack(">i", LIMIT + 1), FrameTooLarge, "at most 1000"),

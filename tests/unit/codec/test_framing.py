@@ -19,7 +19,7 @@ def _frame(length: int, fill: int = 0x41) -> bytes:
 
 
 def _feed(reader: FrameReader, data: bytes | memoryview) -> list[memoryview]:
-    """Pass `data` to the reader as an event loop does: as much at a time as the reader has room for."""
+    """Pass `data` to the reader like an event loop: each time as much as the reader has room for."""
     frames: list[memoryview] = []
     while data:
         buffer = reader.get_buffer(-1)
@@ -188,7 +188,7 @@ def test_same_position_in_another_chunk_is_distinct() -> None:
     _feed(one, _frame(300, 1)[:100])
     held = [_feed(two, _frame((CHUNK_BYTES - LEAST_FREE_BYTES) // 4, 2))[0] for _ in range(4)]
     held += _feed(two, _frame(96, 3))
-    # The reader's frame ends at position 100 of its chunk, as do the last received bytes in the next chunk.
+    # Another frame's last bytes end at the same position of the next chunk.
     assert held[0].obj is not held[-1].obj
     assert arena.position == 100
     assert [bytes(frame) for frame in _feed(one, _frame(300, 1)[100:])] == [_frame(300, 1)]
@@ -196,7 +196,7 @@ def test_same_position_in_another_chunk_is_distinct() -> None:
 
 
 def test_unfinished_frames_hold_little_more_than_their_bytes() -> None:
-    """Some bytes of a frame, left in a chunk that others fill, must not keep the chunk."""
+    """A few bytes of a frame must not keep a whole chunk that other frames fill."""
     arena = ReceiveArena()
     busy, partial = FrameReader(1 << 20, arena), [FrameReader(1 << 20, arena) for _ in range(50)]
     tracemalloc.start()
@@ -246,7 +246,7 @@ def test_equally_long_frames_stay_where_they_arrive(length: int) -> None:
         if not reader.pending_bytes:
             begun.append(buffer)
         count = min(len(buffer), len(stream))
-        # A third of the bytes of a large frame come later, and a small one of another connection in between.
+        # The last third of a large frame arrives later, after a small frame of another connection.
         if length > CHUNK_BYTES // 4 and not reader.pending_bytes and len(begun) % 2:
             count = min(count, length * 2 // 3)
         buffer[:count] = stream[:count]

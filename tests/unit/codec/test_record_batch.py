@@ -40,7 +40,7 @@ def test_offsets_are_assigned_without_breaking_the_crc() -> None:
     assert parse_batch(two) == first, "the neighbour was touched"
 
 
-def test_one_flipped_bit_behind_the_crc_is_seen() -> None:
+def test_flipped_bit_after_the_crc_is_detected() -> None:
     good = build_batch([b"a" * 50])
     batch = parse_batch(good)
     assert crc_is_valid(good, batch)
@@ -51,7 +51,7 @@ def test_one_flipped_bit_behind_the_crc_is_seen() -> None:
         assert not crc_is_valid(bad, batch)
 
 
-def test_batches_are_iterated_where_they_lie() -> None:
+def test_batches_are_iterated_without_a_copy() -> None:
     three = b"before" + bytes(build_batch([b"a"]) + build_batch([b"b", b"b"]) + build_batch([b"c"] * 3))
     batches = list(iterate_batches(memoryview(three), 6))
     assert [batch.record_count for batch in batches] == [1, 2, 3]
@@ -67,7 +67,7 @@ def test_every_prefix_is_truncated() -> None:
 
 
 @pytest.mark.parametrize("magic", [0, 1, 3, 255])
-def test_another_magic_is_named(magic: int) -> None:
+def test_unsupported_magic_is_named(magic: int) -> None:
     old = build_batch()
     old[16] = magic
     with pytest.raises(InvalidField, match=f"magic {magic}"):
@@ -84,7 +84,7 @@ def test_impossible_length_is_refused(length: int) -> None:
         parse_batch(bad)
 
 
-def test_sequences_wrap_behind_the_largest_int32() -> None:
+def test_sequences_wrap_after_the_largest_int32() -> None:
     assert add_sequence(2**31 - 1, 1) == 0
     assert add_sequence(2**31 - 2, 3) == 1
     assert add_sequence(5, 0) == 5

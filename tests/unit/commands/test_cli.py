@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 # Names and flags are a public interface.
 ETCD_FLAGS = "etcd-ca etcd-cert etcd-key etcd-server-name etcd-username etcd-password-file"
 FLAGS = {
-    "serve": "config",  # And one for each row of docs/configuration.md that names one.
+    "serve": "config",  # Also every flag in docs/configuration.md.
     "broker": "node-id listen advertise replication-listen admin data-dir etcd prefix lease-ttl replication-factor "
     "tls-cert tls-key tls-client-ca tls-client-auth tls-client-crl "
     "replication-tls-cert replication-tls-key replication-tls-ca "
@@ -128,7 +128,7 @@ def test_unwritable_executor_archive_place_is_named(tmp_path: Path, capsys: pyte
     assert "name another directory" in said
 
 
-# What asks for an address, the flag that names it, and the variable that does where the flag is not given.
+# Commands that need an address, the flag that names it, and the variable that replaces the flag.
 INGEST = ["pipeline", "ingest", "--from", "csv:in/", "--topic", "t", "--checkpoint", "c"]
 ADMIN, BOOTSTRAP = ("--admin", "KPROXY_ADMIN"), ("--bootstrap", "KPROXY_BOOTSTRAP")
 ASKING = {
@@ -142,13 +142,13 @@ ASKING = {
     "pipeline ingest": (INGEST, BOOTSTRAP),
     "pipeline audit": (["pipeline", "audit"], BOOTSTRAP),
 }
-# No server listens on any of these.
+# No server listens on these addresses.
 BY_FLAG, BY_VARIABLE = "127.0.0.1:1", "127.0.0.1:2"
 
 
 @pytest.fixture
 def asks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run a command in vain; return the addresses in its error."""
+    """Run a command that cannot connect; return the addresses in its error."""
     for _, variable in (ADMIN, BOOTSTRAP):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr("kproxy.pipeline.audit.run.PATIENCE_S", 0.2)
@@ -173,7 +173,7 @@ def test_address_flag_precedes_its_variable(asks: Callable[..., str], name: str)
     said = asks([*arguments, flag, BY_FLAG], **{variable: BY_VARIABLE})
     assert BY_FLAG in said
     assert BY_VARIABLE not in said
-    # Each is named where it does not do.
+    # Each file is named where it is invalid.
     assert f"{variable}: 'nowhere' has no port" in asks(arguments, **{variable: "nowhere"})
     assert f"{flag}: 'nowhere' has no port" in asks([*arguments, flag, "nowhere"], **{variable: BY_VARIABLE})
 
@@ -192,7 +192,7 @@ def test_doctor_prefers_flags_to_variables(asks: Callable[..., str]) -> None:
     said = asks(["doctor"], **environ)
     assert BY_VARIABLE in said
     assert "127.0.0.1:3" in said
-    # Who asks about a page has not asked for a record in a cluster.
+    # A command that asks an admin page has nothing to do with records.
     said = asks(["doctor", "--admin", BY_FLAG], **environ)
     assert said.count("FAIL") == 1
     assert BY_FLAG in said
@@ -292,7 +292,7 @@ def test_check_config_prints_the_configuration(tmp_path: Path, capsys: pytest.Ca
     assert parsed["limits"]["max_connections"] == 7
     assert parsed["own"] == {"writer_group": ["t=g"]}
     assert parsed["ownership"]["etcd"] == ["http://a:1", "http://b:2"]
-    # The output is itself a configuration, and the same one.
+    # The output is a valid configuration, and equal to the input.
     file.write_text(said)
     assert main(["check-config", "--config", str(file)]) == 0
     assert tomllib.loads(capsys.readouterr().out) == parsed
@@ -310,7 +310,7 @@ def test_check_config_prints_the_effective_static_table(tmp_path: Path, capsys: 
     file.write_text(said)
     assert main(["check-config", "--config", str(file)]) == 0
     assert tomllib.loads(capsys.readouterr().out) == parsed
-    # In a file of its own it is shown too, but not said twice.
+    # Tables in a file of their own are shown too, but not reported twice.
     file.write_text(f'[ownership]\nownership = "static"\ntable = "{table}"\n')
     assert main(["check-config", "--config", str(file)]) == 0
     said = capsys.readouterr().out
@@ -353,7 +353,7 @@ def test_check_config_prints_json_for_programs(
     assert {path: tuple(each[key] for key in ("value", "state", "source")) for path, each in found.items()} == expected
     assert told["owners"] == {"brokers": {"1": "a:1"}, "topics": [{"name": "t", "owners": [1, 1]}]}
     assert "hunter2" not in said
-    # Both ways refuse the same configurations.
+    # Both commands refuse the same configurations.
     file.write_text("[limits]\nmax_conections = 7\n")
     assert main(["check-config", "--config", str(file), "--json"]) == 2
     captured = capsys.readouterr()

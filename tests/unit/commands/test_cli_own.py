@@ -81,7 +81,7 @@ def test_terminal_output_is_a_box_with_whole_addresses(
     assert max(map(len, lines)) <= columns
     first = next(line for line in lines if line.startswith(" g "))
     assert first.split()[-3:] == ["127.0.0.1:9092", "60", "s"]
-    # A name that looks like markup is a name, and a group stands once.
+    # A name that looks like markup is printed as it is, and a group is printed once.
     second = next(line for line in lines if "[b]orders/0" in line)
     assert second.split() == ["[b]orders/0", "3", "50", "standby", "127.0.0.1:9093", "60", "s"]
     assert "revision 100, 2 claims in 1 group" in lines[0]
@@ -115,7 +115,7 @@ def test_terminal_control_characters_are_not_printed(capsys: pytest.CaptureFixtu
 )
 def test_reason_for_waiting_claims_is_printed(members: list[tuple[str, int, int]], line: str) -> None:
     rows = [MemberRow(f"{number}", *each) for number, each in enumerate(members)]
-    # Through the second of them: it has nothing to confirm to itself.
+    # The second proxy made the claim, so it has nothing to confirm to itself.
     assert members_line(page(row("a", 9, {**ACTIVE, "proxy": "1"}), members=rows)) == line
 
 
@@ -127,7 +127,7 @@ def test_reason_for_waiting_claims_is_printed(members: list[tuple[str, int, int]
         ([f"t{n}=g" for n in range(11)], False, f"writer groups: {', '.join(f't{n}=g' for n in range(10))}, ..."),
     ],
 )
-def test_topics_that_owners_alone_write_to_are_named(writer_groups: list[str], differ: bool, line: str) -> None:
+def test_topics_that_only_owners_write_are_named(writer_groups: list[str], differ: bool, line: str) -> None:
     assert writers_line(ClaimsPage(revision=1, claims=[], writer_groups=writer_groups, differ=differ)) == line
 
 
@@ -276,13 +276,13 @@ def test_a_resource_may_have_a_generation(texts: list[str], resources: list[tupl
     [
         ("g", [], False, "--all"),
         ("g", ["a"], True, "--all"),
-        ("", ["a"], False, "'' is no name"),
-        ("g", [""], False, "'' is no name"),
-        ("g", ["=1"], False, "'' is no name"),
+        ("", ["a"], False, "'' is not a name"),
+        ("g", [""], False, "'' is not a name"),
+        ("g", ["=1"], False, "'' is not a name"),
         ("g", ["a" * 1025], False, "1024 bytes"),
-        ("g", ["a=-1"], False, "'-1' is no generation"),
-        ("g", ["a=x"], False, "'x' is no generation"),
-        ("g", ["a="], False, "'' is no generation"),
+        ("g", ["a=-1"], False, "'-1' is not a generation"),
+        ("g", ["a=x"], False, "'x' is not a generation"),
+        ("g", ["a="], False, "'' is not a generation"),
         ("g", ["a=1", "a=2"], False, "'a' is named twice"),
         ("g", [f"{number}" for number in range(4097)], False, "at most 4096"),
     ],
@@ -313,12 +313,12 @@ def test_each_command_has_its_flags_and_an_example(name: str, flags: str, capsys
 
 
 ANSWERS = {
-    (404, b"Not Found"): "is no admin page of kproxy (status 404)",
-    (200, b"<html>"): "is no admin page of kproxy (",
-    (200, b"{}"): "is no admin page of kproxy (Object missing required field `revision`)",
+    (404, b"Not Found"): "is not an admin page of kproxy (status 404)",
+    (200, b"<html>"): "is not an admin page of kproxy (",
+    (200, b"{}"): "is not an admin page of kproxy (Object missing required field `revision`)",
     (503, b"the claims have not been read from etcd yet"): "says: the claims have not been read from etcd yet.",
     (501, b"not offered\n"): "says: not offered.",
-    (503, b""): "is no admin page of kproxy (status 503)",
+    (503, b""): "is not an admin page of kproxy (status 503)",
 }
 
 

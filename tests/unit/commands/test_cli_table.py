@@ -78,7 +78,7 @@ def test_a_page_can_be_of_one_topic() -> None:
     "narrowed", [{"limit": 0}, {"limit": 10_001}, {"after": "x"}, {"after": "/1"}, {"after": "t/-1"}]
 )
 def test_invalid_page_is_refused(narrowed: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="is "):
+    with pytest.raises(ValueError, match="must be "):
         page(topology(), **narrowed)
 
 
@@ -181,7 +181,7 @@ def test_live_table_fits_terminal_and_survives_problems() -> None:
 
 
 def written(console: Console) -> str:
-    """The text written since the last call."""
+    """Return the text written since the last call."""
     file = console.file
     assert isinstance(file, io.StringIO)
     text = file.getvalue()

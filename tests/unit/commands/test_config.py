@@ -29,7 +29,7 @@ ETCD = {"etcd": "http://127.0.0.1:2379"}
 
 
 def load(toml: str = "", tmp_path: Path | None = None, **given: object) -> ProxyConfig:
-    """With `flags` and `environ` as keywords; an etcd where the case names none."""
+    """Load options with `flags` and `environ`; with an etcd if the case names none."""
     file = None
     if tmp_path is not None:
         file = tmp_path / "kproxy.toml"
@@ -185,7 +185,7 @@ def test_etcd_may_be_a_list_in_the_file(tmp_path: Path) -> None:
     assert load('[ownership]\netcd = "http://a:1,http://b:2"', tmp_path).etcd == ("http://a:1", "http://b:2")
 
 
-def test_variables_that_are_no_key_are_ignored() -> None:
+def test_variables_that_name_no_key_are_ignored() -> None:
     assert load(environ={"KPROXY_DEBUG": "1", "KPROXYLISTEN__X": "1", "LISTEN__LISTEN": "x"}) == load()
     # The addresses to which other commands send requests.
     assert load(environ={"KPROXY_ADMIN": "a:1", "KPROXY_BOOTSTRAP": "a:2"}) == load()
@@ -223,7 +223,7 @@ WRONG = [
     ("", {}, {"admin": "x:y"}, ["--admin", "port"]),
     ("", {}, {"prefix": "kafscale"}, ["--prefix", "/kafscale"]),
     ("", {}, {"listen": "0.0.0.0:9092"}, ["0.0.0.0", "--advertise"]),
-    ("", {}, {"ownership": "zookeeper"}, ["--ownership", "no ownership source"]),
+    ("", {}, {"ownership": "zookeeper"}, ["--ownership", "is not an ownership source"]),
     ("", {}, {"workers": -1}, ["--workers", ">= 0"]),
     ("", {}, {"workers": 257}, ["--workers", "<= 256"]),
     ("[limits]\nmax_connections = 3\n", {}, {"workers": 4}, ["limits.max_connections is 3", "4 workers"]),
@@ -315,7 +315,7 @@ def test_a_static_table_is_read_from_either_place(tmp_path: Path) -> None:
             assert Path(read.where).parent == tmp_path
 
 
-def test_reloaded_static_table_is_checked_again(tmp_path: Path) -> None:
+def test_reloaded_static_table_is_validated_again(tmp_path: Path) -> None:
     toml = '[brokers]\n1 = "a:1"\n[[topics]]\nname = "t"\nowners = [1]\n'
     table = tmp_path / "owners.toml"
     table.write_text(toml)
@@ -323,7 +323,7 @@ def test_reloaded_static_table_is_checked_again(tmp_path: Path) -> None:
     inline = load(toml, tmp_path, flags={"ownership": "static"}).owners
     assert alone is not None
     assert inline is not None
-    # A room that is none would leave every topic without owners.
+    # An invalid source would leave every topic without owners.
     misspelt = toml.replace("topics", "topic")
     for owners in (alone, inline):
         Path(owners.where).write_text(misspelt)
@@ -341,7 +341,7 @@ def test_kafka_cluster_is_named_by_its_brokers(tmp_path: Path) -> None:
     assert load(toml, tmp_path).bootstrap == config.bootstrap
 
 
-def test_proxies_of_any_source_meet_in_etcd(tmp_path: Path) -> None:
+def test_proxies_of_any_source_register_in_etcd(tmp_path: Path) -> None:
     kafka = load(flags={"ownership": "kafka", "bootstrap": "a:1", "etcd": "http://e:1,http://f:2", "lease_ttl": 3})
     assert (kafka.etcd, kafka.lease_ttl_s, kafka.alone) == (("http://e:1", "http://f:2"), 3, False)
     toml = '[ownership]\nownership = "static"\netcd = "http://e:1"\n[fleet]\nalone = true\n[brokers]\n1 = "a:1"\n'
@@ -354,7 +354,7 @@ def test_a_lease_lasts_some_whole_seconds(ttl: str) -> None:
     assert error_of("", None, environ={"KPROXY_FLEET__LEASE_TTL": ttl}).startswith("KPROXY_FLEET__LEASE_TTL: ")
 
 
-def test_etcd_has_to_be_named() -> None:
+def test_etcd_endpoint_is_required() -> None:
     with pytest.raises(StartupError, match="--etcd"):
         load_proxy_config(environ={})
 

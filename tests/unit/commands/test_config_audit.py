@@ -64,9 +64,9 @@ def test_trail_key_is_read_from_its_file(tmp_path: Path) -> None:
 
 
 WRONG = {
-    "no kind": ('[audit]\nsink = "kafka"\n', "'kafka' is nowhere for an audit trail to go: write none, topic"),
-    "no directory": ('[audit]\nsink = "json:"\n', "'json:' is nowhere"),
-    "no topic": ('[audit]\nsink = "topic:"\n', "'topic:' is nowhere"),
+    "no kind": ('[audit]\nsink = "kafka"\n', "'kafka' is not an audit sink: write none, topic"),
+    "no directory": ('[audit]\nsink = "json:"\n', "'json:' is not an audit sink"),
+    "no topic": ('[audit]\nsink = "topic:"\n', "'topic:' is not an audit sink"),
     "no topic's name": ('[audit]\nsink = "topic:a/b"\n', "'a/b' cannot be a topic"),
     "too seldom": ("[audit]\ninterval_s = 61\n", "audit.interval_s"),
     "too little": ("[audit]\nmax_bytes = 1000\n", "audit.max_bytes"),
@@ -82,7 +82,7 @@ WRONG = {
     "a secret in plain text": (
         '[audit]\nsink = "topic"\nbootstrap = "a:1"\n'
         '[audit.sasl]\nmechanism = "PLAIN"\nusername = "u"\npassword = "p"\n',
-        "set audit.tls.enabled, or take a SCRAM mechanism",
+        "set audit.tls.enabled, or use a SCRAM mechanism",
     ),
     "no port": ('[audit]\nsink = "topic"\nbootstrap = "a"\n', "audit.bootstrap .* no port"),
     "port 0": ('[audit]\nsink = "topic"\nbootstrap = "a:0"\n', "nobody listens on a:0"),

@@ -18,7 +18,7 @@ SECRET = Secret("hunter2 and more")
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A pair, its authority, another's key, a password, and files that are none of these."""
+    """A key pair, its authority, another's key, a password, and files that are none of these."""
     directory = tmp_path_factory.mktemp("files")
     authority = trustme.CA(key_type=trustme.KeyType.ECDSA)
     one, other = (authority.issue_cert("localhost", key_type=trustme.KeyType.ECDSA) for _ in range(2))
@@ -69,8 +69,8 @@ def test_password_file_is_read_anew_without_line_end(files: dict[str, Path]) -> 
 @pytest.mark.parametrize(
     ("room", "says"),
     [
-        ({"cert": "cert"}, "etcd's cert is of no use without its key: .*--etcd-key FILE"),
-        ({"key": "key"}, "etcd's key is of no use without its cert: .*--etcd-cert FILE"),
+        ({"cert": "cert"}, "etcd's cert has no effect without its key: .*--etcd-key FILE"),
+        ({"key": "key"}, "etcd's key has no effect without its cert: .*--etcd-cert FILE"),
         ({"cert": "cert", "key": "other_key"}, "do not belong together"),
         ({"cert": "cert", "key": "encrypted_key"}, "key is encrypted|cannot be used"),
         ({"cert": "ca", "key": "empty"}, "etcd's key .*empty holds no private key"),
@@ -79,8 +79,8 @@ def test_password_file_is_read_anew_without_line_end(files: dict[str, Path]) -> 
         ({"ca": "password"}, "etcd's ca .*password holds no certificates"),
         ({"ca": "large"}, "etcd's ca .*large is larger than 1 MiB"),
         ({"username": "text"}, "etcd's user needs a password: .*--etcd-password-file FILE, or set KPROXY_ETCD__PASS"),
-        ({"password": "text"}, "password is of no use without its username: .*--etcd-username"),
-        ({"password_file": "password"}, "password_file is of no use without its username"),
+        ({"password": "text"}, "password has no effect without its username: .*--etcd-username"),
+        ({"password_file": "password"}, "password_file has no effect without its username"),
         ({"username": "text", "password": "text", "password_file": "password"}, "password is given twice"),
         ({"username": "text", "password_file": "missing"}, "password_file .* cannot be read"),
         ({"username": "text", "password_file": "empty"}, "password_file .* is empty"),

@@ -1,4 +1,4 @@
-"""Wrong values of the settings of security: each error names the setting, the file and the way out."""
+"""Invalid values of security settings: each error names the setting, the file and the remedy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SECTIONS = ("tls", "broker_tls", "broker_sasl", "sasl", "oauth", "admin", "audit
 
 
 class Site:
-    """Good files, bad ones, and for each section a configuration that is taken."""
+    """Valid files, invalid ones, and a valid configuration for each section."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -83,7 +83,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
 
 
 def error_of(file: Path) -> str:
-    """The error of `check-config`; empty if there is none."""
+    """The error of `check-config`, empty if there is none."""
     try:
         _try_files(build_proxy_config(load_settings(file, environ={})))
     except StartupError as error:
@@ -118,7 +118,7 @@ def test_unusable_file_is_named_with_the_remedy(site: Site, path: str) -> None:
             continue
         assert names(path, said), said
         assert str(file) in said, said
-        # Something to do stands behind the reason.
+        # The remedy follows the reason.
         assert re.search(r": (name|give|write|run|make) .{8,}\.$", said), said
     for value in ("", 7, ["a"], "a\0b"):
         said = error_of(site.with_value(path, value))
@@ -155,7 +155,7 @@ def test_empty_list_and_empty_part_differ(site: Site) -> None:
 
 
 def test_unreadable_file_is_reported_with_the_user() -> None:
-    """Root reads every file, and may be who runs this."""
+    """Root may run this test, and can read every file."""
     said = str(unreadable("tls.key", Path("server.key"), PermissionError(errno.EACCES, "Permission denied")))
     way_out = f"let the user of this process (uid {os.geteuid()}) read it"
     assert said == f"tls.key server.key cannot be read (Permission denied): {way_out}."
@@ -176,7 +176,7 @@ def test_keys_at_a_url_are_checked_without_fetching(site: Site) -> None:
     assert error_of(site.with_value("oauth.jwks", "https://127.0.0.1:1/keys")) == ""
 
 
-def test_a_file_without_users_is_warned_of(site: Site) -> None:
+def test_file_without_users_causes_a_warning(site: Site) -> None:
     file, empty = site.with_value("sasl.users", str(site.place / "empty")), site.place / "empty"
     done = CliRunner().invoke(cli, ["check-config", "--config", str(file)])
     assert done.exit_code == 0

@@ -52,7 +52,7 @@ def test_every_sasl_option_may_be_set(tmp_path: Path) -> None:
     assert (sasl.oauth.audience, sasl.oauth.principal_claim, sasl.oauth.groups_claim) == (("a",), "azp", "roles")
 
 
-def test_the_environment_may_set_it(tmp_path: Path) -> None:
+def test_environment_may_set_every_sasl_option(tmp_path: Path) -> None:
     variables = {"KPROXY_SASL__MECHANISMS": "SCRAM-SHA-256, SCRAM-SHA-512", "KPROXY_SASL__USERS": "u.toml"}
     sasl = load(tmp_path, "", **variables).sasl
     assert sasl is not None
@@ -103,8 +103,8 @@ def test_certificate_name_rules_belong_to_a_listener(tmp_path: Path, signer: Sig
         assert config.listeners[0].tls is not None
         assert [each.case for each in config.listeners[0].tls.principals.rules] == ["L", ""]
     for text, word in (
-        (f"{mutual}principal_mapping_rules = 'x'\n", "'x' is no rule"),
-        (f"{tls}principal_mapping_rules = 'DEFAULT'\n", "it is about clients' certificates"),
+        (f"{mutual}principal_mapping_rules = 'x'\n", "'x' is not a rule"),
+        (f"{tls}principal_mapping_rules = 'DEFAULT'\n", "it applies only to clients' certificates"),
     ):
         with pytest.raises(StartupError, match=word):
             load(tmp_path, f"[tls]\n{text}")
@@ -125,11 +125,11 @@ def test_kinds_of_names_belong_to_listener(tmp_path: Path, signer: Signer) -> No
         ("uri",),
     ]
     for text, words in (
-        (mutual + 'tls.principal_from = ["uri", "email"]', ["'email' is no kind of name", "subject, uri, dns"]),
-        (mutual + 'tls.principal_from = "URI"', ["'URI' is no kind of name", "subject, uri, dns"]),
+        (mutual + 'tls.principal_from = ["uri", "email"]', ["'email' is not a kind of name", "subject, uri, dns"]),
+        (mutual + 'tls.principal_from = "URI"', ["'URI' is not a kind of name", "subject, uri, dns"]),
         (mutual + "tls.principal_from = []", ["it is empty"]),
         (mutual + "tls.principal_from = 7", ["tls.principal_from"]),
-        (tls + 'tls.principal_from = "uri"', ["it is about clients' certificates"]),
+        (tls + 'tls.principal_from = "uri"', ["it applies only to clients' certificates"]),
     ):
         with pytest.raises(StartupError) as raised:
             load(tmp_path, TWO.format(text, ""))
@@ -199,7 +199,7 @@ def test_configuration_decides_where_identities_are_forwarded(tmp_path: Path) ->
     config = with_brokers(tmp_path, sasl_section('["PLAIN", "OAUTHBEARER"]', 'identity = "client"'))
     assert config.sasl is not None
     assert config.sasl.carries(config.listeners[0])
-    # Brokers judge: neither users nor keys of tokens are needed.
+    # Brokers authenticate clients, so the proxy needs neither users nor token keys.
     assert (config.sasl.users, config.sasl.oauth) == (None, None)
     verified = with_brokers(
         tmp_path, sasl_section('["PLAIN", "OAUTHBEARER"]', 'identity = "client"', 'users = "u"') + OAUTH
@@ -263,7 +263,7 @@ def test_each_listener_chooses_identity_for_brokers(tmp_path: Path) -> None:
             AT_BROKERS,
             ["sasl.identity", "broker_tls.enabled", "broker_sasl.allow_plain_text = true"],
         ),
-        # The other listener's clients are the proxy's to judge.
+        # The proxy authenticates the clients of the other listener.
         (sasl_section('"PLAIN"') + TWO.format('identity = "client"', ""), SAFE, ["PLAIN needs users"]),
         (
             sasl_section('["PLAIN", "OAUTHBEARER"]', 'users = "u"') + TWO.format('identity = "client"', ""),
@@ -318,7 +318,7 @@ def test_users_and_rules_may_be_in_etcd(tmp_path: Path) -> None:
     config = load(tmp_path, text)
     assert config.sasl is not None
     assert (config.sasl.users, config.sasl.users_in_etcd) == (None, True)
-    # Rules in etcd turn ACLs on, also without SASL.
+    # Rules in etcd turn ACLs on, even without SASL.
     access = load(tmp_path, "[access]\nacls_in_etcd = true\ndry_run = true\n").access
     assert access is not None
     assert (access.acls, access.acls_in_etcd, access.dry_run) == ((), True, True)
@@ -336,7 +336,7 @@ def test_users_and_rules_may_be_in_etcd(tmp_path: Path) -> None:
     ("text", "content", "says"),
     [
         ('mechanisms = "SCRAM-SHA-256"\nusers = "{}"\n', None, "sasl.users {} cannot be read"),
-        ('mechanisms = "SCRAM-SHA-256"\nusers = "{}"\n', "[user]\n", "sasl.users {} is no file of users"),
+        ('mechanisms = "SCRAM-SHA-256"\nusers = "{}"\n', "[user]\n", "sasl.users {} is not a file of users"),
         ('mechanisms = "SCRAM-SHA-256"\nusers = "{}"\n', "[users]\na = []\n", "sasl.users {}: the entry of 'a'"),
         (TOKENS.partition("\n")[2].replace("jwks.json", "{}"), None, "oauth.jwks {} cannot be read"),
         (TOKENS.partition("\n")[2].replace("jwks.json", "{}"), "[]", "oauth.jwks {}"),
@@ -421,11 +421,11 @@ def test_oversized_password_file_is_reported_with_limit(tmp_path: Path) -> None:
     long.write_text("p" * 2_000)
     arguments = ["user", "add", "--users", str(tmp_path / "users.toml"), "--password-file", str(long), "alice"]
     done = CliRunner().invoke(cli, arguments)
-    assert f"{long} is larger than 1026 bytes: that is no password." in str(done.exception)
+    assert f"{long} is larger than 1026 bytes: that is not a password." in str(done.exception)
 
 
 def test_commands_offer_the_values_files_accept() -> None:
-    """They have lists of their own, so that `--help` loads no hashing and no rules."""
+    """The commands have lists of their own, so that `--help` loads no hashing and no rules."""
     iterations = next(parameter for parameter in user.add.params if parameter.name == "iterations")
     assert isinstance(iterations.type, click.IntRange)
     limits = iterations.type.min, iterations.type.max, iterations.default

@@ -20,7 +20,7 @@ def test_durations_have_a_unit(text: str, ms: int) -> None:
 
 @pytest.mark.parametrize("text", ["10", "s", "-1s", "1.5s", "0s", "10 s", "", "1w"])
 def test_invalid_duration_is_refused(text: str) -> None:
-    with pytest.raises(StartupError, match="is no duration: write a number and its unit"):
+    with pytest.raises(StartupError, match="is not a duration: write a number and its unit"):
         parse_duration_ms(text, "--window")
 
 
@@ -39,5 +39,5 @@ def test_times_are_utc_unless_they_say_otherwise(text: str, ms: int) -> None:
 
 @pytest.mark.parametrize("text", ["yesterday", "12:00", "2027-13-01", ""])
 def test_invalid_time_is_refused(text: str) -> None:
-    with pytest.raises(StartupError, match=r"--to .* is no time: write it as"):
+    with pytest.raises(StartupError, match=r"--to .* is not a time: write it as"):
         parse_time_ms(text, "--to", NOW_MS)

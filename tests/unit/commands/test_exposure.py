@@ -91,7 +91,7 @@ def test_configuration_counts_if_it_holds_secrets(tmp_path: Path) -> None:
 
 @pytest.fixture
 def mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Callable[[], object]]]:
-    """A Secret as Kubernetes mounts it, a link to a file of mode 0644 in a tmpfs, and what makes that read-only."""
+    """A Secret as Kubernetes mounts it, a link to a file of mode 0644 in a tmpfs; and its read-only mark."""
     mount = tmp_path / "mount"
     mount.mkdir()
     is_real = _run("mount", "-t", "tmpfs", "tmpfs", mount)
@@ -122,7 +122,7 @@ def test_users_in_read_only_mount_are_read(mounted: tuple[Path, Callable[[], obj
     assert read_users(mount / "token").by_name == {}
 
 
-def test_file_in_read_only_mount_is_let_be(mounted: tuple[Path, Callable[[], object]]) -> None:
+def test_file_in_read_only_mount_is_accepted(mounted: tuple[Path, Callable[[], object]]) -> None:
     mount, make_read_only = mounted
     secret = [("admin.token_file", mount / "token")]
     assert [each.what for each in exposed(secret)] == ["admin.token_file"]

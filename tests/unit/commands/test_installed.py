@@ -62,14 +62,14 @@ def test_commit_matches_git() -> None:
     assert len(commit) >= 12
 
 
-def test_a_package_brings_its_commit_along(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_installed_package_knows_its_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(installed, "_PACKAGE", tmp_path)
     assert installed.commit() == ""
     (tmp_path / installed.COMMIT_FILE).write_text("0123456789ab\n")
     assert installed.commit() == "0123456789ab"
 
 
-def test_workflows_call_targets_of_make_and_nothing_else() -> None:
+def test_workflows_call_only_make_targets() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     workflows = [path.read_text() for path in (ROOT / ".github" / "workflows").glob("*.yml")]
     commands = [each for text in workflows for each in re.findall(r"^ *- run: (.*)$", text, re.MULTILINE)]

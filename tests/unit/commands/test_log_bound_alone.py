@@ -36,7 +36,7 @@ def test_suppressed_lines_are_counted_at_minutes_end() -> None:
     assert site.logged("a", MOST_A_MINUTE) == MOST_A_MINUTE
     site.pass_time(10)
     assert site.logged("a", 7) == 0
-    # Not looked at before the minute is over.
+    # The bound is first checked after a minute.
     assert [at for at, _ in site.due] == [1000.0 + MINUTE_S]
     site.pass_time(MINUTE_S - 11)
     assert site.said == []
@@ -66,7 +66,7 @@ def test_each_minute_begins_anew() -> None:
         site.pass_time(MINUTE_S)
     assert [said[1:] for said in site.said] == [("a", 940)] * 3
     for _ in range(10):
-        # Fewer than the bound in any minute: none is left out.
+        # Every minute has fewer events than the bound, so none is left out.
         assert site.logged("b", MOST_A_MINUTE // 2) == MOST_A_MINUTE // 2
         site.pass_time(MINUTE_S)
 
@@ -79,7 +79,7 @@ def test_process_end_reports_the_current_minute() -> None:
     assert [said[1:] for said in site.said] == [("a", 3), ("b", 1)]
 
 
-def test_invented_kinds_share_one_limit() -> None:
+def test_kinds_that_clients_choose_share_one_limit() -> None:
     site = Site()
     logged = sum(site.logged(f"event {n}", 1) for n in range(MOST_KINDS + 1000))
     assert logged == MOST_KINDS + MOST_A_MINUTE

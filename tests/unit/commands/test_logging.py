@@ -24,7 +24,7 @@ PASSED_ON = {"self._log_once": 0, "SkippedKeys": 0}
 
 
 def calls() -> Iterator[tuple[str, ast.Call, ast.expr]]:
-    """Every call that logs by structlog: where it is, the call, and its event."""
+    """Every call that logs with structlog: its place, the call, and its event."""
     for path in sorted(PACKAGE.rglob("*.py")):
         if "import structlog" not in path.read_text():
             continue
@@ -111,7 +111,7 @@ def test_text_line_has_utc_time_and_trailing_fields() -> None:
 
 
 def test_logged_name_does_not_control_the_terminal() -> None:
-    """Clients choose names of topics; `\\x1b[2J` clears the screen of whoever reads the log."""
+    """Clients choose topic names; `\x1b[2J` would clear the screen of a reader of the log."""
     script = r"""
 import logging, structlog
 from kproxy.observe.logging import configure_logging

@@ -14,7 +14,7 @@ import pytest
 
 from kproxy.runtime.notify import TIMEOUT_S, notify, say_waiting
 
-# Only Linux has names that are no files.
+# Only Linux has abstract socket names.
 NAMES = ("path", "abstract") if sys.platform == "linux" else ("path",)
 
 

@@ -32,7 +32,7 @@ def test_non_text_token_is_refused() -> None:
         ("10.1.2.3", 0),
         ("localhost:9644", 0),
         ("PROXY.test:9644", 0),
-        # The name of a foreign page that resolves to this address.
+        # A foreign page's name that resolves to this address.
         ("evil.test:9644", 403),
         ("127.0.0.1.evil.test", 403),
         ("localhost.evil.test", 403),
@@ -59,7 +59,7 @@ def test_pages_need_a_known_host_unless_vital(host: str, status: int) -> None:
         ("localhost:9644", None, 0),
         ("proxy.test:9644", None, 0),
         ("PROXY.test:9644", "http://proxy.test:9644", 0),
-        # The name of a foreign page that resolves to this address.
+        # A foreign page's name that resolves to this address.
         ("evil.test:9644", None, 403),
         ("evil.test:9644", "http://evil.test:9644", 403),
         ("127.0.0.1.evil.test", None, 403),
@@ -70,7 +70,7 @@ def test_pages_need_a_known_host_unless_vital(host: str, status: int) -> None:
         ("127.0.0.1:9644", "http://127.0.0.1:9644", 0),
     ],
 )
-def test_a_change_is_taken_from_known_places_alone(host: str, origin: str | None, status: int) -> None:
+def test_change_is_accepted_from_known_origins_only(host: str, origin: str | None, status: int) -> None:
     guard = PageGuard(hosts=["proxy.test"])
     more = {} if origin is None else {"origin": origin}
     assert refused(guard, "POST", "/own/free", host, **more) == status

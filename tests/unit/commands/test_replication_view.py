@@ -60,7 +60,7 @@ def test_page_may_be_limited_to_one_topic() -> None:
     page = replication_page(known, TableQuery("a-b", "a-b/0", 1))
     assert (page.partitions, page.next) == ([ROWS[4]], "a-b/2")
     for query in (TableQuery(limit=0), TableQuery(after="x")):
-        with pytest.raises(ValueError, match="is "):
+        with pytest.raises(ValueError, match="must be "):
             replication_page(known, query)
 
 
@@ -111,7 +111,7 @@ def test_missing_replicas_add_no_output() -> None:
     assert about_replicas([], [1, 2], AT) == []
 
 
-def test_whole_replicas_are_one_line() -> None:
+def test_complete_replicas_are_one_line() -> None:
     (finding,) = about_replicas([row(0), row(1)], [1, 2, 3], AT)
     assert (finding.mark, finding.check, finding.at) == ("ok", "replication.isr", AT)
     assert finding.text == "all replicas of 2 partitions are in sync"

@@ -15,7 +15,7 @@ from kproxy.runtime.process import spawn
 
 
 class Ends:
-    """Garbage that reports in which process it is collected."""
+    """Garbage that reports the process in which it is collected."""
 
     def __init__(self, file: Path) -> None:
         self.itself = self
@@ -28,7 +28,7 @@ class Ends:
 
 
 class Busy:
-    """Allocates in each copy of this process, as Python's own work behind a fork does, while `is_on`."""
+    """Allocate in each copy of this process while `is_on`, as Python's own work after a fork does."""
 
     is_on = False
 
@@ -39,14 +39,14 @@ class Busy:
 
 
 busy = Busy()
-# There is no way to remove it.
+# The module cannot be removed.
 os.register_at_fork(after_in_child=busy)
 
 
 @pytest.fixture
 def busy_copies() -> Iterator[None]:
     usual, busy.is_on = gc.get_threshold(), True
-    # What is garbage here stays until the fork.
+    # Existing garbage stays until the fork.
     gc.set_threshold(1_000_000)
     yield
     gc.set_threshold(*usual)

@@ -20,7 +20,7 @@ def test_sentence_is_due_at_once_and_periodically() -> None:
     assert not reminders.is_due("a")
 
 
-def test_endless_sentences_take_bounded_memory() -> None:
+def test_varying_sentences_take_bounded_memory() -> None:
     reminders = Reminders(lambda: 0.0)
     for number in range(MAX_SENTENCES * 3):
         assert reminders.is_due(str(number))

@@ -24,7 +24,7 @@ from kproxy.demo.flights import (
 )
 from kproxy.errors import StartupError
 
-# The source's own lines.
+# The source's lines, unchanged.
 ROW = "2013,1,1,517,515,2,830,819,11,UA,1545,N14228,EWR,IAH,227,1400,5,15,2013-01-01T10:00:00Z".split(",")  # noqa: SIM905
 CANCELLED = "2013,1,2,NA,1545,NA,NA,1910,NA,AA,133,NA,JFK,LAX,NA,2475,15,45,2013-01-02T20:00:00Z".split(",")  # noqa: SIM905
 
@@ -38,7 +38,7 @@ def _archive(path: Path, rows: list[list[str]], header: list[str] | None = None)
 
 
 def _laid_down(flights: Flights) -> list[list[list[str]]]:
-    """The files' rows, header included, in the order in which a stream takes them: by modification time."""
+    """The rows of the files, header included, in the order in which a stream reads them: by modification time."""
     files = sorted(flights.directory.iterdir(), key=lambda path: path.stat().st_mtime)
     return [list(csv.reader(path.read_text().splitlines())) for path in files]
 
@@ -121,7 +121,7 @@ def test_writer_stops_on_request(tmp_path: Path) -> None:
         )
 
 
-def test_progress_ends_at_the_whole(tmp_path: Path) -> None:
+def test_progress_ends_at_the_total(tmp_path: Path) -> None:
     heard: list[int] = []
     write_files(_archive(tmp_path / "f.zip", [ROW] * 5_000), tmp_path / "o", rows=5_000, files=2, on_rows=heard.append)
 

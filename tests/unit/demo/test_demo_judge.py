@@ -24,7 +24,7 @@ def value_of(n: int) -> bytes:
 
 
 def judge(arrivals: Sequence[tuple[int, int]], rows: int) -> RowsVerdict:
-    """The verdict on (partition, n) pairs that stand at rising offsets of their partitions."""
+    """The verdict on (partition, n) pairs, whose offsets rise in each partition."""
     court = Judge([fingerprint(key_of(n), value_of(n)) for n in range(1, rows + 1)])
     offsets: dict[int, int] = {}
     for partition, n in arrivals:
@@ -145,7 +145,7 @@ def test_rows_are_counted_by_partition_despite_faults() -> None:
 
 @st.composite
 def clean_runs(draw: st.DrawFn) -> list[tuple[int, int]]:
-    """(partition, n) in the order of arrival: each key in a partition of its own and in order, else mixed anyhow."""
+    """(partition, n) in the order of arrival: each key in order in one partition, rows without a key mixed."""
     slots = draw(st.permutations(range(1, draw(st.integers(2, 40)) + 1)))
     waiting = {key: iter(sorted(n for n in slots if key_of(n) == key)) for key in KEYS}
     return [(KEYS.index(key_of(slot)), next(waiting[key_of(slot)])) for slot in slots]

@@ -45,7 +45,7 @@ async def test_last_micro_batch_alone_waits_for_the_kill() -> None:
     stream.before_batch(1)
 
     last = asyncio.ensure_future(asyncio.to_thread(stream.before_batch, 2))
-    # However quick the stream was, the kill's time has come by now.
+    # The kill is due by now, however fast the stream was.
     await asyncio.wait_for(stream.reached.wait(), WAIT_S)
     await asyncio.wait([last], timeout=0.1)
     assert not last.done()

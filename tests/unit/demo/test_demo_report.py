@@ -15,7 +15,7 @@ from kproxy.pipeline.progress import Report
 
 
 def _outcome(seen: int = 2, owners: dict[int, int] | None = None, killed: KilledOwner | None = None) -> DemoOutcome:
-    """Of two rows the first `seen` came back, n=1 in partition 0 and n=2 in partition 1; more are doubles of n=1."""
+    """The outcome for n=1 in partition 0 and n=2 in partition 1: the first `seen` arrived; more duplicate n=1."""
     court = Judge([hash((None, b'{"n":1}')), hash((None, b'{"n":2}'))])
     for offset, n in enumerate([1, 2, 1, 1][:seen]):
         court.see(n - 1, offset, None, b'{"n":%d}' % n)
@@ -23,7 +23,7 @@ def _outcome(seen: int = 2, owners: dict[int, int] | None = None, killed: Killed
 
 
 def _killed(taken_by: dict[int, int]) -> KilledOwner:
-    """Broker 7 was killed, owner of partitions 0 and 1 of three."""
+    """The outcome after the kill of broker 7, owner of two of three partitions."""
     taken_s = dict(zip(taken_by, (3.0, 4.04), strict=False))
     return KilledOwner(7, 72_900, {0: 7, 1: 7, 2: 8}, taken_by, taken_s, 5.5)
 
@@ -82,12 +82,12 @@ def test_rows_are_summed_by_owner_or_without_one() -> None:
     assert any("rows, no owner now" in line and " 1 │ 1 partition" in line for line in lines)
 
 
-def test_unknown_owners_are_said_to_be_unknown() -> None:
+def test_unknown_owners_are_reported_as_unknown() -> None:
     assert "not known without --etcd" in _shown(_outcome())
 
 
 def _cells(outcome: DemoOutcome) -> dict[str, tuple[str, str]]:
-    """First cell -> the other two."""
+    """Map each row's first cell to the other two."""
     rows = [[cell.strip() for cell in line.split("│")[1:4]] for line in _shown(outcome).splitlines() if "│" in line]
     return {name: (value, detail) for name, value, detail in rows}
 
@@ -149,7 +149,7 @@ def test_finished_stage_without_terminal_is_one_line() -> None:
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_line_printed_during_a_stage_stays(is_terminal: bool) -> None:
+def test_line_printed_during_a_stage_remains(is_terminal: bool) -> None:
     progress = io.StringIO()
     with Report(progress=Console(file=progress, width=40, force_terminal=is_terminal)) as report:
         stage = report.stage("kill", "kill -9")

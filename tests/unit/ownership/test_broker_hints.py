@@ -26,7 +26,7 @@ def yes() -> bool:
 
 @asynccontextmanager
 async def hints_of(*brokers: ScriptedBroker) -> AsyncIterator[tuple[BrokerHints, Topology]]:
-    """`t-0` and `t-1` belong to broker 1, which does not listen; the given brokers have the ids from 11 on."""
+    """`t-0` and `t-1` belong to broker 1, which is down; the given brokers have ids from 11 on."""
     topology = Topology()
     topology.set_broker(1, Address(BROKERS[1], PORT))
     async with AsyncExitStack() as stack:
@@ -39,7 +39,7 @@ async def hints_of(*brokers: ScriptedBroker) -> AsyncIterator[tuple[BrokerHints,
 
 
 def leads(*leaders: int) -> ScriptedBroker:
-    """A reference broker that names these leaders of `t`."""
+    """A reference broker that reports these leaders of `t`."""
     broker = ScriptedBroker()
     broker.is_reference = True
     broker.topics = [topic(*(partition(index, leader, 7) for index, leader in enumerate(leaders)))]
@@ -68,7 +68,7 @@ async def test_hint_moves_address_of_known_leader() -> None:
 
 
 async def test_brokers_without_leases_are_not_asked() -> None:
-    """KafScale's brokers name leaders that are no lease owners."""
+    """KafScale's brokers report leaders that are not lease owners."""
     broker = leads(2)
     broker.is_reference = False
     async with hints_of(broker) as (hints, topology):
@@ -94,7 +94,7 @@ async def test_leader_without_address_is_no_hint(leader: int) -> None:
         assert (topology.owner(*T0), topology.is_hinted) == (1, False)
 
 
-async def test_change_during_a_question_wins() -> None:
+async def test_change_during_a_question_replaces_the_hint() -> None:
     broker = leads(2, 2)
     broker.holds.clear()
     async with hints_of(broker) as (hints, topology):

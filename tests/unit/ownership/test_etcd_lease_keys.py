@@ -94,7 +94,7 @@ def test_invalid_owner_removes_the_owner(value: bytes) -> None:
     assert list(table.by_snapshot(f"{LEASES}t/0", value).ownerships()) == []
     table.by_event(f"{LEASES}t/0", b"4", 101)
     assert table.topology.owner(b"t", 0) == 4
-    # The old owner does not hold an overwritten key any more, as a load would have found.
+    # The old owner no longer holds an overwritten key, just as after a load.
     assert table.by_event(f"{LEASES}t/0", value, 102).owner(b"t", 0) == NO_OWNER
     assert table.table.skipped == {"not a broker id": 2}
 

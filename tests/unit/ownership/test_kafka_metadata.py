@@ -33,7 +33,7 @@ from kproxy_codec.metadata import MetadataReader
 from tests.support.etcd.embedded import running
 from tests.support.waiting import eventually
 
-# Versions of Metadata.
+# Metadata versions.
 TOPIC_IDS_FROM = 10
 TOPIC_ID = uuid.UUID(int=1)
 ANOTHER_ID = uuid.UUID(int=2)
@@ -57,7 +57,7 @@ class ScriptedBroker:
         self.topics: Sequence[dict[str, Any]] = ()
         self.brokers = BROKERS
         self.cluster_id = "one"
-        # Names and ids by request; None for all topics.
+        # The names and ids of each request; None for all topics.
         self.asked_for: list[list[str | uuid.UUID] | None] = []
         self.distort: Callable[[bytes], bytes] | None = None
         self.holds = asyncio.Event()
@@ -129,7 +129,7 @@ class ScriptedBroker:
 
 
 class Followed:
-    """A source that follows a scripted broker, read anew on demand; `now` is the time of its clock."""
+    """A source that follows a scripted broker, and reads on demand; `now` is its clock's time."""
 
     def __init__(
         self, broker: ScriptedBroker, *others: ScriptedBroker, interval_s: float = 3600, timeout_s: float = 2
@@ -149,13 +149,13 @@ class Followed:
         )
 
     async def read(self, *topics: dict[str, Any], brokers: dict[int, str] | None = None) -> dict[int, int]:
-        """Have this answered, and return topic t's owners by partition."""
+        """Set the broker's answer; return topic t's owners by partition."""
         self.broker.topics, self.broker.brokers = topics, brokers or BROKERS
         await self.reread()
         return self.owners()
 
     async def reread(self) -> None:
-        # So that one read need not wait for the pace that the others before it would set.
+        # Keeps this read from waiting for the pace of earlier reads.
         self.now += 1
         await asyncio.wait_for(self.source.reload(), self._patience_s)
 
@@ -196,7 +196,7 @@ async def test_an_unchanged_owner_keeps_its_revision() -> None:
     async with followed() as table:
         await table.read(topic(partition(0, 1, 5), partition(1, 1, 5)))
         revision, version = table.topology.owner_revision(b"t", 0), table.topology.version
-        # The leader is elected again under a higher epoch: requests still go to it.
+        # The leader is elected again with a higher epoch; it still gets requests.
         await table.read(topic(partition(0, 1, 6), partition(1, 1, 5)))
         assert (table.topology.owner_revision(b"t", 0), table.topology.version) == (revision, version)
         await table.read(topic(partition(0, 1, 6), partition(1, 2, 6)))
@@ -204,7 +204,7 @@ async def test_an_unchanged_owner_keeps_its_revision() -> None:
         assert table.topology.owner_revision(b"t", 1) > revision
 
 
-async def test_the_table_knows_which_partitions_there_are() -> None:
+async def test_table_knows_existing_partitions() -> None:
     def lacking(table: Followed, *names: bytes) -> list[tuple[bytes, int]]:
         return [(name, index) for name in names for index in (-1, 0, 1, 2) if table.topology.lacks(name, index)]
 
@@ -222,14 +222,14 @@ async def test_the_table_knows_which_partitions_there_are() -> None:
         assert lacking(table, b"t", b"u") == [], "nothing is known of another cluster yet"
 
 
-async def test_a_topic_made_anew_begins_anew() -> None:
+async def test_recreated_topic_replaces_its_entries() -> None:
     async with followed() as table:
         await table.read(topic(partition(0, 1, 50), partition(1, 1, 50)))
         assert await table.read(topic(partition(0, 2, 0), topic_id=ANOTHER_ID)) == {0: 2}
         assert await table.read(topic(partition(0, 3, 1), topic_id=ANOTHER_ID)) == {0: 3}
 
 
-async def test_a_topic_grows() -> None:
+async def test_new_partitions_of_a_topic_are_added() -> None:
     async with followed() as table:
         await table.read(topic(partition(0, 1, 5)))
         revision = table.topology.owner_revision(b"t", 0)
@@ -238,7 +238,7 @@ async def test_a_topic_grows() -> None:
         assert await table.read(topic(partition(0, 1, 5), partition(1, 3, 1), partition(2, 2, 1))) == {0: 1, 1: 3, 2: 2}
 
 
-async def test_brokers_change_places() -> None:
+async def test_swapped_broker_addresses_are_followed() -> None:
     async with followed() as table:
         rows = topic(partition(0, 1, 5), partition(1, 2, 5))
         await table.read(rows)
@@ -252,12 +252,12 @@ async def test_topics_are_found_by_their_ids() -> None:
         other = topic(partition(0, 3, 1), name="u", topic_id=ANOTHER_ID)
         await table.read(topic(partition(0, 1, 5)), other)
         assert (table.topology.owner(TOPIC_ID.bytes, 0), table.topology.owner(ANOTHER_ID.bytes, 0)) == (1, 3)
-        # Deleted, the one; made anew, under the id of neither, the other.
+        # One topic was deleted; the other was created again, and neither id is its own.
         third = uuid.UUID(int=3)
         await table.read(topic(partition(0, 2, 0), name="u", topic_id=third))
         assert table.topology.topic_ids == {b"u": third.bytes}
         assert table.topology.owner(third.bytes, 0) == 2
-        # An id that is none, and one that two topics have: those go by their names, and nothing else is the worse.
+        # A null id, and an id that two topics share: those topics are routed by name, the others are not affected.
         none, twice = topic(partition(0, 1, 5), topic_id=uuid.UUID(int=0)), topic(partition(0, 2, 1), name="v")
         await table.read(none, twice, {**twice, "name": "w"})
         assert (table.owners(), table.owners(b"v"), table.owners(b"w")) == ({0: 1}, {0: 2}, {0: 2})
@@ -294,7 +294,7 @@ async def test_a_partition_without_a_leader_has_no_owner() -> None:
         assert await table.read(topic(partition(0, -1, 6, LEADER_NOT_AVAILABLE), partition(1, 2, 5))) == {1: 2}
         assert await table.read(topic(partition(0, 1, 5), partition(1, 2, 5))) == {1: 2}, "the earlier leader lags"
         assert await table.read(topic(partition(0, 3, 7), partition(1, 2, 5))) == {0: 3, 1: 2}
-        # A missing replica does not concern a producer, but a leader that the broker reports with an error does.
+        # A missing replica does not matter to a producer, but an error of the leader does.
         assert await table.read(topic(partition(0, 1, 8, REPLICA_NOT_AVAILABLE))) == {0: 1}
         assert await table.read(topic(partition(0, 1, 8, UNKNOWN_TOPIC_OR_PARTITION))) == {}
 
@@ -312,13 +312,13 @@ async def test_entry_missing_from_an_answer_is_removed() -> None:
         assert await table.read({**rows[0], "error_code": UNKNOWN_TOPIC_OR_PARTITION}) == {}
 
 
-async def test_a_partition_index_out_of_range_costs_nothing() -> None:
+async def test_partition_index_out_of_range_is_ignored() -> None:
     async with followed() as table:
         wild = [partition(index, 1, 1) for index in (-1, -(2**31), MAX_PARTITION_INDEX + 1, 2**31 - 1)]
         assert await table.read(topic(*wild, partition(2, 1, 1))) == {2: 1}
 
 
-async def test_broker_without_known_brokers_is_not_believed() -> None:
+async def test_answer_without_brokers_is_ignored() -> None:
     async with followed() as table:
         await table.read(topic(partition(0, 1, 5)))
         table.broker.topics, table.broker.brokers = [], {}
@@ -342,7 +342,7 @@ DISTORTED: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("distortion", DISTORTED)
 async def test_invalid_answer_is_ignored_on_a_new_connection(distortion: str) -> None:
-    # Only where nothing comes it is waited for: longer than this test waits where something does.
+    # The wait for "nothing comes" is longer than any wait for an answer in this test.
     async with followed(timeout_s=2 if distortion == "nothing" else 90) as table:
         await table.read(topic(partition(0, 1, 5)))
         table.broker.distort = DISTORTED[distortion]
@@ -384,7 +384,7 @@ async def test_refresh_of_an_older_entry_returns_at_once() -> None:
         assert table.broker.asked == asked + 1
 
 
-async def test_table_without_brokers_serves_on_and_reports_age() -> None:
+async def test_table_without_brokers_stays_and_reports_age() -> None:
     broker = ScriptedBroker()
     async with broker.serve():
         table = Followed(broker)
@@ -406,7 +406,7 @@ async def test_table_without_brokers_serves_on_and_reports_age() -> None:
             assert table.owners() == {0: 1}
 
 
-async def test_ended_source_keeps_no_refresh_waiting() -> None:
+async def test_closed_source_ends_every_refresh() -> None:
     async with followed() as table:
         asked = table.broker.asked
         table.broker.holds.clear()
@@ -428,7 +428,7 @@ async def test_only_doubted_topics_are_requested() -> None:
         assert (table.owners(), table.owners(b"u")) == ({0: 2}, {0: 3}), "of the other one nothing was said"
         await asyncio.wait_for(table.source.refresh(b"new", 7, 0), 60)
         assert table.broker.asked_for[-1] == ["new"]
-        # A topic that the cluster no longer has is removed, whichever request showed it.
+        # A topic that the cluster has lost is removed, whichever request found it.
         table.broker.topics = [other]
         await asyncio.wait_for(table.source.refresh(b"t", 0, table.topology.owner_revision(b"t", 0)), 60)
         assert (table.owners(), table.owners(b"u")) == ({}, {0: 3})
@@ -446,7 +446,7 @@ async def test_unknown_id_is_requested_by_id() -> None:
         await asyncio.wait_for(table.source.refresh(strange.bytes, 0, 0), 60)
         assert table.topology.owner(strange.bytes, 0) == NO_OWNER
         assert table.owners(b"made") == {0: 2}
-        # Brokers before that version of Metadata would take the id for an empty name.
+        # Brokers with older Metadata versions would take the id for an empty name.
         table.broker.newest_metadata = METADATA_VERSION - 1
         table.broker.cut()
         await table.reread()
@@ -468,7 +468,7 @@ async def test_refresh_storm_costs_few_requests_a_second() -> None:
         table.clock = time.monotonic
         asked, rounds, began = table.broker.asked, 0, time.monotonic()
         while time.monotonic() - began < 2:
-            # As from clients that ask again and again; each waits for a read that began after its wish.
+            # Clients ask again and again; each waits for a read that began after its request.
             await asyncio.wait_for(asyncio.gather(*(table.source.refresh(b"t%d" % n, 0, 0) for n in range(20))), 60)
             rounds += 1
         assert asked < table.broker.asked <= asked + BURST + (time.monotonic() - began + 1) * RATE_PER_S
@@ -529,7 +529,7 @@ async def test_all_is_read_anew_at_the_interval() -> None:
         await eventually(lambda: table.owners() == {0: 2})
 
 
-async def test_another_cluster_begins_anew() -> None:
+async def test_another_cluster_replaces_the_table() -> None:
     async with followed() as table:
         await table.read(topic(partition(0, 1, 50)), topic(partition(0, 3, 1), name="u", topic_id=ANOTHER_ID))
         before = table.topology.owner_revision(b"t", 0)
@@ -544,7 +544,7 @@ async def test_another_cluster_begins_anew() -> None:
 
 
 async def test_lagging_broker_is_not_asked_repeatedly() -> None:
-    """A broker that is cut off from the controllers repeats an old state for ever."""
+    """A broker without contact to the controllers repeats an old state for ever."""
     cut_off, current = ScriptedBroker(), ScriptedBroker()
     cut_off.topics, current.topics = [topic(partition(0, 1, 5))], [topic(partition(0, 2, 6))]
     async with cut_off.serve(), current.serve():
@@ -556,7 +556,7 @@ async def test_lagging_broker_is_not_asked_repeatedly() -> None:
             for _ in range(2):
                 await asyncio.wait_for(table.source.refresh(b"t", 0, table.topology.owner_revision(b"t", 0)), 60)
             assert table.owners() == {0: 2}
-            # It does not bring back the old state either.
+            # The lagging broker's answer does not restore the old state.
             for _ in range(4):
                 await table.reread()
                 assert table.owners() == {0: 2}
@@ -564,11 +564,11 @@ async def test_lagging_broker_is_not_asked_repeatedly() -> None:
 
 
 async def test_large_cluster_is_read_in_short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once it would take a second, in which no client is served."""
+    """One long read would take a second in which no client is served."""
     sizes, turn = [5_000, *[50] * 300, 5_000], 0
     read_in: list[int] = []
     changed_in: list[int] = []
-    # A busy machine takes seconds to write and to read it.
+    # A busy machine needs seconds to write and to read it.
     async with followed(timeout_s=30) as table:
         read_some, set_owner = MetadataReader.read_some, table.topology.set_owner
         monkeypatch.setattr(MetadataReader, "read_some", lambda *given: read_in.append(turn) or read_some(*given))

@@ -84,7 +84,7 @@ def test_broker_key_precedes_the_snapshot(loaded: bool) -> None:
     assert table.by_deletion(f"{BROKERS}1", 107).brokers == {}
 
 
-def test_a_topics_own_key_counts_before_the_snapshot() -> None:
+def test_topics_own_key_precedes_the_snapshot() -> None:
     own = "01234567-89ab-4def-8123-456789abcdef"
     table = Table()
     table.by_event(SNAPSHOT_KEY, SNAPSHOT)
@@ -93,7 +93,7 @@ def test_a_topics_own_key_counts_before_the_snapshot() -> None:
     assert table.by_deletion(f"{TOPICS}orders", 103).topic_ids == {b"orders": ORDERS_ID}
 
 
-def test_id_may_pass_between_topics() -> None:
+def test_topic_id_may_move_between_topics() -> None:
     def topics(**ids: bytes) -> bytes:
         return snapshot(Topics=[{"Topic": name, "TopicID": list(topic_id)} for name, topic_id in ids.items()])
 
@@ -163,22 +163,22 @@ def test_invalid_entry_is_skipped_alone(entries: dict[str, Any], reason: str) ->
         assert table.table.skipped == {reason: 1}
 
 
-def test_a_topic_without_an_id_is_no_trouble() -> None:
+def test_topic_without_an_id_is_accepted() -> None:
     found = parse_snapshot(snapshot(Topics=[{"Topic": "t"}, {"Topic": "u", "TopicID": [0] * 16}]))
     assert (found.topic_ids, found.invalid) == ({}, [])
 
 
 @pytest.mark.parametrize("key", [f"{SNAPSHOT_KEY}2", f"{SNAPSHOT_KEY}/old", "/p/metadata/other"])
-def test_only_the_one_key_is_the_snapshot(key: str) -> None:
+def test_only_the_exact_key_is_the_snapshot(key: str) -> None:
     table = Table()
     assert table.by_event(key, SNAPSHOT).brokers == {}
 
 
-def test_group_leases_come_move_and_go() -> None:
+def test_group_leases_are_added_moved_and_removed() -> None:
     table = Table()
     groups = table.table.directory.groups
     table.by_snapshot(f"{GROUPS}g", b"0")
-    # A group's name is any text.
+    # A group's name may be any text.
     table.by_event(f"{GROUPS}a/b ü/", b"1", 101)
     assert (groups.holder("g"), groups.holder("a/b ü/"), groups.holder("a")) == (0, 1, None)
     table.by_event(f"{GROUPS}g", b"1", 102)

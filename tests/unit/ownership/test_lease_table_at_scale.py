@@ -56,7 +56,7 @@ def test_pages_repeat_the_etcd_order_on_each_walk() -> None:
 def test_load_uses_little_memory_beyond_the_table() -> None:
     leases, topology = table()
     kvs = pages(ROWS)
-    # A first load makes all objects that do not depend on the size, which are not measured.
+    # The first load makes all objects whose number does not depend on the size; they are not measured.
     asyncio.run(leases.on_snapshot(Snapshot(PARTITIONS, 1, pages(PARTITIONS))))
     tracemalloc.start()
     try:
@@ -65,13 +65,13 @@ def test_load_uses_little_memory_beyond_the_table() -> None:
     finally:
         tracemalloc.stop()
     assert topology.owned_count == ROWS
-    # Twenty bytes a row in arrays that grow ahead; a byte a row while it is loaded.
+    # Each row needs twenty bytes in growing arrays, and one more byte during a load.
     assert kept < 24, kept
     assert peak < 40, peak
 
 
 @pytest.mark.parametrize("empties", [False, True], ids=["fills", "empties"])
-def test_a_great_load_lets_others_run(empties: bool) -> None:
+def test_large_load_lets_other_tasks_run(empties: bool) -> None:
     leases, topology = table()
     turns = 0
 
@@ -89,7 +89,7 @@ def test_a_great_load_lets_others_run(empties: bool) -> None:
         before = turns
         revision, kvs = (ROWS + 1, pages(1)) if empties else (ROWS, pages(ROWS))
         await leases.on_snapshot(Snapshot(revision, 1, kvs))
-        # Once through what has come, and once through what stood.
+        # One pass over the received entries, and one over the existing ones.
         assert turns - before >= ROWS // PORTION_ENTRIES * (1 if empties else 2) - 1
         counting.cancel()
 

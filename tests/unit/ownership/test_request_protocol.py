@@ -15,7 +15,7 @@ LONG = 200_000
 
 
 class Transport(asyncio.Transport):
-    """Keeps what is written, and notes an abort."""
+    """Keeps written bytes, and records an abort."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,5 +67,5 @@ async def test_unasked_answer_ends_the_connection() -> None:
     receive(protocol, frame_message(response_header(keys.API_VERSIONS, 0, 1), b""))
     assert transport.aborted
     assert protocol.ended.is_set()
-    with pytest.raises(CodecError, match="not asked"):
+    with pytest.raises(CodecError, match="matches no request"):
         await protocol.exchange(keys.API_VERSIONS, 0, b"")

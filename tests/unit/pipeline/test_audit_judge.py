@@ -98,7 +98,7 @@ def test_windows_sum_to_partitions_without_double_offsets(audited: Audited, name
 def test_ended_trails_leave_nothing_unproven(audited: Audited) -> None:
     assert None not in audited.findings
     told = {name for name, row in audited.partitions.items() if row["unproven"]}
-    # A window in which nothing was acknowledged that was not before has nothing to prove.
+    # A window without new acknowledgements has nothing to prove.
     windows = {name: [row for row in rows if row["acked"]] for name, rows in audited.windows.items()}
     assert told == {name for name, rows in windows.items() if rows and all(row["unproven"] for row in rows)}
     assert told == {name for name, case in CASES.items() if case.counts.get("unproven")}
@@ -114,7 +114,7 @@ def test_both_owners_have_their_times(audited: Audited) -> None:
 
 
 DUPLICATES_NOT_KNOWN = "Clean, duplicates not known"
-# Ways to tamper with a log: what an audit of that partition alone would say first, and its exit status.
+# Ways to tamper with a log: the first finding of an audit of that partition alone, and its exit status.
 TAMPERED = {
     "lost-in-the-middle": ("Loss", 1),
     "lost-behind-the-end": ("Loss", 1),
@@ -191,7 +191,7 @@ def test_programs_read_json_and_metrics(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(60)
 def test_many_losses_take_time_in_proportion() -> None:
-    """Each second batch is missing: with a search among the listed losses for each, this takes minutes."""
+    """Every other batch is missing: a search through the listed losses for each would take minutes."""
     losses = 300_000
     row = Range("p", "a", 1, 1, None, 1, 1, -1, 1, -1, None, None, 2 * losses, 1, 1, 1, 1, [0, 2 * losses], None)
     batches = [Batch(2 * k, 2 * k, 1, -1, -1, -1, False, True) for k in range(losses)]

@@ -13,7 +13,7 @@ ZERO, ONE, OTHER = TopicPartition("t", 0), TopicPartition("t", 1), TopicPartitio
 
 
 class Site:
-    """Gives its answers one after another, and then repeats the last; its time passes only in sleep."""
+    """Gives its answers one after another, then repeats the last; its time advances only in sleep."""
 
     def __init__(self, answers: Sequence[Mapping[TopicPartition, int]]) -> None:
         self._answers = answers

@@ -17,7 +17,7 @@ READ_AT = 1_000_000
 
 
 def long_trail(proxy: str, rows: int, *, ends: bool = True) -> Trail:
-    """A row a second, from second 1 on."""
+    """A row for each second, from second 1 on."""
     trail = Trail(proxy, proxy)
     for n in range(1, rows):
         trail.acked("topic", n * 10, 10, at=n * 1000)
@@ -35,7 +35,7 @@ def seconds(*times: int) -> tuple[int, ...]:
 
 
 def gap(sequence: int, missing: int, begin: int, end: int) -> tuple[Any, ...]:
-    """From `begin` less what a row may keep, to `end`, in seconds."""
+    """The gap from `begin`, less the time that a row may stay open, to `end`, in seconds."""
     return ("gap", sequence, missing, BEGAN_AT + begin * 1000 - INTERVAL_MS, BEGAN_AT + end * 1000)
 
 
@@ -53,7 +53,7 @@ def second_life(first_end: bool) -> list[Row]:
 
 
 def replicas() -> list[Row]:
-    """Three proxies behind one address: the second was killed, and when the third began that was no restart."""
+    """Three proxies of one address: the second was killed, and the third began too late to be its restart."""
     first, second, third = (
         Trail("shared", "1"),
         Trail("shared", "2", began=10_000),
@@ -66,7 +66,7 @@ def replicas() -> list[Row]:
 
 
 def handed_over() -> list[Row]:
-    """The first one still answers its clients when the second one serves already; the third is a restart."""
+    """The first proxy still answers its clients when the second already serves; the third is a restart."""
     first, second, third = (
         Trail("handed", "1"),
         Trail("handed", "2", began=90_000),
@@ -85,7 +85,7 @@ def marked(at: int) -> Trail:
     return trail
 
 
-# Rows as they are read, and what they leave unproven.
+# Rows as read, and what they leave unproven.
 CASES: dict[str, tuple[list[Row], list[tuple[Any, ...]]]] = {
     "whole": (long_trail("whole", 200).rows, []),
     "one row missing": (without(long_trail("p", 200), 70), [gap(70, 1, 69, 71)]),
@@ -108,14 +108,14 @@ CASES: dict[str, tuple[list[Row], list[tuple[Any, ...]]]] = {
         shared_names(),
         [("gap", 0, 1, *seconds(-61, 25)), tail(1, 20_000 - INTERVAL_MS, READ_AT // 1000)],
     ),
-    # It is unknown how long this proxy kept a row open.
+    # The trail does not say how long this proxy kept a row open.
     "killed, and its begin is lost": (
         without(long_trail("p", 200, ends=False), 0),
         [("gap", 0, 1, *seconds(-61, 1)), tail(199, 199_000 - 61_000, READ_AT // 1000)],
     ),
 }
 
-# Cases in which a proxy lives, whose time bounds the judgement of all else.
+# Cases with a live proxy, whose time bounds the other findings.
 LIVING: dict[str, tuple[list[Row], list[tuple[Any, ...]]]] = {
     "lives, heard of a moment ago": (marked(READ_AT - 9_000).rows, []),
     "lives, and another was killed": (
@@ -126,7 +126,7 @@ LIVING: dict[str, tuple[list[Row], list[tuple[Any, ...]]]] = {
 
 
 def parts_of(rows: list[Row], *, split: random.Random | None = None) -> dict[tuple[str, str], TrailPart]:
-    """Each trail in one part, or in some that are joined."""
+    """Each trail in one part, or joined from several."""
     stamps: dict[tuple[str, str], list[Any]] = {}
     for row in trail_rows(rows):
         stamps.setdefault((row.proxy, row.incarnation), []).append(row.stamp())
@@ -152,7 +152,7 @@ def unproven_of(rows: list[Row], split: random.Random | None = None, **judged: A
 
 
 def all_cases(split: random.Random | None = None) -> dict[str, list[tuple[Any, ...]]]:
-    """The findings of all cases judged together; a proxy's name begins with that of its case."""
+    """The findings of all cases, judged together; a proxy's name begins with its case's name."""
     rows = [{**row, "proxy": f"{name}/{row['proxy']}"} for name, (told, _) in CASES.items() for row in told]
     found: dict[str, list[tuple[Any, ...]]] = {name: [] for name in CASES}
     for each in missing_in(rows, split):
@@ -189,7 +189,7 @@ def test_trail_filling_a_file_counts_as_live() -> None:
     assert unproven_of(rows, shipping_ms=parse_place("parquet:/trail").shipping_ms) == []
 
 
-def test_only_the_times_that_are_judged_are_unproven() -> None:
+def test_only_judged_times_are_unproven() -> None:
     rows = without(long_trail("p", 200, ends=False), 20, 100)
     found = unproven_of(rows, from_ms=BEGAN_AT + 96_000, to_ms=BEGAN_AT + 300_000)
     assert found == [("gap", 100, 1, *seconds(96, 101)), ("tail", 199, 0, *seconds(194, 300))]
@@ -203,7 +203,7 @@ def test_live_trail_is_not_dead_in_wider_audit() -> None:
     assert "killed or cut off" in said["killed"]
 
 
-def test_many_gaps_are_told_as_one() -> None:
+def test_many_gaps_are_reported_as_one() -> None:
     rows = without(long_trail("p", 5_001), *range(1, 5_000, 2))
     found = missing_in(rows, read_at_ms=BEGAN_AT + 6_000_000)
     assert len(found) == 1_000

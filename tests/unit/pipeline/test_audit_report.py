@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Page(HTMLParser):
-    """The page as a browser would take it: elements closed in order, ids, attributes, text by element."""
+    """The page as a browser reads it: elements closed in order, ids, attributes, text by element."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ def test_page_is_complete_and_loads_nothing(pages: dict[str, str], name: str) ->
     assert "://" not in text
     assert not re.search(r"@import|url\((?!#)|@font-face", text)
     assert len(page.ids) == len(set(page.ids))
-    # What is drawn by reference is there.
+    # Every referenced element exists.
     references = re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', text)
     assert {one or other for one, other in references} <= set(page.ids)
     assert len(text) < SIZE_AT_MOST
@@ -191,13 +191,13 @@ def test_drawings_have_text_and_the_pages_colours(pages: dict[str, str], name: s
         for key, value in attributes.items()
         if key in ("style", "fill")
     )
-    # A fixed colour would be lost on dark paper or on light.
+    # A fixed colour would be invisible on a dark or a light page.
     assert not re.findall(r"#[0-9a-f]{6}", styles)
     sheet = pages[name][: pages[name].index("</style>")]
     assert set(re.findall(r"var\(--([\w-]+)\)", styles)) <= set(re.findall(r"--([\w-]+):", sheet))
 
 
-def test_the_numbers_are_those_of_the_audit(pages: dict[str, str]) -> None:
+def test_report_has_the_audits_numbers(pages: dict[str, str]) -> None:
     facts = audit_facts.split_brain()
     page = Page(pages["split_brain"])
     numbers = [page.text[at + 1][1] for at, (tag, _) in enumerate(page.text) if tag == "dt"][:6]
@@ -252,10 +252,10 @@ def test_bars_are_where_and_when_they_belong(pages: dict[str, str]) -> None:
     bars = re.findall(
         r'<rect x="([\d.]+)%" y="(\d+)" width="([\d.]+)%"[^>]*fill="([^"]+)"><title>(.*?)<', pages["split_brain"]
     )
-    # Five of sixty minutes, from minute 25.
+    # Five of sixty minutes, from minute 25 on.
     assert ("41.67", "2", "8.33", "url(#overlapped)", "overlapped, 2026-11-21 20:25:00.000 to 20:30:00.000 UTC") in bars
     two = [bar for bar in bars if "at revision 1042" in bar[4] or "at revision 1191" in bar[4]]
-    # The owners of orders/1, two of them at once, are below each other.
+    # Two owners of orders/1 overlap, so they are drawn below each other.
     assert [(float(left), top, fill) for left, top, _, fill, _ in two[:2]] == [
         (0.0, "2", "url(#owner-1)"),
         (41.92, "22", "url(#owner-2)"),
@@ -272,7 +272,7 @@ def test_topic_names_are_escaped_as_text(pages: dict[str, str]) -> None:
     assert "\x00" not in text
     assert f"{printable(audit_facts.HTML_TOPIC)}/3" in page.words
     assert "<i>label</i>" in page.words
-    # The name of a row of a plot, shortened.
+    # A plot's row name, shortened.
     assert any(label.startswith("$x^2$") and len(label) < 60 for label in page.texts("th"))
     output = io.StringIO()
     show_table(audit_facts.hostile(), Console(file=output, width=200, force_terminal=False))
@@ -281,7 +281,7 @@ def test_topic_names_are_escaped_as_text(pages: dict[str, str]) -> None:
 
 
 def test_report_is_identical_at_any_time_and_place(pages: dict[str, str], tmp_path: Path) -> None:
-    """In another process, at another place, with another time zone."""
+    """The other report is made by another process, in another directory, in another time zone."""
     script = "import sys; from kproxy.pipeline.audit.report_html import report_page; "
     script += "from tests.support.audit import audit_facts; "
     script += "sys.stdout.buffer.write(report_page(audit_facts.split_brain()).encode())"
@@ -307,7 +307,7 @@ def test_report_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "grid", [Grid(0, 1, 1, 1), Grid(-5, 1, 96, 1), Grid(2**60, 2**50, 96, 1), Grid(0, 2**45, 96, 3)]
 )
-def test_clocks_that_are_far_off_spoil_no_report(grid: Grid) -> None:
+def test_wrong_clocks_do_not_break_the_report(grid: Grid) -> None:
     facts = audit_facts.tiny()
     holdings = tuple(replace(one, first_ms=grid.start_ms, last_ms=grid.end_ms) for one in facts.holdings)
     finding = replace(audit_facts.loss().findings[0], from_ms=grid.start_ms, to_ms=grid.end_ms, topic="t", partition=0)

@@ -18,7 +18,7 @@ Rows = Sequence[dict[str, Any]]
 
 
 def _tables(**rows: Rows) -> Results:
-    """Tables of these rows; columns that a row has not are None."""
+    """Tables of these rows; missing columns are None."""
     named = {name: getattr(columns, name.upper()) for name in rows}
     return Results(**{name: [{each: row.get(each) for each in named[name]} for row in rows[name]] for name in rows})
 
@@ -73,7 +73,7 @@ def test_each_table_enters_the_report_unchanged() -> None:
         present=43,
         lost=2,
         unclaimed=4,
-        # The count is of all findings, not only of the listed ones.
+        # The count includes findings that are not listed.
         corrupt=7,
         unchecked=6,
         unsequenced=5,
@@ -92,7 +92,7 @@ def test_each_table_enters_the_report_unchanged() -> None:
         *(Cell("a", 0, 0, State.COMPLETE), Cell("a", 0, 2, State.REMOVED)),
         *(Cell("a", 1, 0, State.LOST), Cell("b", 0, 1, State.UNPROVEN)),
     )
-    # It has no end, so that all the time behind is unproven.
+    # The gap has no end, so all later time is unproven.
     assert facts.trail_holes == (1, 2)
     assert facts.holdings == (
         Holding("a", 1, 1, 7, start_ms + 1, start_ms + 11, 5),
@@ -106,7 +106,7 @@ def test_each_table_enters_the_report_unchanged() -> None:
 
 
 def test_worst_rows_are_kept_and_others_counted() -> None:
-    """Within limits, in whatever dimension the tables grow: partitions, windows, findings, owners, changes of owner."""
+    """Whether the tables grow in partitions, windows, findings, owners or changes of owner."""
     partitions = [_partition("t", number, acked=100, present=100, owners=[*range(40)]) for number in range(200)]
     partitions[150] |= {"lost": 1, "present": 99}
     partitions[30] |= {"overlapped": 1}
@@ -133,10 +133,10 @@ def test_worst_rows_are_kept_and_others_counted() -> None:
     assert len(facts.partitions[0].owners) == 16
     assert facts.sums.without([one.sums for one in facts.partitions]) == Sums(190, 19_000, 19_000)
     assert [finding.detail for finding in facts.findings] == ["299", "298", "297", "296", "295"]
-    # Those that are in no table are counted as well.
+    # Findings outside the tables count too.
     assert facts.hidden_findings == 8995
     assert facts.grid is not None
-    # 694 windows of a minute, idle ones among them.
+    # 694 windows of a minute, including idle ones.
     assert facts.grid == Grid(start_ms, 35 * 60_000, 20, 35)
     assert {cell.partition for cell in facts.cells} == {150, 30, 0}
     assert len(facts.cells) == 60
@@ -146,8 +146,8 @@ def test_worst_rows_are_kept_and_others_counted() -> None:
     assert len(report_page(facts)) < 1_000_000
 
 
-def test_hole_beside_all_acknowledgements_is_drawn() -> None:
-    """As far as it leaves the windows room: a quarter of their time, or one window, on either side."""
+def test_holes_around_acknowledgements_are_drawn() -> None:
+    """Holes are drawn up to a quarter of the windows' time, or one window, on either side."""
     start_ms = START_S * 1000
     tables = _tables(
         partitions=[_partition("t", 0, acked=8, unproven=True)],

@@ -60,7 +60,7 @@ def test_foreign_rows_do_not_fail_the_audit() -> None:
     whole.acked("t", 0, 10)
     whole.end(5_000)
     own = [{name: value for name, value in row.items() if name != "shipped_at"} for row in whole.rows]
-    # Each of them would fail it by itself, as it would twice.
+    # Each finding alone would fail the audit, as two do.
     forged = [good_row() | {"incarnation": "b"} | more for more in HOSTILE.values()] * 2
     lines = [json.dumps(row) for row in (*own, *forged)]
     lines += ["", "{", "null", "[1]", '"x"', "\x00\xff", '{"kind":"range","spans":[1', lines[1][:-20]]

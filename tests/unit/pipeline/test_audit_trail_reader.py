@@ -49,7 +49,7 @@ def test_rows_without_a_signature_are_left_out(tmp_path: Path) -> None:
 
 
 def test_parquet_files_of_several_releases_are_read(tmp_path: Path) -> None:
-    """The columns and the widths of numbers of one file are not those of all."""
+    """Columns and widths of numbers differ between files."""
     trail = some_trail()
     rows = [{name: row.get(name) for name in SCHEMA.names} for row in trail.rows]
     earlier = pyarrow.Table.from_pylist(rows[:2], SCHEMA).drop_columns(["topic_id", "mark_ms"])
@@ -57,7 +57,7 @@ def test_parquet_files_of_several_releases_are_read(tmp_path: Path) -> None:
     later = pyarrow.Table.from_pylist(rows[2:], narrow).append_column("surplus", [["of the future"] * len(rows[2:])])
     for name, table in (("1", earlier), ("2", later)):
         pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
-    # A killed process left it, and it is not whole.
+    # A killed process left an incomplete file.
     (tmp_path / "kproxy-audit-1-2-000003.parquet.tmp").write_bytes(b"PAR1")
     expected = trail_rows(trail.rows)
     expected[0].mark_ms = None

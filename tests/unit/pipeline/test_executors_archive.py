@@ -23,7 +23,7 @@ def test_archive_has_packages_with_data_without_compiled_files(tmp_path: Path) -
 
 
 def test_archive_needs_no_installed_package(tmp_path: Path) -> None:
-    """Reading a log, with SASL, but for what Spark brings; kafka-python finds its schemas in the archive."""
+    """It reads a log with SASL, using only what Spark brings; kafka-python finds its schemas in it."""
     program = (
         "import kproxy.pipeline.audit.spark_tasks as tasks\n"
         "from kproxy_codec.control import build_request, encode_request\n"

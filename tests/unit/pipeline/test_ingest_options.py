@@ -101,9 +101,9 @@ ADD: dict[str, Any] = {"source": "json:in/", "on_new_columns": "add"}
     [
         ({"topic": None}, "--topic NAME, or --topic-column"),
         ({"topic_column": "where"}, "row by row: give one"),
-        ({"topic": "no topic"}, "is no name of a topic"),
-        ({"topic": ".."}, "is no name of a topic"),
-        ({"topic": "x" * 250}, "is no name of a topic"),
+        ({"topic": "no topic"}, "is not a topic name"),
+        ({"topic": ".."}, "is not a topic name"),
+        ({"topic": "x" * 250}, "is not a topic name"),
         ({"checkpoint": ""}, "--checkpoint is needed"),
         ({"bootstrap": "nowhere"}, "has no port"),
         ({"value": ("a",), "value_column": "a"}, "give one of them"),
@@ -112,7 +112,7 @@ ADD: dict[str, Any] = {"source": "json:in/", "on_new_columns": "add"}
         ({"kafka_options": {"acks": "1"}}, "--kafka-option acks=1 could lose rows"),
         ({"partitions": 0}, "--partitions 0"),
         ({"dead_letters": "topic:flights"}, "is the topic that is written to"),
-        ({"dead_letters": "topic:a b"}, "is no name of a topic"),
+        ({"dead_letters": "topic:a b"}, "is not a topic name"),
         ({"keep_partitions": True}, "--keep-partitions goes with --from kafka"),
         ({"source": "rate", "trigger": AVAILABLE_NOW}, "--from rate never ends"),
         ({**ADD, "source": "csv:in/"}, ADDED),
@@ -137,7 +137,7 @@ def test_invalid_options_are_refused_by_name(changes: dict[str, Any], said: str)
     ("arguments", "said"),
     [
         (["--from", "csv:in/", "--topic", "t"], "--checkpoint"),
-        (["--from", "xml:in/", "--topic", "t", "--checkpoint", "c"], "--from xml:in/ is no source"),
+        (["--from", "xml:in/", "--topic", "t", "--checkpoint", "c"], "--from xml:in/ is not a source"),
         (["--from", "csv:in/", "--topic", "t", "--checkpoint", "c", "--schema", "@/nowhere/x"], "--schema /nowhere/x"),
         (["--from", "csv:in/", "--topic", "t", "--checkpoint", "c", "--header", "x"], "--header x: give NAME=VALUE"),
         (

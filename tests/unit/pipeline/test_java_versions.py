@@ -35,7 +35,7 @@ def test_major_version_is_read_from_java_output(output: str, major: int | None) 
 
 
 def _java(home: Path, version: str, *, has_vector_module: bool = True) -> Path:
-    """A Java home whose `java` answers `-version`; else it prints its arguments, one a line."""
+    """A Java home whose `java` answers `-version`, and otherwise prints its arguments, one a line."""
     (home / "bin").mkdir(parents=True)
     (home / "lib").mkdir()
     executable = home / "bin" / "java"
@@ -72,7 +72,7 @@ def test_unusable_java_is_skipped_for_the_next(tmp_path: Path, in_java_home: str
 
 
 @pytest.mark.parametrize("home_name", ["jvm", "a home with 'quotes' and spaces"])
-def test_java_without_vector_module_runs_behind_wrapper(tmp_path: Path, home_name: str) -> None:
+def test_java_without_vector_module_runs_in_wrapper(tmp_path: Path, home_name: str) -> None:
     home = _java(tmp_path / home_name, "21.0.1", has_vector_module=False)
 
     java = find_java({"JAVA_HOME": str(home), "PATH": WITHOUT_JAVA})

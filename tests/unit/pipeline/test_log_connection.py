@@ -27,7 +27,7 @@ def answers_http(handler: socketserver.StreamRequestHandler) -> None:
 
 
 def waits_for_a_line(handler: socketserver.StreamRequestHandler) -> None:
-    """Wait like etcd, for which an incomplete line may become HTTP."""
+    """Wait as etcd does for the end of a line that may become HTTP."""
     if handler.rfile.readline().startswith(b"GET"):
         handler.wfile.write(HTTP_ANSWER)
 
@@ -82,8 +82,8 @@ def test_other_protocol_is_named_at_once(behaviour: Behaviour, protocol: str, mo
     assert time.monotonic() - began < SOON_S
 
 
-def test_client_of_tls_broker_is_told_its_option() -> None:
-    """With SASL no other question is sent to the port."""
+def test_client_of_tls_broker_gets_the_option() -> None:
+    """With SASL, no further request is sent to the port."""
     login = 'username="alice" password="secret"'
     options = {"security.protocol": "SASL_PLAINTEXT", "sasl.mechanism": "PLAIN", "sasl.jaas.config": login}
     with (
@@ -95,7 +95,7 @@ def test_client_of_tls_broker_is_told_its_option() -> None:
 
 
 def is_slow(handler: socketserver.StreamRequestHandler) -> None:
-    """A Kafka listener of kproxy's own, on a machine that is busy; who speaks HTTP has his answer at once."""
+    """Answer late, like a kproxy listener on a busy machine; HTTP is answered at once."""
     if handler.rfile.read(4).startswith(b"GET"):
         handler.wfile.write(ANSWER_TO_HTTP)
     else:
@@ -103,7 +103,7 @@ def is_slow(handler: socketserver.StreamRequestHandler) -> None:
 
 
 @pytest.mark.parametrize("behaviour", [is_silent, is_slow])
-def test_possible_broker_is_waited_for(behaviour: Behaviour) -> None:
+def test_possible_broker_is_awaited(behaviour: Behaviour) -> None:
     with (
         listening(behaviour) as address,
         LogClient(str(address), timeout_s=1.5, patience_s=1) as client,

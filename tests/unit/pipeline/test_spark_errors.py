@@ -74,6 +74,6 @@ def test_missing_worker_python_is_reported_with_remedy(said: str, told: str) -> 
         ("26/11/22 ERROR SparkContext: Error initializing SparkContext.", ""),
     ],
 )
-def test_reason_against_a_start_is_in_the_log(log: str, reason: str) -> None:
+def test_reason_for_failed_start_is_in_log(log: str, reason: str) -> None:
     assert reason_in(log).startswith(reason)
     assert bool(reason_in(log)) == bool(reason)

@@ -35,7 +35,7 @@ def test_master_decides_where_tasks_run(master: str, here: bool, one_process: bo
     assert (on_this_machine(master), in_one_process(master)) == (here, one_process)
 
 
-def test_no_setting_of_another_spark_reaches_ours() -> None:
+def test_settings_of_other_sparks_do_not_apply() -> None:
     foreign = {
         "SPARK_CONF_DIR": "/opt/spark/conf",
         "SPARK_REMOTE": "sc://far.example",

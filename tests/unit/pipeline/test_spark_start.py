@@ -14,7 +14,7 @@ from kproxy.pipeline import session
 from kproxy.pipeline.java import Java
 from kproxy.pipeline.session import SessionOptions, open_session
 
-# It prints what it was started with, as Spark's own script would not.
+# It prints its arguments, unlike Spark's own script.
 SUBMIT = """\
 #!/bin/sh
 echo "$@ in $SPARK_HOME with $SPARK_REMOTE on $JAVA_HOME"
@@ -55,7 +55,7 @@ def test_failed_start_names_its_reason_and_log(failing_spark: Path, tmp_path: Pa
     assert dict(os.environ) == before
 
 
-def test_log_of_failed_start_is_where_asked(failing_spark: Path, tmp_path: Path) -> None:
+def test_log_of_failed_start_has_requested_place(failing_spark: Path, tmp_path: Path) -> None:
     log = tmp_path / "spark.log"
     with (
         pytest.raises(StartupError, match=f"Spark's log is {re.escape(str(log))}"),

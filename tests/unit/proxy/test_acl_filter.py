@@ -54,7 +54,7 @@ def access() -> ClientAccess:
 
 
 async def test_denied_keys_cost_time_linear_in_number(access: ClientAccess) -> None:
-    """Each key was looked up in the list of all that are denied: 20,000 took six seconds of a CPU."""
+    """Each key was looked up in the list of all denied keys: 20,000 took six seconds of CPU time."""
     frame = request(keys.FIND_COORDINATOR, 4, key_type=0, coordinator_keys=[f"{number:x}" for number in range(20_000)])
     began = time.process_time()
     screened = await AclFilter(access, Topology(), Portions()).screen(frame, parse_request_header(frame))
@@ -66,7 +66,7 @@ async def test_denied_keys_cost_time_linear_in_number(access: ClientAccess) -> N
 
 @pytest.mark.parametrize("is_enforced", [True, False])
 def test_first_denial_is_logged_and_all_are_counted(is_enforced: bool) -> None:
-    """A line for each, of which most were left out at once, took 50 ms of the event loop for 4,096 topics."""
+    """A line for each topic, most of them left out at once, took 50 ms of the event loop for 4,096 topics."""
     counters: Counter[str] = Counter()
     rules = Rules([])
     client = AccessControl(lambda: rules, counters, dry_run=not is_enforced).client()
@@ -91,7 +91,7 @@ def test_transactional_writes_need_right_to_id(owned: str, code: int | None) -> 
 
 
 async def test_api_with_unplaced_needs_is_refused(access: ClientAccess) -> None:
-    """Where in a request its topics are stands in the row; otherwise brokers would get it with the proxy's identity."""
+    """The row says where a request has its topics; otherwise brokers would get it with the proxy's identity."""
     frame = request(keys.LIST_OFFSETS, 5, replica_id=-1, isolation_level=0, topics=[])
     with pytest.raises(CodecError, match="no rules of access are known for LIST_OFFSETS"):
         await AclFilter(access, Topology(), Portions()).screen(frame, parse_request_header(frame))
@@ -110,7 +110,7 @@ async def test_first_denial_of_control_request_is_logged() -> None:
 
 
 def test_permissions_change_only_for_affected_clients() -> None:
-    """Its routes are forgotten then: rules that change each second cost all clients the routes of all partitions."""
+    """A change forgets the client's routes: rules that change each second would cost all clients all their routes."""
 
     def written(name: str, *topics: str) -> list[Acl]:
         return [
@@ -133,7 +133,7 @@ def test_permissions_change_only_for_affected_clients() -> None:
 
 
 def test_rule_change_during_permission_lookup_counts() -> None:
-    """A thread that reads a long request found those of the rules before, and they stayed until the next change."""
+    """A thread that reads a long request found the earlier permissions, which stayed until the next change."""
 
     class Slow(Rules):
         def of(self, principal: Principal) -> Permissions:
@@ -163,7 +163,7 @@ SECRET = UUID(int=7)
 
 
 def seeing(*names: str) -> AclFilter:
-    """The screen of a client that may describe and delete these topics, where there are others."""
+    """The screen of a client that may describe and delete only these of the topics."""
     operations = frozenset({Operation.DESCRIBE, Operation.DELETE})
     rules = Rules(Acl("User:*", False, operations, Resource.TOPIC, name, False) for name in names)
     topology = Topology()
@@ -174,7 +174,7 @@ def seeing(*names: str) -> AclFilter:
 
 
 async def screened(screen: AclFilter, api_key: int, version: int, **fields: object) -> tuple[Filtered, Any]:
-    """The decision, and the request that brokers get, if one."""
+    """The decision, and the request that brokers get, if any."""
     frame = request(api_key, version, **fields)
     header = parse_request_header(frame)
     found = await screen.screen(frame, header)
@@ -184,7 +184,7 @@ async def screened(screen: AclFilter, api_key: int, version: int, **fields: obje
 
 
 async def test_topic_pages_contain_only_visible_topics() -> None:
-    """The place at which a next page begins named a topic, also one that the client may not see."""
+    """The cursor of the next page named a topic, even one that the client may not see."""
     key, limit = keys.DESCRIBE_TOPIC_PARTITIONS, 1
     page, sent = await screened(seeing("b", "c", "z"), key, 0, topics=[], response_partition_limit=limit)
     # One more than the broker tells of, so that it says that there are more.
@@ -209,7 +209,7 @@ async def test_topic_pages_contain_only_visible_topics() -> None:
 
 
 async def test_a_cursor_moves_to_the_next_visible_topic() -> None:
-    """Brokers want its topic to be among those asked for, and answered 42 where it was cut out."""
+    """Brokers require the cursor's topic among the requested ones, and answered 42 if it was removed."""
     key = keys.DESCRIBE_TOPIC_PARTITIONS
     cursor = {"topic_name": "secret-1", "partition_index": 3}
     named = [{"name": name} for name in ("z", "secret-1", "b", "secret-2")]
@@ -235,7 +235,7 @@ async def test_a_cursor_moves_to_the_next_visible_topic() -> None:
 @pytest.mark.parametrize("version", range(14))
 @pytest.mark.parametrize("creates", [True, False])
 async def test_brokers_see_no_denied_topic_of_metadata(version: int, creates: bool) -> None:
-    """They put topics that do not exist last, so that the order told which of the denied ones do."""
+    """Brokers list topics that do not exist last, so the order showed which denied topics exist."""
     fields = {"allow_auto_topic_creation": creates} if version >= 4 else {}
     topics = [{"name": name} for name in ("secret-1", "unknown", "b", "secret-2")]
     found, sent = await screened(seeing("b"), keys.METADATA, version, topics=topics, **fields)
@@ -249,7 +249,7 @@ async def test_brokers_see_no_denied_topic_of_metadata(version: int, creates: bo
 
 
 async def test_metadata_of_denied_topics_still_names_brokers() -> None:
-    """From version 1 on a request without topics asks for the brokers alone; in version 0 it would ask for all."""
+    """From version 1 on a request without topics asks only for brokers; in version 0 it asks for all topics."""
     for version in range(14):
         found, sent = await screened(seeing("b"), keys.METADATA, version, topics=[{"name": "secret-1"}])
         assert (found.answer is None) == (version > 0)
@@ -291,7 +291,7 @@ async def test_page_of_deleted_topics_is_not_the_last() -> None:
 
 
 async def test_a_topic_is_named_or_has_an_id() -> None:
-    """Kafka goes by the id where Metadata has both, and refuses DeleteTopics with both. Others may do anything."""
+    """Kafka uses the id if Metadata has both, and refuses DeleteTopics with both. Other servers may differ."""
     topics = [{"name": "a", "topic_id": SECRET}]
     decided, _ = await screened(seeing("a"), keys.METADATA, 10, topics=topics)
     assert decided.verdict is not None
@@ -322,7 +322,7 @@ def told_to(events: Told, *, dry_run: bool = False) -> ClientAccess:
 
 @pytest.mark.parametrize("dry_run", [True, False])
 async def test_denials_of_request_are_one_event(dry_run: bool) -> None:
-    """Of a dry run each name is decided about twice: before a broker is asked, and in its answer."""
+    """In a dry run each name is decided twice: before a broker is asked, and in its answer."""
     events = Told()
     screen = AclFilter(told_to(events, dry_run=dry_run), Topology(), Portions())
     names = [f"topic-{number}" for number in range(200)]
@@ -378,7 +378,7 @@ async def test_denials_of_partitions_are_one_event() -> None:
 async def test_long_requests_are_read_singly_beside_short_ones(
     access: ClientAccess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise those of one client take all threads, and nobody's password is checked."""
+    """Otherwise the long requests of one client take all threads, and no password is checked."""
     reading, most, may_end = 0, 0, threading.Event()
     decode = acl_filter.decode_request
 
@@ -407,7 +407,7 @@ async def test_long_requests_are_read_singly_beside_short_ones(
 
 
 def test_reader_threads_leave_the_event_loop_its_turns(tmp_path: Path) -> None:
-    """By default a thread keeps Python's lock for 5 ms at a time: a client that sent 1 MiB of names made each wait."""
+    """By default a thread keeps Python's lock for 5 ms at a time: a client with 1 MiB of names delayed all others."""
     tells = "signal.signal(signal.SIGUSR2, lambda *_: print(sys.getswitchinterval(), flush=True))"
     script = f"import signal, sys\nfrom kproxy.__main__ import main\n{tells}\nsys.exit(main())"
     with static_proxy(tmp_path, {1: 1}, command=(sys.executable, "-c", script)) as process:

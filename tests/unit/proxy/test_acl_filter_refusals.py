@@ -51,7 +51,7 @@ async def screen(needs: Iterable[Need], api_key: int, version: int, **fields: ob
     return screened, decode_request(api_key, version, screened.frame[rest.body_offset :])
 
 
-# Of requests that are refused or pass as a whole: what each needs, and the error without it.
+# Requests that are refused or pass whole: their required rights, and the error without one.
 WHOLE: dict[str, tuple[int, int, dict[str, object], list[tuple[Need, int]]]] = {
     "Heartbeat": (
         keys.HEARTBEAT,
@@ -126,7 +126,7 @@ async def test_request_passes_with_all_its_rights_alone(name: str) -> None:
     assert screened.amend is None
     for missing, error_code in needs:
         rights = [need for need in every if need != missing]
-        # The same right to another resource, and another right to this one, are no help.
+        # The same right on another resource does not help, nor does another right on this one.
         operation, kind, resource = missing
         rights += [(operation, kind, resource + "-2")] if name != "InitProducerId of an idempotent producer" else []
         rights += [(Operation.CREATE, kind, resource)]
@@ -162,7 +162,7 @@ async def test_offsets_need_group_and_each_topic(api_key: int) -> None:
     assert screened.amend is not None
     screened, sent = await screen([*needs, (operation, TOPIC, "b")], api_key, version, **fields)
     assert ([each.name for each in sent.topics], screened.amend) == (["a", "b"], None)
-    # Without any topic there is nothing to ask a broker for.
+    # Without any topic, no broker needs to be asked.
     screened, _ = await screen(needs[:2], api_key, version, **fields)
     assert screened.answer is not None
     topics = decode_response(api_key, version, screened.answer).topics
@@ -358,7 +358,7 @@ async def test_metadata_creates_for_those_who_may_alone(asks_to_create: bool) ->
     by_id = {"topics": [{"name": "a"}, {"name": None, "topic_id": UUID(int=9)}]}
     _, sent = await screen([*sees, (Operation.CREATE, TOPIC, "a")], keys.METADATA, 12, **fields | by_id)
     assert sent.allow_auto_topic_creation == asks_to_create
-    # An unknown topic is unknown to those who would not create it.
+    # An unauthorized client learns only that the topic is unknown.
     screened, _ = await screen(sees, keys.METADATA, 4, **fields)
     assert screened.verdict is not None
     assert screened.verdict(b"a", bytes(16), 3) == (29 if asks_to_create else 3, True)

@@ -30,7 +30,7 @@ ALICE = {"subject": ((("commonName", "alice"),),)}
 
 
 class Slot:
-    """The place of one answer."""
+    """A slot of one answer."""
 
     def __init__(self) -> None:
         self.frames: list[bytes] = []
@@ -103,7 +103,7 @@ class Site:
 
 
 async def take(gate: Gate, frame: bytes) -> bool:
-    """Have the gate take a frame, and its step finish."""
+    """Let the gate take a frame, and its step finish."""
     taken = gate.take(memoryview(frame), 0.0, {})
     while (task := gate._task) is not None and not task.done():
         await asyncio.sleep(0)
@@ -121,7 +121,7 @@ def answer(session: Session, place: int, api_key: int, version: int) -> Any:
     return decode_response(api_key, version, view[response_body_offset(view, api_key, version) :])
 
 
-async def test_client_with_password_is_let_in_once() -> None:
+async def test_client_with_password_is_admitted_once() -> None:
     site = Site()
     gate, session, pressures = site.enter()
     assert not await take(gate, control_frame(keys.API_VERSIONS, 0))
@@ -138,14 +138,14 @@ async def test_client_with_password_is_let_in_once() -> None:
         answer(session, 1, keys.SASL_AUTHENTICATE, 2).error_code,
     ] == [0, 0]
     assert site.counters == {"sasl.succeeded.PLAIN": 1}
-    # The gate is open: the time to authenticate no longer matters.
+    # The session is authenticated, so the timeout for authentication no longer applies.
     gate.look(site.clock() + 1e6)
     assert session.refusals == []
     assert session.done == ["admit"]
     await gate.close()
 
 
-async def test_wrong_password_is_answered_late_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_wrong_password_is_answered_late_and_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     asleep = asyncio.sleep
 
@@ -195,7 +195,7 @@ async def test_error_of_mechanism_admits_nobody() -> None:
     assert session.principal is None
 
 
-async def test_client_has_time_to_authenticate() -> None:
+async def test_authentication_has_a_time_limit() -> None:
     site = Site(timeout_s=4.0)
     gate, session, _ = site.enter()
     gate.look(site.clock() + 4.0)
@@ -203,14 +203,14 @@ async def test_client_has_time_to_authenticate() -> None:
     gate.look(site.clock() + 4.1)
     assert session.refusals == ["it has not authenticated within 4 s"]
     assert site.counters == {"sasl.timed_out.": 1}
-    # The client is counted once, and its credential comes too late.
+    # The client is counted once, and its later credential is refused.
     gate.look(site.clock() + 5)
     assert site.counters == {"sasl.timed_out.": 1}
     await log_in(gate)
     assert session.principal is None
 
 
-async def test_session_that_ends_is_renewed_before_anything_else() -> None:
+async def test_session_is_renewed_before_other_requests() -> None:
     site = Site(lifetime_s=10.0, timeout_s=4.0)
     gate, session, _ = site.enter()
     await log_in(gate)
@@ -219,7 +219,7 @@ async def test_session_that_ends_is_renewed_before_anything_else() -> None:
     assert session.done == ["admit"]
     gate.look(began + 10.0)
     assert session.done == ["admit", "guard"]
-    # It may be idle for long; its renewal has the whole time from its first request on.
+    # The session may idle for long; a renewal has the full timeout, counted from its first request.
     site.clock.now = began + 3_600
     gate.look(site.clock.now)
     assert session.refusals == []
@@ -232,7 +232,7 @@ async def test_session_that_ends_is_renewed_before_anything_else() -> None:
     assert session.done == ["admit", "guard", "admit"]
     gate.look(site.clock.now + 10)
     assert session.done[3:] == ["guard"]
-    # Any other request ends it.
+    # Any other request ends the session.
     await take(gate, control_frame(keys.METADATA, 1, topics=None))
     assert len(session.refusals) == 1
 
@@ -253,7 +253,7 @@ async def test_renewal_that_takes_too_long_ends_client() -> None:
     assert len(session.refusals) == 1
 
 
-async def test_renewal_too_early_leaves_gate_open() -> None:
+async def test_early_renewal_is_refused_without_closing() -> None:
     site = Site()
     gate, session, _ = site.enter()
     await log_in(gate)
@@ -272,7 +272,7 @@ async def log_in_again(gate: Gate, name: str, password: str) -> None:
     await take(gate, client.authenticate(client.plain(name, password)))
 
 
-async def test_sasl_is_no_matter_where_certificates_are() -> None:
+async def test_sasl_is_refused_where_certificates_authenticate() -> None:
     gate, session, _ = Site(by_certificate=True).enter(ALICE)
     slot = Slot()
     frame = memoryview(client.handshake("PLAIN"))
@@ -292,16 +292,16 @@ def test_certificate_names_principal() -> None:
     assert (session.principal, session.refusals) == (None, ["its certificate's name matches no rule"])
     _, session, _ = site.enter()
     assert session.principal is ANONYMOUS
-    # With SASL a certificate is no proof.
+    # With SASL a certificate does not authenticate.
     _, session, _ = Site().enter(ALICE)
     assert (session.principal, session.done) == (None, [])
 
 
-# Rules, and the parts of a name that each of them would take years for, the first part of the name first.
+# Rules, and names that each would take years to match: their parts, in the name's order.
 A: Final = "a" * 1_900
 KAFKAS: Final = "RULE:^CN=(.*?),OU=(.*?),O=(.*?),L=(.*?),ST=(.*?),C=(.*?)$/$1@$2/L"
 EXPLODING: Final[dict[str, list[tuple[str, str]]]] = {
-    # Of Kafka's documentation: each part may begin at many places.
+    # A rule from Kafka's documentation: each part may begin in many places.
     KAFKAS: [
         ("commonName", "a"),
         *[
@@ -319,7 +319,7 @@ EXPLODING: Final[dict[str, list[tuple[str, str]]]] = {
 
 
 @pytest.mark.parametrize("rule", EXPLODING)
-def test_rule_that_explodes_lets_nobody_in(rule: str) -> None:
+def test_slow_rule_admits_nobody(rule: str) -> None:
     site = Site(by_certificate=True, mapping=PrincipalMapping(parse_rules([rule, "DEFAULT"])))
     honest = subject_of([("commonName", "banana"), *EXPLODING[KAFKAS][1:5], ("countryName", "DE")])
     for _ in range(2):
@@ -363,7 +363,7 @@ async def test_connections_of_principal_are_limited() -> None:
     await log_in(other, "bob", "bob-secret")
     assert session.done == ["admit"]
     await second.close()
-    # A renewal counts nothing again.
+    # A renewal counts nothing twice.
     site.clock.now += 2
     gate.renew(memoryview(client.handshake("PLAIN")), Slot())  # type: ignore[arg-type]
     await log_in_again(gate, "alice", "alice-secret")
@@ -375,7 +375,7 @@ async def test_connections_of_principal_are_limited() -> None:
     assert session.done == ["admit"]
 
 
-def test_connections_elsewhere_count_too() -> None:
+def test_connections_at_other_workers_count_too() -> None:
     here, there = OpenConnections(), OpenConnections()
     there.by_address["192.0.2.1"] = 3
     there.by_principal["alice"] = 2
@@ -391,7 +391,7 @@ def test_connections_elsewhere_count_too() -> None:
     assert here.of_principal("bob") == 1
 
 
-async def test_brokers_judge_identity_that_is_carried() -> None:
+async def test_brokers_judge_forwarded_identity() -> None:
     site = Site(carries=True, timeout_s=4.0)
     gate, session, _ = site.enter()
     await take(gate, client.handshake("PLAIN"))
@@ -404,7 +404,7 @@ async def test_brokers_judge_identity_that_is_carried() -> None:
 
 
 @pytest.mark.parametrize("is_judged", [True, False])
-async def test_identity_that_no_broker_takes_is_not_admitted(is_judged: bool) -> None:
+async def test_identity_refused_by_all_brokers_is_not_admitted(is_judged: bool) -> None:
     def judge(step: Step) -> Step | Refused:
         if is_judged:
             return Refused("no carol here", "no such user")
@@ -423,7 +423,7 @@ async def test_identity_that_no_broker_takes_is_not_admitted(is_judged: bool) ->
         assert (session.done, session.refusals) == ([], ["no broker answers"])
 
 
-async def test_brokers_session_ends_clients() -> None:
+async def test_end_of_brokers_session_ends_clients() -> None:
     site = Site(carries=True)
     gate, session, _ = site.enter()
     session.judge = lambda step: step._replace(lifetime_s=5.0)
@@ -443,13 +443,13 @@ async def test_credential_that_fails_here_reaches_no_broker() -> None:
     await log_in_again(gate, "dave", "x")
     assert len(session.carried) == 1
     assert session.done == ["admit", "guard", "drain"]
-    # Nor does one that a listener checks itself.
+    # A session whose listener checks certificates is not counted either.
     own, session, _ = Site().enter()
     await log_in(own)
     assert session.carried == []
 
 
-async def test_removed_user_is_dismissed() -> None:
+async def test_removed_user_is_disconnected() -> None:
     present = [client.users()]
     site = Site(users=lambda: present[-1])
     gates = {name: site.enter() for name in ("alice", "bob")}
@@ -460,13 +460,13 @@ async def test_removed_user_is_dismissed() -> None:
         for gate, _, _ in gates.values():
             gate.look(site.clock.now)
     assert [session.done for _, session, _ in gates.values()] == [["admit"], ["admit", "its user was removed"]]
-    # One that was added again is another user.
+    # A user that was added again is another user.
     present.append(Users({"alice": client.credentials_of("alice")}, {"alice": 7}))
     gates["alice"][0].look(site.clock.now)
     assert gates["alice"][1].done == ["admit", "its user was removed"]
 
 
-async def test_step_ends_with_its_connection() -> None:
+async def test_authentication_step_ends_with_its_connection() -> None:
     site = Site(carries=True)
     gate, session, _ = site.enter()
     forever = asyncio.Event()

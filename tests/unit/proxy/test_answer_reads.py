@@ -11,7 +11,7 @@ from kproxy.runtime.tasks import TURN_S
 from kproxy_codec.primitives import INT32
 
 ANSWER_BYTES = 60
-# Event loops read so often at once while each read is full.
+# While each read is full, event loops read at most this often at once.
 READS_AT_ONCE = 32
 
 
@@ -30,7 +30,7 @@ class Waiting:
 
 
 class Upstream(AnswerReader):
-    """A connection whose clock moves when it takes an answer."""
+    """A connection whose clock advances when it takes an answer."""
 
     def __init__(self, seconds: float) -> None:
         self.now = 0.0
@@ -51,7 +51,7 @@ class Upstream(AnswerReader):
         return b"".join(INT32.pack(ANSWER_BYTES - 4) + INT32.pack(each) + filler for each in ids)
 
     def turn(self, received: memoryview) -> memoryview:
-        """Read as the event loop does in one of its turns; return what is left."""
+        """Read as the event loop does in one turn; return the bytes that are left."""
         self.rests = False
         for _ in range(READS_AT_ONCE):
             space = self.get_buffer(-1)
@@ -76,11 +76,11 @@ def test_answer_flood_takes_one_turn_at_once(microseconds: int) -> None:
         turns += 1
         assert upstream.now - began <= 1.01 * max(TURN_S, (1 + LEAST_READ_BYTES // ANSWER_BYTES) * upstream.seconds)
     assert upstream.taken == list(range(10_000))
-    # Many answers are taken together where they take no time.
+    # Answers that take no time are taken many at a time.
     assert turns <= 2 + upstream.now / (TURN_S / 4)
 
 
-def test_answers_that_become_slow_make_one_turn_long() -> None:
+def test_slow_answers_make_only_one_turn_long() -> None:
     upstream = Upstream(1e-7)
     assert not upstream.turn(memoryview(upstream.await_answers(4_000)))
     upstream.seconds = 1e-5

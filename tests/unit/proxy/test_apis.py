@@ -25,7 +25,7 @@ def keys_of(*handlings: Handling) -> set[int]:
 
 
 def test_every_named_api_key_has_a_row() -> None:
-    """So whatever the code handles or refuses by name has one."""
+    """Every API that the code handles or refuses by name has a row."""
     assert set(APIS) == NAMED - {keys.NEVER_FLEXIBLE}
 
 
@@ -39,7 +39,7 @@ def test_code_handles_every_row_of_the_table() -> None:
 
 
 @pytest.mark.parametrize("can_answer", [(), (keys.OWN,), tuple(SASL)])
-def test_versions_before_capable_broker_are_the_tables(can_answer: tuple[int, ...]) -> None:
+def test_versions_follow_the_table_before_brokers_answer(can_answer: tuple[int, ...]) -> None:
     everything = BrokerApis(dict.fromkeys(range(1 << 15), (0, 1 << 10)))
     ranges = {key: APIS[key].versions for key in can_answer}
     offered = offer([everything], can_answer=ranges).ranges

@@ -10,7 +10,7 @@ TICK_S = 0.1
 
 
 def cut_after(bytes_per_s: float, *, first: int = 0, seconds: float = 60.0, pressed: bool = False) -> float | None:
-    """When a frame that comes at this rate, after `first` bytes at once, is found too slow; None if never."""
+    """The time when a frame at this rate, after `first` bytes at once, is too slow; None if never."""
     arrival = Arrival()
     for tick in range(1, int(seconds / TICK_S)):
         now = tick * TICK_S
@@ -27,7 +27,7 @@ def cut_after(bytes_per_s: float, *, first: int = 0, seconds: float = 60.0, pres
         (500, 4, False, USUAL.window_s),
         (1100, 4, False, None),
         (1 << 20, 4, False, None),
-        # A quick start does not excuse a stop for ever.
+        # A quick start does not excuse a later stop.
         (0, 50 << 20, False, 2 * USUAL.window_s),
         (1100, 4, True, PRESSED.window_s),
         (200 << 10, 4, True, PRESSED.window_s),
@@ -45,7 +45,7 @@ def test_slow_frame_is_cut_after_a_window(bytes_per_s: float, first: int, presse
 def test_time_without_reading_does_not_count() -> None:
     arrival = Arrival()
     assert not arrival.is_too_slow(9.0, began=0.0, arrived=4, pauses=0, pressed=False)
-    # Not read from here until 100, and again until 200.
+    # The session is not read until 100, and again until 200.
     assert not arrival.is_too_slow(100.0, began=0.0, arrived=4, pauses=1, pressed=False)
     assert not arrival.is_too_slow(200.0, began=0.0, arrived=4, pauses=2, pressed=False)
     assert not arrival.is_too_slow(209.0, began=0.0, arrived=4, pauses=2, pressed=False)

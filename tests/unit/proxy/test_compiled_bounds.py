@@ -32,7 +32,7 @@ def reader() -> Any:
 
 
 def arriving() -> Any:
-    """A reader that has the beginning of a frame."""
+    """A reader with the beginning of a frame."""
     begun = reader()
     begun.get_buffer()[:8] = bytes((0, 0, 0, 100, 1, 2, 3, 4))
     begun.buffer_updated(8)

@@ -34,7 +34,7 @@ MOST_PLACES = 65_536
 
 
 class Upstream(AnswerReader):
-    """A connection that is being dialled, and keeps what it is to send."""
+    """A connection that is being dialled, and keeps the bytes to send."""
 
     owner = 1
 
@@ -53,7 +53,7 @@ class Upstream(AnswerReader):
 
 
 class Access:
-    """Permissions for some topics and transactional ids; `asked` are the ids that were asked for."""
+    """Permissions for some topics and transactional ids; `asked` has the requested ids."""
 
     def __init__(self, *names: bytes) -> None:
         self.names = names
@@ -161,7 +161,7 @@ def test_kept_routes_are_bounded() -> None:
     highest = MOST_PLACES // 2
     client.proven |= {(name.encode(), highest) for name in "abcd"}
     for name in "abcdabcd":
-        # The first beyond the bound goes the Python path, and finds all forgotten.
+        # The first topic beyond the bound takes the Python path, which clears the kept topics.
         client.take(name, highest)
         topics, places = client.path.kept
         assert topics <= 1
@@ -194,7 +194,7 @@ def test_writer_group_closes_only_its_topics_gate() -> None:
 
 
 @is_compiled
-def test_unconfirmed_silent_request_is_left() -> None:
+def test_unconfirmed_acks_0_request_is_left() -> None:
     client = Client()
     client.proven.add((b"t", 0))
     assert not client.take("t", 0, acks=0)
@@ -202,7 +202,7 @@ def test_unconfirmed_silent_request_is_left() -> None:
 
 
 @is_compiled
-def test_confirmed_silent_request_has_no_answer() -> None:
+def test_confirmed_acks_0_request_has_no_answer() -> None:
     client = Client(confirms=True)
     client.proven.add((b"t", 0))
     assert client.take("t", 0, acks=0)
@@ -248,7 +248,7 @@ NOTED = (
 
 @is_compiled
 @pytest.mark.parametrize("version", [7, 9])
-def test_batches_are_noted_as_by_core(version: int) -> None:
+def test_batches_are_recorded_like_in_core(version: int) -> None:
     now = [0.0]
     trail = Trail("p", "i", clock=lambda: now[0], wall_ms=lambda: 0, deadline_cap_ms=30_000, interval_s=1.0)
     compiled_notes, core_notes = (trail.connection(Topology()) for _ in range(2))

@@ -1,4 +1,4 @@
-"""The compiled frame reader and queue of awaited answers pass the tests of their twins in the codec."""
+"""The compiled frame reader and request queue pass the tests of their Python twins in the codec."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(compiled is None, reason="the plain path is not 
 
 @pytest.fixture(autouse=True, scope="module")
 def compiled_classes() -> Iterator[None]:
-    """The tests find the compiled classes by the names of their twins."""
+    """Let the tests find the compiled classes under the names of their twins."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (framing, correlation, random_framing):
             for name in ("AwaitedAnswers", "FrameReader", "ReceiveArena"):

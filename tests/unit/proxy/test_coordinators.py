@@ -18,12 +18,12 @@ def test_group_coordinator_is_lease_holder_or_live_broker() -> None:
     assert set(chosen.values()) == {1, 2, 3}
     other = LeasedCoordinators(GroupLeases(), topology)
     assert chosen == {group: other.get(GROUP, group) for group in chosen}
-    # One that does not answer takes no group that nobody has; the others' choices stay.
+    # A broker that does not answer gets no unowned group; groups of other brokers stay with them.
     topology.doubt(2, doubted=True)
     for group, before in chosen.items():
         now = coordinators.get(GROUP, group)
         assert now == before or (before == 2 and now in (1, 3))
-    # What it has it has, until its lease ends.
+    # A broker keeps the groups that it owns until its lease ends.
     leases.put("g", GroupLease(2, 7))
     assert coordinators.get(GROUP, "g") == 2
     leases.put("g", GroupLease(9, 8))

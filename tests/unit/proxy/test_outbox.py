@@ -17,7 +17,7 @@ from kproxy.proxy.outbox import FLUSH_BYTES, Outbox, flushes_of
 
 OUTBOXES = 1000
 MESSAGE = bytes(100)
-# Much less than a large block for each.
+# Much less than a large block for each outbox.
 MOST_BYTES = OUTBOXES * (20 << 10) + (16 << 20)
 
 
@@ -38,7 +38,7 @@ class Transport:
 
 
 class ClientMemory:
-    """What a paced outbox needs of one."""
+    """What a paced outbox needs of `ClientMemory`."""
 
     def leave_untaken(self, nbytes: int) -> None:
         pass
@@ -67,7 +67,7 @@ async def test_outboxes_write_once_a_step_with_little_memory(messages: int) -> N
 
 @pytest.fixture(params=["imported", "python"])
 def twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module as it is used, and its classes in Python."""
+    """The module in use, and one with its classes in Python."""
     if request.param == "imported":
         return imported
     monkeypatch.setattr(kproxy.plain, "compiled", None)

@@ -22,7 +22,7 @@ class Clock:
 
 
 async def taken_by_turn(clock: Clock, step_s: float) -> list[list[int]]:
-    """The number of steps in each turn, if all are given at once and each takes `step_s`."""
+    """The number of steps in each turn if all are given at once and each takes `step_s`."""
     turns, taken = Turns(clock), list[int]()
 
     def step(number: int) -> None:
@@ -69,7 +69,7 @@ async def test_first_failing_step_raises_at_its_caller() -> None:
     assert taken == [1]
 
 
-async def test_all_taken_waits_for_handed_on_steps() -> None:
+async def test_wait_covers_steps_that_steps_add() -> None:
     turns, taken = Turns(lambda: 0.0), list[int]()
 
     def first() -> None:

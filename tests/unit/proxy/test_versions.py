@@ -53,7 +53,7 @@ def test_old_produce_versions_offer_only_old_transactions() -> None:
 
 
 def test_lower_transaction_version_has_higher_epoch() -> None:
-    """Java clients ignore finalized features that do not come with a higher epoch than those they know."""
+    """Java clients ignore finalized features unless their epoch exceeds the known one."""
     one = BrokerApis(without(keys.END_TXN), NEW.supported, NEW.finalized, NEW.epoch)
     uncapped = offer([BrokerApis(ALL, {}, {TRANSACTIONS: (1, 1)}, 7)], {keys.PRODUCE: 11})
     assert features_before(NEW, produce=11)[1] > uncapped.epoch
@@ -121,7 +121,7 @@ CAN_ANSWER = (keys.INIT_PRODUCER_ID, keys.FIND_COORDINATOR)
         ([KAFSCALE], (keys.INIT_PRODUCER_ID,), (keys.INIT_PRODUCER_ID,)),
         # Brokers that assign producer ids recognize batches; brokers that keep fences report coordinators themselves.
         ([REFERENCE], CAN_ANSWER, ()),
-        # One that does not is enough.
+        # One broker that does not is enough.
         ([REFERENCE, KAFSCALE], CAN_ANSWER, CAN_ANSWER),
         # Transactions have coordinators that only brokers know.
         ([NEW], CAN_ANSWER, ()),

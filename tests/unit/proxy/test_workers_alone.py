@@ -49,7 +49,7 @@ def test_shares_of_a_limit_add_up_to_it(workers: int) -> None:
         assert sum(parts) == getattr(limits, name)
         assert max(parts) - min(parts) <= 1
     for share in shares:
-        # Every limit that is not for all connections together is the same for each worker.
+        # Limits that are not shared by all connections are the same in each worker.
         alike = {name: getattr(limits, name) for name in SHARED_LIMITS}
         assert msgspec.structs.replace(share, **alike) == limits
 
@@ -139,7 +139,7 @@ def test_process_counts_outlive_the_process() -> None:
     assert twice["kproxy_hangs_total"] == 2
     assert twice["kproxy_broker_probe_duration_seconds_count"] == 2
     assert twice["kproxy_broker_probe_duration_seconds_sum"] == 1.0
-    # Of the same table.
+    # Both processes read the same table.
     assert (twice["kproxy_table_age_seconds"], twice["kproxy_table_stale"]) == (7.0, 1)
     left = {sample.name: sample.value for each in growing(sent) for sample in each.samples}
     assert left["kproxy_split_requests_total"] == 3
@@ -150,7 +150,7 @@ def test_process_counts_outlive_the_process() -> None:
 
 @given(st.lists(st.binary(max_size=300), max_size=5))
 @example([b'a"} 1\n# HELP b', b"\\", b"\\n", b"\r\n ", "\u2028\x85,".encode(), b"", b"other", b"\xff{"])
-def test_names_that_clients_choose_outlive_the_wire(topics: list[bytes]) -> None:
+def test_client_chosen_names_survive_the_channel(topics: list[bytes]) -> None:
     tally = Tally()
     for topic in topics:
         tally.drop(topic, 3)
@@ -159,8 +159,8 @@ def test_names_that_clients_choose_outlive_the_wire(topics: list[bytes]) -> None
     assert page_of(collector) == list(collector.collect())
 
 
-def test_invalid_topic_name_makes_no_series() -> None:
-    """A reader of `/metrics` would take seconds for some dozens."""
+def test_invalid_topic_name_creates_no_series() -> None:
+    """A few dozens of series would each cost a reader of `/metrics` time."""
     tally = Tally()
     for n in range(3):
         tally.drop(b'"' * 249 + b"%d" % n, 3)

@@ -8,7 +8,7 @@ from kproxy.routing.broker_health import LONGEST_PATIENCE_S, Breaker, Redial, is
 
 TIMEOUT_S = 2.0
 
-# What happens, with its time where it has one; whether the breaker is open after it.
+# An event, its time if it has one, and whether the breaker is open afterwards.
 HISTORIES: dict[str, list[tuple[str, float, bool]]] = {
     "an answer keeps it closed": [("asked", 1.0, False), ("answered", 0, False)],
     "silence opens it": [("asked", 1.0, False), ("silent", 0, True)],
@@ -89,10 +89,10 @@ def test_down_broker_is_dialled_ever_more_slowly() -> None:
         (0, 0, 0, 60.0, False),
         (1, 3, 0, 2.1, True),
         (1, 2, 0, 2.1, False),
-        # Sent anew and acknowledged by now.
+        # Sent again, and acknowledged since.
         (1, 3, 0, 0.3, False),
         (0, 3, 0, 2.1, False),
-        # A window that stays closed, and whose probes are acknowledged; and one whose probes are not.
+        # A window that stays closed: its probes are acknowledged, or they are not.
         (0, 0, 1, 2.5, False),
         (0, 0, 3, 2.5, True),
     ],

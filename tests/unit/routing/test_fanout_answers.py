@@ -15,7 +15,7 @@ from tests.support.wire.messages import frame_of, response_body, response_frame,
 
 
 def parts_of(play: Playbook) -> list[tuple[int, int]]:
-    """Of each piece that was sent: the partitions in it, or -1 for all of its request, and the number of parts."""
+    """For each sent piece: its partitions, or -1 for the whole request, and the number of parts."""
     return [
         (-1 if send.part is None else sum(len(ordinals) for _, ordinals in send.part), send.shares)
         for send in play.sent.values()
@@ -56,7 +56,7 @@ def test_answer_has_partitions_in_request_order() -> None:
     play = Playbook({"t": [1, 2, 1], "u": [2]})
     play.submits(1, "t-2 t-1 u-0 t-0")
     assert play.answers(2, "u-0 t-1") == []
-    # What a broker lists in another order is brought in order as well.
+    # Entries that a broker lists in another order are sorted.
     assert play.answers(1, "t-0 t-2") == ["answer 1: t-2@10 t-1@20 u-0@20 t-0@10"]
 
 
@@ -64,7 +64,7 @@ def test_whole_answer_is_put_into_request_order() -> None:
     play = Playbook({"t": [1, 1]})
     play.submits(1, "t-0 t-1")
     assert play.answers(1, "t-1@5 t-0@4") == ["answer 1: t-0@4 t-1@5"]
-    # On proven routes a success is handed on as it came, if it is in order.
+    # On proven routes a successful answer passes unchanged if its entries are in order.
     play.submits(2, "t-0 t-1")
     assert play.answers(2, "t-1@7 t-0@6") == ["answer 2: t-0@6 t-1@7"]
 
@@ -76,13 +76,13 @@ def test_whole_success_is_forwarded_with_new_number() -> None:
     frame = answer_frame(exchange.request, "t-0:100", throttle_ms=40)
     frame[4:8] = (1234).to_bytes(4, "big")
     assert play.answers_bytes(1, frame) == ["answer 1: t-0 throttle 40"]
-    # The very bytes, with the number that the client gave.
+    # The answer's own bytes, with the client's correlation id.
     assert frame[4:8] == exchange.request.header.correlation_id.to_bytes(4, "big")
     assert exchange._results is None
 
 
 def test_whole_success_naming_a_broker_is_rewritten() -> None:
-    """KIP-951: what a read may say beside its topics is where brokers are."""
+    """KIP-951: an answer may name brokers' addresses beside its topics."""
     play = Playbook()
     play.fetches(1, "t-0")
     fields = sample_response(FETCH, {"t": [0]}, throttle_time_ms=0, error_code=0, tags=[(0, b"where a broker is")])
@@ -139,7 +139,7 @@ def test_unreported_or_unappended_batch_is_not_noted(asks: str) -> None:
     assert play.aside == []
 
 
-# Answers that are none
+# Invalid answers
 
 
 UNREADABLE = {
@@ -168,7 +168,7 @@ def test_requests_behind_unreadable_answer_are_lost() -> None:
     for n in (2, 3):
         play.submits(n, "t-0")
     assert play.answers_bytes(2, frame_of(b"\0\0\0\7", b"no answer")) == ["distrust c1"]
-    # Nothing is sent before it is known what became of the others.
+    # Nothing is sent before the results of the other batches are known.
     assert play.wakes_in_ms() is None
     assert play.submits(4, "t-1") == ["send #4 b2/c2: 4 t-1"]
     assert play.loses(1) == []
@@ -218,7 +218,7 @@ def test_batches_wait_for_no_read() -> None:
 
 @pytest.mark.parametrize("partitions", ["t-0 t-1", ""])
 def test_whole_answer_error_counts_for_each_partition(partitions: str) -> None:
-    """Kafka names no partitions then."""
+    """Kafka then names no partitions."""
     play = Playbook({"t": [1, 1]})
     play.fetches(1, "t-0 t-1")
     told = play.answers(1, partitions, error_code=29, throttle_ms=20)
@@ -231,13 +231,13 @@ def test_time_changes_state_only_with_open_requests() -> None:
     play.submits(1, "t-0")
     idle.append(play.core.is_idle)
     play.ticks(after_s=10)
-    # It is answered, and its broker may yet hang.
+    # The request is answered, but its broker may still hang.
     idle.append(play.core.is_idle)
     play.answers(1, "t-0")
     idle.append(play.core.is_idle)
     play.submits(2, "t-0")
     play.answers(2, "t-0=6")
-    # Nothing is under way, and something waits for its retry.
+    # Nothing is in flight, but one batch waits for its retry.
     idle.append(play.core.is_idle)
     assert idle == [True, False, False, True, False]
 
@@ -261,7 +261,7 @@ def test_topic_without_partitions_is_answered_at_once(version: int) -> None:
 
 
 def test_unknown_fields_are_forwarded_once_in_order() -> None:
-    """Whichever part of the answer they come with (KIP-482)."""
+    """Whichever part of the answer has them (KIP-482)."""
     play = Playbook()
     play.submits(1, "t-0 t-1")
     done: list[Action] = []
@@ -273,7 +273,7 @@ def test_unknown_fields_are_forwarded_once_in_order() -> None:
     assert b"".join(answered.answer).endswith(tag_section([(40, b"c"), (50, b"a"), (60, b"b")]))
 
 
-# Partitions that are not there
+# Unknown partitions
 
 
 def test_unknown_and_leaderless_partitions_have_different_errors() -> None:
@@ -292,7 +292,7 @@ def test_unknown_and_leaderless_partitions_have_different_errors() -> None:
     assert play.wakes() == ["done 3", "undeliverable t=3"]
 
 
-def test_incomplete_table_calls_no_partition_unknown() -> None:
+def test_incomplete_table_makes_no_partition_unknown() -> None:
     play = Playbook({"t": [1]}, KAFKA, offers_unowned=False)
     play.submits(1, "t-1 u-0")
     play.wakes()

@@ -17,7 +17,7 @@ def gated(*, fenced: bool = False, dials: bool = False) -> Playbook:
     return Playbook({"t": [1, 2], "u": [1, 2]}, gated=["t"], fenced=fenced, dials=dials)
 
 
-# It is gone
+# Clients that disconnect
 
 
 def test_topic_without_writer_group_sends_nothing_extra() -> None:
@@ -39,7 +39,7 @@ def test_written_batch_of_writer_group_is_held() -> None:
 
 
 def test_bytes_of_held_batches_are_released() -> None:
-    """What is held may be so for long, and it is not sent again."""
+    """Held bytes may stay for a long time, and are not sent again."""
     play = gated()
     play.submits(1, "t-0")
     assert play.parts() == ["hold #1: t-0", "drop 1"]
@@ -112,7 +112,7 @@ def test_batch_refused_afterwards_is_not_resent() -> None:
     play = gated()
     play.submits(1, "t-0 u-0", acks=1, silent=True)
     assert play.parts() == ["hold #1: t-0"]
-    # Nobody waits for an answer, and what has no writer group may still be delivered.
+    # Nobody waits for this answer; batches without a writer group may still be delivered.
     assert play.answers(1, "t-0=6 u-0=6") == ["let go #1", "undeliverable t=6"]
     assert play.wakes() == ["send #2 b1/c1: 1 u-0"]
     assert play.answers(2, "u-0") == ["done 1"]
@@ -128,7 +128,7 @@ def test_unanswered_unsent_batch_is_undeliverable() -> None:
 
 
 def test_fenced_batch_is_reported_lost() -> None:
-    """Its connections end with it, and it is the fences that count; another process may not know of them yet."""
+    """Its connections end with it; fences protect the partitions, but another process may not know them yet."""
     play = gated(fenced=True)
     play.submits(1, "t-0 u-0")
     assert play.parts() == ["lost t-0", "drop 1"]
@@ -141,7 +141,7 @@ def test_lost_batch_of_present_client_is_reported() -> None:
     assert play.loses(1) == ["lost t-0", "answer 1: t-0=7 u-0=7"]
 
 
-# What it had claimed is another's
+# Claims that were lost
 
 
 def test_severed_client_sends_nothing() -> None:
@@ -174,7 +174,7 @@ def test_departed_client_may_be_severed_once_more() -> None:
 
 
 def test_overdue_batch_at_release_gives_up_nothing() -> None:
-    """The last request asks for a topic with a writer group as well, so all of it is dropped with its client."""
+    """The last request also has a topic with a writer group, so all of it is dropped with its client."""
     play = Playbook({"t": [1], "g": [2]}, gated=["g"])
     for sequence in (1, 2, 3):
         play.submits(sequence, "t-0")
@@ -200,7 +200,7 @@ def test_unwritten_piece_of_severed_client_leaves_nothing() -> None:
     assert play.lanes == []
 
 
-# The end
+# The end of the core
 
 
 def test_departed_client_drops_answers_and_keeps_acks_0() -> None:
@@ -284,7 +284,7 @@ def test_end_of_client_connection_comes_last() -> None:
     assert actions.take() == []
 
 
-# Its claims
+# Claims of a client
 
 
 def test_claimed_partitions_carry_fences_and_reads_none() -> None:

@@ -14,12 +14,12 @@ from kproxy.routing.reads import READ_GRACE_S
 from kproxy_codec.error_codes import POLICY_VIOLATION
 from tests.support.models.playbook import Playbook
 
-# Seconds from a deadline until a broker's silence ends its connection.
+# The time in seconds from a deadline until a silent broker's connection is closed.
 HUNG_AFTER_S = 5.0
 
 
 def proven() -> Playbook:
-    """Broker 1 has accepted a batch of t-0, request 1: what follows may be pipelined."""
+    """Broker 1 has accepted a batch of t-0, request 1, so later batches may be pipelined."""
     play = Playbook()
     play.submits(1, "t-0")
     play.answers(1, "t-0")
@@ -71,7 +71,7 @@ def test_piece_waiting_for_dial_is_taken_back() -> None:
 
 
 def test_batch_behind_a_piece_taken_back_is_failed() -> None:
-    """Sent alone, the later batch would be first at a broker that knows nothing of the producer."""
+    """Sent alone, the later batch would be the first at a broker that does not know the producer."""
     play = Playbook({"t": [1, 1]}, dials=True)
     play.submits(1, "t-0", deadline_s=1)
     assert play.submits(2, "t-0 t-1") == ["send #2 b1/c1: 2 t-1"]
@@ -119,7 +119,7 @@ def test_lane_after_7_continues_after_connection_ends(written: bool) -> None:
 
 @pytest.mark.parametrize("late", ["t-0", "t-0=6", "t-0=87", "t-0=45"])
 def test_a_late_answer_changes_nothing_for_the_client(late: str) -> None:
-    """A second result for a partition that has one."""
+    """The answer has a second result for a partition that has one."""
     play = proven()
     play.submits(2, "t-0", deadline_s=1)
     assert play.ticks(after_s=1) == ["answer 2: t-0=7"]
@@ -162,7 +162,7 @@ def test_long_waiting_request_leaves_the_receive_buffer() -> None:
 
 
 def test_partitions_in_flight_are_counted_only_on_demand() -> None:
-    """Counting costs each request, and on proven routes nobody asks."""
+    """Counting would cost each request time, and on proven routes nothing needs the count."""
     play = proven()
     play.submits(2, "t-0", deadline_s=1)
     play.ticks(after_s=1)
@@ -173,26 +173,26 @@ def test_partitions_in_flight_are_counted_only_on_demand() -> None:
     assert play.core._in_flight._sequences is None
 
 
-# A broker that hangs
+# Hung brokers
 
 
 def test_silent_connection_ends_after_a_deadline() -> None:
     play = proven()
     play.submits(2, "t-0", deadline_s=1)
     assert play.ticks(after_s=1) == ["answer 2: t-0=7"]
-    # Its client sends it again, and that waits.
+    # The client sends the batch again, and it waits.
     assert play.submits(3, "t-0", producer=(7, 0, 2), deadline_s=60) == []
     assert play.ticks(after_s=HUNG_AFTER_S - 0.1) == []
     assert play.ticks(after_s=0.1) == ["close c1"]
     assert play.core._in_flight.connections[1].state is ConnectionState.CLOSED
-    # Another one takes its place; but what it had may still be on its way, as long as it is not lost.
+    # Another connection replaces it, but its requests may still arrive until it is lost.
     assert play.submits(4, "t-1", deadline_s=60) == ["send #3 b2/c2: 4 t-1"]
     assert play.loses(1) == []
     assert play.wakes() == ["send #4 b1/c3: 3 t-0"]
 
 
 def test_route_of_an_ending_connection_is_new() -> None:
-    """Its place is taken at once; that it is lost comes as an event of its own."""
+    """Another connection replaces it at once; its loss is an event of its own."""
     play = Playbook({"t": [1, 1]})
     for n, partition in enumerate(("t-0", "t-1"), 1):
         play.submits(n, partition)
@@ -254,7 +254,7 @@ def test_lost_pipelined_batches_are_resent_one_first() -> None:
 
 
 def test_batch_lost_behind_expired_one_is_not_resent() -> None:
-    """For the first it is too late, for the second there would be time."""
+    """The first is too late; the second would still have time."""
     play = proven()
     play.submits(2, "t-0", deadline_s=1)
     play.submits(3, "t-0")
@@ -346,7 +346,7 @@ def test_partly_sent_acks_0_is_not_resent() -> None:
 
 
 def test_batch_behind_lost_acks_0_is_resent() -> None:
-    """Nobody sends the lost one again: there is nothing to stay behind."""
+    """The lost batch is not sent again, so no later batch must wait for it."""
     play = proven()
     play.submits(2, "t-0", acks=0, producer=None)
     play.submits(3, "t-0")
@@ -381,11 +381,11 @@ def test_acks_0_sent_before_connection_end_is_uncertain(after_s: float, doubted:
 
 
 @pytest.mark.parametrize(("pause_s", "doubted"), [(0.8 * WINDOW_S, 3), (1.2 * WINDOW_S, 1), (2 * WINDOW_S, 0)])
-def test_the_last_two_windows_are_in_doubt_together(pause_s: float, doubted: int) -> None:
+def test_last_two_windows_are_uncertain_together(pause_s: float, doubted: int) -> None:
     play = Playbook()
     for n in (1, 2, 3):
         play.submits(n, "t-0", acks=0)
-    # When a batch leaves is what counts, not when it was sent.
+    # The time when a batch leaves counts, not the time when it is sent.
     for n in (1, 2, 3):
         play.leaves(n)
         play.waits(pause_s)
@@ -452,7 +452,7 @@ def test_uncertain_partitions_by_name_end_at_4096() -> None:
     assert sum(each.startswith("reread") for each in play.aside) == 4_096
 
 
-# acks=0 that is sent on as acks=1
+# acks=0 forwarded as acks=1
 
 
 def test_confirmed_acks_0_keeps_order_without_answers() -> None:
@@ -492,12 +492,12 @@ def test_confirmed_acks_0_waits_for_moved_partitions_answers() -> None:
 
 
 def test_confirmed_acks_0_is_begun_past_its_deadline() -> None:
-    """Its client hears of nothing: whatever can be delivered is."""
+    """Its client expects no answer, so every batch that can be delivered is."""
     play = Playbook()
     assert play.submits(1, "t-0", acks=1, silent=True, deadline_s=0) == ["send #1 b1/c1: 1 t-0"]
 
 
-# What is refused before it is sent
+# Batches refused before they are sent
 
 
 def test_partition_refused_at_submission_is_not_sent() -> None:
@@ -536,10 +536,10 @@ def test_refused_acks_0_ends_connection_after_sending() -> None:
     ]
 
 
-# The client sends no more
+# Clients that stop sending
 
 
-def test_client_that_sends_no_more_is_answered() -> None:
+def test_client_that_stops_sending_is_answered() -> None:
     play = Playbook()
     play.submits(1, "t-0")
     assert play.submits(2, "t-0") == []
@@ -583,7 +583,7 @@ def test_batches_whose_dial_takes_long_are_answered() -> None:
     ]
 
 
-def test_silent_batches_are_sent_again_after_the_end() -> None:
+def test_acks_0_batches_are_resent_after_end() -> None:
     play = Playbook()
     play.submits(1, "t-0", acks=0)
     play.half_closes()

@@ -10,7 +10,7 @@ NOT_LEADER, NOT_ENOUGH_REPLICAS, OUT_OF_ORDER = 6, 19, 45
 
 
 def proven() -> Playbook:
-    """Broker 1 has accepted a batch of t-0, request 1: what follows may be pipelined."""
+    """Broker 1 has accepted a batch of t-0, request 1, so later batches may be pipelined."""
     play = Playbook()
     assert play.submits(1, "t-0") == ["send #1 b1/c1: 1 t-0"]
     assert play.answers(1, "t-0") == ["answer 1: t-0@10"]
@@ -18,7 +18,7 @@ def proven() -> Playbook:
 
 
 def piped(*requests: int) -> Playbook:
-    """The same, and these requests are under way: request n is piece n."""
+    """The same, with these requests in flight: request n is piece n."""
     play = proven()
     for n in requests:
         assert play.submits(n, "t-0") == [f"send #{n} b1/c1: {n} t-0"]
@@ -86,7 +86,7 @@ def test_only_first_batchs_success_proves_a_route() -> None:
 
 
 def test_a_read_proves_no_route() -> None:
-    """A broker that is not the owner may serve it, and it says nothing of what the broker knows of the producer."""
+    """A broker that is not the owner may serve the read, which says nothing about the producer's state there."""
     play = Playbook()
     play.fetches(1, "t-0 t-1")
     play.answers(1, "t-0")
@@ -115,13 +115,13 @@ def test_repeated_read_proves_no_route() -> None:
 
 
 def test_success_under_earlier_ownership_proves_no_route() -> None:
-    """Its broker may have lost the partition since, together with all that it knew of the producer."""
+    """The broker may have lost the partition since, and with it the producer's state."""
     play = Playbook()
     play.submits(1, "t-0")
     play.moves("t-0", 2, 1)
     assert play.submits(2, "t-0") == []
     assert play.submits(3, "t-0") == []
-    # The next batch is the first on the new route, and is sent alone.
+    # The next batch is the first on the new route, so it is sent alone.
     assert play.answers(1, "t-0") == ["answer 1: t-0@10", "send #2 b1/c1: 2 t-0"]
     assert not play.proven("t-0")
     assert play.answers(2, "t-0") == ["answer 2: t-0@20", "send #3 b1/c1: 3 t-0"]
@@ -152,7 +152,7 @@ def test_forgotten_route_begins_a_generation(change: str) -> None:
     assert play.core.routes.generation > before
 
 
-# What is refused on a proven route, and what was piped behind it
+# Refusals on a proven route, and the batches that were pipelined behind them
 
 
 @pytest.mark.parametrize("behind", [NOT_LEADER, NOT_ENOUGH_REPLICAS, OUT_OF_ORDER])
@@ -160,7 +160,7 @@ def test_batches_behind_refused_batch_are_resent_behind_it(behind: int) -> None:
     play = piped(2, 3, 4)
     play.moves("t-0", 2)
     assert play.answers(2, "t-0=6") == []
-    # Not before the others are known to be refused as well.
+    # No retry before the refusals of the others are known.
     assert play.lanes == ["t-0 blocked"]
     assert play.wakes_in_ms() is None
     assert play.answers(3, f"t-0={behind}") == []
@@ -205,7 +205,7 @@ def test_appended_later_batch_passes_on_first_ones_code() -> None:
     assert play.answers(3, "t-0=45") == []
     assert play.answers(4, "t-0") == ["answer 2: t-0=6", "answer 3: t-0=6", "answer 4: t-0@40"]
     assert play.lanes == ["t-0 blocked"]
-    # It was not sent to prove the route that the refusal before it had made new.
+    # This batch did not prove the route that became new by the earlier refusal.
     assert not play.proven("t-0")
     assert play.answers(5, "t-0") == ["answer 5: t-0@50"]
 
@@ -239,7 +239,7 @@ def test_pipelined_refusals_do_not_lengthen_back_off() -> None:
     assert play.wakes_in_ms() is None
     play.waits(0.5)
     play.answers(3, "t-0=6")
-    # The back-off of the first has been over for long.
+    # The first batch's back-off ended long ago.
     assert play.wakes_in_ms() == 1
     assert play.wakes() == ["send #4 b1/c1: 2 t-0"]
 
@@ -255,13 +255,13 @@ def test_abandoned_first_batch_ends_those_behind_it() -> None:
     play.answers(5, "t-0=6")
     assert play.wakes() == ["send #6 b1/c1: 2 t-0"]
     assert play.answers(6, "t-0=6") == ["answer 2: t-0=6", "answer 3: t-0=6", "answer 4: t-0=6"]
-    # And nothing is stuck: the client sends them again.
+    # Nothing stays blocked: the client sends the batches again.
     assert play.submits(5, "t-0", producer=(7, 0, 2)) == ["send #7 b1/c1: 5 t-0"]
 
 
 @pytest.mark.parametrize(("code", "waiting"), [(56, "given up"), (3, "given up"), (2, "given up"), (87, "sent")])
 def test_batch_behind_clients_resend_is_not_sent_first(code: int, waiting: str) -> None:
-    """On a new route, to a broker that knows nothing of the producer: it would accept the later batch as the first."""
+    """On a new route, a broker that does not know the producer would accept the later batch as its first."""
     play = Playbook()
     play.submits(1, "t-0")
     play.submits(2, "t-0")
@@ -278,7 +278,7 @@ def test_batch_in_flight_behind_abandoned_is_not_resent() -> None:
 
 
 def test_retry_behind_expired_batch_is_given_up() -> None:
-    """Appended alone, the later batch would be first at a broker that knows nothing of the producer."""
+    """Appended alone, the later batch would be the first at a broker that does not know the producer."""
     play = proven()
     play.submits(2, "t-0", deadline_s=1)
     play.submits(3, "t-0")
@@ -288,7 +288,7 @@ def test_retry_behind_expired_batch_is_given_up() -> None:
 
 
 def test_only_batches_sent_unaware_are_given_up() -> None:
-    """Requests 3 to 5 were there when 2 was answered; 6 comes behind the answer and is in order again."""
+    """Requests 3 to 5 were sent before the answer to 2; request 6 follows the answer, and is in order again."""
     play = proven()
     play.submits(2, "t-0", deadline_s=1)
     for n in (3, 4, 5):
@@ -296,7 +296,7 @@ def test_only_batches_sent_unaware_are_given_up() -> None:
     play.answers(2, "t-0=19")
     assert play.ticks(after_s=1) == ["answer 2: t-0=19"]
     assert play.submits(6, "t-0", producer=(7, 0, 2)) == []
-    # Each would be sent again behind another one.
+    # A retry of each would come after another batch.
     assert [play.answers(n, "t-0=45") for n in (3, 4)] == [["answer 3: t-0=6"], ["answer 4: t-0=6"]]
     assert play.answers(5, "t-0=45") == ["answer 5: t-0=6"]
     assert play.wakes() == ["send #6 b1/c1: 6 t-0"]
@@ -314,18 +314,18 @@ def test_batch_before_abandoned_one_is_still_resent() -> None:
 
 
 def test_batch_sent_unaware_is_not_begun() -> None:
-    """It waits for a route to be proven by the batch that is given up."""
+    """It waits for the abandoned batch to prove a route."""
     play = Playbook()
     play.submits(1, "t-0", deadline_s=1)
     play.submits(2, "t-0")
     assert play.ticks(after_s=1) == ["answer 1: t-0=7", "answer 2: t-0=6"]
     assert play.lanes == ["t-0 probing"]
-    # It is in the log now, and its client sends it again; what the broker knows again is no new batch.
+    # The log has the batch, and its client sends it again; a batch that the broker recognizes is not a new one.
     assert play.submits(3, "t-0", producer=(7, 0, 1)) == []
     assert play.answers(1, "t-0") == ["send #2 b1/c1: 3 t-0"]
 
 
-# One owner after another
+# A change of owners
 
 
 def test_later_batch_waits_for_answer_of_former_owner() -> None:
@@ -359,7 +359,7 @@ def test_batch_behind_former_owners_failure_is_given_up(code: int, waiting: list
 
 
 def test_batch_waits_for_one_under_earlier_ownership() -> None:
-    """The broker refuses the first because it is not the owner, becomes it again, and would take the second one."""
+    """The broker refuses the first as not its owner, becomes the owner again, and would accept the second."""
     play = piped(2)
     play.moves("t-0", 2, 1)
     assert play.lanes == ["t-0 blocked"]
@@ -376,13 +376,13 @@ def test_ownership_move_during_first_batch_blocks_nothing() -> None:
     assert play.wakes() == ["send #5 b1/c1: 2 t-0"]
     play.moves("t-0", 2)
     play.submits(5, "t-0")
-    # The new owner's route is not proven by the former owner's success.
+    # The former owner's success does not prove the new owner's route.
     assert play.answers(5, "t-0") == ["answer 2: t-0@50", "send #6 b2/c2: 3 t-0"]
     assert play.answers(6, "t-0") == ["answer 3: t-0@60", "send #7 b2/c2: 4 t-0", "send #8 b2/c2: 5 t-0"]
 
 
 def test_lane_waits_for_overdue_unanswered_batches() -> None:
-    """Two of an earlier route, one refused: its back-off ends while the other is still at the former owner."""
+    """Two batches of an earlier route, one refused: its back-off ends while the other is still at the former owner."""
     play = piped(2, 3)
     play.moves("t-0", 2)
     play.answers(2, "t-0=6")
@@ -504,7 +504,7 @@ def test_unowned_batches_are_in_flight_at_one_broker() -> None:
     play.answers(3, "t-0=45")
     play.answers(4, "t-0=6")
     play.wakes()
-    # The third goes to the first broker, and not by a proven route any more; the fourth waits, whoever refused it.
+    # The third batch goes to the first broker, on an unproven route; the fourth waits, whichever broker refused it.
     assert play.answers(5, "t-0=87")[0] == "answer 2: t-0=87"
     assert play.sent[6].exchange.sequence == 3
     assert play.lanes == ["t-0 probing"]
@@ -512,11 +512,11 @@ def test_unowned_batches_are_in_flight_at_one_broker() -> None:
     assert play.sent[7].broker == play.sent[6].broker
 
 
-# Events that concern several
+# Events that concern several partitions
 
 
 def test_event_changes_all_lanes_before_sending() -> None:
-    """One answer releases one partition of request 2 and gives up the other: the first goes, and not for both."""
+    """One answer releases one partition of request 2 and gives up the other: only the released one is sent."""
     play = Playbook({"t": [1, 1]})
     play.submits(1, "t-0 t-1")
     play.submits(2, "t-0 t-1")

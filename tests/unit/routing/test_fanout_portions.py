@@ -25,7 +25,7 @@ def test_partitions_without_broker_fail_in_portions(api: str) -> None:
     else:
         play.lists_offsets(1, OF_NOBODY)
     while 1 not in play.answered:
-        # Each judgement doubts an owner.
+        # Each answer that is judged doubts an owner.
         assert 0 < sum(each.startswith("reread") for each in play.aside) <= MOST_AT_ONCE
         play.aside.clear()
         play.wakes()
@@ -33,7 +33,7 @@ def test_partitions_without_broker_fail_in_portions(api: str) -> None:
     assert len({result.code for result in play.answered[1].results}) == 1
 
 
-def test_later_batches_wait_behind_put_off_ones() -> None:
+def test_later_batches_wait_behind_postponed_ones() -> None:
     play = playbook()
     play.submits(1, OF_NOBODY)
     last = f"u{PARTITIONS - 1}"
@@ -49,7 +49,7 @@ def test_later_batches_wait_behind_put_off_ones() -> None:
     assert [piece.exchange.sequence for piece in play.pieces.values()] == [2]
 
 
-def test_client_end_leaves_no_put_off_partition() -> None:
+def test_client_end_leaves_no_postponed_partition() -> None:
     play = playbook()
     play.submits(1, OF_NOBODY)
     play.closes()

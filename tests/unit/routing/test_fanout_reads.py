@@ -47,7 +47,7 @@ def test_partition_without_records_is_not_the_first() -> None:
 
 
 def test_one_brokers_answer_is_not_cut() -> None:
-    """A broker keeps the limits itself, by the order in which it reads."""
+    """A broker applies the limits itself, in the order in which it reads."""
     play = Playbook({"t": [1, 1]})
     assert found(play, 1, "t-0 t-1", {1: "t-1:900 t-0:200"}, max_bytes=1000) == [200, 900]
 
@@ -406,7 +406,7 @@ def test_leaving_client_ends_all_reads() -> None:
 
 
 def late() -> Playbook:
-    """A fetch of three brokers, of which the third does not answer; it is answered without."""
+    """A fetch from three brokers, of which the third does not answer; the answer comes without it."""
     play = Playbook()
     play.fetches(1, "t-0 t-1 t-2", until_s=0.5)
     play.waits(0.5)

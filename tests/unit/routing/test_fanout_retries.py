@@ -16,12 +16,12 @@ PLAIN: Producer = None
 IDEMPOTENT: Producer = (7, 0, None)
 KINDS = ("plain", "idempotent", "transactional")
 ALL, KNOWN_AGAIN, NONE = frozenset(KINDS), frozenset({"idempotent"}), frozenset[str]()
-# Attempts where every answer comes at once: by their number, within one second, and within three.
+# The number of attempts if every answer comes at once: the fixed bound, within one second, within three.
 THRICE, A_SECOND, SOME_SECONDS = 3, 5, 9
 
 
 class Expected(NamedTuple):
-    """How often a batch of these kinds is tried, others once, and what the client gets in the end."""
+    """How often batches of these kinds are tried (others once), and the client's final answer."""
 
     tried: int
     final: int
@@ -38,7 +38,7 @@ REFUSED = {
 UNKNOWN = dict.fromkeys((7, 13, 20, CONNECTION_LOST, UNREADABLE), Expected(SOME_SECONDS, 7, KNOWN_AGAIN))
 UNCLEAR = dict.fromkeys((3, 6, 56), Expected(SOME_SECONDS, 7, KNOWN_AGAIN))
 HANDED_ON = {code: Expected(1, code, NONE) for code in (-1, 2, 3, 10, 17, 29, 45, 46, 47, 56, 87, 999)}
-# Of brokers of this semantics, to requests with these acks, in answers with this base offset.
+# Answers from brokers of these semantics, to requests with these acks, with this base offset.
 TABLES: dict[str, tuple[BrokerSemantics, int, int, dict[int, Expected]]] = {
     "leased, all": (LEASED, -1, 5, HANDED_ON | REFUSED | UNKNOWN),
     "leased, one": (LEASED, 1, -1, HANDED_ON | REFUSED | UNKNOWN),
@@ -52,13 +52,13 @@ TABLES: dict[str, tuple[BrokerSemantics, int, int, dict[int, Expected]]] = {
     ),
 }
 ROWS = [(table, event) for table, (_, _, _, rows) in TABLES.items() for event in rows]
-# Of reads, whatever the semantics: what the client gets in the end, after three attempts.
+# The errors of reads after three attempts, with any semantics.
 READS = {NOT_WRITTEN: 6, 6: 6, 5: 5, CONNECTION_LOST: 6, UNREADABLE: 6}
 DOUBTS_THE_OWNER = {NOT_WRITTEN, CONNECTION_LOST, UNREADABLE, 3, 5, 6, 9, 13, 56, 74, 75, 100}
 
 
 def test_every_row_of_every_table_is_tested() -> None:
-    """The tables are whatever is one in the module, and the rows what they have beside codes that are handed on."""
+    """All tables of the module, and in each the rows beside the codes that are passed on."""
     found = {
         name: set(value)
         for name, value in vars(retry).items()
@@ -73,7 +73,7 @@ def test_every_row_of_every_table_is_tested() -> None:
 
 
 def meets(play: Playbook, event: int, offset: int = -1) -> list[str]:
-    """Let the event happen to the only piece under way."""
+    """Apply the event to the only piece in flight."""
     (piece,) = play.pieces.values()
     connection = piece.connection.number
     if event == CONNECTION_LOST:
@@ -86,7 +86,7 @@ def meets(play: Playbook, event: int, offset: int = -1) -> list[str]:
 
 
 def until_answered(play: Playbook, event: int, offset: int = -1) -> tuple[int, int]:
-    """How often request 1 was tried, where this event meets every attempt, and the code that its client gets."""
+    """Fail every attempt of request 1 with this event; return the number of attempts and the client's code."""
     for _ in range(20):
         told = meets(play, event, offset)
         if 1 in play.answered:
@@ -101,7 +101,7 @@ def until_answered(play: Playbook, event: int, offset: int = -1) -> tuple[int, i
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("table", "event"), ROWS)
-def test_every_row_is_followed(table: str, event: int, kind: str) -> None:
+def test_every_table_row_is_followed(table: str, event: int, kind: str) -> None:
     semantics, acks, offset, rows = TABLES[table]
     play = Playbook(semantics=semantics)
     play.submits(
@@ -115,7 +115,7 @@ def test_every_row_is_followed(table: str, event: int, kind: str) -> None:
 
 @pytest.mark.parametrize("event", [*READS, 1, 3, 29])
 @pytest.mark.parametrize("semantics", [LEASED, KAFKA], ids=["leased", "kafka"])
-def test_every_row_of_reads_is_followed(event: int, semantics: BrokerSemantics) -> None:
+def test_every_read_table_row_is_followed(event: int, semantics: BrokerSemantics) -> None:
     play = Playbook(semantics=semantics)
     play.lists_offsets(1, "t-0")
     assert until_answered(play, event) == ((THRICE, READS[event]) if event in READS else (1, event))
@@ -171,7 +171,7 @@ def test_only_refused_partitions_are_resent() -> None:
 
 
 def test_partitions_retry_each_by_itself() -> None:
-    """One partition in trouble does not use up the attempts of another."""
+    """Failures of one partition do not use up another's attempts."""
     play = Playbook()
     play.submits(1, "t-0 t-1")
     for piece in (1, 3, 4):
@@ -194,7 +194,7 @@ def test_slow_refusal_is_passed_on_after_waiting_time(event: int, bound_s: float
     play.submits(1, "t-0")
     play.answers(1, f"t-0={event}")
     play.wakes()
-    # One more is possible yet, and then none.
+    # One more attempt is possible, and then none.
     play.waits(bound_s - 0.2)
     assert play.answers(2, f"t-0={event}") == []
     play.wakes()
@@ -203,7 +203,7 @@ def test_slow_refusal_is_passed_on_after_waiting_time(event: int, bound_s: float
 
 @pytest.mark.parametrize(("event", "tried"), [(6, retry.MAX_ATTEMPTS_IN_ALL), (19, 50), (20, 150)])
 def test_endlessly_moving_partition_is_followed_boundedly(event: int, tried: int) -> None:
-    """The first move is followed at once, the others at a pace of 20 ms, and so by the timer's 21."""
+    """The first move is followed at once, later ones every 20 ms, which the timer makes 21."""
     play = Playbook()
     play.submits(1, "t-0")
     while 1 not in play.answered:
@@ -211,12 +211,12 @@ def test_endlessly_moving_partition_is_followed_boundedly(event: int, tried: int
         meets(play, event)
         if 1 not in play.answered:
             play.wakes()
-    # Of those that are bounded by time as many as the pace allows; each wake is a millisecond late.
+    # Attempts that time bounds are as many as the pace allows; each wake is a millisecond late.
     assert len(play.sent) in ({tried} if event == 6 else range(int(tried * 0.9), tried + 1))
 
 
 def test_attempts_during_a_reread_do_not_count() -> None:
-    """The table cannot have corrected them. The back-off grows, and the bound in time stays."""
+    """The table cannot have been corrected by them. The back-off grows, and the time limit stays."""
     play = Playbook(semantics=KAFKA)
     play.submits(1, "t-0")
     play.view.rereads.add((b"t", 0))
@@ -236,7 +236,7 @@ def test_attempts_after_a_reread_count() -> None:
     play.view.rereads.add((b"t", 0))
     play.answers(1, "t-0=6")
     play.wakes()
-    # It ends while an attempt is on its way.
+    # The deadline passes during an attempt.
     play.view.rereads.clear()
     assert play.answers(2, "t-0=6") == []
     play.wakes()
@@ -277,7 +277,7 @@ def test_reads_during_a_reread_do_not_count() -> None:
 
 
 def test_attempts_count_at_one_owner() -> None:
-    """Kafka's leader learns of its election a little later than the cluster's metadata tells."""
+    """Kafka's leader learns of its election a little later than the cluster's metadata shows it."""
     play = Playbook()
     play.submits(1, "t-0")
     play.answers(1, "t-0=6")
@@ -298,7 +298,7 @@ def test_retry_only_past_deadline_is_answered_at_once(event: int) -> None:
     assert meets(play, event) == []
     play.wakes()
     final = {20: 7, CONNECTION_LOST: 7, NOT_WRITTEN: 6}.get(event, event)
-    # The next back-off ends 20 ms behind the deadline.
+    # The next back-off would end 20 ms after the deadline.
     assert meets(play, event) == [f"answer 1: t-0={final}"]
 
 
@@ -389,7 +389,7 @@ def test_jitter_lengthens_back_off_by_half_at_most() -> None:
     assert play.wakes_in_ms() == 20 * 1.25 + 1
 
 
-# Whom it would be sent to
+# Destinations of retries
 
 
 @pytest.mark.parametrize(("event", "code"), [(6, 6), (20, 7), (CONNECTION_LOST, 7), (NOT_WRITTEN, 6)])
@@ -408,8 +408,8 @@ def test_new_owners_state_counts_for_resends() -> None:
     assert play.wakes() == ["send #2 b2/c2: 1 t-0"]
 
 
-def test_batch_behind_clients_retry_is_clients_too() -> None:
-    """The first may be in the log of the broker that hangs: sent alone, the second would come before it."""
+def test_batch_behind_clients_retry_is_left_to_client() -> None:
+    """The hung broker's log may have the first batch: sent alone, the second would precede it."""
     play = Playbook(hung=[1])
     play.submits(1, "t-0", producer=PLAIN)
     play.moves("t-0", 2)
@@ -437,7 +437,7 @@ def test_batches_at_hung_broker_become_uncertain() -> None:
     assert play.loses(1) == ["answer 2: t-0=7", "answer 3: t-0=7", "answer 4: t-0=7"]
     assert play.lanes == []
     play.view.hung.clear()
-    # The route is new again: one goes first.
+    # The route is new again, so one batch goes first.
     assert play.submits(5, "t-0", producer=(7, 0, 2)) == ["send #5 b1/c2: 5 t-0"]
     assert play.submits(6, "t-0", producer=(7, 0, 3)) == []
     assert play.answers(5, "t-0") == ["answer 5: t-0@50", "send #6 b1/c2: 6 t-0"]
@@ -468,7 +468,7 @@ def test_later_batches_wait_behind_an_unowned_one() -> None:
     assert play.answers(1, "t-0") == ["answer 1: t-0@10", "send #2 b1/c1: 2 t-0"]
 
 
-# What may have been appended
+# Batches that may have been appended
 
 
 @pytest.mark.parametrize("event", [7, 13, 20, CONNECTION_LOST, UNREADABLE])
@@ -508,7 +508,7 @@ def test_non_refusal_is_passed_on_after_unknown_outcome() -> None:
 
 @pytest.mark.parametrize(("producer", "sent_again"), [(PLAIN, False), (IDEMPOTENT, True)])
 def test_possible_append_forbids_a_resend(producer: Producer, sent_again: bool) -> None:
-    """Real Kafka's NOT_LEADER_OR_FOLLOWER to acks=all with an offset means that the batch is in its log."""
+    """If real Kafka answers acks=all with NOT_LEADER_OR_FOLLOWER and an offset, its log has the batch."""
     play = Playbook(semantics=KAFKA)
     play.submits(1, "t-0", producer=producer)
     play.answers(1, "t-0")
@@ -526,8 +526,8 @@ def test_possible_append_forbids_a_resend(producer: Producer, sent_again: bool) 
 
 
 @pytest.mark.parametrize("kind", ["plain", "transactional"])
-def test_batch_behind_uncertain_batch_is_clients_too(kind: str) -> None:
-    """A leader is deposed with the first in its log and has refused the others: sent on, they would come before it."""
+def test_batch_behind_uncertain_one_is_left_to_client(kind: str) -> None:
+    """A deposed leader has the first in its log and refused the others: sent again alone, they would precede it."""
     play = Playbook(semantics=KAFKA)
     producer = PLAIN if kind == "plain" else IDEMPOTENT
     for n in (1, 2, 3, 4):
@@ -545,19 +545,19 @@ def test_batch_behind_uncertain_batch_is_clients_too(kind: str) -> None:
 
 @pytest.mark.parametrize("code", [56, 3])
 def test_out_of_order_behind_resent_batch_is_hidden(code: int) -> None:
-    """librdkafka would begin a new epoch, and send again in it what is in doubt in its other partitions."""
+    """librdkafka would begin a new epoch, and resend batches of other partitions that are in doubt."""
     play = Playbook()
     play.submits(1, "t-0")
     play.answers(1, "t-0")
     for n in (2, 3):
         play.submits(n, "t-0")
     assert play.answers(2, f"t-0={code}") == [f"answer 2: t-0={code}"]
-    # Its client has not read that yet.
+    # The client has not read that answer yet.
     assert play.submits(4, "t-0") == []
     assert play.answers(3, "t-0=45") == ["answer 3: t-0=6"]
     play.wakes()
     assert play.answers(4, "t-0=45") == ["answer 4: t-0=6"]
-    # Once it has come again, what is still out of order is so by itself.
+    # After the first batch has come again, later batches are out of order by themselves.
     play.submits(5, "t-0", producer=(7, 0, 2))
     play.submits(6, "t-0", producer=(7, 0, 4))
     assert play.answers(5, "t-0") == ["answer 5: t-0@50"]
@@ -580,7 +580,7 @@ def test_only_earlier_batch_of_same_epoch_misleads(producer: Producer, told: int
 
 
 def test_batch_behind_clients_retry_is_not_resent() -> None:
-    """Another broker may know nothing of the producer, and would take the later batch first."""
+    """Another broker may not know the producer, and would accept the later batch first."""
     play = Playbook()
     play.submits(1, "t-0")
     play.answers(1, "t-0")
@@ -603,7 +603,7 @@ def test_batch_without_client_retry_misleads_none() -> None:
 
 
 def test_resend_with_acks_0_does_not_count() -> None:
-    """Nothing is known of its outcome."""
+    """Its outcome is unknown."""
     play = Playbook()
     play.submits(1, "t-0")
     play.answers(1, "t-0")

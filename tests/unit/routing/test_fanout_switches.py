@@ -55,7 +55,7 @@ def replaced(owner: object, name: str, other: object) -> Patch:
     return lambda monkeypatch: monkeypatch.setattr(owner, name, other)
 
 
-# What is more than a call left out
+# Changes that do more than omit a call
 
 _hold_back = Fanout._hold_back
 _succeeded = Fanout._succeeded
@@ -70,19 +70,19 @@ _begin_read = Reads._begin
 
 
 def held_and_sent(core: Fanout, exchange: Exchange, refused: Mapping[Entry, int]) -> set[Entry]:
-    """Send also the batches that wait in a lane."""
+    """Also send the batches that wait in a lane."""
     _hold_back(core, exchange, refused)
     return set()
 
 
 def send_in_the_midst(core: Fanout, piece: Piece, entry: Entry) -> None:
-    """Send the batches that a success releases at once."""
+    """Send the batches that a success releases before all lanes are changed."""
     _succeeded(core, piece, entry)
     core._send_released()
 
 
 def follow_owners_alone(core: Fanout) -> None:
-    """Treat an owner that has left and come back like one that never left."""
+    """Treat an owner that left and returned like one that never left."""
     core.routes.forget_outdated(core._topology.moved_since(core.version))
     core.version = core._topology.version
     for piece in core._in_flight.ordered():
@@ -103,21 +103,21 @@ def note_twice(core: Fanout, piece: Piece, frame: memoryview, matched: Matched) 
 
 
 def fail_without_a_deadline(core: Fanout, exchange: Exchange, entry: Entry, *event: Any) -> None:
-    """Allow a retry after its back-off, whatever the deadline."""
+    """Allow a retry after its back-off, even past the deadline."""
     deadline, exchange.deadline = exchange.deadline, inf
     _failed(core, exchange, entry, *event)
     exchange.deadline = deadline
 
 
 def prove_without_a_success(core: Fanout, piece: Piece, frame: memoryview, matched: Matched) -> None:
-    """Prove the route by any answer."""
+    """Prove a route by any answer."""
     for entry, *_ in matched:
         core.routes.prove(*piece.exchange.partition(entry), piece.connection.number, piece.routed_at)
     _take_results(core, piece, frame, matched)
 
 
 def fences_of_the_first_time(core: Fanout, exchange: Exchange, selection: Selection) -> list[Fenced]:
-    """Keep the fence with which an entry was first sent."""
+    """Keep the fence of an entry's first attempt."""
     return [(partition, 7) for partition, _ in _fences(core, exchange, selection)]
 
 
@@ -134,7 +134,7 @@ def count_no_failure(self: Actions, action: Action) -> None:
 def conclude_in_own_words(
     self: OpenExchanges, exchange: Exchange, entry: Entry, error_code: int, result: Buffer | None = None
 ) -> None:
-    """Do not pass on the broker's own entry."""
+    """Replace the broker's own entry."""
     _conclude(self, exchange, entry, error_code)
 
 
@@ -151,7 +151,7 @@ def throttle_of_the_last(self: Exchange, response: PartitionedResponse) -> None:
 
 
 def wait_for_time_alone(lane: Any) -> bool:
-    """Let a lane's timer fire whatever is unanswered elsewhere."""
+    """Let a lane's timer fire even if batches elsewhere are unanswered."""
     return bool(lane.waiting) and lane.state is LaneState.BLOCKED
 
 
@@ -176,13 +176,13 @@ def note_all(self: in_flight.RecentBatches, partition: tuple[bytes, int], routed
 
 
 def new_nowhere(self: Routes, topic: Any, ordinals: Iterable[int], connection: int) -> list[int]:
-    """Treat a route that is proven on one connection as proven on all."""
+    """Treat a route proven on one connection as proven on all."""
     proven = self._proven.get(topic.name, {})
     return [ordinal for ordinal in ordinals if topic.partitions[ordinal] not in proven]
 
 
 class Switch(NamedTuple):
-    """A rule is broken by `patch`, and `script` shows it."""
+    """A rule, the `patch` that breaks it, and the `script` that then fails."""
 
     patch: Patch
     script: Script
@@ -447,7 +447,7 @@ def is_red(script: Script) -> bool:
     try:
         script()
     except (AssertionError, ValueError):
-        # ValueError: a state machine has been asked for a step that it does not have.
+        # ValueError: a state machine was asked for an invalid transition.
         return True
     return False
 

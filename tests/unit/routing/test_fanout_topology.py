@@ -13,7 +13,7 @@ UNKNOWN_TOPIC_ID = 100
 
 
 def proven(partitions: str = "t-0") -> Playbook:
-    """Request 1 was accepted: the routes of these partitions are proven."""
+    """Request 1 was accepted, so the routes of these partitions are proven."""
     play = Playbook()
     play.submits(1, partitions)
     for piece in list(play.pieces.values()):
@@ -23,7 +23,7 @@ def proven(partitions: str = "t-0") -> Playbook:
     return play
 
 
-# While something is under way
+# During a request
 
 
 def test_only_the_moved_partition_of_piece_waits() -> None:
@@ -42,7 +42,7 @@ def test_older_revision_blocks_requests_in_flight() -> None:
     play = proven()
     play.moves("t-1", 1, revision=20)
     play.submits(2, "t-0")
-    # A read of t-1 alone was faster than the watch, which has this only now.
+    # A read of t-1 alone was faster than the watch, which brings the change only now.
     play.moves("t-0", 1, revision=5)
     assert play.lanes == ["t-0 blocked"]
     assert play.submits(3, "t-0") == []
@@ -97,7 +97,7 @@ def test_removed_broker_gets_nothing_and_is_awaited() -> None:
     assert play.removes(1) == []
     assert play.lanes == ["t-0 blocked"]
     assert play.submits(3, "t-0") == []
-    # Its connection is ended by the shell.
+    # The shell closes its connection.
     assert play.loses(1) == []
     assert play.aside == ["reread t-0", "retried CONNECTION_LOST of b1", "wake in 21 ms"]
     play.moves("t-0", 2)
@@ -106,7 +106,7 @@ def test_removed_broker_gets_nothing_and_is_awaited() -> None:
 
 
 def test_route_to_removed_broker_is_forgotten() -> None:
-    """A request of the plain path would go there, and one of the core would not."""
+    """Otherwise requests of the plain path would go there, but those of the core would not."""
     play = proven("t-0 t-1")
     play.removes(1)
     assert not play.proven("t-0")
@@ -150,7 +150,7 @@ def test_change_is_applied_before_the_next_send() -> None:
     assert play.lanes == ["t-0 blocked"]
 
 
-def test_change_of_plain_path_is_known_before_application() -> None:
+def test_topology_change_concerns_plain_path_before_it_applies() -> None:
     play = proven()
     concerned = []
     for partition in (1, 0):
@@ -159,7 +159,7 @@ def test_change_of_plain_path_is_known_before_application() -> None:
     assert concerned == [False, True]
 
 
-# While something waits out a back-off
+# During a back-off
 
 
 def test_first_back_off_ends_at_a_new_owner() -> None:
@@ -252,7 +252,7 @@ def test_batch_awaiting_an_id_keeps_its_place() -> None:
 
 
 def test_partition_keeps_order_under_either_name() -> None:
-    """franz-go names topics by id where it knows all ids of a request, and by name where it does not."""
+    """franz-go names topics by id if it knows all ids of a request, and otherwise by name."""
     play = Playbook()
     play.names("t")
     play.submits(1, "t-0", by_id=True)
@@ -267,7 +267,7 @@ def test_partition_keeps_order_under_either_name() -> None:
 
 
 def test_topic_named_by_id_and_name_keeps_order() -> None:
-    """Batches of one partition wait under two names; when these turn out to be one topic, they follow one another."""
+    """Batches of one partition wait under two names; when these prove to be one topic, they are sent in order."""
     play = Playbook()
     assert play.submits(1, "t-0", by_id=True) == []
     assert play.submits(2, "t-0") == ["send #1 b1/c1: 2 t-0"]
@@ -275,7 +275,7 @@ def test_topic_named_by_id_and_name_keeps_order() -> None:
     play.names("t")
     assert play.lanes == ["t-0 blocked"]
     assert play.submits(3, "t-0") == []
-    # The second was appended before the first could be: what waits is the client's to send again, in its order.
+    # The second batch was appended before the first, so the client must send the waiting one again, in order.
     assert play.answers(1, "t-0") == ["answer 1: t-0=100", "answer 2: t-0@10", "answer 3: t-0=6"]
 
 
@@ -285,7 +285,7 @@ def test_merged_lanes_wait_for_the_longer_time() -> None:
     play.submits(2, "t-0")
     play.answers(1, "t-0=19")
     play.wakes()
-    # The one waits 100 ms, for want of a name; the other is refused again, and waits as long from now on.
+    # One waits 100 ms because its topic has no name; the other is refused again, and waits as long from now on.
     assert play.answers(2, "t-0=19") == []
     play.names("t")
     assert play.lanes == ["t-0 blocked"]
@@ -294,20 +294,20 @@ def test_merged_lanes_wait_for_the_longer_time() -> None:
 
 
 def test_merged_lanes_give_up_batches_of_either() -> None:
-    """What went by name was over at its deadline: what came behind it by id is not to come first."""
+    """The batch sent by name reached its deadline: later batches sent by id must not come first."""
     play = Playbook()
     play.submits(1, "t-0", deadline_s=0.005)
     play.submits(2, "t-0", by_id=True)
     assert play.ticks(after_s=0.005) == ["answer 1: t-0=7"]
     assert play.names("t") == ["answer 2: t-0=100"]
     assert play.lanes == ["t-0 blocked"]
-    # The first never came to the broker, and its client sends both again.
+    # The broker never received the first batch, so the client sends both again.
     assert play.loses(1, unwritten=[1]) == []
     assert play.lanes == []
 
 
 def test_batch_behind_taken_back_one_goes_at_deadline() -> None:
-    """Its own time came long ago: it goes from now on."""
+    """Its own back-off ended long ago, so it is sent as soon as it may be."""
     play = Playbook(dials=True)
     play.submits(1, "t-0", by_id=True)
     play.submits(2, "t-0", deadline_s=0.5)
@@ -350,7 +350,7 @@ def test_remembered_ids_are_bounded() -> None:
 
 
 def test_request_under_forgotten_id_gets_its_name() -> None:
-    """It was one id too many to be remembered, and was sent under it."""
+    """The id was one too many to be remembered, but the request was sent under it."""
     play = Playbook()
     play.view.max_nameless = 1
     play.submits(1, "t-0", by_id=True)
@@ -375,7 +375,7 @@ def test_resolved_id_makes_room_for_another() -> None:
     assert play.lanes == ["t-0 blocked", "u-0 blocked"]
 
 
-# From the plain path
+# Batches from the plain path
 
 
 def with_a_lane(play: Playbook) -> None:
@@ -395,7 +395,7 @@ def with_partitions_that_count(play: Playbook) -> None:
 
 
 @pytest.mark.parametrize("change", [with_a_lane, with_a_batch_that_may_come_again, with_partitions_that_count])
-def test_each_core_concern_bars_the_compiled_path(
+def test_each_core_concern_blocks_the_compiled_path(
     change: Callable[[Playbook], None],
 ) -> None:
     play = proven("t-0 t-1")
@@ -426,7 +426,7 @@ def test_entered_pieces_are_numbered_in_order() -> None:
 
 
 def partly() -> Playbook:
-    """Request 2 has entered with the result of t-0, and t-1 is piece 3."""
+    """Request 2 has entered with the result of t-0; t-1 is piece 3."""
     play = proven("t-0 t-1")
     play.passes(2, "t-0 t-1")
     play.passes_back(2, 1, "t-0@77")
@@ -435,7 +435,7 @@ def partly() -> Playbook:
     return play
 
 
-def test_results_that_are_there_are_kept() -> None:
+def test_existing_results_are_kept() -> None:
     assert partly().answers(3, "t-1") == ["answer 2: t-0@77 t-1@30"]
 
 

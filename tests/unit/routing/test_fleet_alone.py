@@ -18,7 +18,7 @@ def fleet_of(*node_ids: int) -> Fleet:
 
 IDS = tuple(range(FIRST_NODE_ID, FIRST_NODE_ID + 4))
 
-# Literally what proxies of every release and every Python must agree on: (topic, ids, indexes, their leaders).
+# Exact values that proxies of every release and Python must agree on: (topic, ids, indexes, their leaders).
 AGREED = [
     (b"orders", IDS[:3], (0, 1, 2, 3, 4, 5, 6, 7), (0, 0, 2, 2, 0, 1, 2, 1)),
     (b"orders", IDS[:3], (1023, 1024, 1025, 999_999), (1, 0, 2, 0)),

@@ -49,7 +49,7 @@ def test_non_idempotent_batch_is_not_recognised_again(records: bytes | None, kno
 @pytest.mark.parametrize(
     ("records", "place"), [(batch(), Place(7, 2, 5)), (batch(-1), None), (b"", None), (None, None), (b"odd", None)]
 )
-def test_only_producer_batches_have_a_place(records: bytes | None, place: Place | None) -> None:
+def test_only_producer_batches_have_a_sequence(records: bytes | None, place: Place | None) -> None:
     assert place_of(produced(records), ENTRY) == place
 
 

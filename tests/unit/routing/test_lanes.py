@@ -40,7 +40,7 @@ def test_batch_waiting_before_appended_one_is_not_sent(earlier_waits: bool, appe
 
 
 def test_lane_has_one_timer_entry_for_each_time() -> None:
-    """However often it changes: requests that come behind one that waits are many."""
+    """Even if it changes often, because many requests may queue behind a waiting one."""
     lanes = Lanes()
     lanes.refused(KEY, item(1), Pause(9.0, 4.0, 0), [2, 3])
     for sequence in (2, 3):
@@ -55,7 +55,7 @@ def test_lane_has_one_timer_entry_for_each_time() -> None:
 
 
 def both(named: Callable[[Lanes], None], by_id: Callable[[Lanes], None]) -> Lanes:
-    """The lane of a topic's name after that of its id has become one with it."""
+    """The lane of a topic's name, after the lane of its id was merged into it."""
     lanes = Lanes()
     lanes.block(KEY, [90])
     named(lanes)

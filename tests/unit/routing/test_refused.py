@@ -74,7 +74,7 @@ def test_last_refused_of_several_epochs_counts() -> None:
     assert refused.misleads("a", Place(7, 1, 1))
 
 
-def test_the_latest_lanes_are_known() -> None:
+def test_latest_lanes_are_remembered() -> None:
     refused = Refused()
     for lane in range(MAX_LANES):
         refused.note(lane, Place(7, 0, 5))

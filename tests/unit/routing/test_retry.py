@@ -15,7 +15,7 @@ from kproxy.routing.retry import (
     is_held_back,
 )
 
-# Each attempt: the revision it was sent at, and the ownership's revision by the time it has failed.
+# Each attempt: the revision it was sent at, and the ownership's revision when it failed.
 HISTORIES: dict[str, tuple[list[tuple[int, int]], int, bool]] = {
     "nothing tried": ([], 0, False),
     "one owner": ([(5, 3)] * 2, 2, False),
@@ -79,7 +79,7 @@ def test_deadline_precedes_clients_own_by_a_second(timeout_ms: int, cap_ms: int,
     assert deadline_s(timeout_ms, cap_ms) == pytest.approx(seconds)
 
 
-# By Kafka's numbers; which codes cast doubt on the owner is in test_fanout_retries.
+# By Kafka's numbers; test_fanout_retries tests which codes doubt the owner.
 EVERY_CODE = range(-1, 140)
 
 

@@ -61,7 +61,7 @@ def test_load_removes_missing_and_keeps_newer_rows() -> None:
     topology.set_owner(b"newer", 0, 1, 25)
     topology.load([Ownership(b"kept", 0, 2, 10), Ownership(b"new", 3, 3, 20)], 20)
     assert rows(topology) == {(b"kept", 0): 2, (b"new", 3): 3, (b"newer", 0): 1}
-    # The removal counts as of the load: what happened before it is old news.
+    # The removal has the load's revision, so an older event does not count.
     assert not topology.set_owner(b"gone", 0, 1, 19)
     assert topology.set_owner(b"gone", 0, 1, 21)
 
@@ -124,7 +124,7 @@ def test_changes_in_any_order_give_last_owner(changes: list[tuple[bytes, int, in
 def test_load_and_later_changes_give_last_owner(changes: list[tuple[bytes, int, int]], data: st.DataObject) -> None:
     history = [(*change, revision) for revision, change in enumerate(changes, start=1)]
     at = data.draw(st.integers(0, len(history)))
-    # What had come before the load: any part of what happened before it, and of what came after it.
+    # Events applied before the load: any that preceded or followed it.
     before = data.draw(st.lists(st.sampled_from(history), unique=True))
     topology = Topology()
     for change in before:
@@ -151,7 +151,7 @@ def test_unowned_partition_is_offered_to_answering_brokers() -> None:
     topology.doubt(9, doubted=True)
     assert (set(topology.takers), topology.version) == ({2}, version + 1)
     assert {route(topology, b"t", n) for n in range(20)} == {2}
-    # Its own partitions are nobody else's, and where none answers each may be tried.
+    # Only the owner gets its partitions; unowned partitions may go to any broker if none answers.
     topology.set_owner(b"t", 0, 1, 5)
     assert route(topology, b"t", 0) == 1
     topology.doubt(2, doubted=True)
@@ -160,7 +160,7 @@ def test_unowned_partition_is_offered_to_answering_brokers() -> None:
     assert set(topology.takers) == {2}
 
 
-def test_broker_is_not_doubted_for_its_past() -> None:
+def test_broker_is_not_doubted_for_earlier_errors() -> None:
     topology = Topology()
     for broker_id in (1, 2, 3):
         topology.set_broker(broker_id, Address("h", broker_id))
@@ -205,12 +205,12 @@ def test_invalid_or_foreign_id_is_refused(topic_id: bytes) -> None:
     topology.set_topic_id(b"other", OTHER_ID)
     topology.set_owner(b"sixteen-letters-", 0, 1, 5)
     topology.set_topic_id(b"t", ID)
-    with pytest.raises(ValueError, match="no id for b't'"):
+    with pytest.raises(ValueError, match="not an id for b't'"):
         topology.set_topic_id(b"t", topic_id)
     assert topology.topic_ids == {b"other": OTHER_ID, b"t": ID}
 
 
-def test_a_restored_etcd_takes_the_ids_with_it() -> None:
+def test_restored_etcd_removes_the_topic_ids() -> None:
     topology = Topology()
     topology.set_topic_id(b"t", ID)
     topology.begin_rebuild()

@@ -86,7 +86,7 @@ def test_pages_continue_where_the_previous_ended(
     topology = Topology()
     for revision, ((name, index), owner) in enumerate(rows.items(), start=1):
         topology.set_owner(name, index, owner, revision)
-        # Looking in between must not make what comes later invisible.
+        # Reading in between must not hide later changes.
         assert sum(1 for _ in topology.ownerships()) == revision
     topology.set_topic_id(b"a", IDS[b"a"])
     wanted = sorted(rows)
@@ -103,7 +103,7 @@ def test_pages_continue_where_the_previous_ended(
         assert found == [place for place in wanted if topic in (None, place[0])]
 
 
-def test_a_load_dropped_halfway_has_taken_nothing_away() -> None:
+def test_abandoned_load_removes_nothing() -> None:
     topology = Topology()
     topology.set_owner(b"old", 0, 1, 3)
     load = topology.begin_load(10)
@@ -120,7 +120,7 @@ def test_large_load_ends_in_portions_keeping_changes() -> None:
     ending = load.end()
     next(ending)
     assert 0 < topology.owned_count < count
-    # A re-read that began after the load's revision tells of a partition that the load has not come to.
+    # A re-read that began after the load's revision brings a partition that the load has not reached.
     topology.set_owner(b"t", count - 1, 3, 9)
     for _ in ending:
         pass

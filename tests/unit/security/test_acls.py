@@ -31,7 +31,7 @@ def allows(permissions: Permissions, operation: str, name: str, resource: Resour
 
 
 def test_permissions_of_some_principals_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other ones make a client forget its routes."""
+    """Replaced permissions make a client forget its routes."""
     monkeypatch.setattr(acls, "MOST_PRINCIPALS", 3)
     some = rules({"principal": "User:*", "operations": ["read"], "topics": ["t"]})
     kept = some.of(ALICE)
@@ -66,7 +66,7 @@ def test_any_writable_topic_is_detected(allowed: list[str], denied: list[str], a
 
 
 def _model(acls: list[Acl], principal: Principal, operation: Operation, resource: Resource, name: str) -> bool:
-    """Kafka's rule as in its documentation, one ACL after another."""
+    """Kafka's documented rule, applied to one ACL after another."""
     implies = {Operation.DESCRIBE: {Operation.READ, Operation.WRITE, Operation.DELETE, Operation.ALTER}}
     is_allowed = False
     for acl in acls:
@@ -117,8 +117,8 @@ def _write(subject: str, name: str, *, is_prefix: bool = False) -> Acl:
     return Acl(subject, False, frozenset({Operation.WRITE}), Resource.TOPIC, name, is_prefix)
 
 
-def test_a_decision_does_not_go_through_all_rules() -> None:
-    """Each of 10,000 prefixes was tried for each name: 1,000 names of one request took 65 ms."""
+def test_decision_does_not_scan_all_rules() -> None:
+    """Each of 10,000 prefixes was tried for each name: 1,000 names in one request took 65 ms."""
     costs = []
     for count in (10, 10_000):
         permissions = Rules(_write("User:bob", f"team-{n:05d}-", is_prefix=True) for n in range(count)).of(BOB)
@@ -134,7 +134,7 @@ def test_a_decision_does_not_go_through_all_rules() -> None:
 
 
 def test_requested_names_are_not_kept() -> None:
-    """10,000 names of any length were: a client could fill 300 MB."""
+    """10,000 names of any length were kept: a client could fill 300 MB."""
     permissions = Rules([_write("User:bob", "t")]).of(BOB)
     permissions.allows(Operation.WRITE, Resource.TOPIC, "t")
     tracemalloc.start()
@@ -159,7 +159,7 @@ def test_unaffected_permissions_keep_their_identity() -> None:
     assert allows(third.of(ALICE), "write", "a")
 
 
-# The file
+# The ACL file
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ cluster = true
 """
 
 
-def test_the_rules_are_read_and_checked(tmp_path: Path) -> None:
+def test_acl_file_is_read_and_checked(tmp_path: Path) -> None:
     file = tmp_path / "kproxy.toml"
     file.write_text(FILE)
     access = load_proxy_config(file, environ={}).access

@@ -29,7 +29,7 @@ OWN = BrokerSasl("PLAIN", "kproxy", "secret")
 
 
 class Broker:
-    """Answers each request of SASL; `apis` are those that it offers, with their highest versions."""
+    """Answers each SASL request; `apis` are the offered APIs with their highest versions."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Broker:
 
 
 class Client:
-    """An identity to carry on."""
+    """An identity to forward."""
 
     def __init__(self) -> None:
         self.number = 1
@@ -85,7 +85,7 @@ async def test_session_is_renewed_before_broker_ends_it() -> None:
 
 
 async def test_client_session_is_as_long_as_brokers() -> None:
-    """It is the client that renews it."""
+    """The client renews it."""
     access, client = BrokerAuth(), Client()
     carrying = access.carrying(client)
     client.number = 7
@@ -120,21 +120,21 @@ async def test_broker_without_sasl_gets_no_secret(key: int) -> None:
     assert not reached
 
 
-async def test_refused_identity_is_told_with_brokers_message() -> None:
+async def test_refused_identity_gets_the_brokers_message() -> None:
     client = Client()
     access = BrokerAuth().carrying(client)
     with pytest.raises(IdentityRefused, match="SASL_AUTHENTICATION_FAILED") as refused:
         await access.authenticate(Broker(error_code=58, message="no alice here").exchange, 1)
     assert refused.value.to_client == "no alice here"
     assert client.refusals == [refused.value]
-    # Any other error is no judgement.
+    # Any other error does not refuse the identity.
     with pytest.raises(IdentityRefused) as failed:
         await access.authenticate(Broker(error_code=-1, message="disk full").exchange, 1)
     assert failed.value.to_client is None
     assert client.refusals == [refused.value, failed.value]
 
 
-async def test_refusal_of_replaced_credential_is_nobodys() -> None:
+async def test_refusal_of_replaced_credential_does_not_count() -> None:
     client = Client()
     access = BrokerAuth().carrying(client)
     broker = Broker(error_code=58, message="no alice here")
@@ -149,10 +149,10 @@ async def test_refusal_of_replaced_credential_is_nobodys() -> None:
     assert not client.refusals
 
 
-async def test_identity_of_gone_client_is_not_presented() -> None:
+async def test_identity_of_disconnected_client_is_not_presented() -> None:
     client, broker = Client(), Broker()
     client.credential = None
-    with pytest.raises(IdentityRefused, match="gone"):
+    with pytest.raises(IdentityRefused, match="disconnected"):
         await BrokerAuth().carrying(client).authenticate(broker.exchange, 1)
     assert not broker.asked
     assert not client.refusals
@@ -161,7 +161,7 @@ async def test_identity_of_gone_client_is_not_presented() -> None:
 @pytest.mark.parametrize(
     ("error", "says"), [(TimeoutError(), "judge"), (OSError("reset"), "reset"), (None, "malformed")]
 )
-async def test_broker_that_fails_has_judged_nothing(error: OSError | None, says: str) -> None:
+async def test_failing_broker_does_not_judge_the_client(error: OSError | None, says: str) -> None:
     client, broker = Client(), Broker()
 
     async def fail(api_key: int, version: int, body: bytes) -> memoryview:
@@ -175,7 +175,7 @@ async def test_broker_that_fails_has_judged_nothing(error: OSError | None, says:
     assert client.refusals == [refused.value]
 
 
-async def test_broker_is_waited_for_no_longer_than_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_wait_for_broker_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broker_auth, "JUDGE_S", 0.05)
     client, broker = Client(), Broker()
 
@@ -187,7 +187,7 @@ async def test_broker_is_waited_for_no_longer_than_told(monkeypatch: pytest.Monk
         await BrokerAuth().carrying(client).authenticate(broker.exchange, 1)
 
 
-async def test_proxys_own_refusal_is_no_clients() -> None:
+async def test_refusal_of_proxy_does_not_concern_clients() -> None:
     with pytest.raises(AccessRefused, match="not you") as refused:
         await BrokerAuth(sasl=OWN).introduce(Broker(error_code=58, message="not you").exchange)
     assert not isinstance(refused.value, IdentityRefused)
@@ -196,7 +196,7 @@ async def test_proxys_own_refusal_is_no_clients() -> None:
 @pytest.mark.parametrize(
     ("answer", "says"), [(b"", "it closed the connection"), (b"HTTP/1.1 400 Bad Request\r\n\r\n", "it speaks HTTP")]
 )
-async def test_first_cause_of_an_end_is_told(answer: bytes, says: str) -> None:
+async def test_first_cause_of_an_end_is_reported(answer: bytes, says: str) -> None:
     async def end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1 << 16)
         writer.write(answer)
@@ -208,7 +208,7 @@ async def test_first_cause_of_an_end_is_told(answer: bytes, says: str) -> None:
             await access.connect(asyncio.Protocol(), *server.sockets[0].getsockname(), "broker.test")
 
 
-def test_access_knows_what_its_connections_have() -> None:
+def test_access_knows_credentials_of_its_connections() -> None:
     plain, own, carrying = BrokerAuth(), BrokerAuth(sasl=OWN), BrokerAuth().carrying(Client())
     assert [each.is_plain for each in (plain, own, carrying)] == [True, False, False]
     assert [each.extra_s for each in (plain, own, carrying)] == [0.0, EXTRA_S, EXTRA_S + JUDGE_S]

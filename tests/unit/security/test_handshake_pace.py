@@ -93,7 +93,7 @@ async def test_listeners_take_turns_and_share_one_pace() -> None:
 def test_the_session_of_a_connection_counts_as_work() -> None:
     class Transport(asyncio.Transport):
         def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-            """The session has it."""
+            """Note that the session has the transport."""
 
     worked: list[float] = []
     _HandshakeProtocol(asyncio.Protocol, worked.append).connection_made(Transport())

@@ -43,7 +43,7 @@ def test_a_name_is_one_key(name: str) -> None:
 
 
 @pytest.mark.parametrize("rest", ["", "a/b", "%61", "a%2fb", "%ff", "a%0A", "a" * 300, "\udcff"])
-def test_a_key_that_no_name_has_is_refused(rest: str) -> None:
+def test_key_of_impossible_name_is_refused(rest: str) -> None:
     with pytest.raises(ValueError, match=r"user|decode"):
         parse_user_key(rest)
 
@@ -61,7 +61,7 @@ def test_values_are_read_as_they_are_written() -> None:
     assert decode_acl(encode_acl(rule)) == rule
     assert make_acl_id(rule) == make_acl_id(decode_acl(encode_acl(rule)))
     assert check_acl_id(make_acl_id(rule))
-    # Another text of it would be another id.
+    # Another encoding of it would have another id.
     assert encode_acl(rule) == (
         b'{"cluster":true,"effect":"deny","operations":["read"],"principal":"User:a","topics":["t*"]}'
     )
@@ -113,7 +113,7 @@ def test_an_invalid_rule_is_refused_with_a_reason(value: bytes, word: str) -> No
         decode_acl(value)
 
 
-# The copy of a process
+# A process's copy
 
 
 class Copy:
@@ -166,7 +166,7 @@ async def test_last_valid_value_of_a_key_stays() -> None:
     [told] = errors(logs)
     assert (told["key"], told["what"]) == ("/kafscale/kproxy/users/alice", "a user in etcd")
     assert "SECRET" not in str(logs)
-    # A load has the same invalid value again: it is no news. The user that is not in it is gone.
+    # A load brings the same invalid value again, which is not reported twice; a user that it lacks is removed.
     broken = KeyValue(KEYS.user("alice"), b"SECRET", 1, site.revision - 1, 1, 0)
     with capture_logs() as logs:
         await site.take([broken, site.kv(KEYS.user("dave"), ALICE)])
@@ -188,7 +188,7 @@ async def test_user_added_again_is_another() -> None:
     removed, added = KeyValue(key, b"", 0, 11, 0, 0), KeyValue(key, ALICE, 12, 12, 1, 0)
     site.copy.on_events([WatchEvent(True, removed), WatchEvent(False, added)], 12)
     assert site.copy.users.creation("alice") == 12
-    # Its last good value is that of before.
+    # Its last good value is the earlier one.
     await site.take([KeyValue(key, b"SECRET", 14, 15, 2, 0)])
     assert site.copy.users.creation("alice") == 12
     site.delete(KEYS.user("alice"))
@@ -233,18 +233,18 @@ async def test_users_beyond_the_bound_are_ignored(monkeypatch: pytest.MonkeyPatc
     assert site.names == {"alice", "carol"}
 
 
-async def test_a_restored_etcd_is_read_as_it_is() -> None:
+async def test_restored_etcd_replaces_all_values() -> None:
     site = Copy()
     await site.snapshot(alice=b"SECRET", bob=ALICE)
     site.copy.on_restored()
     assert site.names == {"bob"}
-    # Revisions of another history say nothing: the same one may belong to another value.
+    # Revisions of another cluster's history say nothing: the same number may belong to another value.
     await site.take([KeyValue(KEYS.user("alice"), b"OTHER", 1, 1, 1, 0)])
     assert (site.names, site.failed) == (set(), 2)
 
 
-async def test_changes_are_told_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of changes and of a later snapshot, not of the first one, and without a user's value."""
+async def test_changes_are_reported_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This covers changes and later snapshots, but not the first snapshot, and no user's value."""
     told: list[tuple[str, list[str], list[str], list[str]]] = []
 
     def tell(_: object, event: str, **fields: Any) -> None:

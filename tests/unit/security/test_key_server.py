@@ -78,7 +78,7 @@ async def test_the_last_good_keys_stay(monkeypatch: pytest.MonkeyPatch) -> None:
                 issuer.content = bad
                 await asked(issuer, 5)
                 assert accepts(server)
-            # Rotated: the new key and no longer the old one.
+            # The issuer rotated its keys: the new key is accepted, the old one is not.
             issuer.content = sasl.jwks(1).encode()
             await eventually(lambda: accepts(server, 1), "the new key is used")
             assert not accepts(server, 0)
@@ -97,10 +97,10 @@ async def test_token_with_another_key_refetches_keys(monkeypatch: pytest.MonkeyP
     async with keys_of(issuer) as server:
         await eventually(lambda: accepts(server), "the keys are used")
         issuer.content = sasl.jwks(0, 1).encode()
-        # On another thread, as the proxy does.
+        # The proxy also asks on another thread.
         assert not await asyncio.to_thread(accepts, server, 1)
         await eventually(lambda: accepts(server, 1), "the new key is used")
-        # However many tokens there are, the issuer is not asked at once each time.
+        # Many tokens do not make the proxy ask the issuer each time.
         monkeypatch.setattr(key_server, "RETRY_S", HOURS)
         before = issuer.asked
         assert not accepts(server, 2)
@@ -109,7 +109,7 @@ async def test_token_with_another_key_refetches_keys(monkeypatch: pytest.MonkeyP
         for _ in range(100):
             assert not accepts(server, 2)
             await asyncio.sleep(0)
-        # One may have been under way, and the pause before it was a short one.
+        # One request may have been under way, after a short pause.
         assert issuer.asked <= asked_then + 1
 
 
@@ -161,7 +161,7 @@ async def test_untrusted_server_certificate_is_rejected(tmp_path: Path) -> None:
 
 
 async def test_compressed_answer_is_not_expanded() -> None:
-    """A megabyte of zeros has a thousand bytes."""
+    """A megabyte of zeros compresses to a thousand bytes."""
     packed = gzip.compress(bytes(1 << 20))
     async with web_server(web.Response(body=packed, headers={"Content-Encoding": "gzip"})) as url:
         assert await fetch_keys(url) == packed

@@ -126,7 +126,7 @@ REFUSED = {
         r"listen.listen in .*: the listeners are in \[\[listeners",
     ),
     "also the other tls": (ONE + '[tls]\nmin_version = "1.3"\n', r"tls.min_version in .*: the listeners are in"),
-    "no key": ('[tls]\ncert = "x"\n', "tls.cert in .*: the certificate is of no use without its private key"),
+    "no key": ('[tls]\ncert = "x"\n', "tls.cert in .*: the certificate has no effect without its private key"),
     "no certificate": ('[tls]\nclient_ca = "x"\n', "tls.client_ca in .*: TLS needs the listener's certificate"),
     "an old version": ('[tls]\nmin_version = "1.1"\n', "min_version"),
     "half a pair": ('[broker_tls]\ncert = "x"\n', "set broker_tls.key as well"),
@@ -202,8 +202,8 @@ def authorities(tmp_path_factory: pytest.TempPathFactory) -> Authorities:
     return Authorities(tmp_path_factory.mktemp("authorities"))
 
 
-# Whether the root has revoked the authority below; whose lists are in the file; what is shown; the word of the failure
-# where the chain is checked, and where the leaf alone is.
+# Whether the root revoked the authority; whose lists the file has; what is presented; the failure's word if the chain
+# is checked, and if only the leaf is.
 CHAINS = {
     "a leaf of the root": (False, "root", "direct", "", ""),
     "a leaf below": (False, "root below", "indirect", "", ""),
@@ -253,7 +253,7 @@ def test_revoked_authority_is_noticed_in_chain(authorities: Authorities, tmp_pat
         ('proxy_protocol = true\nproxy_protocol_from = ["10.0.0.1/8"]', "has host bits set"),
         ('proxy_protocol = true\nproxy_protocol_from = ["balancer.test"]', "'balancer.test' is neither"),
         ("proxy_protocol = true\nproxy_protocol_from = []", "proxy_protocol_from"),
-        (f"proxy_protocol = true\nproxy_protocol_from = {['10.0.0.1'] * 257}", "there are 257, and at most 256"),
+        (f"proxy_protocol = true\nproxy_protocol_from = {['10.0.0.1'] * 257}", "there are 257, but at most 256"),
         ('proxy_protocol_from = ["10.0.0.1"]', "set proxy_protocol = true"),
     ],
 )
@@ -272,7 +272,7 @@ def test_an_address_is_found_in_networks(tmp_path: Path) -> None:
         assert not is_among(host, listener.proxy_protocol_from), host
 
 
-def test_one_listener_is_for_flags_and_environment_too(signer: Signer, tmp_path: Path) -> None:
+def test_flags_and_environment_may_configure_one_listener(signer: Signer, tmp_path: Path) -> None:
     environ = {
         "KPROXY_TLS__CERT": str(signer.directory / "server.pem"),
         "KPROXY_TLS__KEY": str(signer.directory / "server.key"),
@@ -345,7 +345,7 @@ def test_tls_disables_renegotiation_compression_and_old_versions(signer: Signer,
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 def test_session_is_not_resumed_at_another_listener(signer: Signer, version: ssl.TLSVersion) -> None:
-    """As CVE-2025-23419: no session from a listener without client certificates comes in where one is required."""
+    """As in CVE-2025-23419: a session made without a client certificate must not open such a listener."""
     pair = Pair(signer.directory / "server.pem", signer.directory / "server.key")
     open_one = load_for_acceptor(ListenerTls(*pair)).context
     closed_one = load_for_acceptor(ListenerTls(*pair, client_ca=signer.ca, client_auth="required")).context
@@ -360,7 +360,7 @@ def test_session_is_not_resumed_at_another_listener(signer: Signer, version: ssl
 def talk(
     server: ssl.SSLContext, client: ssl.SSLContext, session: ssl.SSLSession | None
 ) -> tuple[ssl.SSLObject, ssl.SSLObject]:
-    """Do a handshake in memory, and let the client read a byte, with which tickets come. Raises ssl.SSLError."""
+    """Do a handshake in memory and let the client read a byte, which brings tickets. Raises ssl.SSLError."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     here = server.wrap_bio(to_server, to_client, server_side=True)
     there = client.wrap_bio(to_client, to_server, server_hostname="localhost", session=session)
@@ -373,8 +373,8 @@ def talk(
     return here, there
 
 
-def test_hello_longer_than_any_clients_is_refused(signer: Signer) -> None:
-    """However it comes in; one of a length that clients may need some day is answered."""
+def test_hello_longer_than_usual_is_refused(signer: Signer) -> None:
+    """In any portions; a length that clients may need some day is accepted."""
     context = load_for_acceptor(ListenerTls(signer.directory / "server.pem", signer.directory / "server.key")).context
     for padding, is_refused in ((7_800, False), (8_192, True)):
         incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -395,7 +395,7 @@ def test_hello_longer_than_any_clients_is_refused(signer: Signer) -> None:
         assert not errors or errors == [f"its first message has more than {MOST_HELLO_BYTES} bytes"]
 
 
-def test_chain_of_certificates_may_be_longer_than_hello(signer: Signer, tmp_path: Path) -> None:
+def test_certificate_chain_may_exceed_the_hello(signer: Signer, tmp_path: Path) -> None:
     server_pair = Pair(signer.directory / "server.pem", signer.directory / "server.key")
     options = ListenerTls(*server_pair, client_ca=signer.ca, client_auth="required")
     issued = signer.issue("client", "app")

@@ -84,7 +84,7 @@ def test_a_similar_name_is_another_principal(name: str, case: str) -> None:
         ("adm\u0131n", "U", "ADM\u0131N"),
         ("a\u017fk", "U", "A\u017fK"),
         ("stra\u00dfe", "U", "STRA\u00dfE"),
-        # Others change as in every language.
+        # Other letters change as in every language.
         ("\u00c4RGER", "L", "\u00e4rger"),
         ("\u03b1\u03b2", "U", "\u0391\u0392"),
     ],
@@ -106,7 +106,7 @@ def test_case_mapping_makes_no_new_ascii_letter(name: str, case: str, principal:
     ],
 )
 def test_certificate_value_contains_no_other_name_part(rule: str) -> None:
-    """A comma in a value is escaped, and no pattern takes it for the comma between two parts."""
+    """Commas in values are escaped, and no pattern takes one for the comma between two parts."""
     rules = parse_rules(rule)
     honest = named_by(named("admin", "apps"), rules)
     assert honest is not None
@@ -130,13 +130,13 @@ def named(common_name: str, unit: str) -> dict[str, object]:
 
 
 def test_escaped_character_may_match_a_pattern() -> None:
-    """Names in directories are often like this one, and are written out as in the whole name."""
+    """Directories often have such names, which are written as in the whole name."""
     for rule in ("RULE:^CN=(.*?),OU=apps.*$/$1/L", "RULE:^CN=([^,]+),OU=apps.*$/$1/L"):
         assert named_by(named("Doe, John #1", "apps"), parse_rules(rule)) == Principal(
             "doe\\, john #1", frozenset({"apps"})
         )
     rules = parse_rules(["RULE:^CN=(.*),O=Ex$/$1/", "DEFAULT"])
-    # What stands for the escaped characters meanwhile is no character of a name.
+    # The placeholder for escaped characters is not valid in a name.
     assert named_by({"subject": ((("commonName", "a\ufdd0"),),)}, rules) == Principal("CN=a\ufdd0")
     assert named_by({"subject": ((("commonName", "a\ufdd0"),),)}, parse_rules("RULE:^CN=(.*)$/$1/")) is None
 
@@ -201,14 +201,14 @@ def test_first_kind_with_names_counts(kinds: Sequence[str], principal: str | Non
     assert (found and found.name) == principal
 
 
-def test_kind_without_names_is_passed_over() -> None:
+def test_kind_without_names_is_skipped() -> None:
     kinds = ("uri", "dns", "subject")
     assert named_by(hosts("a.example.org"), parse_rules(DEFAULT), kinds) == Principal("a.example.org")
     by_subject = Principal("CN=admin,OU=admins,O=Ex", frozenset({"admins"}))
     assert named_by(alternatives(), parse_rules(DEFAULT), kinds) == by_subject
     nameless = {"subject": (), "subjectAltName": (("URI", URI + "app"),)}
     assert named_by(nameless, parse_rules(DEFAULT), ("subject", "uri")) == Principal(URI + "app")
-    # No rule for the kind that counts: a later one is not looked at.
+    # No rule for the first kind: later kinds are not tried.
     assert named_by(uris("https://example.org"), parse_rules([RULE_OF_URI, "RULE:^CN=.*$/x/"]), kinds) is None
 
 
@@ -229,7 +229,7 @@ def test_kind_without_names_is_passed_over() -> None:
         (hosts(*["a" * 1_000 + str(n) for n in range(4)]), ["RULE:a.*/a/"], "dns", "too many names"),
     ],
 )
-def test_doubtful_names_give_no_principal(fields: Mapping[str, Any], rules: list[str], kind: str, reason: str) -> None:
+def test_ambiguous_names_give_no_principal(fields: Mapping[str, Any], rules: list[str], kind: str, reason: str) -> None:
     with pytest.raises(NoPrincipal, match=reason):
         principal_of(fields, PrincipalMapping(parse_rules(rules), (kind,)))
 
@@ -252,7 +252,7 @@ def test_names_that_agree_give_one_principal() -> None:
         *(("DNS", f"app{mark}.example.org") for mark in ("\x00", "\n", " ", "\u0131", ",", "=", "\\", "/", ":")),
         ("URI", ""),
         ("DNS", ""),
-        # No scheme: it looks like a name of another kind.
+        # Without a scheme it looks like a name of another kind.
         ("URI", "CN=admin,OU=admins,O=Ex"),
         ("URI", "CN=admin:x"),
         ("URI", "app.example.org"),
@@ -260,7 +260,7 @@ def test_names_that_agree_give_one_principal() -> None:
     ],
 )
 def test_malformed_name_gives_no_principal(kind: str, name: str) -> None:
-    """Nor do the valid names beside it, of this kind or of a later one."""
+    """Nor do valid names beside it, of this kind or a later one."""
     fields = alternatives((kind, name), (kind, URI + "app" if kind == "URI" else "app.example.org"))
     kinds = (kind.lower(), "subject")
     for rules in (DEFAULT, "RULE:.*/app/", "RULE:(.*)/$1/L"):
@@ -268,15 +268,15 @@ def test_malformed_name_gives_no_principal(kind: str, name: str) -> None:
             principal_of(fields, PrincipalMapping(parse_rules(rules), kinds))
 
 
-def test_backslash_in_uri_is_itself() -> None:
+def test_backslash_in_uri_is_literal() -> None:
     name = URI + r"a\,OU=apps"
     assert named_by(uris(name), parse_rules(DEFAULT), ("uri",)) == Principal(name)
     assert named_by(uris(name), parse_rules(r"RULE:.*\/(.)\\,OU=(.*)/$1-$2/"), ("uri",)) == Principal("a-apps")
     assert named_by(uris(name), parse_rules("RULE:.*sa\\/([^,]+),.*/$1/"), ("uri",)) == Principal("a\\")
 
 
-def test_groups_come_with_subject_alone() -> None:
-    """An authority may vouch for alternative names, and copy a subject from the request."""
+def test_only_subjects_have_groups() -> None:
+    """An authority may check alternative names only, and copy the subject from the request."""
     for kinds, groups in (("subject", {"admins"}), ("uri", set())):
         found = named_by(uris(URI + "app"), parse_rules(DEFAULT), (kinds,))
         assert found is not None
@@ -284,7 +284,7 @@ def test_groups_come_with_subject_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["*", "\\*", " *", "* "])
-def test_no_certificate_is_everybody(name: str) -> None:
+def test_client_without_certificate_is_anonymous(name: str) -> None:
     for rule in (*RULES.values(), parse_rules("RULE:^CN=(.*)$/$1/"), parse_rules("RULE:.*/*/")):
         found = named_by(certificate(name), rule)
         assert found is None or found.name != "*"

@@ -47,7 +47,7 @@ def test_one_seconds_worth_fits_at_once() -> None:
     assert bucket.use(100, 1_000.0) == 0
 
 
-def test_client_waiting_as_told_keeps_the_rate() -> None:
+def test_client_that_waits_as_told_keeps_rate() -> None:
     seed = random.SystemRandom().randrange(1 << 32)
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -62,7 +62,7 @@ def test_client_waiting_as_told_keeps_the_rate() -> None:
         assert used <= rate * (now + 1) + largest
 
 
-def test_the_most_special_quota_counts() -> None:
+def test_most_specific_quota_applies() -> None:
     some = quotas(
         {"requests_per_s": 1},
         {"client_id": "app", "requests_per_s": 2},
@@ -77,7 +77,7 @@ def test_the_most_special_quota_counts() -> None:
         return account.requests.rate
 
     assert [rate(*each) for each in ((BOB, "x"), (BOB, "app"), (ALICE, "x"), (ALICE, "app"))] == [1, 2, 3, 4]
-    # Connections of one client share an account; others have theirs.
+    # Connections of one client share an account; other clients have their own.
     assert some.account(ALICE, "x") is some.account(ALICE, "y")
     assert some.account(BOB, "x") is not some.account(ALICE, "x")
 
@@ -95,14 +95,14 @@ def test_process_has_its_share_of_the_rate() -> None:
 def test_changed_rate_adds_no_immediate_credit() -> None:
     bucket = Bucket(100.0)
     assert bucket.use(60, 10.0) == 0
-    # 40 may be used at once, whatever the rate is, and 20 at the lowest one.
+    # The burst is at least 40 at any rate, and 20 at the lowest one.
     bucket.set_rate(200.0, 10.0)
     assert bucket.use(40, 10.0) == 0
     assert bucket.use(20, 10.0) == pytest.approx(0.1)
-    # The excess stays; a wait by less than the first rate is told by that one.
+    # The excess stays; a wait shorter than at the first rate is reported by that rate.
     bucket.set_rate(50.0, 10.0)
     assert bucket.use(0, 10.0) == pytest.approx(0.2)
-    # 20 in excess, of which 12.5 leak, and then the burst is that of the new rate.
+    # The excess is 20, of which 12.5 leak; after that the burst follows the new rate.
     assert bucket.use(0, 10.25) == pytest.approx(0.075)
     assert bucket.use(0, 20.0) == 0
     assert bucket.use(50, 20.0) == 0
@@ -137,11 +137,11 @@ def test_account_outlasts_unrelated_quota_reload() -> None:
     assert other.requests.rate == 25
 
 
-def test_later_account_has_the_share() -> None:
+def test_account_opened_later_has_the_share() -> None:
     accounts = Accounts(0.5)
     given = parse_quotas([{"produce_bytes_per_s": 1_000, "requests_per_s": 1_000}], "here")
     some = Quotas(given, accounts)
-    # Nine tenths of a share are nearly all of it.
+    # Nine tenths of a share are almost the whole share.
     for n, produced in enumerate((0, 100, 200, 440, 450)):
         account = some.account(Principal(f"user-{n}"), "")
         assert account is not None
@@ -149,7 +149,7 @@ def test_later_account_has_the_share() -> None:
     uses = accounts.uses(1.0, 3)
     assert [(used, is_short) for _, used, is_short in uses] == [(900, True), (880, False), (400, False)]
     assert len({key for key, _, _ in uses}) == 3
-    # Another process knows the account by the same key before it is opened there.
+    # Another process has the same key for the account before it opens it.
     elsewhere = Accounts(0.5)
     elsewhere.set_parts({uses[0][0]: PARTS // 20}, 1.0)
     account = Quotas(given, elsewhere).account(Principal("user-4"), "")
@@ -160,11 +160,11 @@ def test_later_account_has_the_share() -> None:
     assert account.is_shared
     elsewhere.set_parts({uses[0][0]: PARTS}, 2.0)
     assert account.produced.rate == 500
-    # What has been told and has leaked is no use.
+    # Use that was reported and has leaked is not reported again.
     assert accounts.uses(100.0, 10) == []
 
 
-def test_forgotten_account_in_use_stays_the_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forgotten_account_in_use_stays_with_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quotas_module, "MOST_ACCOUNTS", 2)
     accounts = Accounts(0.5)
     some = Quotas(parse_quotas([{"requests_per_s": 100}], "here"), accounts)
@@ -188,7 +188,7 @@ def test_connections_at_other_workers_count() -> None:
     there.by_address["10.0.0.1"] += 1
     assert [there.of_address(name) for name in ("10.0.0.1", "10.0.0.2", "10.0.0.3")] == [3, 1, 0]
     assert [there.of_principal(name) for name in ("10.0.0.1", "10.0.0.2")] == [5, 0]
-    # Those with the most, where there are too many.
+    # Only the addresses with the most clients, if there are too many.
     there.elsewhere = here.counts(2)
     assert (there.of_principal("10.0.0.1"), there.of_address("10.0.0.1"), there.of_address("10.0.0.2")) == (5, 3, 0)
 
@@ -236,7 +236,7 @@ def test_answer_contains_the_longer_throttle_time(api_key: int, versions: range,
             buffers: list[Any] = {
                 "whole": [memoryview(bytearray(whole))],
                 "length": [whole[:4], whole[4:]],
-                # As a merged answer: what is before the topics, these, and what is behind.
+                # Pieces as in a merged answer: bytes before the topics, the topics, bytes after them.
                 "parts": [whole[:4], head + body[:-5], body[-5:]] if api_key == PRODUCE else [whole[:4], whole[4:]],
             }[cut]
             answer = b"".join(with_throttle(api_key, version, buffers, 500))
@@ -300,7 +300,7 @@ class _Transport:
         return False
 
     def write(self, data: bytes) -> None:
-        """Take it."""
+        """Keep the written bytes."""
 
 
 def _frame(api_key: int, sender: bytes | None, size: int = 100) -> memoryview:
@@ -333,10 +333,10 @@ async def test_account_is_looked_up_once_per_client_id() -> None:
     long = b"l" * (MOST_CLIENT_ID_BYTES + 1)
     for sender in (b"a", b"a", b"ab", b"ab", b"a", long, long, None):
         took.append(charging.take(_frame(PRODUCE, sender), 0.0))
-        # Counted as fetched once it has left.
+        # An answer counts as fetched once it has been sent.
         outbox.put([bytes(60)])
         outbox.flush()
-    # A shorter frame than the client id that is kept.
+    # A frame shorter than the client id that is kept.
     charging._named, charging._of_named = b"\x00\x01a", accounts[b"a"]
     took.append(charging.take(memoryview(bytes(13) + b"\x01"), 0.0))
     assert found == [b"a", b"ab", b"a", long, long, None, b""]
@@ -373,7 +373,7 @@ async def test_wait_follows_rate_changes(monkeypatch: pytest.MonkeyPatch) -> Non
     session, pressure, now = _Session(), list[bool](), 100.0
     meter = Meter(lambda: some, ALICE, session.take_throttled, _answers(), pressure.append, lambda: now, Counter())
     frame = memoryview(frame_message(request_header(PRODUCE, 9, 1, b"a"), bytes(990)))
-    # A few bytes more than may be used at once.
+    # A few bytes more than the burst.
     assert meter.take(frame, 0.0)
     assert pressure == [True]
     assert 1 <= session.told[0] <= 10

@@ -24,7 +24,7 @@ class Files:
     def write(self, text: str, *, only: int | None = None) -> None:
         for number, file in enumerate(self.files):
             if only in (None, number):
-                # Renamed over the old one: the time alone may be the same.
+                # Renamed over the old file: perhaps only its time differs.
                 new = file.with_suffix(".new")
                 new.write_text(text)
                 new.replace(file)

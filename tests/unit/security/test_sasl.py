@@ -133,14 +133,14 @@ def test_scram_refuses_unknown_user_as_wrong_password(name: str, password: str) 
 
 
 def test_stand_in_authenticates_no_unknown_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if somebody knew its password."""
+    """Even for a client that knows its password."""
     monkeypatch.setattr(Users, "stand_in", lambda users, name, mechanism: client.credentials_of("bob")[mechanism])
     exchange = client.exchange()
     answer = read(scram(exchange, "SCRAM-SHA-256", "nobody", "bob-secret"), SASL_AUTHENTICATE, 2)
     assert (answer.error_code, exchange.principal) == (SASL_AUTHENTICATION_FAILED, None)
 
 
-def test_unknown_user_has_the_same_salt_always() -> None:
+def test_unknown_user_always_has_same_salt() -> None:
     salts = set()
     for _ in range(2):
         exchange = begun("SCRAM-SHA-256")
@@ -160,7 +160,7 @@ def test_a_malformed_scram_message_is_a_refusal(message: bytes) -> None:
 @pytest.mark.parametrize("mechanism", ["SCRAM-SHA-256", "SCRAM-SHA-512"])
 @pytest.mark.parametrize("is_other", [False, True])
 def test_a_proof_over_another_nonce_is_refused(mechanism: str, is_other: bool) -> None:
-    """CVE-2024-56128: the proof is sound for the message that has it, and the nonce in it is not the server's."""
+    """CVE-2024-56128: the proof is valid for its own message, whose nonce is not the server's."""
     exchange, speaker = client.exchange(), ScramClient([mechanism], "bob", "bob-secret")
     receive(exchange, client.handshake(mechanism))
     client_first = speaker.get_client_first()
@@ -218,13 +218,13 @@ def test_refused_token_fails_with_the_next_message(tmp_path: Path) -> None:
     told = answer_to(exchange, client.bearer(client.token(aud="other")))
     assert (told.error_code, bytes(told.auth_bytes)) == (NONE, b'{"status":"invalid_token"}')
     assert exchange.principal is None
-    # A sound token in its place comes too late.
+    # A valid token in its place comes too late.
     ends = answer_to(exchange, client.bearer(client.token()))
     assert ends.error_code == SASL_AUTHENTICATION_FAILED
     assert exchange.state is State.FAILED
 
 
-def test_a_token_may_not_ask_for_another_name(tmp_path: Path) -> None:
+def test_token_cannot_choose_another_name(tmp_path: Path) -> None:
     exchange = begun("OAUTHBEARER", tokens=client.verifier(tmp_path))
     message = client.bearer(client.token()).replace(b"n,,", b"n,a=bob,")
     assert isinstance(receive(exchange, client.authenticate(message)), Failure)
@@ -277,7 +277,7 @@ def test_unknown_mechanism_is_answered_with_offered_ones(version: int) -> None:
     ],
     ids=["produce", "metadata", "authenticate first", "cut", "handshake v2", "empty", "zeros"],
 )
-def test_other_first_bytes_end_it_without_answer(frame: bytes) -> None:
+def test_invalid_first_bytes_close_without_answer(frame: bytes) -> None:
     exchange = client.exchange()
     outcome = receive(exchange, frame)
     assert isinstance(outcome, Failure)
@@ -359,7 +359,7 @@ def test_session_is_renewed_by_same_mechanism_only() -> None:
     assert isinstance(receive(exchange, client.handshake("SCRAM-SHA-256")), Failure)
 
 
-def test_sasl_out_of_turn_changes_nothing() -> None:
+def test_sasl_out_of_turn_is_ignored() -> None:
     exchange = client.exchange()
     authenticated(exchange)
     early = read(receive(exchange, client.handshake("PLAIN")), SASL_HANDSHAKE, 1)
@@ -373,7 +373,7 @@ def test_sasl_out_of_turn_changes_nothing() -> None:
 
 
 def pending(exchange: SaslExchange, frame: bytes) -> Step | Refused:
-    """The outcome of a step that is not taken yet."""
+    """The outcome of a step that has not run yet."""
     outcome = exchange.receive(memoryview(bytearray(frame)))
     assert isinstance(outcome, Pending)
     return outcome.step()
@@ -395,7 +395,7 @@ def test_credential_is_held_until_its_outcome(version: int) -> None:
     assert exchange.principal == Principal("eve")
 
 
-def test_raw_message_is_carried() -> None:
+def test_raw_message_is_forwarded() -> None:
     exchange = client.carrying(allows_v0=True)
     receive(exchange, client.handshake("PLAIN", 0))
     pending(exchange, raw_frame(client.plain("eve", "x")))
@@ -419,7 +419,7 @@ def test_broker_refusal_is_a_proxy_refusal() -> None:
     assert (exchange.credential, exchange.state) == (None, State.FAILED)
 
 
-def test_missing_judge_ends_it_without_answer() -> None:
+def test_missing_judge_closes_without_answer() -> None:
     exchange = begun(carries=True)
     pending(exchange, client.authenticate(client.plain("eve", "x")))
     assert exchange.give_up("nobody knows") == Failure(b"", "nobody knows")

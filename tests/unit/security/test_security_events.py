@@ -1,4 +1,4 @@
-"""The stream of security events: whole lines, in the file of that name, and what happens when it cannot be written."""
+"""The stream of security events: whole lines in the named file, and the behaviour if it cannot be written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.waiting import PATIENCE_S, eventually
 
 
 def lines_of(*files: Path) -> list[dict[str, Any]]:
-    """The events in files; fail for a line that is not whole."""
+    """The events in files; fails if a line is incomplete."""
     text = "".join(file.read_text("ascii") for file in files if file.exists())
     assert text == "" or text.endswith("\n")
     return [json.loads(line) for line in text.splitlines()]
@@ -31,7 +31,7 @@ def named(file: Path, event: str) -> list[dict[str, Any]]:
     return [line for line in lines_of(file) if line["event"] == event]
 
 
-async def test_events_are_whole_lines_for_their_owner(tmp_path: Path) -> None:
+async def test_events_are_whole_lines_readable_by_owner(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     async with SecurityEvents(file, Counter(), worker=3, wall=lambda: 1_000.25) as events:
         events.tell("reloaded", what="users")
@@ -41,7 +41,7 @@ async def test_events_are_whole_lines_for_their_owner(tmp_path: Path) -> None:
     assert file.stat().st_mode & 0o777 == 0o600
 
 
-async def test_chosen_names_stay_within_their_line(tmp_path: Path) -> None:
+async def test_client_chosen_names_stay_within_their_line(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     forged = 'x"}\n{"event": "login"}\r\u2028\x1b[2J\udc80'
     async with SecurityEvents(file, Counter()) as events:
@@ -54,7 +54,7 @@ async def test_chosen_names_stay_within_their_line(tmp_path: Path) -> None:
     assert len(file.read_bytes().splitlines()) == 4
 
 
-async def test_changes_tell_names_and_no_values(tmp_path: Path) -> None:
+async def test_change_events_have_names_without_values(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     async with SecurityEvents(file, Counter()) as events:
         events.tell_changes("users", {"a": "1", "b": "secret"}, {"b": "other", "c": "3"})
@@ -68,7 +68,7 @@ async def test_changes_tell_names_and_no_values(tmp_path: Path) -> None:
     assert "other" not in file.read_text()
 
 
-async def test_renamed_and_removed_files_are_made_anew(tmp_path: Path) -> None:
+async def test_renamed_and_removed_files_are_created_again(tmp_path: Path) -> None:
     """Several processes append while the file is rotated: no event is lost or torn."""
     file = tmp_path / "events.jsonl"
     rotated = []
@@ -87,7 +87,7 @@ async def test_renamed_and_removed_files_are_made_anew(tmp_path: Path) -> None:
     assert len(told) == len(set(told)) == 4_001
 
 
-async def test_full_disk_counts_and_tells_losses(tmp_path: Path) -> None:
+async def test_full_disk_counts_and_reports_losses(tmp_path: Path) -> None:
     file, counters = tmp_path / "events.jsonl", Counter[str]()
     file.symlink_to("/dev/full")
     async with SecurityEvents(file, counters, most_bytes=1_000) as events:
@@ -103,8 +103,8 @@ async def test_full_disk_counts_and_tells_losses(tmp_path: Path) -> None:
     assert told[-2]["since"] <= told[-2]["time"]
 
 
-async def test_stop_is_told_where_nothing_has_room(tmp_path: Path) -> None:
-    """The last room is free only some time after its events are in the file; the stop was lost then."""
+async def test_stop_is_reported_without_room(tmp_path: Path) -> None:
+    """Room is free only some time after events are in the file, and the stop event was lost then."""
     file, counters = tmp_path / "events.jsonl", Counter[str]()
     async with SecurityEvents(file, counters, most_bytes=1_000) as events:
         await eventually(lambda: named(file, "started"))
@@ -115,8 +115,8 @@ async def test_stop_is_told_where_nothing_has_room(tmp_path: Path) -> None:
     assert not counters["security.events_lost"]
 
 
-async def test_part_of_batch_is_cut_off_again(tmp_path: Path) -> None:
-    """A disk that takes a part of a batch. The limit is of a process of its own."""
+async def test_partial_batch_is_truncated(tmp_path: Path) -> None:
+    """The disk accepts a part of a batch. The limit applies to a process of its own."""
     script = """
 import asyncio, resource, sys
 from collections import Counter
@@ -148,7 +148,7 @@ assert counters["security.events_lost"] == 0
     assert [line["event"] for line in lines_of(file)] == ["started", *["reloaded"] * 100, "stopped"]
 
 
-async def test_folder_that_is_gone_delays_events(tmp_path: Path) -> None:
+async def test_missing_directory_delays_events(tmp_path: Path) -> None:
     folder = tmp_path / "log"
     folder.mkdir()
     file = folder / "events.jsonl"
@@ -182,13 +182,13 @@ def test_unusable_file_is_refused(tmp_path: Path, place: str) -> None:
             use(tmp_path / place)
 
 
-def test_check_makes_no_file(tmp_path: Path) -> None:
+def test_check_creates_no_file(tmp_path: Path) -> None:
     check_events_file(tmp_path / "events.jsonl")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_documented_events_and_fields_are_those_of_code() -> None:
-    """The table in docs/security.md, and every call in the product."""
+def test_documented_events_and_fields_match_the_code() -> None:
+    """Compares the table in docs/security.md with every call in the code."""
     root = Path(__file__).parents[3]
     documented: dict[str, set[str]] = {}
     text = (root / "docs/security.md").read_text().split("## Security events")[1].split("\n## ")[0]

@@ -90,8 +90,8 @@ def test_credential_has_4096_to_100000_iterations(iterations: int, is_taken: boo
         assert parse_credential(str(credential)) == credential
 
 
-async def test_a_file_without_users_is_warned_of(tmp_path: Path) -> None:
-    """At the start, and when it has become empty; nobody is kept from starting so."""
+async def test_file_without_users_causes_a_warning(tmp_path: Path) -> None:
+    """At the start, and when the file becomes empty; the proxy starts all the same."""
     file = tmp_path / "users.toml"
     write_users(file, {})
     sasl, reloads = SaslOptions(mechanisms=Texts(["SCRAM-SHA-512"]), users=file), Reloads()
@@ -133,12 +133,12 @@ def test_password_has_at_most_1024_bytes() -> None:
 
 
 def test_stand_in_salts_agree_and_outlast_changes() -> None:
-    """An unknown user had a salt of each worker, and after a restart another one."""
+    """Each worker had its own salt for an unknown user, and a restart changed it."""
     one, other = client.users(), client.users()
     stand_in = one.stand_in("nobody", "SCRAM-SHA-256")
     assert other.stand_in("nobody", "SCRAM-SHA-256") == stand_in
     assert one.stand_in("somebody", "SCRAM-SHA-256").salt != stand_in.salt
-    # The source is one credential; the rest may change.
+    # The salts of unknown users depend on one credential only; the others may change.
     source = min((each.server_key, name) for name, has in one.by_name.items() for each in has.values())[1]
     assert client.users(source).stand_in("nobody", "SCRAM-SHA-256") == stand_in
 
@@ -173,7 +173,7 @@ def test_password_check_costs_the_same_always(shapes: list[tuple[str, int]], mon
     assert sum(usual.values()) >= max(iterations for _, iterations in shapes)
     for name in known:
         assert cost(name, "wrong") == cost(name, "secret") == usual
-    # What SASL forbids costs nobody anything.
+    # Names that SASL forbids need no computation.
     assert [cost(name, "\x00") for name in (*known, "nobody")] == [Counter()] * (len(known) + 1)
 
 
@@ -208,7 +208,7 @@ async def test_files_are_read_again_and_survive_bad_ones(tmp_path: Path) -> None
     assert failed == [("reload failed", "users"), ("reload failed", "acls")]
     assert "SECRET" not in str(logs)
     assert (names(), may_read("b"), counters["tls.reloads.failed"]) == ({"alice", "bob"}, True, 2)
-    # The rules are gone with their file's section, and the quotas as well: only users need to be right.
+    # The rules and quotas are gone with their section of the file; only users must be valid.
     config.write_text("")
     await reloads.reload()
     assert (may_read("b"), files.quotas.limits(Principal("alice"))) == (False, False)
@@ -219,7 +219,7 @@ async def test_files_are_read_again_and_survive_bad_ones(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("exp", [10**18, 10**400], ids=["milliseconds and more", "beyond any number"])
 def test_non_time_token_expiry_means_latest(tmp_path: Path, exp: int) -> None:
-    """It was no number that an answer has room for: the client was refused by an error with a traceback."""
+    """An answer had no room for the number: the client was refused with a traceback in the log."""
     assert client.verifier(tmp_path).verify(client.token(exp=exp)).expires_at == LATEST_S
 
 
@@ -262,7 +262,7 @@ def _unsigned(**header: Any) -> str:
 
 
 def _signed_by_the_public_key() -> str:
-    """The well-known confusion: HMAC with the public key as its secret."""
+    """A known confusion: HMAC with the public key as its secret."""
     from cryptography.hazmat.primitives import serialization
 
     pem = (
@@ -276,7 +276,7 @@ def _signed_by_the_public_key() -> str:
 
 
 def _signed_with(algorithm: str) -> str:
-    """By the right key, whose entry in the set is for RS256."""
+    """Signed by the right key, whose entry in the set is for RS256."""
     claims = {"iss": client.ISSUER, "aud": client.AUDIENCE, "sub": "alice", "exp": time.time() + 60}
     return jwt.encode(claims, client.signing_key(0), algorithm, headers={"kid": "key-0"})
 
@@ -317,7 +317,7 @@ def test_any_other_token_is_refused(tmp_path: Path, make: Any) -> None:
     assert not token or token not in str(raised.value)
 
 
-def test_a_token_may_bring_no_key(tmp_path: Path) -> None:
+def test_token_cannot_bring_its_own_key(tmp_path: Path) -> None:
     own = json.loads(jwt.algorithms.RSAAlgorithm.to_jwk(client.signing_key(3).public_key()))
     token = client.token(
         3, headers={"kid": "key-0", "jwk": own, "jku": "https://evil.test/", "x5u": "file:///etc/passwd"}
@@ -356,7 +356,7 @@ SUBJECT = (
 )
 
 
-def test_a_subject_is_written_as_rfc_2253_does() -> None:
+def test_subject_is_written_as_in_rfc_2253() -> None:
     assert distinguished_name(SUBJECT) == "CN=app-1.example.org,OU=writers,O=Example\\, Inc.,C=DE"
     assert distinguished_name(((("commonName", " #a "),),)) == "CN=\\ #a\\ "
 
@@ -370,7 +370,7 @@ def test_a_subject_is_written_as_rfc_2253_does() -> None:
         (["RULE:^CN=([^.]+)\\..*$/$1/L", "DEFAULT"], "app-1"),
         (["RULE:^CN=nobody$/x/"], None),
         (["RULE:^CN=nobody$/x/", "RULE:.*C=DE/german/"], "german"),
-        # As in Kafka a rule is for the whole name.
+        # As in Kafka, a rule must match the whole name.
         (["RULE:CN=app/x/"], None),
         (["RULE:.*//"], None),
     ],

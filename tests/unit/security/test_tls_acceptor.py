@@ -29,7 +29,7 @@ HEADER = SIGNATURE + b"\x21\x11\x00\x0c" + bytes([192, 0, 2, 9, 127, 0, 0, 1]) +
 
 
 class Session(asyncio.Protocol):
-    """Sends back what it gets."""
+    """Sends back all bytes."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport: Any = transport
@@ -39,7 +39,7 @@ class Session(asyncio.Protocol):
 
 
 class Site:
-    """An acceptor, and the connections that it has admitted."""
+    """An acceptor, and its admitted connections."""
 
     def __init__(self, tls: Loaded | None, **options: Any) -> None:
         self.counters = Counter[str]()
@@ -64,7 +64,7 @@ class Site:
         self.welcomed += 1
 
     async def tell(self, data: bytes, context: ssl.SSLContext | None = None) -> bytes:
-        """The bytes that a client receives for `data` until the connection ends, at most as many as it has sent."""
+        """Send `data`; return the bytes that the client receives, at most as many as it has sent."""
         async with asyncio.timeout(60):
             name = "localhost" if context is not None else None
             reader, writer = await asyncio.open_connection(self.host, self.port, ssl=context, server_hostname=name)
@@ -111,13 +111,13 @@ def loaded(signer: Signer) -> Loaded:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-async def test_plain_client_is_let_in_and_not_counted(begin: Begin, host: str) -> None:
+async def test_plain_client_is_accepted_without_count(begin: Begin, host: str) -> None:
     site = await begin(host=host)
     assert await site.tell(b"ping") == b"ping"
     assert (site.sources, site.welcomed, site.counters) == ([None], 1, {})
 
 
-async def test_tls_client_is_let_in_and_counted_once(begin: Begin, loaded: Loaded, signer: Signer) -> None:
+async def test_tls_client_is_accepted_and_counted_once(begin: Begin, loaded: Loaded, signer: Signer) -> None:
     site = await begin(loaded)
     assert site.acceptor.expires_at is not None
     assert await site.tell(b"ping", client_context(signer.ca)) == b"ping"
@@ -131,7 +131,7 @@ async def test_plain_text_is_refused(begin: Begin, loaded: Loaded) -> None:
     assert site.welcomed == 0
 
 
-async def test_http_is_answered_in_http_alone(begin: Begin, loaded: Loaded) -> None:
+async def test_http_client_gets_an_http_answer(begin: Begin, loaded: Loaded) -> None:
     site = await begin(loaded)
     assert await site.tell(b"GET / HTTP/1.1\r\n\r\n") == ANSWER_TO_HTTP
     assert await site.tell(b"SSH-2.0-x\r\n") == b""
@@ -141,14 +141,14 @@ async def test_http_is_answered_in_http_alone(begin: Begin, loaded: Loaded) -> N
 async def test_refused_client_reads_the_end_at_once(
     begin: Begin, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may go on sending; the connection lingers for it, but says at once that nothing follows."""
+    """The client may continue to send; the connection lingers, but signals its end at once."""
     monkeypatch.setattr(tls_acceptor, "LINGER_S", 1_000.0)
     site = await begin(loaded)
     assert await site.tell(b"ping") == b""
     await site.settled()
 
 
-async def test_too_long_hello_is_told_and_counted(begin: Begin, loaded: Loaded) -> None:
+async def test_oversized_hello_is_logged_and_counted(begin: Begin, loaded: Loaded) -> None:
     site = await begin(loaded)
     assert await site.tell(client_hello({**EXTENSIONS, 21: bytes(9_000)})) == b""
     await site.settled()
@@ -198,7 +198,7 @@ async def test_oldest_of_too_many_is_refused(begin: Begin, loaded: Loaded, signe
         assert await idle[0][0].read() == b""
     assert site.counters == {"tls.handshakes.failed.crowded": 1, "tls.handshakes.done": 1}
     assert site.acceptor.half_open == 1
-    # What was refused is not remembered.
+    # Refused connections are not remembered.
     assert not site.acceptor._evicted
     for _, writer in idle:
         writer.close()
@@ -214,7 +214,7 @@ async def test_balancer_names_the_source(begin: Begin) -> None:
 
 
 @pytest.mark.parametrize(("network", "is_let_in"), [("127.0.0.0/8", True), ("192.0.2.0/24", False)])
-async def test_header_is_read_from_balancers_alone(begin: Begin, network: str, is_let_in: bool) -> None:
+async def test_only_balancers_may_send_a_header(begin: Begin, network: str, is_let_in: bool) -> None:
     site = await begin(proxy_protocol=True, proxy_senders=[ipaddress.ip_network(network)])
     try:
         assert await site.tell(HEADER + b"ping") == (b"ping" if is_let_in else b"")
@@ -223,7 +223,7 @@ async def test_header_is_read_from_balancers_alone(begin: Begin, network: str, i
     assert site.counters == ({} if is_let_in else {"tls.handshakes.failed.proxy_sender": 1})
 
 
-async def test_client_beyond_the_limit_is_not_let_in(begin: Begin) -> None:
+async def test_client_beyond_the_limit_is_refused(begin: Begin) -> None:
     site = await begin(refuses=lambda: True)
     with contextlib.suppress(ConnectionError):
         assert await site.tell(b"ping") == b""
@@ -251,7 +251,7 @@ async def test_listener_in_use_is_named(begin: Begin) -> None:
 
 
 async def test_longest_header_has_4_kib(begin: Begin) -> None:
-    # The balancer's own connection: what follows its beginning has no meaning.
+    # The balancer's own connection: bytes after the fixed part have no meaning.
     for length, is_let_in in ((4_080, True), (4_081, False)):
         site = await begin(proxy_protocol=True)
         header = SIGNATURE + b"\x20\x00" + struct.pack(">H", length) + bytes(length)
@@ -260,7 +260,7 @@ async def test_longest_header_has_4_kib(begin: Begin) -> None:
         assert site.sources == ([None] if is_let_in else [])
 
 
-async def test_handshake_has_an_end(begin: Begin, loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_handshake_has_a_deadline(begin: Begin, loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tls_acceptor, "HANDSHAKE_S", 0.1)
     site = await begin(loaded)
     assert await site.tell(b"") == b""
@@ -268,7 +268,7 @@ async def test_handshake_has_an_end(begin: Begin, loaded: Loaded, monkeypatch: p
     assert site.counters == {"tls.handshakes.failed.timeout": 1}
 
 
-async def test_acceptor_closes_those_outside(begin: Begin, loaded: Loaded, tmp_path: Path) -> None:
+async def test_acceptor_closes_unfinished_connections(begin: Begin, loaded: Loaded, tmp_path: Path) -> None:
     site = await begin(loaded)
     reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
     async with asyncio.timeout(60):

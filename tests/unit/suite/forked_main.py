@@ -15,7 +15,7 @@ def main() -> int:
         "directory": str(Path.cwd()),
         "pid": os.getpid(),
         "session": os.getsid(0),
-        # That of the listing itself is closed again.
+        # The descriptor of the listing itself is closed again.
         "fds": [int(each.name) for each in [*Path("/proc/self/fd").iterdir()] if each.exists()],
         "stdin": sys.stdin.read(),
     }

@@ -29,7 +29,7 @@ RENDERED = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 COMPOSE = (DEPLOY / "compose/kafka.yaml", DEPLOY / "compose/reference.yaml")
 KEYS = {f"{room}.{key}" for room, struct in SECTIONS.items() for key in struct.__struct_fields__}
 VARIABLES = {"KPROXY_" + key.replace(".", "__").upper() for key in KEYS}
-# Of the program itself, of commands that ask, and of the build.
+# Variables of the program itself, of commands that ask, and of the build.
 OTHER_VARIABLES = {
     "KPROXY_LOG_LEVEL",
     "KPROXY_LOG_FORMAT",
@@ -56,7 +56,7 @@ OTHERS_FLAGS = {
     "systemd/kproxy-broker@.service": {"now"},
 }
 ADMIN_PATHS = {"/livez", "/metrics", "/readyz"}
-# Where something is listened on in these files: kproxy's own two ports first.
+# Ports in these files: kproxy's own two first.
 KAFKA_PORT = parse_address(DEFAULT_LISTEN, "").port
 ADMIN_PORT = parse_address(DEFAULT_ADMIN, "").port
 
@@ -84,7 +84,7 @@ def command_named(name: str, group: click.Group = cli) -> click.Command:
 
 
 def flags_of(command: click.Command) -> set[str]:
-    """Of a command and of those below it."""
+    """The flags of a command and of its subcommands."""
     found = {name for each in command.params for name in (*each.opts, *each.secondary_opts) if name.startswith("--")}
     if not isinstance(command, click.Group):
         return found
@@ -95,16 +95,16 @@ FLAGS = {flag.removeprefix("--") for flag in flags_of(cli)}
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_flags_are_those_of_the_commands(path: Path) -> None:
+def test_flags_exist_in_the_commands(path: Path) -> None:
     named = set(re.findall(r"(?<![\w-])--([a-z][a-z0-9-]*)", path.read_text()))
     assert named - FLAGS - OTHERS_FLAGS.get(name_of(path), set()) == set()
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_variables_and_keys_are_those_of_the_configuration(path: Path) -> None:
+def test_variables_and_keys_exist_in_the_configuration(path: Path) -> None:
     text = path.read_text()
     assert set(re.findall(r"\bKPROXY_[A-Z0-9_]+", text)) - VARIABLES - OTHER_VARIABLES == set()
-    # As a value of the chart, an option stands below `config`.
+    # In the chart's values, an option stands below `config`.
     text = re.sub(r"\bconfig\.(?=[a-z]+\.)", "", text)
     named = set(re.findall(rf"(?<![\w./-])((?:{'|'.join(SECTIONS)})\.[a-z][A-Za-z0-9_]*)(?![\w/-]|\.[a-z])", text))
     # Files in a Secret of Kubernetes.
@@ -113,7 +113,7 @@ def test_variables_and_keys_are_those_of_the_configuration(path: Path) -> None:
 
 
 def documented_labels() -> dict[str, set[str]]:
-    """Labels by name of a sample, as docs/metrics.md has them, which is held to real pages."""
+    """Labels by sample name, as in docs/metrics.md, which another test compares with real pages."""
     labels: dict[str, set[str]] = {}
     text = (REPOSITORY / "docs/metrics.md").read_text()
     for name, listed, meaning in re.findall(r"^\| `(kproxy_\w+)` \| (.*?) ?\| (.*) \|$", text, re.MULTILINE):
@@ -160,7 +160,7 @@ def test_alarming_metrics_have_an_alert() -> None:
 
 
 def parsed(arguments: list[str]) -> dict[str, object]:
-    """Click's parse of a command's name and arguments. Raises click's errors."""
+    """Parse a command's name and arguments with click. Raises click's errors."""
     return dict(command_named(arguments[0]).make_context(arguments[0], arguments[1:]).params)
 
 
@@ -174,9 +174,9 @@ def of_manifest(path: Path) -> tuple[list[str], str]:
 
 
 @pytest.mark.parametrize("path", RENDERED, ids=name_of)
-def test_manifests_give_a_configuration_that_serve_takes(path: Path, tmp_path: Path) -> None:
+def test_manifests_give_a_valid_configuration(path: Path, tmp_path: Path) -> None:
     arguments, toml = of_manifest(path)
-    # Secrets are not there to be read.
+    # The files of Secrets do not exist here.
     sections = tomllib.loads(toml)
     text = toml.replace("[etcd]\n", "", 1).partition("[limits]") if "etcd" in sections else ("", "", toml)
     file = tmp_path / "kproxy.toml"
@@ -223,7 +223,7 @@ def command_of(service: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", COMPOSE, ids=name_of)
-def test_compose_gives_options_that_the_commands_take(path: Path) -> None:
+def test_compose_files_give_valid_options(path: Path) -> None:
     text = path.read_text()
     environ = dict(re.findall(r'^ +(KPROXY_\w+): "?([^"\n]+)"?$', text, re.MULTILINE))
     proxies = brokers = 0
@@ -290,7 +290,7 @@ def test_proxy_unit_and_its_environment_are_accepted() -> None:
     config = build_proxy_config(load_settings(None, flags=parsed_flags(arguments), environ=environ))
     assert int(service["TimeoutStopSec"]) >= config.limits.drain_delay + config.limits.drain_s + 20
     assert config.limits.drain_delay > 0
-    # What is commented out is no less real, even if its files are not there.
+    # Options in comments must be valid too, even if their files do not exist.
     load_settings(None, environ=environment_file("kproxy.env", commented=True))
 
 
@@ -308,7 +308,7 @@ def test_broker_unit_and_its_environment_are_accepted() -> None:
 def test_units_use_readiness_and_exit_status(name: str) -> None:
     service = unit(name)
     assert service["Type"] == "notify"
-    # A process that refuses to start exits with this status.
+    # The exit status of a process that refuses to start.
     assert service["RestartPreventExitStatus"] == "2"
     assert int(service["LimitNOFILE"]) >= 23_000
 
@@ -317,7 +317,7 @@ def version() -> str:
     return str(tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"])
 
 
-def test_all_are_of_the_version_of_the_project() -> None:
+def test_all_files_have_the_projects_version() -> None:
     named = re.findall(r"^(?:appVersion|version): (\S+)$", (CHART / "Chart.yaml").read_text(), re.MULTILINE)
     named += re.findall(r'image\.version="([^"]+)"', (DEPLOY / "docker/Dockerfile").read_text())
     for path in (*FILES, REPOSITORY / "scripts/try_compose.sh"):
@@ -326,12 +326,12 @@ def test_all_are_of_the_version_of_the_project() -> None:
 
 
 def pins(path: Path) -> dict[str, str]:
-    """The lines of each package, hashes and all, by its name."""
+    """The lines of each package, with hashes, by its name."""
     parts = re.split(r"^(?=[a-z0-9])", path.read_text(), flags=re.MULTILINE)[1:]
     return {part.partition("==")[0]: re.sub(r"\s+#.*", "", part) for part in parts}
 
 
-def test_the_image_has_the_versions_that_are_tested() -> None:
+def test_image_has_the_tested_versions() -> None:
     image, tested = pins(DEPLOY / "docker/requirements.lock"), pins(REPOSITORY / "requirements.lock")
     assert len(image) > 15
     assert {name: tested.get(name) for name in image} == image

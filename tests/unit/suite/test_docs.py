@@ -11,10 +11,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
-# Keys in etcd begin with kproxy/ too, but have no ending.
+# Keys in etcd begin with kproxy/ too, but have no file extension.
 FILE = re.compile(r"`((?:codec|kproxy|tests|bench|docs|scripts|deploy|examples)/[\w./*-]+(?:\.\w+|/))`")
 TEST = re.compile(r"`(tests/[\w./]+\.py)::(\w+)`")
-# A name in code, as a row of the architecture's table gives it beside its files.
+# A name in code, as the architecture's table lists it beside its files.
 NAME = re.compile(r"`([A-Za-z_]\w*)`")
 LINK = re.compile(r"\]\((?!\w+:)([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)

@@ -15,7 +15,7 @@ from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
 
-# With other values a process is not forked.
+# A process with other values is not forked.
 KEPT = {name: os.environ[name] for name in ("PATH", *forked.AT_IMPORT) if name in os.environ}
 
 
@@ -51,5 +51,5 @@ def test_import_time_decisions_prevent_a_fork() -> None:
     assert forked.can_fork(os.environ)
     other = {"off": "auto"}.get(os.environ.get("KPROXY_PLAIN", "auto"), "off")
     assert not forked.can_fork({**os.environ, "KPROXY_PLAIN": other})
-    # It is run all the same.
+    # The command runs all the same.
     assert "fleeting" in run_kproxy("serve", "--etcd", "127.0.0.1:1", environ={"KPROXY_PLAIN": "fleeting"}).stderr

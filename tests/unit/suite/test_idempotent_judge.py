@@ -15,7 +15,7 @@ Batches = list[tuple[int, range]]
 
 
 def log_of(batches: Batches) -> bytes:
-    """A log of batches, each an epoch and its numbers."""
+    """A log of batches, each with an epoch and numbers."""
     log, end = bytearray(), 0
     sequences: dict[int, count[int]] = {}
     for epoch, numbers in batches:
@@ -45,7 +45,7 @@ def log_of(batches: Batches) -> bytes:
         pytest.param([(0, range(2, 4)), (0, range(2)), (0, range(4, 6))], True, id="reordered"),
     ],
 )
-def test_a_log_that_is_wrong_is_not(batches: Batches, may_repeat: bool) -> None:
+def test_judge_rejects_a_wrong_log(batches: Batches, may_repeat: bool) -> None:
     with pytest.raises(AssertionError, match="6 acknowledged"):
         judge(log_of(batches), dict.fromkeys(TOLD), may_repeat=may_repeat)
 

@@ -26,7 +26,7 @@ from tests.support.rules import examples
 
 SOURCES = {path: (REPOSITORY / path).read_bytes() for path in modules_of("routing")}
 
-# What is changed by each line of a function, by operator and the text that comes in its place.
+# The mutants of each line of a function: the operator and the text that it writes.
 CHANGES = {
     "if a < b: pass": {("comparison", "(a <= b)"), ("comparison", "(a >= b)"), ("condition negated", "(not a < b)")},
     "if a is b: pass": {("comparison", "(a is not b)")},
@@ -83,7 +83,7 @@ def test_line_has_the_listed_mutants(line: str) -> None:
 def test_each_mutant_parses_and_differs_in_one_place(path: str) -> None:
     source = SOURCES[path]
     found = mutants_of(path, source)
-    # Of a large module a part: parsing takes its time.
+    # Only a part of a large module's mutants, because parsing is slow.
     for mutant in found[:: 1 + len(found) // examples(100)]:
         mutated = mutant.apply(source)
         ast.parse(mutated)
@@ -108,7 +108,7 @@ def test_sets_have_each_module_once() -> None:
 
 def test_tests_that_import_a_module_come_first() -> None:
     near, rest, slow = stages_of("etcd", integration=True)["kproxy/etcd/client.py"]
-    # By the name that the package gives the client.
+    # Found by the name that the package gives the client.
     assert "tests/unit/ownership/test_lease_table_at_scale.py" in near
     assert "tests/unit/etcd/test_etcd_generate.py" in rest
     assert "tests/integration/etcd/test_etcd_client.py" in slow
@@ -144,7 +144,7 @@ def change(checkout: Path, old: str, new: str) -> Fault:
 
 
 async def test_noticed_mutant_is_killed_and_unnoticed_survives(checkout: Path) -> None:
-    # Alike in size and made within a second: stale bytecode would hide one behind the other.
+    # Same size, same second: stale bytecode would hide one behind the other.
     faults = [change(checkout, "3", new) for new in ("4", "3 ", "5", "3;", "6")]
     outcomes = await outcomes_of(checkout, faults, jobs=1)
     assert [bool(each.killed_by) for each in outcomes] == [True, False, True, False, True]
@@ -186,6 +186,6 @@ async def test_survivors_diff_is_a_nameable_patch(checkout: Path) -> None:
     assert named.paths == ["module.py"]
     outcomes = await outcomes_of(checkout, [named] + [change(checkout, "3", "4")] * 9, jobs=1)
     assert [bool(each.killed_by) for each in outcomes] == [False] + [True] * 9
-    # Nine in ten are enough for drawn ones.
+    # For drawn faults nine in ten are enough.
     assert not passes(outcomes)
     assert passes([outcomes[0]._replace(fault=drawn), *outcomes[1:]])

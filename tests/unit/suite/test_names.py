@@ -7,7 +7,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[2]
 MOST_WORDS = 8
-# A name that begins with one of these has its subject late, or none.
+# A name that begins with one of these has a late subject or none.
 RELATIVES = "what whatever which whichever who whoever whom whose whether how why"
 PRONOUNS = "it its they their him them this these those nobody somebody anybody everybody"
 CONJUNCTIONS = "as because if neither nor not once than though unless until when where wherever while"

@@ -1,4 +1,4 @@
-"""A test that may run again after a pause of this process fails if it fails each time."""
+"""A test that may be repeated after a pause of this process still fails if it fails each time."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ def test_failure_without_a_pause_counts(pause_s: float) -> None:
 
     with pytest.raises(AssertionError, match="as it should"):
         fails(asyncio.SelectorEventLoop)
-    # Of a busy machine this process may get nothing for a while by itself.
+    # On a busy machine this process may get no time for a while.
     assert (runs == ATTEMPTS) if pause_s else (runs <= ATTEMPTS)

@@ -62,7 +62,7 @@ def test_skip_passes_unless_everything_is_required(tmp_path: Path) -> None:
     assert (home.returncode, "3 skipped, 1 xfailed" in home.stdout) == (0, True), home.stdout
     required = run_pytest(tmp_path, SKIPS, KPROXY_TEST_REQUIRE="all")
     assert required.returncode == 1
-    # No skip is passed over, wherever it is said; an expected failure is none.
+    # No skip is tolerated, wherever it is declared; an expected failure is not a skip.
     assert "1 xfailed" in required.stdout.splitlines()[-1]
     assert "skipped" not in required.stdout.splitlines()[-1]
     assert len(re.findall(r"this was skipped: .*no java", required.stdout)) >= 3
@@ -104,7 +104,7 @@ def test_long_test_runs_when_all_or_named(tmp_path: Path) -> None:
 
 
 def test_leftover_process_fails_the_run_and_ends(tmp_path: Path) -> None:
-    # In a session of its own and orphaned: no walk over children would find it.
+    # In a session of its own and orphaned: a walk over children would miss it.
     test = (
         "import subprocess, pathlib\n"
         "from tests.support import rules\n"

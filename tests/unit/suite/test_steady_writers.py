@@ -21,7 +21,7 @@ def test_writer_exception_is_raised_by_checks() -> None:
         wait_for(running.check)
 
 
-def test_failed_writer_request_is_its_problem() -> None:
+def test_failed_request_is_the_writers_problem() -> None:
     failing = writer(**{"message.timeout.ms": 50})
     with writing([failing]) as running:
         wait_for(lambda: running.check() or failing.problems)

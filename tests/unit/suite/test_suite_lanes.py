@@ -19,14 +19,14 @@ def test_durations_table_names_existing_modules() -> None:
 
 
 def test_each_module_has_a_name_of_its_own() -> None:
-    """By which it is a lane, and stands in the table of durations."""
+    """The name identifies its lane, and its row in the table of durations."""
     assert [name for name, count in Counter(modules_with_tests()).items() if count > 1] == []
 
 
 def test_spark_and_kafka_tests_have_shared_lanes(request: pytest.FixtureRequest) -> None:
-    """As far as it is being run: of all tests in a run of all."""
+    """Checked for the tests of this run only; a run of all checks all."""
     recorded = {module: lane for lane, modules in recorded_durations().items() for module in modules if lane != ALONE}
     needed = {module: lane for module, lane in needed_lanes(request.session.items).items() if lane != ALONE}
-    # With the long tests a module may ask for Spark that otherwise asks for Kafka.
+    # Among the long tests, a module that asks for Kafka may also ask for Spark.
     assert {module for module in needed if module not in recorded} == set(), RECORD
     assert {module for module, lane in needed.items() if lane == "kafka" != recorded[module]} == set(), RECORD

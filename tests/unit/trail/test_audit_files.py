@@ -65,7 +65,7 @@ async def test_written_rows_are_in_the_file(tmp_path: Path, kind: str) -> None:
     sink, rows = make(tmp_path), [*some_rows(30), the_end(30)]
     pages = paged(rows, 4)
     await sink.write(pages[:3])
-    # Durable before it is closed.
+    # The file is durable before it is closed.
     assert read(tmp_path) == rows[:12]
     assert not any(file.stat().st_mode & 0o007 for file in tmp_path.iterdir()), "everybody may read it"
     await sink.write(pages[3:])
@@ -109,7 +109,7 @@ async def test_each_parquet_file_has_one_write(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", SINKS)
-async def test_full_disk_spoils_nothing_and_recovers(tmp_path: Path, kind: str) -> None:
+async def test_full_disk_damages_nothing_and_recovers(tmp_path: Path, kind: str) -> None:
     make, read = SINKS[kind]
     with small_disk(tmp_path / "disk", 256 << 10) as disk:
         disk.confine(os.getpid())
@@ -194,7 +194,7 @@ async def test_the_event_loop_runs_while_a_disk_hangs(
     writing = asyncio.create_task(sink.write(paged(some_rows(3), 3)))
     await asyncio.sleep(0.2)
     assert not writing.done()
-    # Nobody need wait for it, and its file is not closed under it.
+    # The waiter may be cancelled, and the file stays open until the write ends.
     writing.cancel()
     await asyncio.gather(writing, return_exceptions=True)
     await sink.close()
@@ -203,7 +203,7 @@ async def test_the_event_loop_runs_while_a_disk_hangs(
     assert went_on[0] == ""
 
 
-def test_the_parquet_columns_are_the_fields_of_rows() -> None:
+def test_parquet_columns_are_the_fields_of_rows() -> None:
     fields: list[str] = ["kind"]
     for kind in (Begin, Range):
         fields += [field.name for field in msgspec.structs.fields(kind) if field.name not in fields]
@@ -239,7 +239,7 @@ def test_invalid_directory_is_reported_at_the_start(tmp_path: Path, kind: str, p
 
 
 @pytest.mark.parametrize("kind", SINKS)
-def test_a_directory_that_is_missing_is_made(tmp_path: Path, kind: str) -> None:
+def test_missing_directory_is_created(tmp_path: Path, kind: str) -> None:
     sink = make_sink(options(kind, tmp_path / "a" / "b"), INCARNATION, BEGAN_MS, _nothing_to_dial)
     assert sink is not None
     asyncio.run(sink.write(paged(some_rows(3), 3)))

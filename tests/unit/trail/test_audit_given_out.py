@@ -30,7 +30,7 @@ def writer(origin: Origin, topic_id: bytes | None = TOPIC_ID, partition: int = 0
 
 
 def judged(*looks: Sequence[tuple[Origin, Chunk]], topic_id: bytes | None = TOPIC_ID) -> list[Overlap]:
-    """What is told of one partition; each look sees some chunks."""
+    """The overlaps reported for one partition; each look sees some chunks."""
     given = OverlapDetector()
     overlaps = []
     writers = {origin: writer(origin, topic_id) for look in looks for origin, _ in look}
@@ -122,12 +122,12 @@ def test_offset_given_twice_is_reported(name: str) -> None:
     assert told(*looks) == expected
 
 
-def test_a_topic_made_anew_begins_anew() -> None:
+def test_recreated_topic_has_no_duplicates() -> None:
     given = OverlapDetector()
     for topic_id in (TOPIC_ID, TOPIC_ID[::-1]):
         given.add(writer(OLD, topic_id), chunk(0, 5))
     assert given.judge() == []
-    # Where topics have no ids, offset 0 says so.
+    # Where topics have no ids, offset 0 marks a new topic.
     old, new = writer(OLD, None), writer(NEW, None)
     for each in (old, new):
         given.add(each, chunk(0, 5))
@@ -158,7 +158,7 @@ def test_remembered_ranges_are_bounded_and_forgotten_unjudged(monkeypatch: pytes
     for partition in (0, 1, 2, 0):
         given.add(writers[partition], chunk(5, 1))
     assert given.judge() == []
-    # Writers may refer to forgotten partitions for long.
+    # Writers may refer to forgotten partitions for a long time.
     assert writers[1].partition not in given.partitions.values()
     assert writers[1].partition.intervals.starts == writers[1].partition._last_writes.writes == []
 
@@ -174,7 +174,7 @@ def test_intervals_below_the_highest_are_forgotten() -> None:
 
 
 def by_turns(producers: int, looks: int) -> list[list[tuple[Origin, Chunk]]]:
-    """Of each look a batch of each producer, on a connection of its own."""
+    """For each look, a batch of each producer, on a connection of its own."""
     return [
         [
             (
@@ -190,7 +190,7 @@ def by_turns(producers: int, looks: int) -> list[list[tuple[Origin, Chunk]]]:
 @pytest.mark.parametrize("producers", [20, 100])
 def test_resent_batch_is_recognised_behind_other_writers(producers: int) -> None:
     looks = by_turns(producers, 100)
-    # The first one's last five; what it was told is lost, and the others go on.
+    # The first producer's last five; its reports are lost, and the others continue.
     for look in looks[50:]:
         del look[0]
     again = [(NEW._replace(owner=1), looks[number][0][1]) for number in range(45, 50)]
@@ -220,7 +220,7 @@ def test_forgotten_earlier_owner_is_called_unknown(monkeypatch: pytest.MonkeyPat
 spans = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 4)), min_size=1, max_size=3).map(
     lambda pairs: [number for pair in pairs for number in pair]
 )
-# No id, so that nothing is a resend.
+# No producer id, so that nothing counts as a resend.
 histories = st.lists(st.lists(st.builds(lambda each: (OLD, chunk(*each)), spans), min_size=1, max_size=3), max_size=6)
 
 

@@ -20,7 +20,7 @@ COST = len(PAGE) + PAGE_OVERHEAD_BYTES
 
 
 class Scripted:
-    """A sink that a test holds up, and lets fail."""
+    """A sink that a test can hold up or make fail."""
 
     def __init__(self, preference: BatchPreference = BatchPreference(10 * COST)) -> None:  # noqa: B008 - it is a constant
         self.preference = preference
@@ -67,7 +67,7 @@ async def test_pages_leave_in_order_and_are_retried() -> None:
         assert sink.taken == [page(number) for number in range(20)]
         assert counters == {"audit.rows_shipped": 40, "audit.sink_failures": 3}
         assert shipper.vitals.waiting_bytes == 0
-        # What failed was offered again as it was, and no more at once than the sink takes.
+        # Failed rows were offered again unchanged, at most as many at once as the sink takes.
         assert [len(tried) for tried in sink.tried[-2:]] == [10, 10]
 
 
@@ -88,7 +88,7 @@ async def test_pages_beyond_the_bound_are_dropped_whole() -> None:
 
 @pytest.mark.parametrize("number", [100, 100_000])
 async def test_hung_sink_does_not_delay_offers(number: int) -> None:
-    """However much is offered, and the end comes in time too."""
+    """Offers return at once, whatever their number, and the shipper closes in time too."""
     sink = Scripted()
     sink.open.clear()
     async with shipping(sink, max_bytes=50 * COST) as (shipper, counters):
@@ -132,13 +132,13 @@ async def test_pages_are_gathered_for_a_batching_sink() -> None:
         for number in range(3, 6):
             shipper.offer(page(number), number, number)
         await eventually(lambda: len(sink.taken) == 4)
-        # The rest, because nothing more comes.
+        # The rest is sent, because the trail closes.
         await shipper.close(60)
         assert [len(tried) for tried in sink.tried] == [4, 2]
         assert sink.taken == [page(number) for number in range(6)]
 
 
-async def test_pages_are_gathered_no_longer_than_wanted() -> None:
+async def test_pages_are_gathered_no_longer_than_allowed() -> None:
     sink = Scripted(BatchPreference(100 * COST, seconds=2))
     async with under_way(sink) as shipper:
         began = time.monotonic()
@@ -155,7 +155,7 @@ async def test_remaining_pages_are_shipped_at_the_end() -> None:
     sink.failures = [SinkFailed("no")] * 8
     async with shipping(sink) as (shipper, counters):
         shipper.offer(page(0), 0, 4)
-        # By now its pauses are long ones.
+        # Its pauses are long by now.
         await eventually(lambda: len(sink.tried) >= 7)
         sink.failures.clear()
         shipper.offer(page(1), 5, 9)
@@ -187,5 +187,5 @@ async def test_duration_of_sink_failure_is_known() -> None:
         assert shipper.vitals.age_s >= 0.25
         opened = time.monotonic()
         sink.open.set()
-        # However late anybody looks.
+        # However late the age is read.
         await eventually(lambda: shipper.vitals.age_s <= time.monotonic() - opened)

@@ -35,7 +35,7 @@ _BATCH = Struct(">qiibIhiqqqhii")
 
 
 class Given(NamedTuple):
-    """A batch that was acknowledged: the offset it got, and what its header says."""
+    """An acknowledged batch: its offset, and the values of its header."""
 
     base: int
     count: int = 1
@@ -46,7 +46,7 @@ class Given(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A partition's notes, and what they are woken by."""
+    """A partition's recorded batches, and what wakes its readers."""
 
     trail: Trail
     acked: Acked
@@ -69,7 +69,7 @@ def _frame(topic: str, acks: int, size: int) -> bytes:
 
 
 def note(acked: Acked, batch: Given, *, magic: int = 2, acks: int = -1, topic: str = "t") -> None:
-    """As when a broker has answered a request that holds this batch alone."""
+    """Record an answer to a request with only this batch."""
     frame = bytearray(_frame(topic, acks, batch.size))
     ids = batch.producer_id, batch.epoch, batch.sequence
     start = frame.index(b"\xff" * batch.size)
@@ -88,7 +88,7 @@ def folded(batches: Sequence[Given]) -> list[Chunk]:
 
 
 def idempotent(*batches: tuple[int, int], first_sequence: int = 0, producer_id: int = 7, epoch: int = 0) -> list[Given]:
-    """(offset, records) of one producer's batches, one after another."""
+    """(offset, records) of one producer's consecutive batches."""
     given = []
     for base, count in batches:
         given.append(Given(base, count, producer_id, epoch, first_sequence))
@@ -123,7 +123,7 @@ FOLDED = {
 
 
 @pytest.mark.parametrize("name", FOLDED)
-def test_batches_are_put_together(name: str) -> None:
+def test_consecutive_batches_are_merged(name: str) -> None:
     batches, expected = FOLDED[name]
     chunks = folded(batches)
     assert [(chunk.first_sequence, chunk.spans.tolist()) for chunk in chunks] == expected
@@ -142,7 +142,7 @@ def test_invalid_batch_is_not_reported_or_counted(magic: int, count: int) -> Non
 
 @pytest.mark.parametrize("first", [[], idempotent((3, 1))])
 def test_batch_without_offset_is_not_reported(first: list[Given]) -> None:
-    """It is one that the broker had long ago."""
+    """Its broker has recognised it as an old duplicate."""
     one = place()
     for each in (*first, *idempotent((-1, 1), first_sequence=len(first))):
         note(one.acked, each)
@@ -150,7 +150,7 @@ def test_batch_without_offset_is_not_reported(first: list[Given]) -> None:
 
 
 def test_entry_without_records_is_skipped() -> None:
-    """Null records and tagged fields, at the very end of a request: there is no header to be read there."""
+    """Null records and tagged fields at the end of a request: there is no header to read."""
     tags = b"\x01\x09" + bytes([70]) + bytes(70)
     partitions = b"\x02" + bytes(4) + b"\x00" + tags
     body = b"\x00" + bytes(2) + bytes(4) + b"\x02" + b"\x02t" + partitions + b"\x00" + b"\x00"
@@ -165,7 +165,7 @@ def test_entry_without_records_is_skipped() -> None:
 
 
 def test_impossible_counts_are_not_reported() -> None:
-    """A batch that goes on by its sequence, and says that it has less than no record."""
+    """A batch that continues the sequence, but claims a negative number of records."""
     one = place()
     for each in (*idempotent((3, 4)), Given(9, -3, 7, 0, 4), Given(20, 1, 7, 0, 1)):
         note(one.acked, each)
@@ -215,7 +215,7 @@ def test_merging_batches_neither_loses_nor_adds_records(given: list[Given]) -> N
 
 
 class Site:
-    """A trail on a clock of the test's, and one connection whose acknowledgements it notes."""
+    """A trail on the test's clock, and one connection whose acknowledgements it records."""
 
     def __init__(self, *, begun: bool = True) -> None:
         self.now = 1_000.0
@@ -328,7 +328,7 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("name", BREAKS)
-def test_a_row_ends_where_its_producers_order_does(name: str) -> None:
+def test_row_ends_where_producers_order_breaks(name: str) -> None:
     site = Site()
     site.acknowledge(*idempotent((0, 1)))
     site.look()
@@ -367,7 +367,7 @@ def test_idle_proxy_reports_periodically() -> None:
     for _ in range(round(3.5 * MARK_S / LOOK_S)):
         site.look()
     assert [type(row) for row in site.rows] == [Begin, Mark, Mark, Mark]
-    # Everything before a mark has been told: so there is none while a row is open.
+    # A mark says that all earlier rows are written, so there is none while a row is open.
     site.acknowledge(Given(0))
     site.look(3 * MARK_S)
     assert [type(row) for row in site.rows[4:]] == [Range]
@@ -428,7 +428,7 @@ async def test_failed_look_leaves_a_gap_only(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(site.trail, "_mark", mark)
         raise ArithmeticError
 
-    # The look that fails has closed a row before.
+    # The failing look has already closed a row.
     site.acknowledge(Given(9))
     site.look()
     site.now += 3.0
@@ -454,7 +454,7 @@ async def test_look_yields_and_survives_cancellation(
     looking = asyncio.create_task(site.trail.keep_looking())
     while len(site.trail._taking) not in range(1, 8):
         await asyncio.sleep(0)
-    # In the midst of a look; the first of these was taken already, and nothing says that all is told.
+    # During a look: it has already passed the first of these, and no mark follows.
     site.now += 20
     for partition in (0, 8):
         site.acknowledge(Given(1), partition=partition)
@@ -472,7 +472,7 @@ async def test_look_yields_and_survives_cancellation(
 
 
 class SlowSite(Site):
-    """Its clock goes on by a millisecond whenever it is read."""
+    """A trail whose clock advances by a millisecond at each reading."""
 
     @property
     def now(self) -> float:
@@ -485,7 +485,7 @@ class SlowSite(Site):
 
 
 def test_a_step_of_a_look_ends_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However few partitions it has handled: each may have thousands of spans."""
+    """However few partitions it has covered, because each may have thousands of spans."""
     monkeypatch.setattr(trail_module, "AT_ONCE", 1)
     site = SlowSite()
     for partition in range(40):
@@ -495,7 +495,7 @@ def test_a_step_of_a_look_ends_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     left = []
     for _ in trail._look():
         left.append((len(trail._taking), len(judged), len(trail._open)))
-        # Rows of these would be closed at a later look: they are due now.
+        # Rows of these are due now, instead of at a later look.
         trail._interval_s = 0.0
     for kind in zip(*left, strict=True):
         handled = [before - after for before, after in pairwise((*kind, 0)) if before > after]
