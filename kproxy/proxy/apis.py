@@ -270,7 +270,12 @@ APIS: Final[Mapping[int, Api]] = MappingProxyType(
             note="Any broker answers a request without a transactional id. Where brokers give out no producer ids"
             " (KafScale), it is ended here, with ids from etcd.",
         ),
-        keys.OFFSET_FOR_LEADER_EPOCH: Api(Handling.EACH_OWNER, (2, 4), needs=(_each_topic(Operation.DESCRIBE),)),
+        keys.OFFSET_FOR_LEADER_EPOCH: Api(
+            Handling.EACH_OWNER,
+            (2, 4),
+            needs=(_each_topic(Operation.DESCRIBE),),
+            note="The epochs are the brokers' own; no other answer of the proxy has them.",
+        ),
         keys.ADD_PARTITIONS_TO_TXN: Api(
             Handling.TRANSACTION_COORDINATOR,
             (0, 3),
