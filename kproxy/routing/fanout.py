@@ -321,9 +321,9 @@ class Fanout:
         """
         self._begin(now, jitter)
         self._wakes_at = None
+        self._reads.woken(receiving)  # A partition that leaves its lane below is not late.
         self._send_items(self.lanes.ready(now, MOST_AT_ONCE))
         self._send_released()
-        self._reads.woken(receiving)
         return self._finish()
 
     def tick(self, oldest: Mapping[int, int], now: float, jitter: float) -> list[Action]:
