@@ -19,7 +19,7 @@ from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import EtcdClient, TxnOp, delete_op, put_op
 from kproxy.proxy.sources import OpenSource, open_source
 from kproxy.routing.topology import NO_OWNER, Address, Topology
-from kproxy_codec.api_keys import PRODUCE
+from kproxy_codec.api_keys import FETCH, OFFSET_COMMIT, OFFSET_FETCH, PRODUCE
 from tests.support.brokers.kafscale import snapshot_value
 from tests.support.brokers.real_kafka import RealKafka
 from tests.support.brokers.reference_broker import RawClient
@@ -27,6 +27,8 @@ from tests.support.etcd.embedded import connected
 from tests.support.waiting import PATIENCE_S, eventually
 
 PARTITIONS = 7
+# The highest versions without topic ids.
+WITHOUT_IDS = {PRODUCE: 12, FETCH: 12, OFFSET_COMMIT: 9, OFFSET_FETCH: 9}
 
 
 class World(ABC):
@@ -259,18 +261,18 @@ async def test_a_topic_is_found_by_its_id(world: World) -> None:
             assert {index: topology.owner(topic_id, index) for index in true_owners} == true_owners
 
 
-async def test_produce_by_id_is_offered_with_topic_ids(world: World) -> None:
+async def test_topics_by_id_are_offered_with_topic_ids(world: World) -> None:
     await world.prepare()
     async with opened(world) as (source, _):
-        assert source.version_caps == ({PRODUCE: 12} if await world.topic_id() is None else {})
+        assert source.version_caps == (WITHOUT_IDS if await world.topic_id() is None else {})
 
 
-async def test_missing_topic_ids_disable_produce_by_id(etcd: EmbeddedEtcd, etcd_prefix: str) -> None:
+async def test_missing_topic_ids_disable_topics_by_id(etcd: EmbeddedEtcd, etcd_prefix: str) -> None:
     world = Leases(etcd, etcd_prefix, has_ids=False)
     await world.prepare()
     async with opened(world) as (source, topology):
         assert topology.topic_ids == {}
-        assert source.version_caps == {PRODUCE: 12}
+        assert source.version_caps == WITHOUT_IDS
 
 
 async def test_unknown_partition_has_no_owner(world: World) -> None:

@@ -173,7 +173,7 @@ def test_formats_and_names_of_numbers_are_options(spark: Any, tmp_path: Path) ->
     rows = read_files(spark, f"csv:{tmp_path}", "d DATE, f DOUBLE", source_options=options)
     assert [row[transforms.REASON] for row in rows] == [None, "corrupt", "not finite", "corrupt"]
     assert rows[0]["d"] == date(2026, 1, 2)
-    with pytest.raises(StartupError, match="--source-option locale is not taken"):
+    with pytest.raises(StartupError, match="--source-option locale is not supported"):
         read_files(spark, f"csv:{tmp_path}", "d DATE, f DOUBLE", source_options={"locale": "de-DE"})
 
 
