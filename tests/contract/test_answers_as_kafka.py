@@ -71,6 +71,9 @@ PROXY_DIFFERS: Mapping[str, Differs] = {
 }
 BROKER_DIFFERS: Mapping[str, Differs] = {
     **not_offered(OFFERED),
+    "ConsumerGroupHeartbeat: an unknown member": Differs(
+        "UNSUPPORTED_VERSION", "the reference brokers have no consumer protocol (KIP-848), and say so"
+    ),
     "Produce: a partition twice": Differs("INVALID_REQUEST, INVALID_REQUEST", _ONCE),
     "Fetch: max_bytes -1": Differs("NONE, NONE", _KAFKAS_FAULT),
     "Fetch: partition_max_bytes -1": Differs("NONE, NONE", _KAFKAS_FAULT),
