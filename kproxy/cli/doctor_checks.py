@@ -379,8 +379,8 @@ class _Probe:
                 await asyncio.sleep(PAUSE_S)
         if topic.error_code == codes.UNKNOWN_TOPIC_OR_PARTITION:
             raise _Failed(
-                f"there is no topic {self._topic}, and the brokers create none by themselves: create it, or name one "
-                f"that is there with --topic."
+                f"there is no topic {self._topic}, and the brokers create none by themselves: create it, or name an "
+                f"existing one with --topic."
             )
         if topic.error_code != codes.NONE:
             raise _Failed(self._why(f"topic {self._topic} cannot be used", topic.error_code))

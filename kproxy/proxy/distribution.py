@@ -64,6 +64,8 @@ from kproxy_codec.primitives import Buffer
 
 # Of a node id.
 _MOST_DIGITS: Final = 10
+# Parts that are looked at in a turn of the event loop: about a millisecond.
+_PORTION: Final = 256
 _KEY_TYPES: Final = {Handling.EACH_GROUP: GROUP, Handling.EACH_TRANSACTION: TRANSACTION}
 # The errors for parts of which no answer comes.
 _UNANSWERED: Final = {
@@ -158,16 +160,23 @@ class Distribution:
         if self._api.handling is Handling.ALL_BROKERS:
             return {broker: [] for broker in self._topology.brokers} or {Refusal(self._unanswered): []}
         shares: dict[Target, list[Part]] = {}
-        for part in parts_of(request, self._at):
+        for number, part in enumerate(parts_of(request, self._at), 1):
+            await self._rest(number)
             if self._api.handling is not Handling.EACH_OWNER:
                 shares.setdefault(await self._target(part), []).append(part)
                 continue
             owned: dict[Target, list[Part]] = {}
-            for each in partitions_of(part):
+            for place, each in enumerate(partitions_of(part), 1):
+                await self._rest(place)
                 owned.setdefault(await self._owner(name_of(part), name_of(each)), []).append(each)
             for target, partitions in owned.items():
                 shares.setdefault(target, []).append(only(part, partitions))
         return shares
+
+    async def _rest(self, number: int) -> None:
+        """Let others have a turn of the event loop after some hundred parts, by their number."""
+        if not number % _PORTION:
+            await self._context.portions.next_turn()
 
     async def _target(self, part: Part) -> Target:
         key_type = _KEY_TYPES.get(self._api.handling)
@@ -212,7 +221,7 @@ class Distribution:
     async def _answer(self, request: Message, target: Target, parts: Sequence[Part]) -> Message:
         """The answer to these parts, or the error of each of them."""
         if isinstance(target, Refusal):
-            return self._refused(request, parts, target)
+            return await self._refused(request, parts, target)
         if target is None:
             upstreams = self._brokers.in_turn()
         elif isinstance(target, str):
@@ -243,7 +252,7 @@ class Distribution:
             async with asyncio.timeout(self._context.limits.control_timeout_s):
                 answer = await self._brokers.ask_first(upstreams, self._header, frame_for, take)
         except (TimeoutError, Unanswerable):
-            answer = self._refused(request, parts, Refusal(self._unanswered))
+            answer = await self._refused(request, parts, Refusal(self._unanswered))
         with suppress(TimeoutError):
             async with asyncio.timeout(self._context.limits.control_attempt_s):
                 await self._doubt(answer, target)
@@ -253,22 +262,27 @@ class Distribution:
     def _unanswered(self) -> int:
         return BROKER_NOT_AVAILABLE if self._api.of_broker else _UNANSWERED.get(self._api.handling, REQUEST_TIMED_OUT)
 
-    def _refused(self, request: Message, parts: Sequence[Part], refusal: Refusal) -> Message:
+    async def _refused(self, request: Message, parts: Sequence[Part], refusal: Refusal) -> Message:
         if not self._at:
             return refused(request, *refusal)
-        return answered(
-            request, self._to, [result_of(self._header.api_key, self._to, part, *refusal) for part in parts]
-        )
+
+        def build() -> Message:
+            results = [result_of(self._header.api_key, self._to, part, *refusal) for part in parts]
+            return answered(request, self._to, results)
+
+        return await self._context.portions.apart(len(self._frame), build)
 
     async def _doubt(self, answer: Message, target: Target) -> None:
         """Before the client's next attempt forget a coordinator that is none, and look up an owner that is none."""
         key_type, coordinators = _KEY_TYPES.get(self._api.handling), self._context.coordinators
         if not isinstance(target, int) or (key_type is None and self._api.handling is not Handling.EACH_OWNER):
             return
-        for result in getattr(answer, self._to):
+        for number, result in enumerate(getattr(answer, self._to), 1):
+            await self._rest(number)
             name = name_of(result)
             if key_type is None:
-                for each in partitions_of(result):
+                for place, each in enumerate(partitions_of(result), 1):
+                    await self._rest(place)
                     if each.error_code == NOT_LEADER_OR_FOLLOWER:
                         await self._look_up(name.encode(errors="surrogateescape"), name_of(each))
             elif result.error_code == NOT_COORDINATOR:

@@ -64,6 +64,11 @@ class Portions:
                 # Hold the lock until the next turn of the event loop, so that no other portion runs in this one.
                 await asyncio.sleep(0)
 
+    async def next_turn(self) -> None:
+        """Continue in a later turn of the event loop, as one of those that have such a portion to work on."""
+        async with self._turn:
+            await asyncio.sleep(0)
+
 
 class _Question(Generic[Result]):
     """One question while a caller waits for it.

@@ -168,6 +168,7 @@ def test_console_consumer_reads_while_leaders_move(before_kafka: KproxyProcess, 
     assert {each.leader_epoch for found in offsets.values() for each in found.values()} == {-1}
 
 
+@pytest.mark.parametrize("proxy", ["dev_cluster"], indirect=True)
 def test_new_group_protocol_is_refused_with_the_reason(proxy: KproxyProcess, topic: str) -> None:
     """librdkafka read nothing, without an error, when the request was not named in ApiVersions."""
     errors: list[str] = []

@@ -109,13 +109,14 @@ async def test_one_byte_of_a_fetch_is_one_batch(proxy: KproxyProcess, topic: str
     client = await RawClient().connect(port_of(proxy))
     asked = [{"partition": each, "fetch_offset": 0, "partition_max_bytes": 1 << 20, **NO_EPOCHS} for each in PARTITIONS]
     got: list[list[int]] = []
-    for _ in range(3):
+    # Which broker answers first is chance.
+    while len(got) < 20 and {sizes.index(max(sizes)) for sizes in got} != set(PARTITIONS):
         client.send(fetch_frame(topics=[{"topic": topic, "partitions": asked}], max_bytes=1, max_wait_ms=5000))
         answer = await client.answer(FETCH, 12, patience_s=TIMEOUT_S)
         got.append([len(each.fields["records"]) for each in answer.results])
     client.abort()
-    # One batch each time, and each time of another partition.
-    assert [[size > 0 for size in sizes].count(True) for sizes in got] == [1, 1, 1]
+    # One batch each time, and soon each partition has had its turn.
+    assert {[size > 0 for size in sizes].count(True) for sizes in got} == {1}
     assert [max(column) > 200_000 for column in zip(*got, strict=True)] == [True, True, True]
 
 

@@ -99,7 +99,7 @@ REFUSED = {
     "UDP": (header(family=0x12), "family 0x12"),
     "a unix socket": (header(family=0x31), "family 0x31"),
     "half an address": (SIGNATURE + struct.pack(">BBH", 0x21, 0x11, 4) + bytes(4), "4 bytes of addresses"),
-    "too long": (SIGNATURE + struct.pack(">BBH", 0x21, 0x11, 65_535), "4096 are admitted"),
+    "too long": (SIGNATURE + struct.pack(">BBH", 0x21, 0x11, 65_535), "exceeds 4096"),
     "an extension cut short": (header(extensions=[b"\x04\x00"]), "cut short"),
     "an extension too long": (header(extensions=[b"\x04\x00\x05abcd"]), "longer than the header"),
     "a wrong checksum": (header(extensions=[extension(3, b"abcd")]), "checksum"),

@@ -135,7 +135,9 @@ def join_alone(client: RawClient, group: str, *, session_timeout_ms: int = 10_00
     assert (joined.error_code, joined.leader) == (codes.NONE, told.member_id)
     member = {"group_id": group, "member_id": joined.member_id, "generation_id": joined.generation_id}
     assignment = [{"member_id": joined.member_id, "assignment": b"all"}]
-    synced = client.request(api_keys.SYNC_GROUP, 5, **member, assignments=assignment)
+    synced = client.request(
+        api_keys.SYNC_GROUP, 5, **member, protocol_type="consumer", protocol_name="range", assignments=assignment
+    )
     assert (synced.error_code, synced.assignment) == (codes.NONE, b"all")
     return joined.member_id, joined.generation_id
 

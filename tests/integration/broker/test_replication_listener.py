@@ -147,8 +147,8 @@ def _cut_short(client: FollowerClient, leader: Leader) -> None:
 
 # The messages, and their log lines. The connection is closed without an answer.
 REFUSED: dict[str, tuple[Callable[[FollowerClient, Leader], None], str]] = {
-    "a fetch": (lambda client, leader: client.send_fetch(2, leader.asking()), "not authenticated"),
-    "a fetch of no partition": (lambda client, _: client.send_fetch(2, []), "not authenticated"),
+    "a fetch": (lambda client, leader: client.send_fetch(2, leader.asking()), "unauthenticated"),
+    "a fetch of no partition": (lambda client, _: client.send_fetch(2, []), "unauthenticated"),
     "a consumer's fetch": (_send(FETCH, 12, topics=[], max_wait_ms=0, min_bytes=0), "FETCH v12"),
     "a produce": (_send_produce, "PRODUCE v9"),
     "metadata": (_send(METADATA, 12, topics=None), "METADATA v12"),

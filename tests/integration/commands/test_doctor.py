@@ -142,7 +142,7 @@ async def test_readiness_of_a_proxy_is_checked(dev_cluster: KproxyProcess) -> No
     assert (nobody.mark, "--admin" in nobody.text) == ("FAIL", True)
     (broker,) = await examine_proxy(AdminPlace(parse_address(dev_cluster.etcd.removeprefix("http://"), "--admin")))
     assert broker.mark == "FAIL"
-    assert "no admin page" in broker.text
+    assert "is not an admin page" in broker.text
 
 
 async def test_doctor_prints_one_line_each_and_fails_once(dev_cluster: KproxyProcess) -> None:

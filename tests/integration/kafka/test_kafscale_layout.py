@@ -126,6 +126,11 @@ async def test_versions_offered_for_kafscale_are_common_ones(kafscale: KafScale)
         keys.HEARTBEAT: (4, 4),
         keys.LEAVE_GROUP: (4, 4),
         keys.SYNC_GROUP: (4, 4),
+        keys.DESCRIBE_GROUPS: (5, 5),
+        keys.LIST_GROUPS: (0, 5),
+        keys.OFFSET_FOR_LEADER_EPOCH: (3, 3),
+        keys.ALTER_CONFIGS: (1, 1),
+        keys.DELETE_GROUPS: (0, 2),
         # Refused when sent, as by Kafka without group.version.
         keys.CONSUMER_GROUP_HEARTBEAT: (0, 1),
         keys.API_VERSIONS: (0, 4),

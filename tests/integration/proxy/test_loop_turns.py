@@ -351,7 +351,8 @@ def control_case(key: int, conduct: str) -> Case:
 
 
 for _key, _offer in SERVED.items():
-    if _key not in PARTITIONED and _key != keys.OWN:
+    # Telemetry is passed on unread.
+    if _key not in PARTITIONED and _key not in (keys.OWN, keys.GET_TELEMETRY_SUBSCRIPTIONS, keys.PUSH_TELEMETRY):
         for _conduct in ("answers", "holds", "drops"):
             add(_offer.handling.name, f"{keys.name_of(_key)}, its broker {_conduct}", control_case(_key, _conduct))
 

@@ -256,7 +256,7 @@ async def test_leaving_client_ends_what_is_asked(s: Scene) -> None:
 
 
 @scene(HOLDS, HOLDS)
-async def test_large_answer_that_no_read_wants_is_not_held(s: Scene) -> None:
+async def test_large_unwanted_answer_is_not_held(s: Scene) -> None:
     s.send(reads(5, 7))
     first, second = [await broker.next() for broker in s.brokers]
     first.answer(results={T0: {"records": b"a"}})

@@ -213,7 +213,7 @@ def test_connection_is_judged_by_its_next_answer() -> None:
     assert play.ticks(after_s=1 + HUNG_AFTER_S) == ["answer 3: t-0=7"]
 
 
-def test_read_kept_beyond_its_answer_may_wait_for_long() -> None:
+def test_kept_read_may_wait_for_long() -> None:
     play = Playbook()
     play.fetches(1, "t-0 t-1", until_s=300)
     play.answers(1, "t-0:1")

@@ -269,7 +269,7 @@ def test_more_of_one_broker_replaces_what_it_had() -> None:
     assert play.answered[1].sizes == [160, 0]
 
 
-def test_least_bytes_are_at_most_the_share_of_max_bytes() -> None:
+def test_least_bytes_are_within_max_bytes() -> None:
     """A broker that fills its share has no more to give, however much the request wants at least."""
     play = two(until_s=1, min_bytes=5000, max_bytes=1000)
     assert play.answers(1, "t-0:500") == ["answer 1: t-0 t-1"]
@@ -282,7 +282,7 @@ def test_read_that_does_not_wait_gets_all_brokers() -> None:
         assert play.answers(2, "t-1") == ["answer 1: t-0 t-1"]
 
 
-def test_answer_without_data_before_its_time_ends_the_read() -> None:
+def test_early_answer_without_data_ends_the_read() -> None:
     """A broker that does not wait would be asked again and again."""
     play = two()
     assert play.answers(1, "t-0") == ["answer 1: t-0 t-1"]
@@ -353,7 +353,7 @@ def test_refused_partition_is_retried() -> None:
     assert play.answers(3, "t-1:100") == ["answer 1: t-0 t-1"]
 
 
-def test_partition_that_waits_for_its_retry_has_its_error() -> None:
+def test_partition_awaiting_its_retry_has_its_error() -> None:
     play = two()
     play.answers(2, "t-1=6")
     assert play.answers(1, "t-0:100") == ["answer 1: t-0 t-1=6"]
