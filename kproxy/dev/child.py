@@ -15,9 +15,9 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import re
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ from pathlib import Path
 import structlog
 
 from kproxy.errors import StartupError
-from kproxy.runtime.process import PARENT_FD, ParentPipe, spawn
+from kproxy.runtime.process import PARENT_FD, ParentPipe, send_signal, spawn
 
 LOG_LIMIT_BYTES = 8 << 20
 TAIL_BYTES = 8 << 10
@@ -134,8 +134,7 @@ class Child:
         """
         if self._process is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
+        send_signal(self._process, signal.SIGTERM)
         try:
             async with asyncio.timeout(timeout_s):
                 await self.wait()
@@ -148,8 +147,7 @@ class Child:
         """Send SIGKILL, and wait until the process is gone."""
         if self._process is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        send_signal(self._process, signal.SIGKILL)
         await self.wait()
 
     def last_lines(self, count: int) -> list[str]:

@@ -33,7 +33,7 @@ import structlog
 from kproxy.errors import StartupError
 from kproxy.etcd import EtcdClient, EtcdUnavailable
 from kproxy.installed import install_command
-from kproxy.runtime.process import spawn
+from kproxy.runtime.process import send_signal, spawn
 
 if sys.platform != "win32":
     import fcntl
@@ -294,15 +294,13 @@ class _PortTaken(Exception):
 
 
 async def _end(process: asyncio.subprocess.Process, timeout_s: float) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        process.terminate()
+    send_signal(process, signal.SIGTERM)
     try:
         async with asyncio.timeout(timeout_s):
             await process.wait()
     except TimeoutError:
         log.warning("embedded etcd killed", pid=process.pid, after_s=timeout_s)
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
+        send_signal(process, signal.SIGKILL)
         await process.wait()
 
 

@@ -114,6 +114,16 @@ async def spawn(*command: str, **options: Any) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(*command, **options)
 
 
+def send_signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    """Signal a child, unless it has ended.
+
+    The method of `process` waits for an ended child itself, and then asyncio reports the exit status as 255.
+    """
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+
+
 def raise_open_file_limit() -> int | None:
     """Raise the soft limit of open files (descriptors) to the hard one.
 

@@ -40,7 +40,6 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import os
 import signal
@@ -56,7 +55,7 @@ from prometheus_client.core import Metric
 from kproxy.config import Owners
 from kproxy.errors import StartupError
 from kproxy.observe.exposition import growing, merge, parse
-from kproxy.runtime.process import spawn
+from kproxy.runtime.process import send_signal, spawn
 from kproxy.runtime.tasks import cancel
 from kproxy.workers.channel import (
     Applied,
@@ -175,7 +174,7 @@ class WorkerProcess:
         except BaseException:
             ours.close()
             if self._process is not None:
-                self._process.kill()
+                send_signal(self._process, signal.SIGKILL)
                 await self._process.wait()
             raise
         assign(self._channel, self._assignment)
@@ -203,8 +202,7 @@ class WorkerProcess:
     def signal(self, number: signal.Signals) -> None:
         """Send a signal, unless the process has ended."""
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(number)
+            send_signal(self._process, number)
 
     def tell(self, shares: Shares) -> None:
         """Send the worker, which must serve, its shares."""

@@ -302,6 +302,7 @@ def refusal(*arguments: str | Path) -> str:
     """The one-sentence error of a command that cannot start."""
     ended = run_kproxy("serve", *arguments)
     assert (ended.status, ended.stdout) == (2, ""), ended
+    assert len(ended.stderr.splitlines()) == 1, ended.stderr
     (sentence,) = ended.stderr.splitlines()
     return sentence
 
@@ -329,9 +330,12 @@ async def test_workers_that_cannot_start_say_why_once() -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     endpoint = f"http://127.0.0.1:{port}"
-    said = await asyncio.to_thread(refusal, "--listen", "127.0.0.1:0", "--etcd", endpoint, *workers(3))
+    try:
+        said = await asyncio.to_thread(refusal, "--listen", "127.0.0.1:0", "--etcd", endpoint, *workers(3))
+    finally:
+        # A server that is collected while it runs waits for ever.
+        await server.stop(None)
     assert said.startswith(f"kproxy: What answers at {endpoint} is not etcd")
-    await server.stop(None)
 
 
 @pytest.mark.long

@@ -215,9 +215,11 @@ async def test_server_that_is_not_etcd_ends_the_proxy(tmp_path: Path) -> None:
         server = grpc.aio.server()
         server.add_insecure_port(f"127.0.0.1:{etcd_port}")
         await server.start()
-        assert await asyncio.to_thread(process.wait, PATIENCE_S) == 2, process.stderr()
+        try:
+            assert await asyncio.to_thread(process.wait, PATIENCE_S) == 2, process.stderr()
+        finally:
+            await server.stop(None)
         assert f"kproxy: What answers at http://127.0.0.1:{etcd_port} is not etcd" in process.stderr()
-        await server.stop(None)
 
 
 # Only a bug ends this task, so the test ends it.

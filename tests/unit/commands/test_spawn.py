@@ -1,17 +1,19 @@
-"""A child process starts without a garbage collection in the copy of this process that becomes it."""
+"""Child processes: no garbage collection in the copy that becomes one, and the exit status of one that is signalled."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import uvloop
 
-from kproxy.runtime.process import spawn
+from kproxy.runtime.process import send_signal, spawn
 
 
 class Ends:
@@ -66,3 +68,31 @@ def test_garbage_collector_is_idle_between_fork_and_command(tmp_path: Path) -> N
     uvloop.run(start_two())
     assert gc.isenabled()
     assert not list(tmp_path.iterdir())
+
+
+def test_signal_leaves_the_status_of_an_ended_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    signalled, waitpid = threading.Event(), os.waitpid
+
+    def wait_later(pid: int, options: int) -> tuple[int, int]:
+        """In asyncio's own thread, where it has one: the child has ended and is not waited for yet."""
+        if threading.current_thread() is not threading.main_thread():
+            signalled.wait(10)
+        return waitpid(pid, options)
+
+    monkeypatch.setattr(os, "waitpid", wait_later)
+
+    async def end() -> int:
+        process = await spawn("/bin/true")
+        while Path(f"/proc/{process.pid}/stat").read_text().split()[2] != "Z":
+            pass
+        send_signal(process, signal.SIGTERM)
+        signalled.set()
+        return await process.wait()
+
+    usual = asyncio.get_event_loop_policy()
+    # asyncio's own loop, which runs the supervisor and kproxy dev.
+    asyncio.set_event_loop_policy(None)
+    try:
+        assert asyncio.run(end()) == 0
+    finally:
+        asyncio.set_event_loop_policy(usual)
