@@ -233,20 +233,28 @@ class Distribution:
         async def frame_for(upstream: Upstream) -> memoryview:
             nonlocal asked
             asked = str(upstream.owner)
-            named = [changed(part, resource_name=asked) for part in parts] if isinstance(target, str) else parts
-            return await self._context.portions.apart(len(self._frame), partial(self._reframed, request, named))
+
+            def build() -> memoryview:
+                named = [changed(part, resource_name=asked) for part in parts] if isinstance(target, str) else parts
+                return self._reframed(request, named)
+
+            return await self._context.portions.apart(len(self._frame), build)
 
         async def take(frame: memoryview) -> Message:
             key, version = self._header.api_key, self._header.api_version
             body = frame[response_body_offset(frame, key, version) :]
             self._answered_bytes += len(body)
-            answer = await self._context.portions.apart(len(body), partial(decode_response, key, version, body))
-            if isinstance(target, str):
-                for result in answer.results:
-                    result.resource_name = target
-            for result in getattr(answer, self._to) if self._api.of_broker else ():
-                setattr(result, self._api.of_broker, f"{asked}:{getattr(result, self._api.of_broker)}")
-            return answer
+
+            def read() -> Message:
+                answer = decode_response(key, version, body)
+                if isinstance(target, str):
+                    for result in answer.results:
+                        result.resource_name = target
+                for result in getattr(answer, self._to) if self._api.of_broker else ():
+                    setattr(result, self._api.of_broker, f"{asked}:{getattr(result, self._api.of_broker)}")
+                return answer
+
+            return await self._context.portions.apart(len(body), read)
 
         try:
             async with asyncio.timeout(self._context.limits.control_timeout_s):

@@ -42,8 +42,12 @@ async def refusal(
         body = await portions.of(refuse_partitions(key, version, request_body, error_code), size)
     elif names_groups(key, version):
         spans = await portions.of(read_groups(key, version, request_body), size)
-        groups = [{"group_id": each.group, "error_code": error_code} for each in spans]
-        body = encode_response(build_response(key, version, groups=groups))
+
+        def build() -> Buffer:
+            groups = [{"group_id": each.group, "error_code": error_code} for each in spans]
+            return encode_response(build_response(key, version, groups=groups))
+
+        body = await portions.apart(size, build)
     else:
         body = _by_schema(key, version, request_body, error_code)
     return with_length([response_header(key, version, header.correlation_id), body])

@@ -302,9 +302,9 @@ def refusal(*arguments: str | Path) -> str:
     """The one-sentence error of a command that cannot start."""
     ended = run_kproxy("serve", *arguments)
     assert (ended.status, ended.stdout) == (2, ""), ended
-    assert len(ended.stderr.splitlines()) == 1, ended.stderr
-    (sentence,) = ended.stderr.splitlines()
-    return sentence
+    lines = ended.stderr.splitlines()
+    assert len(lines) == 1, ended.stderr
+    return lines[0]
 
 
 @pytest.mark.long
