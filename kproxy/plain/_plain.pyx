@@ -40,7 +40,7 @@ Invariants
 cimport cython
 from cpython.array cimport array, clone
 from cpython.buffer cimport PyBUF_WRITE
-from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_FromStringAndSize
+from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_FromStringAndSize, PyByteArray_Resize
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.list cimport PyList_GET_SIZE
 from cpython.mem cimport PyMem_Free, PyMem_Malloc, PyMem_Realloc
@@ -121,6 +121,17 @@ cdef extern from "wire.h" nogil:
         const uint32_t *chosen, uint32_t count, int32_t correlation_id, uint8_t *part, uint32_t bytes)
 
 
+cdef extern from *:
+    """
+    #if defined(__GLIBC__)
+    #include <malloc.h>
+    static int kp_keep_freed(int most) { return mallopt(M_MMAP_THRESHOLD, most) && mallopt(M_TRIM_THRESHOLD, most); }
+    #else
+    static int kp_keep_freed(int most) { return 1; }
+    #endif
+    """
+    int kp_keep_freed(int most)
+
 cdef class Outbox
 cdef class Slot
 cdef class AnswerOrder
@@ -139,6 +150,19 @@ include "chunks.pxi"
 include "path.pxi"
 include "meters.pxi"
 include "readers.pxi"
+
+
+def keep_freed(int most):
+    """Let glibc's allocator keep so many freed bytes: the kernel clears each page that it gives again."""
+    if not kp_keep_freed(most):
+        raise ValueError(f"the allocator does not keep {most} freed bytes")
+
+
+def resize(buffer, Py_ssize_t size):
+    """Give a bytearray, of any subclass, a size; new bytes are not cleared, as an answer is received into them."""
+    if not isinstance(buffer, bytearray):
+        raise TypeError("a bytearray is expected")
+    PyByteArray_Resize(buffer, size)
 
 
 # The functions of wire.h, for tests.

@@ -6,6 +6,7 @@ cdef extern from *:
     #define JOIN_BYTES (64 << 10)
     #define FLUSH_BYTES (512 << 10)
     #define PART_BYTES (256 << 10)
+    #define LAST_PART_BYTES (320 << 10)
     /* Up to this size a copy costs less than the memoryviews that the event loop makes of anything but bytes. */
     #define COPY_BYTES (8 << 10)
     /* Up to this size messages are copied one behind another into a block, so that one buffer is written. */
@@ -24,7 +25,7 @@ cdef extern from *:
         return object->exports == 0 && object->mbuf->exports == 1;
     }
     """
-    const Py_ssize_t JOIN_BYTES, FLUSH_BYTES, PART_BYTES, COPY_BYTES, SMALL_BYTES, BLOCK_BYTES, MOST_BLOCKS, LOOKS
+    const Py_ssize_t JOIN_BYTES, FLUSH_BYTES, PART_BYTES, LAST_PART_BYTES, COPY_BYTES, SMALL_BYTES, BLOCK_BYTES, MOST_BLOCKS, LOOKS
     const Py_ssize_t SMALL_BLOCK_BYTES
     bint kp_is_free(object view)
 
@@ -315,15 +316,16 @@ cdef class PacedOutbox(Outbox):
         return 0
 
     cdef int write_in_parts(self) except -1:
-        cdef Py_ssize_t size, fits
+        cdef Py_ssize_t size, fits, most
         self.close_span()
         waiting, self.buffers = deque(self.buffers), []
         while waiting and not self.is_paused and not self.transport.is_closing():
             part = []
             size = 0
-            while waiting and size < PART_BYTES:
+            most = PART_BYTES if self.size > LAST_PART_BYTES else LAST_PART_BYTES
+            while waiting and size < most:
                 buffer = waiting.popleft()
-                fits = PART_BYTES - size
+                fits = most - size
                 if len(buffer) > fits:
                     view = memoryview(buffer)
                     waiting.appendleft(view[fits:])

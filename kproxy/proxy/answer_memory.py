@@ -47,6 +47,7 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Protocol
 
+from kproxy.plain import compiled
 from kproxy.proxy.memory_budget import Arrival, Budget
 from kproxy_codec.primitives import Buffer
 
@@ -78,7 +79,10 @@ class AnswerBuffer(bytearray):
     __slots__ = ("_finishes", "_kind", "_share", "_waiter")
 
     def __init__(self, size: int, share: ClientMemory, waiter: Waiter, *, finishes: bool = False) -> None:
-        super().__init__(size)
+        if compiled is None:
+            super().__init__(size)
+        else:
+            compiled.resize(self, size)
         self._share = share
         self._waiter = waiter
         self._finishes = finishes

@@ -38,8 +38,9 @@ from kproxy_codec.primitives import Buffer
 JOIN_BYTES = 64 << 10
 # Waiting messages are written beyond this size, so that the transport's own limits apply.
 FLUSH_BYTES = 512 << 10
-# The largest write to a client's transport.
+# One write to a client's transport, and the largest one, which has the end of an answer of many parts.
 PART_BYTES = 256 << 10
+LAST_PART_BYTES = 320 << 10
 
 
 class Flushes:
@@ -201,9 +202,10 @@ class PacedOutbox(Outbox):
         while waiting and not self._is_paused and not self._transport.is_closing():
             part: list[Buffer] = []
             size = 0
-            while waiting and size < PART_BYTES:
+            most = PART_BYTES if self._bytes > LAST_PART_BYTES else LAST_PART_BYTES
+            while waiting and size < most:
                 buffer = waiting.popleft()
-                fits = PART_BYTES - size
+                fits = most - size
                 if len(buffer) > fits:
                     view = memoryview(buffer)
                     waiting.appendleft(view[fits:])

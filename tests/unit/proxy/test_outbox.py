@@ -13,7 +13,7 @@ import pytest
 
 import kproxy.plain
 from kproxy.proxy import outbox as imported
-from kproxy.proxy.outbox import FLUSH_BYTES, Outbox, flushes_of
+from kproxy.proxy.outbox import FLUSH_BYTES, LAST_PART_BYTES, PART_BYTES, Outbox, flushes_of
 
 OUTBOXES = 1000
 MESSAGE = bytes(100)
@@ -95,3 +95,15 @@ async def test_outbox_writes_beyond_flush_bytes_at_once(twin: ModuleType, paced:
         assert put * size - written <= FLUSH_BYTES
     await asyncio.sleep(0)
     assert sum(map(len, transport.written)) == put * size
+
+
+@pytest.mark.parametrize("buffers", [[(1 << 20) + 74], [74, 1 << 20, 0], [0] * 50 + [600_000] + [0] * 50])
+async def test_large_answer_ends_with_no_small_write(twin: ModuleType, buffers: list[int]) -> None:
+    loop, transport = asyncio.get_running_loop(), Transport()
+    outbox = twin.PacedOutbox(loop, transport, twin.flushes_of(loop), ClientMemory())
+    outbox.put([bytes(size) for size in buffers])
+    await asyncio.sleep(0)
+    sizes = [len(each) for each in transport.written if each]
+    assert sum(sizes) == sum(buffers)
+    assert max(sizes) <= LAST_PART_BYTES
+    assert min(sizes) > LAST_PART_BYTES - PART_BYTES
