@@ -1,6 +1,6 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, binding=False
 # cython: allow_none_for_extension_args=False
-"""Forward produce requests whose routes are all proven, compiled, with the loops around it that read and write.
+"""Forward produce requests whose routes are all proven, and reads like the last one, compiled, with their loops.
 
 Where this is not built, every request goes through the core (kproxy.routing.fanout), which is the reference. What both
 need has a twin in Python:
@@ -20,6 +20,9 @@ nothing changed. A request that was sent here and does not succeed enters the co
 The gate: a produce request that wire.h indexes, of an offered version, with acks 1 or all or acks=0 that is confirmed,
 no partition twice, a deadline ahead, and room for its partitions. The core is quiet and has handled the topology's
 version. The client may write to the topics, and none of them has a writer group. Every partition's route is proven.
+
+A consumer asks again and again for the same partitions. If one broker has answered the last read alone, the next one
+that differs only in offsets goes to it from here (reads.pxi), one at a time. The core gets all other reads.
 
 States of a slot
   open      some of its parts are unanswered
@@ -136,6 +139,7 @@ cdef class Outbox
 cdef class Slot
 cdef class AnswerOrder
 cdef class CompiledPath
+cdef class CompiledRead
 cdef class CompiledSlot
 cdef class AnswerReader
 
@@ -147,6 +151,7 @@ include "frames.pxi"
 include "outbox.pxi"
 include "answers.pxi"
 include "chunks.pxi"
+include "reads.pxi"
 include "path.pxi"
 include "meters.pxi"
 include "readers.pxi"
@@ -165,7 +170,7 @@ def resize(buffer, Py_ssize_t size):
     PyByteArray_Resize(buffer, size)
 
 
-# The functions of wire.h, for tests.
+# The functions of wire.h and fetch.h, for tests.
 
 cdef uint32_t _index(frame, kp_request *head) except 0xFFFFFFFF:
     cdef const uint8_t *data = data_of(frame)
@@ -234,3 +239,23 @@ def results(frame not None, selection, answer not None):
     ):
         return None
     return [_results[at] for at in range(count)]
+
+
+def read_again(request, frame not None):
+    """The known `request`, one of kproxy_codec.fetch, for the offsets of a frame, a memoryview; None if it differs more."""
+    cdef _KnownRead known = _KnownRead.__new__(_KnownRead)
+    cdef uint32_t size = <uint32_t>len(frame)
+    cdef const uint8_t *data = data_of(frame)
+    known.keep(request)
+    if not kp_reads_again(data, size, &known.read):
+        return None
+    encoded = PyBytes_FromStringAndSize(NULL, size)
+    kp_read_again(data, &known.read, <uint8_t *>PyBytes_AS_STRING(encoded))
+    return encoded
+
+
+def has_read(request, answer not None):
+    """Whether an answer, a memoryview, can be passed on; it is blanked then."""
+    cdef _KnownRead known = _KnownRead.__new__(_KnownRead)
+    known.keep(request)
+    return bool(kp_has_read(data_of(answer), <uint32_t>len(answer), &known.read))

@@ -370,6 +370,8 @@ cdef class CompiledPath:
     cdef bytes last_topic
     cdef list last_routes
     cdef bint last_is_id
+    # Whether a read is in flight (reads.pxi).
+    cdef public bint is_reading
     cdef int64_t generation, places
     # The last ranges looked at, and the versions of Produce in them.
     cdef object ranges
@@ -377,6 +379,8 @@ cdef class CompiledPath:
     # Whether the gate for all requests is known, and whether it is open (`look`); then the core's open partitions.
     cdef bint has_looked, is_open
     cdef int64_t core_partitions
+    # The last read that was passed on; the next one like it is sent here.
+    cdef _KnownRead known_read
 
     def __init__(self, shell, answers, context, parse, make_exchange):
         self.answers, self.counters = answers, context.counters
@@ -401,7 +405,7 @@ cdef class CompiledPath:
 
     cdef int forget(self) except -1:
         self.by_name, self.by_id, self.last_topic, self.last_routes, self.places = {}, {}, None, None, 0
-        self.generation, self.transactional_id = self.routes.generation, None
+        self.generation, self.transactional_id, self.known_read = self.routes.generation, None, None
         return 0
 
     # Routes
@@ -456,6 +460,68 @@ cdef class CompiledPath:
         routes[partition_index] = route
         (self.by_id if is_id else self.by_name)[topic] = routes
         return route
+
+    # Reads
+
+    def learn(self, request, upstream, int64_t connection, int64_t routed_at, double wait_s, int64_t answer_bytes):
+        """Keep a read, one of kproxy_codec.fetch, whose answer from this connection is passed on."""
+        cdef _KnownRead known = _KnownRead.__new__(_KnownRead)
+        known.keep(request)
+        known.upstream, known.connection, known.routed_at = upstream, connection, routed_at
+        known.wait_s, known.answer_bytes = wait_s, answer_bytes
+        self.known_read = known
+
+    def forget_read(self):
+        """Let the core serve the next read; return whether one is in flight here, which it must have before."""
+        self.known_read = None
+        return self.is_reading
+
+    cdef bint read_on(self, const uint8_t *data, uint32_t size, double now, ranges) except -1:
+        """Send a read that differs from the known one in its offsets; False leaves it to the core."""
+        cdef _KnownRead known = self.known_read
+        cdef CompiledRead read
+        cdef AnswerOrder answers = self.answers
+        cdef Slot slot
+        cdef int64_t taken
+        if self.is_reading or not kp_reads_again(data, size, &known.read):
+            return False
+        if not (self.is_open if self.has_looked else self.look()) or self.known_read is None:
+            return False
+        if known.routed_at != self.topology.version or self.shell.claims.connection is not None:
+            return False
+        if known.upstream.closed or known.upstream._outbox is None or len(known.upstream._in_flight):
+            return False
+        if ranges is not known.ranges:
+            lowest, highest = ranges.get(FETCH_KEY, (1, 0))
+            if not lowest <= known.read.version <= highest:
+                return False
+            known.ranges = ranges
+        taken = self.open_partitions + self.core_partitions
+        if taken and taken + known.read.entry_count > KP_MAX_PARTITIONS:
+            return False
+        if self.may_take is not None and not self.may_take():
+            return False
+        answers.sequence += 1
+        slot = Slot(answers, answers.sequence, size, 0.0)
+        slot.weight += known.answer_bytes
+        answers.slots.append(slot)
+        answers.in_flight_bytes += slot.weight
+        self.budget.held += slot.frame_bytes
+        self.tally.counted[FETCH_KEY << self.tally.key_shift | known.read.version] += 1
+        self.open_count += 1
+        if known.read.entry_count > 1:
+            self.open_partitions += known.read.entry_count
+        self.is_reading = True
+        read = CompiledRead.__new__(CompiledRead)
+        read.path, read.known, read.place = self, known, slot
+        read.correlation_id = kp_int32(data + KP_CORRELATION_ID_OFFSET)
+        read.until = now + known.wait_s
+        read.may_wait_until = read.until if known.wait_s else 0.0
+        read.deadline = read.until + LATE_AFTER_S
+        read.frame = PyByteArray_FromStringAndSize(NULL, size)
+        kp_read_again(data, &known.read, <uint8_t *>PyByteArray_AS_STRING(read.frame))
+        known.upstream.forward_span(read, memoryview(read.frame), 0, size)
+        return True
 
     # Requests
 
@@ -512,7 +578,11 @@ cdef class CompiledPath:
         cdef double deadline
         cdef int64_t taken
         cdef uint32_t parts = 0
-        if size < 8 or kp_int16(data + 4) != PRODUCE_KEY or size > 0x7FFFFFFF:
+        if size < 8 or size > 0x7FFFFFFF:
+            return False
+        if kp_int16(data + 4) == FETCH_KEY:
+            return self.known_read is not None and self.read_on(data, <uint32_t>size, now, ranges)
+        if kp_int16(data + 4) != PRODUCE_KEY:
             return False
         if not (self.is_open if self.has_looked else self.look()):
             return False

@@ -51,6 +51,8 @@ cdef class AnswerReader:
                 ticket = self._in_flight.matching(data + at, size)
                 if type(ticket) is CompiledPiece:
                     (<CompiledPiece>ticket).take_answer(view, data, at, size)
+                elif type(ticket) is CompiledRead:
+                    (<CompiledRead>ticket).take_answer(view, data, at, size)
                 else:
                     ticket.answered(view[at:at + size])
                 at += size

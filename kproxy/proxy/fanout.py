@@ -38,6 +38,8 @@ from kproxy.routing.open_exchanges import OpenExchanges
 from kproxy.routing.split import NOTHING_REFUSED, Entry
 from kproxy.security.broker_auth import BrokerAuth
 from kproxy_codec.api_keys import PRODUCE
+from kproxy_codec.fetch import FetchApi, as_fetch
+from kproxy_codec.framing import parse_request_header
 from kproxy_codec.partitioned import PartitionedRequest
 
 # How long after the client's last byte a batch may wait for a dial.
@@ -162,9 +164,28 @@ class FanoutShell:
     @property
     def is_reading(self) -> bool:
         """Whether a read of the client waits for answers now."""
-        return self.core.is_reading
+        return self.core.is_reading or self.plain.is_reading
 
     # The plain path
+
+    def take_reads(self) -> None:
+        """Let the core serve what reads, with the read that is in flight on the plain path."""
+        if self.plain.path is not None and self.plain.path.forget_read():
+            self._adopt()
+
+    def read_of(self, frame: memoryview, correlation_id: int, sequence: int) -> Exchange:
+        """The read that the plain path has sent as `frame`."""
+        api, header = FetchApi(), parse_request_header(frame)
+        request = api.parse_request(frame, header._replace(correlation_id=correlation_id))
+        if request.by_id:
+            self.name_topics(request)
+        return Exchange(api, request, sequence, inf)
+
+    def _learn(self, action: actions.Proven) -> None:
+        if self.plain.path is not None:
+            read, upstream = action.read, self.upstreams[action.connection]
+            most = min(max(as_fetch(read.request).max_bytes, 0), self._context.limits.max_answer_bytes)
+            self.plain.path.learn(read.request, upstream, action.connection, action.routed_at, read.wait_s, most)
 
     def take_over(self, piece: PlainPiece) -> PieceTicket:
         """Move the plain path's requests to the core; return the ticket that replaces this one."""
@@ -201,7 +222,7 @@ class FanoutShell:
         try:
             while True:
                 if self._topology.version != core.version:
-                    if self.plain.open_count and core.is_concerned:
+                    if self.plain.open_count and (core.is_concerned or self.plain.is_reading):
                         self._adopt()
                     todo = core.topology_changed(clock(), random())
                 elif self._events:
@@ -381,6 +402,7 @@ _CARRY_OUT: Final[Mapping[type[Action], Callable[[FanoutShell, Any], None]]] = {
     actions.Respond: FanoutShell._respond,
     actions.Drop: FanoutShell._drop,
     actions.Note: FanoutShell._note,
+    actions.Proven: FanoutShell._learn,
     actions.Hold: lambda shell, action: shell._last_writes.hold(*action),
     actions.LetGo: lambda shell, action: shell._last_writes.let_go(action.piece),
     actions.NoteLost: lambda shell, action: shell._last_writes.note_lost(action.partitions),

@@ -38,8 +38,7 @@ from kproxy.proxy.claims import Respond, refused_writes
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.fanout import FanoutShell
 from kproxy.proxy.plain_path import CompiledPath
-from kproxy.routing.merge import Exchange
-from kproxy.routing.reads import READ_GRACE_S
+from kproxy.routing.merge import READ_GRACE_S, Exchange
 from kproxy.routing.retry import deadline_s
 from kproxy.routing.split import NOTHING_REFUSED, Entry
 from kproxy.security.acls import Operation
@@ -147,6 +146,7 @@ class PartitionedRequests:
 
     def fetch(self, frame: memoryview, header: RequestHeader, now: float, slot: Slot) -> int | None:
         """Serve a fetch request."""
+        self._fanout.take_reads()
         request = FETCH_API.parse_request(frame, header)
         if request.continues_session:
             head, tail = response_ends(header.api_version, 0, [], FETCH_SESSION_ID_NOT_FOUND)
@@ -176,6 +176,7 @@ class PartitionedRequests:
 
     def list_offsets(self, frame: memoryview, header: RequestHeader, now: float, slot: Slot) -> int | None:
         """Serve a ListOffsets request; its answer is as small as the request."""
+        self._fanout.take_reads()
         request = LIST_OFFSETS_API.parse_request(frame, header)
         if request.is_too_large or request.repeats_a_partition():
             return self._refuse(LIST_OFFSETS_API, request, slot, INVALID_REQUEST)

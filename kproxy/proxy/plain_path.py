@@ -1,8 +1,9 @@
 """Keep the requests in flight on the compiled plain path of one client, and hand them to the core.
 
 The compiled path (kproxy/plain/path.pxi) sends a request whose routes are all proven, and takes the answers if all are
-successes. On any other outcome all its requests in flight first enter the core (kproxy.routing.fanout): in order, each
-with its unanswered pieces. Without the extension nothing is in flight here: the core gets every request.
+successes; so it does with a read that asks one broker again (kproxy/plain/reads.pxi). On any other outcome all its
+requests in flight first enter the core (kproxy.routing.fanout): in order, each with its unanswered pieces. Without the
+extension nothing is in flight here: the core gets every request.
 
 Invariant: requests sent here follow, on the same connections, those sent before for their partitions.
 """
@@ -26,10 +27,31 @@ from kproxy_codec.produce import PRODUCE_API
 
 
 class CompiledPath(Taker, Protocol):
-    """The compiled path. `open_count` are its unanswered requests, `open_partitions` those of requests with several."""
+    """The compiled path.
+
+    `open_count` are its unanswered requests, `open_partitions` those of requests with several. `is_reading`: one is a
+    read.
+    """
 
     open_count: int
     open_partitions: int
+    is_reading: bool
+
+    def learn(
+        self,
+        request: PartitionedRequest,
+        upstream: Upstream,
+        connection: int,
+        routed_at: int,
+        wait_s: float,
+        answer_bytes: int,
+    ) -> None:
+        """Serve reads like this one, which a broker has answered on this connection, until `forget_read`."""
+        ...
+
+    def forget_read(self) -> bool:
+        """Serve no more reads; return whether one is in flight."""
+        ...
 
     def forget_routes(self) -> None:
         """Find the route of each partition again: the client's permissions have changed."""
@@ -37,7 +59,10 @@ class CompiledPath(Taker, Protocol):
 
 
 class PlainSlot(Protocol):
-    """A request and the place of its answer; `exchange` has the results so far if it is sent in parts, else None."""
+    """A request and the place of its answer.
+
+    `exchange` has the results so far if it is sent in parts, or is a read; else None.
+    """
 
     sequence: int
     deadline: float
@@ -67,7 +92,9 @@ class PlainPiece(Ticket, Protocol):
 
 # The ticket of a part whose client is gone: it sends the request again.
 _FORGOTTEN: Final = QuietTicket()
-_PIECES: Final[tuple[type[PlainPiece], ...]] = () if compiled is None else (compiled.CompiledPiece,)
+_PIECES: Final[tuple[type[PlainPiece], ...]] = (
+    () if compiled is None else (compiled.CompiledPiece, compiled.CompiledRead)
+)
 
 
 class PlainRequests:
@@ -88,6 +115,11 @@ class PlainRequests:
     def open_partitions(self) -> int:
         """The partitions of those with more than one."""
         return self.path.open_partitions if self.path is not None else 0
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether a read is in flight."""
+        return self.path is not None and self.path.is_reading
 
     def pieces(self) -> Iterator[PlainPiece]:
         """The pieces in flight."""
@@ -111,6 +143,7 @@ class PlainRequests:
             leaving.append((Adopted(exchange, slot.routed_at, [(each.connection, each.part) for each in parts]), parts))
         if self.path is not None:
             self.path.open_count = self.path.open_partitions = 0
+            self.path.is_reading = False
         return leaving
 
     def forget(self) -> None:
@@ -120,6 +153,7 @@ class PlainRequests:
         for upstream in self._upstreams.values():
             upstream.replace({piece: _FORGOTTEN for piece in _pieces_on(upstream) if not piece.slot.is_silent})
         self.path.open_count = len({piece.slot.sequence for piece in self.pieces()})
+        self.path.is_reading = False
 
 
 def _pieces_on(upstream: Upstream) -> list[PlainPiece]:

@@ -135,6 +135,14 @@ class Note(NamedTuple):
     result: Buffer
 
 
+class Proven(NamedTuple):
+    """A whole read is passed on from this connection, and no other is asked for: the next one may go there at once."""
+
+    read: Exchange
+    connection: int
+    routed_at: int
+
+
 class Hold(NamedTuple):
     """Hold these partitions until the piece is answered or lost: their writer is gone (claims.inflight_writes)."""
 
@@ -221,6 +229,7 @@ Action: TypeAlias = (
     | Respond
     | Drop
     | Note
+    | Proven
     | Hold
     | LetGo
     | NoteLost

@@ -132,8 +132,7 @@ class Fanout:
     def gate(self) -> tuple[Mapping[LaneKey, Any], Mapping[Hashable, Any], OpenExchanges]:
         """The objects that decide whether requests may use the plain path.
 
-        The first two must be empty; the partitions of the third are open as well. The objects are never replaced: the
-        compiled path reads them directly.
+        The first two must be empty; the partitions of the third are open as well. The objects are never replaced.
         """
         return self.lanes.table, self._exchanges.refused_lanes, self._exchanges
 
@@ -176,11 +175,13 @@ class Fanout:
         """Take over requests of the plain path, in order; return the numbers of their pieces."""
         in_flight = self._in_flight
         self._exchanges.adopt(record.exchange for record in records)
-        return [
-            in_flight.add(exchange, in_flight.connections[connection], part, routed_at).number
+        pieces = [
+            in_flight.add(exchange, in_flight.connections[connection], part, routed_at)
             for exchange, routed_at, parts in records
             for connection, part in parts
         ]
+        self._reads.adopt(pieces)
+        return [piece.number for piece in pieces]
 
     def opened(self, connection: int) -> None:
         """Note a successful dial: pieces that waited for it are about to be written."""
@@ -193,10 +194,7 @@ class Fanout:
         self._outcomes.settle(piece.exchange, piece.entries(), appended=False)
 
     def take_out(self, since: int, up_to: int) -> None:
-        """Copy requests out of receive buffers, so that these can be reused.
-
-        These are the requests with a sequence in (since, up_to]. The shell calls this periodically.
-        """
+        """Copy the requests with a sequence in (since, up_to] out of receive buffers, so that these can be reused."""
         self._exchanges.take_out(since, up_to)
         if not self.lanes.table:
             self._in_flight.forget()
@@ -268,7 +266,7 @@ class Fanout:
             for entry, *_ in matched:
                 self._succeeded(piece, entry)
             if exchange.is_read:
-                self._reads.pass_on(response)
+                self._reads.pass_on(exchange, piece, response)
             set_response_correlation_id(frame, exchange.request.header.correlation_id)
             self._exchanges.respond(exchange, [frame])
         elif exchange.is_read:
@@ -403,6 +401,7 @@ class Fanout:
     def _finish(self, *pieces: Piece) -> list[Action]:
         """Send waiting entries that may go now; `pieces` are answered or lost."""
         self._send_released()
+        self._reads.has_news |= any(piece.connection.reader for piece in pieces)
         self._read_on()
         for piece in pieces:
             if piece.is_held:

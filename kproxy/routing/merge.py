@@ -45,6 +45,9 @@ from kproxy_codec.partitioned import (
 )
 from kproxy_codec.primitives import INT32, Buffer, encode_count, encode_tagged_fields
 
+# Time for a broker's answer to a read beyond the wait of the read itself, in seconds.
+READ_GRACE_S: Final = 30.0
+
 Partition: TypeAlias = tuple[bytes, int]
 """Topic, as requests name it, and partition index."""
 
@@ -188,6 +191,10 @@ class Exchange:
     @property
     def complete(self) -> bool:
         return self.open_count == 0
+
+    def begin_read(self, until: float, wait_s: float) -> None:
+        """Begin a read that waits for data so long, until then; its deadline is some time later."""
+        self.until, self.wait_s, self.deadline = until, wait_s, until + READ_GRACE_S
 
     def selection(self, part: Selection | None) -> Selection:
         """The entries of a part of the request; all entries if `part` is None."""

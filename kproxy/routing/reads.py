@@ -6,6 +6,9 @@ client gets it at once, though the others still wait. What they are asked stays 
 which usually asks for the same offsets there. Ending the others' waits would cost a new connection for each, and asking
 them without a wait would need a pause between attempts, which delays data or burdens brokers.
 
+Where the compiled plain path is built, it sends a read that differs from the last one in its offsets alone, if a single
+broker answered that (`Proven`); what is in flight there comes here before anything else is read (`adopt`).
+
 The client's reads are served one after another, as a broker would serve them. The one that is served is the `present`
 read; its `until` is the end of its wait.
 
@@ -36,10 +39,10 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from kproxy.routing.actions import Actions, Send
+from kproxy.routing.actions import Actions, Proven, Send
 from kproxy.routing.identity import lane_key
 from kproxy.routing.in_flight import BrokerConnection, InFlight, Piece
 from kproxy.routing.lanes import Lanes
@@ -60,8 +63,6 @@ LATE_AFTER_S: Final = 0.2
 FOUND_S: Final = 1.0
 # A wait that would end sooner is not worth asking for.
 LEAST_WAIT_S: Final = 0.02
-# Time for a broker's answer beyond the wait of the read itself.
-READ_GRACE_S: Final = 30.0
 
 
 class _Found(NamedTuple):
@@ -133,6 +134,14 @@ class Reads:
         self._waiting += (read,)
         self.has_news = True
 
+    def adopt(self, pieces: Iterable[Piece]) -> None:
+        """Serve the read that the plain path has sent whole, if one of these is; no other is present."""
+        for piece in pieces:
+            read = piece.exchange
+            if read.is_read:
+                self.present, self._has_asked, self._answers, self._receiving = read, True, 0, ()
+                piece.due, piece.least_bytes = read.until, as_fetch(read.request).least_bytes(1)
+
     def go_on(self) -> Exchange | None:
         """The present read if there is news, or else the next one, which begins; None if there is none."""
         if not self.has_news:
@@ -149,10 +158,8 @@ class Reads:
 
     def _begin(self, read: Exchange) -> None:
         self.present, self._has_asked, self._answers, self._receiving = read, False, 0, ()
-        if as_fetch(read.request).min_bytes <= 0:
-            read.wait_s = 0.0
-        read.until = self._outcomes.now + read.wait_s
-        read.deadline = read.until + READ_GRACE_S
+        wait_s = 0.0 if as_fetch(read.request).min_bytes <= 0 else read.wait_s
+        read.begin_read(self._outcomes.now + wait_s, wait_s)
         # Errors by now are those of entries that no broker is asked for.
         read.is_over = not read.open_count
         if self._offsets is not None and len(self._offsets) > MAX_PARTITIONS:
@@ -311,9 +318,14 @@ class Reads:
         broker = self._router.broker_for(read, entry)
         self._outcomes.failed(read, entry, event, piece.routed_at, result, broker=broker)
 
-    def pass_on(self, response: PartitionedResponse) -> None:
+    def pass_on(self, read: Exchange, piece: Piece, response: PartitionedResponse) -> None:
         """Note that the present read is answered with a broker's answer as it is."""
         self.present, self.has_news = None, True
+        connection = piece.connection
+        is_alone = not (self._waiting or self.found or self._offsets or self._in_flight.reading())
+        is_next = self._in_flight.readers(connection.broker)[:1] == [connection]
+        if is_alone and is_next and piece.routed_at == self._topology.version:
+            self._actions.add(Proven(read, connection.number, piece.routed_at))
         if self._offsets:
             for topic in response.topics:
                 for index in topic.partitions:

@@ -265,13 +265,16 @@ class Client:
     def _read(self, connection: Connection) -> None:
         drawn = self._dice.at(What.READ, -self.number, self.requests)
         api_key = wire.FETCH if drawn < 0.5 else wire.LIST_OFFSETS
-        sent = Sent(api_key, 0, self.requests)
-        sent.partitions = self.partitions
+        # Reads of one broker, again and again, have a path of their own.
+        partitions = self.partitions[:1] if drawn < 0.3 else self.partitions
         topics: dict[bytes, list[int]] = {}
-        for partition in self.partitions:
+        for partition in partitions:
             topics.setdefault(partition.topic, []).append(partition.index)
-        connection.in_flight.append(sent)
-        connection.send(wire.read_request(api_key, self.requests, self._name, topics), sent)
+        for repeat in range(1 + int(drawn * 10) % 3):
+            sent = Sent(api_key, 0, self.requests + (repeat << 20))
+            sent.partitions = partitions
+            connection.in_flight.append(sent)
+            connection.send(wire.read_request(api_key, sent.correlation_id, self._name, topics), sent)
 
     def _leave(self, connection: Connection, drawn: float) -> None:
         half, drawn = divmod(drawn * 2, 1.0)

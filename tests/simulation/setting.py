@@ -297,7 +297,7 @@ def _clients(random: Random, partitions: int, trouble_s: float, *, mixes_version
                 if random.random() < 0.5 or not mixes_versions
                 else tuple(random.randint(3, 13) for _ in range(4)),
                 leaves=random.choice((0.0, 0.0, 0.01, 0.04)),
-                reads=random.choice((0.0, 0.0, 0.05)),
+                reads=random.choice((0.0, 0.05, 0.3)),
                 pace_s=trouble_s / requests * random.choice((0.3, 0.8, 1.2)),
                 padding=random.choice((8, 10, 60, 200, 9_000 if random.random() < 0.1 else 30)),
             )

@@ -227,6 +227,7 @@ _WORDS: dict[type, Callable[..., str]] = {
     actions.Note: lambda exchange, entry, broker, _, result: (
         f"note {exchange.sequence} {entry_text(exchange, entry)}@{base_offset_of(result)} of b{broker}"
     ),
+    actions.Proven: lambda exchange, connection, _: f"proven {exchange.sequence} on c{connection}",
     actions.Hold: lambda piece, partitions: f"hold #{piece}: {partitions_text(partitions)}",
     actions.LetGo: lambda piece: f"let go #{piece}",
     actions.NoteLost: lambda partitions: f"lost {partitions_text(partitions)}",

@@ -75,7 +75,7 @@ def test_whole_success_is_forwarded_with_new_number() -> None:
     exchange = play.exchanges[1]
     frame = answer_frame(exchange.request, "t-0:100", throttle_ms=40)
     frame[4:8] = (1234).to_bytes(4, "big")
-    assert play.answers_bytes(1, frame) == ["answer 1: t-0 throttle 40"]
+    assert play.answers_bytes(1, frame) == ["proven 1 on c1", "answer 1: t-0 throttle 40"]
     # The answer's own bytes, with the client's correlation id.
     assert frame[4:8] == exchange.request.header.correlation_id.to_bytes(4, "big")
     assert exchange._results is None

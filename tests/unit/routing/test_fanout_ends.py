@@ -9,8 +9,7 @@ import pytest
 from kproxy.routing import in_flight
 from kproxy.routing.in_flight import WINDOW_S, ConnectionState
 from kproxy.routing.lanes import LaneState
-from kproxy.routing.merge import ExchangeState
-from kproxy.routing.reads import READ_GRACE_S
+from kproxy.routing.merge import READ_GRACE_S, ExchangeState
 from kproxy_codec.error_codes import POLICY_VIOLATION
 from tests.support.models.playbook import Playbook
 

@@ -485,3 +485,11 @@ def test_offsets_are_listed_beside_a_waiting_read() -> None:
     play = first_answered()
     assert play.lists_offsets(2, "t-1") == ["send #3 b2/c3: 2 t-1"]
     assert play.submits(3, "t-1") == ["send #4 b2/c4: 3 t-1"]
+
+
+def test_listed_offsets_free_a_connection_for_reads() -> None:
+    play = Playbook({"t": [1]})
+    assert play.lists_offsets(1, "t-0") == ["send #1 b1/c1: 1 t-0"]
+    assert play.lists_offsets(2, "t-0") == ["send #2 b1/c2: 2 t-0"]
+    play.fetches(3, "t-0", until_s=0.5)
+    assert "send #3 b1/c1: 3 t-0" in play.answers(1, "t-0")
