@@ -476,53 +476,6 @@ cdef class CompiledPath:
         self.known_read = None
         return self.is_reading
 
-    cdef bint read_on(self, const uint8_t *data, uint32_t size, double now, ranges) except -1:
-        """Send a read that differs from the known one in its offsets; False leaves it to the core."""
-        cdef _KnownRead known = self.known_read
-        cdef CompiledRead read
-        cdef AnswerOrder answers = self.answers
-        cdef Slot slot
-        cdef int64_t taken
-        if self.is_reading or not kp_reads_again(data, size, &known.read):
-            return False
-        if not (self.is_open if self.has_looked else self.look()) or self.known_read is None:
-            return False
-        if known.routed_at != self.topology.version or self.shell.claims.connection is not None:
-            return False
-        if known.upstream.closed or known.upstream._outbox is None or len(known.upstream._in_flight):
-            return False
-        if ranges is not known.ranges:
-            lowest, highest = ranges.get(FETCH_KEY, (1, 0))
-            if not lowest <= known.read.version <= highest:
-                return False
-            known.ranges = ranges
-        taken = self.open_partitions + self.core_partitions
-        if taken and taken + known.read.entry_count > KP_MAX_PARTITIONS:
-            return False
-        if self.may_take is not None and not self.may_take():
-            return False
-        answers.sequence += 1
-        slot = Slot(answers, answers.sequence, size, 0.0)
-        slot.weight += known.answer_bytes
-        answers.slots.append(slot)
-        answers.in_flight_bytes += slot.weight
-        self.budget.held += slot.frame_bytes
-        self.tally.counted[FETCH_KEY << self.tally.key_shift | known.read.version] += 1
-        self.open_count += 1
-        if known.read.entry_count > 1:
-            self.open_partitions += known.read.entry_count
-        self.is_reading = True
-        read = CompiledRead.__new__(CompiledRead)
-        read.path, read.known, read.place = self, known, slot
-        read.correlation_id = kp_int32(data + KP_CORRELATION_ID_OFFSET)
-        read.until = now + known.wait_s
-        read.may_wait_until = read.until if known.wait_s else 0.0
-        read.deadline = read.until + LATE_AFTER_S
-        read.frame = PyByteArray_FromStringAndSize(NULL, size)
-        kp_read_again(data, &known.read, <uint8_t *>PyByteArray_AS_STRING(read.frame))
-        known.upstream.forward_span(read, memoryview(read.frame), 0, size)
-        return True
-
     # Requests
 
     def take(self, frame, double first_byte_at, ranges):
@@ -581,7 +534,7 @@ cdef class CompiledPath:
         if size < 8 or size > 0x7FFFFFFF:
             return False
         if kp_int16(data + 4) == FETCH_KEY:
-            return self.known_read is not None and self.read_on(data, <uint32_t>size, now, ranges)
+            return self.known_read is not None and read_on(self, data, <uint32_t>size, now, ranges)
         if kp_int16(data + 4) != PRODUCE_KEY:
             return False
         if not (self.is_open if self.has_looked else self.look()):

@@ -141,3 +141,51 @@ cdef class CompiledRead:
         path.close(self.known.read.entry_count)
         kp_put_int32(data + start + KP_ANSWER_CORRELATION_ID_OFFSET, self.correlation_id)
         return self.place.fill_span(view, start, start + size)
+
+
+cdef bint read_on(CompiledPath path, const uint8_t *data, uint32_t size, double now, ranges) except -1:
+    """Send a read that differs from the known one in its offsets; False leaves it to the core."""
+    cdef _KnownRead known = path.known_read
+    cdef CompiledRead read
+    cdef AnswerOrder answers = path.answers
+    cdef Slot slot
+    cdef int64_t taken
+    if path.is_reading or not kp_reads_again(data, size, &known.read):
+        return False
+    if not (path.is_open if path.has_looked else path.look()) or path.known_read is None:
+        return False
+    if known.routed_at != path.topology.version or path.shell.claims.connection is not None:
+        return False
+    if known.upstream.closed or known.upstream._outbox is None or len(known.upstream._in_flight):
+        return False
+    if ranges is not known.ranges:
+        lowest, highest = ranges.get(FETCH_KEY, (1, 0))
+        if not lowest <= known.read.version <= highest:
+            return False
+        known.ranges = ranges
+    taken = path.open_partitions + path.core_partitions
+    if taken and taken + known.read.entry_count > KP_MAX_PARTITIONS:
+        return False
+    if path.may_take is not None and not path.may_take():
+        return False
+    answers.sequence += 1
+    slot = Slot(answers, answers.sequence, size, 0.0)
+    slot.weight += known.answer_bytes
+    answers.slots.append(slot)
+    answers.in_flight_bytes += slot.weight
+    path.budget.held += slot.frame_bytes
+    path.tally.counted[FETCH_KEY << path.tally.key_shift | known.read.version] += 1
+    path.open_count += 1
+    if known.read.entry_count > 1:
+        path.open_partitions += known.read.entry_count
+    path.is_reading = True
+    read = CompiledRead.__new__(CompiledRead)
+    read.path, read.known, read.place = path, known, slot
+    read.correlation_id = kp_int32(data + KP_CORRELATION_ID_OFFSET)
+    read.until = now + known.wait_s
+    read.may_wait_until = read.until if known.wait_s else 0.0
+    read.deadline = read.until + LATE_AFTER_S
+    read.frame = PyByteArray_FromStringAndSize(NULL, size)
+    kp_read_again(data, &known.read, <uint8_t *>PyByteArray_AS_STRING(read.frame))
+    known.upstream.forward_span(read, memoryview(read.frame), 0, size)
+    return True
