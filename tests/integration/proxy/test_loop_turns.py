@@ -27,9 +27,11 @@ from typing import Any, Final
 import pytest
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.proxy.apis import KEY_TYPES, SERVED
+from kproxy.proxy.apis import REQUEST_KEY_TYPES, SERVED
 from kproxy_codec import api_keys as keys
 from kproxy_codec import own
+from kproxy_codec.control import decode_request
+from kproxy_codec.coordination import BATCHED_FROM
 from tests.support.brokers.scripted_upstream import Asked
 from tests.support.clients.raw_client import (
     Partitions,
@@ -113,7 +115,12 @@ class Broker(ServedBroker):
     def _answer(self, asked: Asked) -> None:
         key = asked.header.api_key
         if key == keys.FIND_COORDINATOR and key not in self.prepared:
-            asked.answer_message(error_code=0, node_id=self.node_id, host="127.0.0.1", port=self.port)
+            found = {"error_code": 0, "node_id": self.node_id, "host": "127.0.0.1", "port": self.port}
+            if asked.header.api_version < BATCHED_FROM:
+                asked.answer_message(**found)
+            else:
+                wanted = decode_request(key, asked.header.api_version, asked.body).coordinator_keys
+                asked.answer_message(coordinators=[{**found, "key": each} for each in wanted])
         elif self.conduct == "holds":
             self.held.append(asked)
         elif self.conduct == "drops":
@@ -300,7 +307,7 @@ for _key in PARTITIONED:
 def control_values(key: int, version: int) -> dict[str, Any]:
     """The required values of a valid request."""
     values: dict[str, Any] = {"group_id": "g", "key_type": 0}
-    if SERVED[key].handling in KEY_TYPES:
+    if SERVED[key].handling in REQUEST_KEY_TYPES:
         values["transactional_id"] = values["v3_and_below_transactional_id"] = "x"
     return values
 
