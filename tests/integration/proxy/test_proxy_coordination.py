@@ -307,9 +307,14 @@ async def test_commits_carry_no_leader_epoch_to_brokers(s: Scene, key: int) -> N
 async def test_each_group_goes_to_its_own_coordinator(s: Scene, version: int) -> None:
     def commits(asked: Asked) -> None:
         groups = decode_request(keys.OFFSET_FETCH, version, asked.body).groups
+        partition = {"partition_index": 3, "committed_offset": 70, "committed_leader_epoch": 9, "metadata": ""}
+        topic = {
+            "topic_id" if version >= 10 else "name": UUID(int=7) if version >= 10 else "t",
+            "partitions": [partition],
+        }
         asked.answer_message(
             throttle_time_ms=len(groups),
-            groups=[{"group_id": each.group_id, "error_code": 0, "topics": []} for each in groups],
+            groups=[{"group_id": each.group_id, "error_code": 0, "topics": [topic]} for each in groups],
         )
 
     cluster = Cluster(s)
@@ -322,7 +327,8 @@ async def test_each_group_goes_to_its_own_coordinator(s: Scene, version: int) ->
         *((name, 0) for name in names[:-1]),
         (names[-1], NOT_AVAILABLE),
     ]
-    assert message.throttle_time_ms == 100
+    epochs = {each.topics[0].partitions[0].committed_leader_epoch for each in message.groups[:-1]}
+    assert (epochs, message.throttle_time_ms) == ({-1}, 100)
     assert sorted(cluster.got(keys.OFFSET_FETCH)) == [1, 2, 3]
     assert len(cluster.got(keys.FIND_COORDINATOR)) == 2, "not one request for some hundred groups"
     twice = [{"group_id": "g1", "topics": topics} for topics in (None, [])]
