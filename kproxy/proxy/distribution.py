@@ -16,6 +16,8 @@ or ask again.
 In requests, too, a proxy's node id means the proxy (kproxy.proxy.virtual_brokers). Its configuration is that of one of
 the brokers, always the same as long as that one answers: a broker describes only itself, so the request names that
 broker, and the answer the proxy. A proxy's configuration cannot be altered, and a proxy holds no replicas.
+
+A request may name a million things. It becomes one share for each broker, for each proxy, and for each kind of refusal.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from kproxy.proxy.apis import PART_KEY_TYPES, Api, Handling, api_of
 from kproxy.proxy.broker_connection import Unanswerable, Upstream
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.virtual_brokers import BROKER_TYPES, VirtualBrokers
+from kproxy.routing.fleet import FIRST_NODE_ID
 from kproxy.routing.split import route
 from kproxy.routing.topology import NO_OWNER
 from kproxy_codec import api_keys as keys
@@ -64,6 +67,8 @@ from kproxy_codec.primitives import Buffer
 
 # Of a node id.
 _MOST_DIGITS: Final = 10
+# The same for all proxies, because parts that are refused alike are one share.
+_A_PROXY: Final = f"an id from {FIRST_NODE_ID} up is the id of a proxy (kproxy)"
 # Parts that are looked at in a turn of the event loop: about a millisecond.
 _PORTION: Final = 256
 # The errors for parts of which no answer comes.
@@ -193,9 +198,10 @@ class Distribution:
 
     async def _target(self, part: Part) -> Target:
         if self._api.replicas:
-            for broker in numbers(part, self._api.replicas):
+            for number, broker in enumerate(numbers(part, self._api.replicas), 1):
+                await self._rest(number)
                 if self._virtual.is_virtual(broker):
-                    return Refusal(INVALID_REPLICA_ASSIGNMENT, f"{self._a_proxy(broker)} for its replicas, or none")
+                    return Refusal(INVALID_REPLICA_ASSIGNMENT, f"{_A_PROXY}: name brokers ({self._known}), or none")
             return None
         name = part.resource_name
         if part.resource_type not in BROKER_TYPES or not name.isdecimal() or len(name) > _MOST_DIGITS:
@@ -203,12 +209,16 @@ class Distribution:
         if not self._virtual.is_virtual(int(name)):
             return int(name) if int(name) in self._topology.brokers else None
         if self._header.api_key == keys.DESCRIBE_CONFIGS:
-            return str(name)
-        return Refusal(INVALID_REQUEST, f"{self._a_proxy(name)} to configure, or no id for the default of all")
+            # Any broker refuses an id that no proxy has: one request may name thousands.
+            return str(name) if self._virtual.is_named(int(name)) else None
+        return Refusal(
+            INVALID_REQUEST, f"{_A_PROXY}: configure a broker ({self._known}) at its own address, or the default of all"
+        )
 
-    def _a_proxy(self, name: object) -> str:
-        known = ", ".join(map(str, sorted(self._topology.brokers)[:10]))
-        return f"{name} is the id of a proxy (kproxy): name a broker behind it ({known})"
+    @property
+    def _known(self) -> str:
+        """The brokers' ids, for the text of a refusal."""
+        return ", ".join(map(str, sorted(self._topology.brokers)[:10]))
 
     async def _owner(self, topic: str, partition_index: int) -> Target:
         name = topic.encode(errors="surrogateescape")

@@ -28,6 +28,7 @@ import pytest
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.proxy.apis import REQUEST_KEY_TYPES, SERVED
+from kproxy.routing.fleet import FIRST_NODE_ID
 from kproxy_codec import api_keys as keys
 from kproxy_codec import own
 from kproxy_codec.control import decode_request
@@ -61,6 +62,7 @@ MEASURED: Final = "tests.support.processes.measured_proxy_main"
 BROKERS: Final = 3
 MAX_PARTITIONS: Final = 4096
 MAX_CONTROL_BYTES: Final = 1 << 20
+BROKER_RESOURCE: Final = 4
 CONTROL_TIMEOUT_S: Final = 1.5
 LEAST_DEADLINE_S: Final = 1.0
 NO_ERROR: Final = 0
@@ -362,6 +364,46 @@ for _key, _offer in SERVED.items():
     if _key not in PARTITIONED and _key not in (keys.OWN, keys.GET_TELEMETRY_SUBSCRIPTIONS, keys.PUSH_TELEMETRY):
         for _conduct in ("answers", "holds", "drops"):
             add(_offer.handling.name, f"{keys.name_of(_key)}, its broker {_conduct}", control_case(_key, _conduct))
+
+
+def named_brokers_case(key: int, fields: dict[str, Any]) -> Case:
+    async def run(site: Site) -> str:
+        site.begin("drops")
+        client = await site.client()
+        frame = control_frame(key, SERVED[key].max_version, **fields)
+        assert len(frame) <= MAX_CONTROL_BYTES
+        client.send(frame)
+        await client.receive(PATIENCE_S)
+        return f"{len(frame)} bytes"
+
+    return run
+
+
+def named(ids: Sequence[int]) -> list[dict[str, Any]]:
+    return [{"resource_type": BROKER_RESOURCE, "resource_name": str(each)} for each in ids]
+
+
+for _what, _replicas, _ids in (
+    ("one proxy", [FIRST_NODE_ID] * 100_000, [FIRST_NODE_ID] * 30_000),
+    ("a proxy after brokers", [*[1, 2, 3] * 33_333, FIRST_NODE_ID], [*[1, 2, 3] * 9_999, FIRST_NODE_ID]),
+    ("many proxies", [*range(FIRST_NODE_ID, FIRST_NODE_ID + 100_000)], [*range(FIRST_NODE_ID, FIRST_NODE_ID + 30_000)]),
+):
+    _topic = {"name": "t", "num_partitions": -1, "replication_factor": -1, "configs": []}
+    for _key, _fields in (
+        (
+            keys.CREATE_TOPICS,
+            {"topics": [{**_topic, "assignments": [{"partition_index": 0, "broker_ids": _replicas}]}]},
+        ),
+        (keys.CREATE_PARTITIONS, {"topics": [{"name": "t", "count": 9, "assignments": [{"broker_ids": _replicas}]}]}),
+        (
+            keys.ALTER_PARTITION_REASSIGNMENTS,
+            {"topics": [{"name": "t", "partitions": [{"partition_index": 0, "replicas": _replicas}]}]},
+        ),
+        (keys.DESCRIBE_CONFIGS, {"resources": named(_ids)}),
+        (keys.ALTER_CONFIGS, {"resources": named(_ids)}),
+        (keys.INCREMENTAL_ALTER_CONFIGS, {"resources": named(_ids)}),
+    ):
+        add("named brokers", f"{keys.name_of(_key)} names {_what}", named_brokers_case(_key, _fields))
 
 
 async def metadata_of_all_topics(site: Site) -> str:
