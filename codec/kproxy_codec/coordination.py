@@ -1,21 +1,18 @@
 """Read and rewrite messages about groups and transactions for a proxy.
 
-It covers the key of a request, the groups of a request that names several, the coordinator of each key
-(FindCoordinator, versions 0 to 6), the error codes in answers, the leader epochs of commits and of OffsetFetch answers,
-and refusals, which have an error for each partition. The number of keys or partitions in a message has no other limit
-than its length (see `kproxy_codec.walk`).
+It covers the key of a request, the coordinator of each key (FindCoordinator, versions 0 to 6), the error codes in
+answers, and the leader epochs of commits and of OffsetFetch answers. The number of keys or partitions in a message has
+no other limit than its length (see `kproxy_codec.walk`).
 
 Tagged fields are skipped; none are known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from struct import Struct
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from kproxy_codec.api_keys import (
-    ADD_PARTITIONS_TO_TXN,
     FIND_COORDINATOR,
     HEARTBEAT,
     JOIN_GROUP,
@@ -27,7 +24,6 @@ from kproxy_codec.api_keys import (
     is_flexible,
 )
 from kproxy_codec.error_codes import NONE
-from kproxy_codec.errors import InvalidField
 from kproxy_codec.partitioned import TOPIC_ID_BYTES
 from kproxy_codec.primitives import INT8, INT16, INT32, INT64, Buffer, encode_count, encode_string
 from kproxy_codec.walk import Walk, Work
@@ -53,9 +49,10 @@ _KEY_COST: Final = 12
 _FIND_MESSAGE_FROM = 1
 _FETCH_ERROR_FROM = 2
 FETCH_EPOCH_FROM: Final = 5
-_FETCH_MEMBER_FROM = 9
-# From these versions commits have leader epochs.
+# From these versions commits have leader epochs, the member, the id of a static member.
 COMMIT_EPOCH_FROM: Final = {OFFSET_COMMIT: 6, TXN_OFFSET_COMMIT: 2}
+_COMMIT_MEMBER_FROM: Final = {OFFSET_COMMIT: 1, TXN_OFFSET_COMMIT: 3}
+_COMMIT_INSTANCE_FROM: Final = {OFFSET_COMMIT: 7, TXN_OFFSET_COMMIT: 3}
 
 # The version from which an answer begins with throttle_time_ms.
 _THROTTLE_FROM: Final = {
@@ -72,75 +69,20 @@ TELL_ERRORS: Final = frozenset(_THROTTLE_FROM) - {FIND_COORDINATOR}
 """The group APIs whose answers `error_codes` reads."""
 
 
-def coordination_key(api_key: int, api_version: int, body: Buffer) -> str:
-    """The group or transactional id of a request, empty if it has none. Raises CodecError."""
+def coordination_key(api_key: int, api_version: int, body: Buffer) -> str | None:
+    """The group or transactional id of a request; None if it has none, or not just one. Raises CodecError."""
     walk = Walk(body, compact=is_flexible(api_key, api_version))
+    if names_groups(api_key, api_version):
+        return walk.text() if walk.count(2) == 1 else None
     if api_key == TXN_OFFSET_COMMIT:
         # Skip the transactional id, because the request goes to the group's coordinator.
         walk.string()
-    return walk.text(nullable=True) or ""
-
-
-# Requests about several groups
-
-
-class GroupSpan(NamedTuple):
-    """A group of a request, and the span of its element in the body."""
-
-    group: str
-    start: int
-    end: int
+    return walk.text(nullable=True)
 
 
 def names_groups(api_key: int, api_version: int) -> bool:
     """Whether the request, an OffsetFetch, may name several groups."""
     return api_key == OFFSET_FETCH and api_version >= _FETCH_GROUPS_FROM
-
-
-def read_groups(api_key: int, api_version: int, body: Buffer) -> Work[list[GroupSpan]]:
-    """The groups of a request that `names_groups`. Raises CodecError."""
-    walk = Walk(body, compact=is_flexible(api_key, api_version))
-    spans: list[GroupSpan] = []
-    for _ in range(walk.count(2)):
-        start = walk.at
-        group = walk.text() or ""
-        if api_version >= _FETCH_MEMBER_FROM:
-            walk.string(nullable=True)
-            walk.skip(INT32.size)
-        for _ in range(walk.count(3, nullable=True)):
-            _topic(walk, api_key, api_version)
-            walk.skip(walk.count(INT32.size) * INT32.size)
-            walk.tags()
-            if walk.spend(_PARTITION_COST):
-                yield
-        walk.tags()
-        spans.append(GroupSpan(group, start, walk.at))
-        if walk.spend(_KEY_COST):
-            yield
-    walk.skip(INT8.size)
-    walk.end()
-    return spans
-
-
-def about_one(api_key: int, api_version: int, body: memoryview, spans: Sequence[GroupSpan], place: int) -> bytes:
-    """The body of the request for one of its groups."""
-    _, start, end = spans[place]
-    one = encode_count(1, compact=is_flexible(api_key, api_version))
-    return b"".join((one, body[start:end], body[spans[-1].end :]))
-
-
-def merge_groups(api_key: int, api_version: int, bodies: Sequence[memoryview]) -> bytes:
-    """One body of an answer from those about one group each. Raises CodecError."""
-    compact = is_flexible(api_key, api_version)
-    throttle_bytes = len(_throttle(api_key, api_version))
-    one, tail = encode_count(1, compact=compact), _NO_TAGS if compact else b""
-    start = throttle_bytes + len(one)
-    for body in bodies:
-        if body[throttle_bytes:start] != one or body[len(body) - len(tail) :] != tail:
-            raise InvalidField("an answer about one group has another number of them, or unknown fields")
-    throttle = max((bytes(body[:throttle_bytes]) for body in bodies), default=_throttle(api_key, api_version))
-    elements = (body[start : len(body) - len(tail)] for body in bodies)
-    return b"".join((throttle, encode_count(len(bodies), compact=compact), *elements, tail))
 
 
 # FindCoordinator
@@ -184,7 +126,7 @@ def answer_find_coordinator(
     asked = parse_find_coordinator(api_version, request_body)
     walk = Walk(request_body, compact=is_flexible(FIND_COORDINATOR, api_version))
     walk.at = asked.at
-    out = bytearray(_throttle(FIND_COORDINATOR, api_version))
+    out = bytearray(INT32.size if api_version >= _THROTTLE_FROM[FIND_COORDINATOR] else 0)
     if api_version >= BATCHED_FROM:
         out += encode_count(asked.keys, compact=True)
     for _ in range(asked.keys):
@@ -304,14 +246,12 @@ def _offsets(walk: Walk, api_key: int, api_version: int, codes: set[int], *, wit
         codes.add(walk.fixed(INT16))
 
 
-def _topic(walk: Walk, api_key: int, api_version: int) -> bytes:
-    """Skip a topic's name or id, and return its bytes."""
-    start = walk.at
+def _topic(walk: Walk, api_key: int, api_version: int) -> None:
+    """Skip a topic's name or id."""
     if api_key in (OFFSET_COMMIT, OFFSET_FETCH) and api_version >= OFFSETS_BY_ID_FROM:
         walk.skip(TOPIC_ID_BYTES)
     else:
         walk.string()
-    return bytes(walk.body[start : walk.at])
 
 
 # Requests that commit offsets
@@ -320,7 +260,15 @@ def _topic(walk: Walk, api_key: int, api_version: int) -> bytes:
 def blank_committed_epochs(api_key: int, api_version: int, request_body: memoryview) -> Work[None]:
     """Overwrite the leader epochs of a version from COMMIT_EPOCH_FROM on with -1 (unknown). Raises CodecError."""
     walk = Walk(request_body, compact=is_flexible(api_key, api_version))
-    _pass(walk, _BEFORE_TOPICS[api_key], api_version)
+    walk.string()
+    if api_key == TXN_OFFSET_COMMIT:
+        walk.string()
+        walk.skip(INT64.size + INT16.size)
+    if api_version >= _COMMIT_MEMBER_FROM[api_key]:
+        walk.skip(INT32.size)
+        walk.string()
+    if api_version >= _COMMIT_INSTANCE_FROM[api_key]:
+        walk.string(nullable=True)
     for _ in range(walk.count(3)):
         _topic(walk, api_key, api_version)
         for _ in range(walk.count(18)):
@@ -334,95 +282,3 @@ def blank_committed_epochs(api_key: int, api_version: int, request_body: memoryv
         if walk.spend(_PARTITION_COST):
             yield
     walk.end()
-
-
-# Refusals
-
-
-class _Field(NamedTuple):
-    """A field to skip in the versions that have it; without a `form` it is a nullable string."""
-
-    form: Struct | None
-    first: int = 0
-    last: int = 1 << 15
-
-
-_STRING = _Field(None)
-# The fields of a request before its topics, and the fields of each partition after its index.
-_BEFORE_TOPICS: Final[dict[int, tuple[_Field, ...]]] = {
-    ADD_PARTITIONS_TO_TXN: (_STRING, _Field(INT64), _Field(INT16)),
-    TXN_OFFSET_COMMIT: (
-        _STRING,
-        _STRING,
-        _Field(INT64),
-        _Field(INT16),
-        _Field(INT32, 3),
-        _Field(None, 3),
-        _Field(None, 3),
-    ),
-    OFFSET_COMMIT: (_STRING, _Field(INT32, 1), _Field(None, 1), _Field(None, 7), _Field(INT64, 2, 4)),
-    OFFSET_FETCH: (_STRING,),
-}
-_BEHIND_INDEX: Final[dict[int, tuple[_Field, ...]]] = {
-    TXN_OFFSET_COMMIT: (_Field(INT64), _Field(INT32, 2), _STRING),
-    OFFSET_COMMIT: (_Field(INT64), _Field(INT32, 6), _Field(INT64, 1, 1), _STRING),
-}
-REFUSED_BY_PARTITION: Final = frozenset(_BEFORE_TOPICS)
-"""The APIs whose answers have an error for each partition."""
-# The versions from which an answer as a whole has one.
-_ERROR_FROM: Final = {OFFSET_FETCH: _FETCH_ERROR_FROM, ADD_PARTITIONS_TO_TXN: 4}
-
-
-def is_refused_by_partition(api_key: int, api_version: int) -> bool:
-    """Whether the answer can report an error only in each partition (`refuse_partitions`)."""
-    return api_key in REFUSED_BY_PARTITION and api_version < _ERROR_FROM.get(api_key, api_version + 1)
-
-
-def refuse_partitions(api_key: int, api_version: int, request_body: Buffer, error_code: int) -> Work[bytearray]:
-    """The body of an answer that gives each partition of the request this error. Raises CodecError."""
-    compact = is_flexible(api_key, api_version)
-    walk, out = Walk(request_body, compact=compact), bytearray(_throttle(api_key, api_version))
-    _pass(walk, _BEFORE_TOPICS[api_key], api_version)
-    behind_index = _BEHIND_INDEX.get(api_key, ())
-    failure = INT16.pack(error_code)
-    if api_key == OFFSET_FETCH:
-        # An offset and empty metadata.
-        failure = INT64.pack(0) + encode_string(b"", compact=compact) + failure
-    elements_have_tags = compact and bool(behind_index)
-    failure += _NO_TAGS if compact else b""
-    topics = walk.count(3)
-    out += encode_count(topics, compact=compact)
-    for _ in range(topics):
-        out += _topic(walk, api_key, api_version)
-        partitions = walk.count(INT32.size)
-        out += encode_count(partitions, compact=compact)
-        for _ in range(partitions):
-            out += walk.skip(INT32.size)
-            out += failure
-            _pass(walk, behind_index, api_version)
-            if elements_have_tags:
-                walk.tags()
-            if walk.spend(_PARTITION_COST):
-                yield
-        walk.tags()
-        out += _NO_TAGS if compact else b""
-        if walk.spend(_PARTITION_COST):
-            yield
-    walk.end()
-    if compact:
-        out += _NO_TAGS
-    return out
-
-
-def _pass(walk: Walk, fields: tuple[_Field, ...], api_version: int) -> None:
-    for field in fields:
-        if not field.first <= api_version <= field.last:
-            continue
-        if field.form is None:
-            walk.string(nullable=True)
-        else:
-            walk.skip(field.form.size)
-
-
-def _throttle(api_key: int, api_version: int) -> bytes:
-    return INT32.pack(0) if api_version >= _THROTTLE_FROM.get(api_key, 0) else b""

@@ -47,6 +47,11 @@ def parts_of(request: Message, at: str) -> list[Part]:
     return [part for field in at.split() for part in getattr(request, field) or ()]
 
 
+def may_have_parts(request: Message, at: str) -> bool:
+    """Whether requests of this version have one of the fields `at`."""
+    return any(request._struct.fields[field].for_version_q(request.version) for field in at.split())
+
+
 def partitions_of(topic: Part) -> list[Part]:
     """The partitions of a topic in a request or an answer."""
     return getattr(topic, _array_of(topic) or "", None) or []

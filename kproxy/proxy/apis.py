@@ -17,7 +17,7 @@ from kproxy.security.acls import Operation, Resource
 from kproxy.security.sasl import SASL_APIS
 from kproxy_codec import api_keys as keys
 from kproxy_codec import fetch, list_offsets, own, produce
-from kproxy_codec.coordination import GROUP, OFFSETS_BY_ID_FROM, TRANSACTION
+from kproxy_codec.coordination import GROUP, OFFSETS_BY_ID_FROM, TRANSACTION, names_groups
 
 Range = tuple[int, int]
 """Lowest and highest version, or level of a feature."""
@@ -45,15 +45,17 @@ class Handling(Enum):
     REFUSED = "refused"
 
 
-KEY_TYPES: Final[Mapping[Handling, int]] = MappingProxyType(
+REQUEST_KEY_TYPES: Final[Mapping[Handling, int]] = MappingProxyType(
     {Handling.GROUP_COORDINATOR: GROUP, Handling.TRANSACTION_COORDINATOR: TRANSACTION}
 )
-"""Key types of FindCoordinator, for requests that go to a coordinator."""
+"""FindCoordinator's key types, for requests that go to one coordinator as they are."""
 
-
-_DIVIDED: Final = frozenset(
-    {Handling.EACH_OWNER, Handling.EACH_GROUP, Handling.EACH_TRANSACTION, Handling.NAMED_BROKER, Handling.ALL_BROKERS}
+PART_KEY_TYPES: Final[Mapping[Handling, int]] = MappingProxyType(
+    {Handling.EACH_GROUP: GROUP, Handling.EACH_TRANSACTION: TRANSACTION}
 )
+"""The same, for requests that are divided, each part to its coordinator."""
+
+_DIVIDED: Final = frozenset({*PART_KEY_TYPES, Handling.EACH_OWNER, Handling.NAMED_BROKER, Handling.ALL_BROKERS})
 
 
 class Permission(NamedTuple):
@@ -226,7 +228,7 @@ APIS: Final[Mapping[int, Api]] = MappingProxyType(
             needs=(_DESCRIBE_GROUP, _DESCRIBE_TRANSACTION),
             names_brokers=True,
             # Clients find the proxy, which knows the holders of the groups' leases. Transactions have no leases.
-            # Brokers that keep fences, the reference brokers, tell of coordinators themselves.
+            # Brokers that keep fences, the reference brokers, tell of coordinators themselves: there leases are hints.
             ends_here=lambda common: keys.JOIN_GROUP in common and not common.keys() & {keys.END_TXN, keys.BIND_FENCES},
             note="Ended here where groups have leases in etcd and brokers keep no transactions (KafScale).",
         ),
@@ -405,6 +407,14 @@ SERVED: Final[Mapping[int, Api]] = MappingProxyType(
     {key: api for key, api in APIS.items() if api.handling is not Handling.REFUSED}
 )
 """The rows of the APIs that the proxy serves, by key."""
+
+_OFFSETS_OF_GROUPS: Final = Api(Handling.EACH_GROUP, needs=(_each_group(Operation.DESCRIBE, "groups"),))
+
+
+def api_of(api_key: int, api_version: int) -> Api:
+    """The row of a request. An OffsetFetch that may name several groups is divided as other requests about groups."""
+    return _OFFSETS_OF_GROUPS if names_groups(api_key, api_version) else APIS[api_key]
+
 
 FEATURES: Final[Mapping[str, Mapping[int, Ranges]]] = MappingProxyType(
     {

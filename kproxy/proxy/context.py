@@ -109,9 +109,9 @@ class ProxyContext:
 
     @property
     def coordinators(self) -> Coordinators | LeasedCoordinators:
-        """The coordinators by leases, as KafScale has them, or as brokers say: reference brokers, which keep fences."""
-        leased = self.leased_coordinators
-        return self.found_coordinators if leased is None or self.brokers.fenced else leased
+        """By leases where the proxy itself tells clients of coordinators, or else as brokers say."""
+        leased = self.leased_coordinators if FIND_COORDINATOR in self.brokers.offered.native else None
+        return leased or self.found_coordinators
 
     @property
     def knows_batches_again(self) -> bool:

@@ -37,7 +37,7 @@ from kproxy.proxy.acl_filter import AclFilter, Filtered
 from kproxy.proxy.admission import Gate
 from kproxy.proxy.answer_order import Slot
 from kproxy.proxy.api_versions import check_api_versions_request, offered_response, unsupported_version_response
-from kproxy.proxy.apis import KEY_TYPES, NOT_SERVED, SERVED, Ranges
+from kproxy.proxy.apis import NOT_SERVED, REQUEST_KEY_TYPES, SERVED, Ranges, api_of
 from kproxy.proxy.broker_connection import Lost, Unanswerable, Upstream, ask
 from kproxy.proxy.claims import MAX_CLIENT_BYTES, ClientClaims, NoClaims, SeverableClient
 from kproxy.proxy.client_identity import NotJudged
@@ -56,7 +56,7 @@ from kproxy.security.sasl import SASL_APIS, illegal_state
 from kproxy_codec import api_keys as keys
 from kproxy_codec.cluster import Verdict, asks_for_all_topics
 from kproxy_codec.control import Message, build_request, build_response, encode_request, encode_response
-from kproxy_codec.coordination import BATCHED_FROM, KEY_TYPES_FROM, coordination_key, names_groups
+from kproxy_codec.coordination import BATCHED_FROM, GROUP, KEY_TYPES_FROM, coordination_key
 from kproxy_codec.error_codes import (
     COORDINATOR_NOT_AVAILABLE,
     GROUP_AUTHORIZATION_FAILED,
@@ -301,7 +301,7 @@ class ControlPlane:
 
     @property
     def _coordination(self) -> CoordinatorRequests:
-        return CoordinatorRequests(self._context, self._to_coordinators, self._find_coordinator, self._commits)
+        return CoordinatorRequests(self._context, self._to_coordinators, self._find_coordinators, self._commits)
 
     async def answer(self, frame: memoryview, header: RequestHeader) -> list[Buffer]:
         """Return the whole answer to a request.
@@ -335,20 +335,19 @@ class ControlPlane:
     async def _answer(self, frame: memoryview, header: RequestHeader, verdict: Verdict | None = None) -> list[Buffer]:
         """Answer a permitted request, with topics as `verdict` decides. Raises the errors of `answer`."""
         key, body = header.api_key, frame[header.body_offset :]
-        if names_groups(key, header.api_version):
-            return await self._coordination.answer_groups(frame, header)
-        is_coordinated = SERVED[key].handling in KEY_TYPES
-        if is_coordinated or key == keys.FIND_COORDINATOR:
+        key_type = REQUEST_KEY_TYPES.get(SERVED[key].handling)
+        if key_type is not None or key == keys.FIND_COORDINATOR:
             refusal = await self._coordination.refuse_transactions(header, body)
             if refusal is not None:
                 return refusal
-            if is_coordinated:
+            if key_type is not None:
                 coordinated = coordination_key(key, header.api_version, body)
-                if coordinated:
+                # As in Kafka the empty group is one, and any broker refuses the empty transactional id.
+                if coordinated or (coordinated is not None and key_type == GROUP):
                     return await self._coordination.answer(frame, header, coordinated)
             if key in self._context.brokers.offered.native:
                 return _framed(header, await self._answer_natively(header, body))
-        if SERVED[key].is_divided:
+        if api_of(key, header.api_version).is_divided:
             merged = await Distribution(self._context, self._virtual, self, frame, header).answer()
             if merged is not None:
                 return _framed(header, merged)
@@ -453,9 +452,9 @@ class ControlPlane:
         if self._context.topology.address(broker) is not None:
             yield self._connections.to(broker)
 
-    async def coordinator(self, key_type: int, key: str) -> int | None:
-        """Return the coordinator of a group or transactional id; None if there is none."""
-        return await self._coordination.broker_for(key_type, key)
+    async def coordinators(self, key_type: int, names: Sequence[str]) -> dict[str, int | None]:
+        """Return the coordinator of each group or transactional id; None where there is none."""
+        return await self._coordination.brokers_for(key_type, names)
 
     async def authenticate(self) -> Session:
         """Let the first broker that judges the client's identity accept it. Raises IdentityRefused, NotJudged."""
@@ -495,13 +494,19 @@ class ControlPlane:
     ) -> Buffer:
         return await self._virtual.rewrite(answer, frame[header.body_offset :], header, verdict)
 
-    async def _find_coordinator(self, key_type: int, key: str) -> None:
-        """Ask who coordinates a key; the answer is remembered, where there is one."""
+    async def _find_coordinators(self, key_type: int, names: Sequence[str]) -> None:
+        """Ask who coordinates these keys; the answers are remembered, where there are any."""
         highest = self._context.brokers.offered.ranges.get(keys.FIND_COORDINATOR, (0, 0))[1]
-        version = min(highest, BATCHED_FROM - 1)
+        if len(names) > 1 and highest >= BATCHED_FROM:
+            await self._find(key_type, BATCHED_FROM, coordinator_keys=names)
+            return
+        for name in names:
+            await self._find(key_type, min(highest, BATCHED_FROM - 1), key=name)
+
+    async def _find(self, key_type: int, version: int, **names: object) -> None:
         key_types = {"key_type": key_type} if version >= KEY_TYPES_FROM else {}
         head = request_header(keys.FIND_COORDINATOR, version, 0, b"kproxy")
-        body = encode_request(build_request(keys.FIND_COORDINATOR, version, key=key, **key_types))
+        body = encode_request(build_request(keys.FIND_COORDINATOR, version, **names, **key_types))
         frame = memoryview(bytearray(b"".join(with_length([head, body]))))
         try:
             async with asyncio.timeout(self._context.limits.control_timeout_s):

@@ -8,10 +8,11 @@ Each of KafScale's brokers answers that it is the coordinator itself. With them 
 coordinator: `LeasedCoordinators`. A group without a lease is coordinated by the broker that is asked first, which takes
 the lease; every proxy asks the same one first.
 
-`CoordinatorRequests` sends a client's request once, to the known coordinator; where none is known (another connection
-asked, long ago) the proxy asks first. The client acts on the result, as in Kafka: a broker's error code is passed on,
-and a lost connection becomes NOT_COORDINATOR, after which clients look for the coordinator again and repeat the
-request. If brokers have no transactions, a transactional producer is refused at once, with a fatal code.
+`CoordinatorRequests` sends a client's request about one key once, to the known coordinator; where none is known
+(another connection asked, long ago) the proxy asks first. kproxy.proxy.distribution divides requests about several
+keys. The client acts on the result, as in Kafka: a broker's error code is passed on, and a lost connection becomes
+NOT_COORDINATOR, after which clients look for the coordinator again and repeat the request. If brokers have no
+transactions, a transactional producer is refused at once, with a fatal code.
 
 Invariants
 1. At most MAX_REMEMBERED coordinators, of keys of at most MAX_KEY_LENGTH characters, are remembered.
@@ -24,13 +25,13 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 import structlog
 
 from kproxy.ownership.directory import GroupLeases
-from kproxy.proxy.apis import APIS, KEY_TYPES
+from kproxy.proxy.apis import APIS, REQUEST_KEY_TYPES
 from kproxy.proxy.broker_connection import Lost, Upstream, ask
 from kproxy.proxy.refusals import refusal
 from kproxy.routing.rendezvous import preferred
@@ -44,13 +45,10 @@ from kproxy_codec.coordination import (
     TELL_ERRORS,
     TRANSACTION,
     Found,
-    about_one,
     blank_committed_epochs,
     coordination_key,
     error_codes,
-    merge_groups,
     parse_find_coordinator,
-    read_groups,
 )
 from kproxy_codec.error_codes import (
     COORDINATOR_NOT_AVAILABLE,
@@ -60,8 +58,8 @@ from kproxy_codec.error_codes import (
     UNSUPPORTED_VERSION,
 )
 from kproxy_codec.errors import CodecError
-from kproxy_codec.framing import LENGTH_BYTES, RequestHeader, frame_message, response_body_offset, response_header
-from kproxy_codec.partitioned import set_correlation_id, set_response_correlation_id, with_length
+from kproxy_codec.framing import RequestHeader, response_body_offset
+from kproxy_codec.partitioned import set_correlation_id, set_response_correlation_id
 from kproxy_codec.primitives import Buffer
 
 if TYPE_CHECKING:
@@ -75,9 +73,6 @@ MAX_REMEMBERED: Final = 10_000
 MAX_KEY_LENGTH: Final = 1_000
 
 NO_TRANSACTIONS: Final = "the brokers behind this proxy keep no transactions: produce without a transactional.id"
-
-# The groups of one request that are asked for at the same time.
-_GROUPS_AT_ONCE: Final = 32
 
 
 class Coordinators:
@@ -165,7 +160,7 @@ class LeasedCoordinators:
 class CoordinatorRequests:
     """Send one client connection's requests to coordinators, on `connections`.
 
-    `find` asks any broker for the coordinator of a key, and updates `context.coordinators`. `commits` is the
+    `find` asks any broker for the coordinators of keys, and updates `context.coordinators`. `commits` is the
     connection's: it is held while a commit's epochs are removed, so that no later commit overtakes it.
     """
 
@@ -173,7 +168,7 @@ class CoordinatorRequests:
         self,
         context: ProxyContext,
         connections: Connections,
-        find: Callable[[int, str], Awaitable[None]],
+        find: Callable[[int, Sequence[str]], Awaitable[None]],
         commits: asyncio.Lock,
     ) -> None:
         self._context = context
@@ -190,45 +185,23 @@ class CoordinatorRequests:
             key_type = parse_find_coordinator(header.api_version, body).key_type
         else:
             key = coordination_key(header.api_key, header.api_version, body)
-            key_type = KEY_TYPES[APIS[header.api_key].handling] if key else GROUP
+            key_type = REQUEST_KEY_TYPES[APIS[header.api_key].handling] if key else GROUP
         if key_type != TRANSACTION or keys.END_TXN in self._context.brokers.offered.ranges:
             return None
         self._context.counters["transactions.refused"] += 1
         log.warning("transactional producer refused", reason=NO_TRANSACTIONS)
         return await self._refusal(header, body, _no_transactions_code(header))
 
-    async def answer_groups(self, frame: memoryview, header: RequestHeader) -> list[Buffer]:
-        """Answer a request that names several groups, by the coordinator of each. Raises CodecError."""
-        key, version, body = header.api_key, header.api_version, frame[header.body_offset :]
-        spans = await self._context.portions.of(read_groups(key, version, body), len(body))
-        if len(spans) == 1:
-            return await self.answer(frame, header, spans[0].group)
-
-        async def answer_one(place: int) -> memoryview:
-            part = about_one(key, version, body, spans, place)
-            request = frame_message(frame[LENGTH_BYTES : header.body_offset], part)
-            answer = b"".join(await self.answer(memoryview(bytearray(request)), header, spans[place].group))
-            return memoryview(answer)[response_body_offset(memoryview(answer), key, version) :]
-
-        answers: list[memoryview] = []
-        for first in range(0, len(spans), _GROUPS_AT_ONCE):
-            async with asyncio.TaskGroup() as group:
-                places = range(first, min(first + _GROUPS_AT_ONCE, len(spans)))
-                tasks = [group.create_task(answer_one(place)) for place in places]
-            answers += [task.result() for task in tasks]
-        head = response_header(key, version, header.correlation_id)
-        return with_length([head, merge_groups(key, version, answers)])
-
     async def answer(self, frame: memoryview, header: RequestHeader, key: str) -> list[Buffer]:
         """Return the coordinator's answer, or a refusal. Raises CodecError."""
         api = APIS[header.api_key]
-        key_type = KEY_TYPES[api.handling]
+        key_type = REQUEST_KEY_TYPES[api.handling]
         body = frame[header.body_offset :]
         if header.api_version >= COMMIT_EPOCH_FROM.get(header.api_key, header.api_version + 1):
             async with self._commits:
                 work = blank_committed_epochs(header.api_key, header.api_version, body)
                 await self._context.portions.of(work, len(body))
-        broker = await self.broker_for(key_type, key)
+        broker = (await self.brokers_for(key_type, [key]))[key]
         if broker is None:
             return await self._refusal(header, body, COORDINATOR_NOT_AVAILABLE)
         upstream = self._connections.to(broker)
@@ -266,14 +239,18 @@ class CoordinatorRequests:
         """Build an answer with this error code everywhere. Raises CodecError."""
         return await refusal(self._context.portions, header, request_body, error_code, NO_TRANSACTIONS)
 
-    async def broker_for(self, key_type: int, key: str) -> int | None:
-        """Return the coordinator, whose address is known; None if there is none."""
-        coordinators, topology = self._context.coordinators, self._context.topology
-        broker = coordinators.get(key_type, key)
-        if not coordinators.are_leased and (broker is None or topology.address(broker) is None):
-            await self._find(key_type, key)
-            broker = coordinators.get(key_type, key)
-        return broker if broker is not None and topology.address(broker) is not None else None
+    async def brokers_for(self, key_type: int, names: Sequence[str]) -> dict[str, int | None]:
+        """Return the coordinator of each key, whose address is known; None where there is none."""
+        found = {name: self._broker_for(key_type, name) for name in names}
+        unknown = [name for name, broker in found.items() if broker is None]
+        if unknown and not self._context.coordinators.are_leased:
+            await self._find(key_type, unknown)
+            found |= {name: self._broker_for(key_type, name) for name in unknown}
+        return found
+
+    def _broker_for(self, key_type: int, key: str) -> int | None:
+        broker = self._context.coordinators.get(key_type, key)
+        return broker if broker is not None and self._context.topology.address(broker) is not None else None
 
 
 def _no_transactions_code(header: RequestHeader) -> int:

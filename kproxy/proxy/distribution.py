@@ -1,7 +1,7 @@
 """Divide a request among brokers, and merge their answers into one.
 
 The row of an API says where its parts go (`Handling` and `needs` in kproxy.proxy.apis):
-- EACH_GROUP, EACH_TRANSACTION: each key to its coordinator;
+- EACH_GROUP, EACH_TRANSACTION: each key to its coordinator (PART_KEY_TYPES);
 - EACH_OWNER: each partition to its owner;
 - NAMED_BROKER: a resource that is a broker to that broker, the others to any;
 - ANY_BROKER with `replicas`: to any broker, but for parts with replicas on proxies;
@@ -16,6 +16,8 @@ or ask again.
 In requests, too, a proxy's node id means the proxy (kproxy.proxy.virtual_brokers). Its configuration is that of one of
 the brokers, always the same as long as that one answers: a broker describes only itself, so the request names that
 broker, and the answer the proxy. A proxy's configuration cannot be altered, and a proxy holds no replicas.
+
+A request may name a million things. It becomes one share for each broker, for each proxy, and for each kind of refusal.
 """
 
 from __future__ import annotations
@@ -26,15 +28,16 @@ from contextlib import suppress
 from functools import partial
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
-from kproxy.proxy.apis import SERVED, Api, Handling
+from kproxy.proxy.apis import PART_KEY_TYPES, Api, Handling, api_of
 from kproxy.proxy.broker_connection import Unanswerable, Upstream
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.virtual_brokers import BROKER_TYPES, VirtualBrokers
+from kproxy.routing.fleet import FIRST_NODE_ID
 from kproxy.routing.split import route
 from kproxy.routing.topology import NO_OWNER
 from kproxy_codec import api_keys as keys
 from kproxy_codec.control import Message, decode_request, decode_response, encode_request, encode_response
-from kproxy_codec.coordination import GROUP, TRANSACTION
+from kproxy_codec.coordination import error_codes
 from kproxy_codec.error_codes import (
     BROKER_NOT_AVAILABLE,
     COORDINATOR_NOT_AVAILABLE,
@@ -64,9 +67,10 @@ from kproxy_codec.primitives import Buffer
 
 # Of a node id.
 _MOST_DIGITS: Final = 10
+# The same for all proxies, because parts that are refused alike are one share.
+_A_PROXY: Final = f"an id from {FIRST_NODE_ID} up is the id of a proxy (kproxy)"
 # Parts that are looked at in a turn of the event loop: about a millisecond.
 _PORTION: Final = 256
-_KEY_TYPES: Final = {Handling.EACH_GROUP: GROUP, Handling.EACH_TRANSACTION: TRANSACTION}
 # The errors for parts of which no answer comes.
 _UNANSWERED: Final = {
     Handling.EACH_GROUP: NOT_COORDINATOR,
@@ -108,8 +112,8 @@ class Brokers(Protocol):
         """That broker, if it is known."""
         ...
 
-    async def coordinator(self, key_type: int, key: str) -> int | None:
-        """The broker that coordinates a key."""
+    async def coordinators(self, key_type: int, names: Sequence[str]) -> dict[str, int | None]:
+        """The broker that coordinates each key, if there is one."""
         ...
 
 
@@ -125,7 +129,7 @@ class Distribution:
         self._brokers = brokers
         self._frame = frame
         self._header = header
-        self._api: Api = SERVED[header.api_key]
+        self._api: Api = api_of(header.api_key, header.api_version)
         self._at, self._to = self._api.parts
         self._answered_bytes = 0
 
@@ -159,8 +163,11 @@ class Distribution:
     async def _divide(self, request: Message) -> dict[Target, list[Part]]:
         if self._api.handling is Handling.ALL_BROKERS:
             return {broker: [] for broker in self._topology.brokers} or {Refusal(self._unanswered): []}
+        parts, key_type = parts_of(request, self._at), PART_KEY_TYPES.get(self._api.handling)
+        if key_type is not None:
+            return await self._by_coordinator(key_type, parts)
         shares: dict[Target, list[Part]] = {}
-        for number, part in enumerate(parts_of(request, self._at), 1):
+        for number, part in enumerate(parts, 1):
             await self._rest(number)
             if self._api.handling is not Handling.EACH_OWNER:
                 shares.setdefault(await self._target(part), []).append(part)
@@ -173,20 +180,28 @@ class Distribution:
                 shares.setdefault(target, []).append(only(part, partitions))
         return shares
 
+    async def _by_coordinator(self, key_type: int, parts: Sequence[Part]) -> dict[Target, list[Part]]:
+        shares: dict[Target, list[Part]] = {}
+        for first in range(0, len(parts), _PORTION):
+            some = parts[first : first + _PORTION]
+            brokers = await self._brokers.coordinators(key_type, [*map(name_of, some)])
+            for part in some:
+                broker = brokers[name_of(part)]
+                shares.setdefault(Refusal(COORDINATOR_NOT_AVAILABLE) if broker is None else broker, []).append(part)
+            await self._rest(first + len(some))
+        return shares
+
     async def _rest(self, number: int) -> None:
         """Let others have a turn of the event loop after some hundred parts, by their number."""
         if not number % _PORTION:
             await self._context.portions.next_turn()
 
     async def _target(self, part: Part) -> Target:
-        key_type = _KEY_TYPES.get(self._api.handling)
-        if key_type is not None:
-            broker = await self._brokers.coordinator(key_type, part)
-            return Refusal(COORDINATOR_NOT_AVAILABLE) if broker is None else broker
         if self._api.replicas:
-            for broker in numbers(part, self._api.replicas):
+            for number, broker in enumerate(numbers(part, self._api.replicas), 1):
+                await self._rest(number)
                 if self._virtual.is_virtual(broker):
-                    return Refusal(INVALID_REPLICA_ASSIGNMENT, f"{self._a_proxy(broker)} for its replicas, or none")
+                    return Refusal(INVALID_REPLICA_ASSIGNMENT, f"{_A_PROXY}: name brokers ({self._known}), or none")
             return None
         name = part.resource_name
         if part.resource_type not in BROKER_TYPES or not name.isdecimal() or len(name) > _MOST_DIGITS:
@@ -194,12 +209,16 @@ class Distribution:
         if not self._virtual.is_virtual(int(name)):
             return int(name) if int(name) in self._topology.brokers else None
         if self._header.api_key == keys.DESCRIBE_CONFIGS:
-            return str(name)
-        return Refusal(INVALID_REQUEST, f"{self._a_proxy(name)} to configure, or no id for the default of all")
+            # Any broker refuses an id that no proxy has: one request may name thousands.
+            return str(name) if self._virtual.is_named(int(name)) else None
+        return Refusal(
+            INVALID_REQUEST, f"{_A_PROXY}: configure a broker ({self._known}) at its own address, or the default of all"
+        )
 
-    def _a_proxy(self, name: object) -> str:
-        known = ", ".join(map(str, sorted(self._topology.brokers)[:10]))
-        return f"{name} is the id of a proxy (kproxy): name a broker behind it ({known})"
+    @property
+    def _known(self) -> str:
+        """The brokers' ids, for the text of a refusal."""
+        return ", ".join(map(str, sorted(self._topology.brokers)[:10]))
 
     async def _owner(self, topic: str, partition_index: int) -> Target:
         name = topic.encode(errors="surrogateescape")
@@ -241,12 +260,10 @@ class Distribution:
             return await self._context.portions.apart(len(self._frame), build)
 
         async def take(frame: memoryview) -> Message:
-            key, version = self._header.api_key, self._header.api_version
-            body = frame[response_body_offset(frame, key, version) :]
-            self._answered_bytes += len(body)
+            body = await self._body_of(frame)
 
             def read() -> Message:
-                answer = decode_response(key, version, body)
+                answer = decode_response(self._header.api_key, self._header.api_version, body)
                 if isinstance(target, str):
                     for result in answer.results:
                         result.resource_name = target
@@ -266,6 +283,15 @@ class Distribution:
                 await self._doubt(answer, target)
         return answer
 
+    async def _body_of(self, frame: memoryview) -> memoryview:
+        """The body of an answer, without leader epochs."""
+        key, version = self._header.api_key, self._header.api_version
+        body = frame[response_body_offset(frame, key, version) :]
+        self._answered_bytes += len(body)
+        if key == keys.OFFSET_FETCH:
+            await self._context.portions.of(error_codes(key, version, body, without_epochs=True), len(body))
+        return body
+
     @property
     def _unanswered(self) -> int:
         return BROKER_NOT_AVAILABLE if self._api.of_broker else _UNANSWERED.get(self._api.handling, REQUEST_TIMED_OUT)
@@ -282,7 +308,7 @@ class Distribution:
 
     async def _doubt(self, answer: Message, target: Target) -> None:
         """Before the client's next attempt forget a coordinator that is none, and look up an owner that is none."""
-        key_type, coordinators = _KEY_TYPES.get(self._api.handling), self._context.coordinators
+        key_type, coordinators = PART_KEY_TYPES.get(self._api.handling), self._context.coordinators
         if not isinstance(target, int) or (key_type is None and self._api.handling is not Handling.EACH_OWNER):
             return
         for number, result in enumerate(getattr(answer, self._to), 1):

@@ -5,22 +5,15 @@ The code stands in the answer's own error_code, or else in each key, group, part
 
 from __future__ import annotations
 
-from kproxy.proxy.apis import APIS
-from kproxy.proxy.long_answers import SHORT_BYTES, Portions
+from kproxy.proxy.apis import api_of
+from kproxy.proxy.long_answers import Portions
 from kproxy_codec import api_keys as keys
 from kproxy_codec.control import build_response, decode_request, encode_response, response_fields
-from kproxy_codec.coordination import (
-    Found,
-    answer_find_coordinator,
-    is_refused_by_partition,
-    names_groups,
-    read_groups,
-    refuse_partitions,
-)
+from kproxy_codec.coordination import Found, answer_find_coordinator
 from kproxy_codec.errors import UnsupportedVersion
 from kproxy_codec.framing import RequestHeader, response_header
 from kproxy_codec.partitioned import with_length
-from kproxy_codec.parts import parts_of, refused
+from kproxy_codec.parts import may_have_parts, refused
 from kproxy_codec.primitives import Buffer
 
 
@@ -38,27 +31,17 @@ async def refusal(
         nobody = Found("", -1, "", -1, error_code, message)
         work = answer_find_coordinator(version, request_body, lambda _, key: nobody._replace(key=key))
         body = await portions.of(work, size)
-    elif is_refused_by_partition(key, version):
-        body = await portions.of(refuse_partitions(key, version, request_body, error_code), size)
-    elif names_groups(key, version):
-        spans = await portions.of(read_groups(key, version, request_body), size)
-
-        def build() -> Buffer:
-            groups = [{"group_id": each.group, "error_code": error_code} for each in spans]
-            return encode_response(build_response(key, version, groups=groups))
-
-        body = await portions.apart(size, build)
     else:
-        body = _by_schema(key, version, request_body, error_code)
+        body = await portions.apart(size, lambda: _by_schema(key, version, request_body, error_code))
     return with_length([response_header(key, version, header.correlation_id), body])
 
 
 def _by_schema(key: int, version: int, request_body: memoryview, error_code: int) -> Buffer:
-    own, (at, to) = response_fields(key).get("error_code"), APIS[key].parts
-    has_own = own is not None and own.for_version_q(version)
-    request = decode_request(key, version, request_body) if len(request_body) <= SHORT_BYTES else None
-    if not has_own and (request is None or not parts_of(request, at)):
-        raise UnsupportedVersion(f"this {keys.name_of(key)} v{version} has no answer with error {error_code}")
-    if request is None:
+    own = response_fields(key).get("error_code")
+    if own is not None and own.for_version_q(version):
         return encode_response(build_response(key, version, error_code=error_code))
+    at, to = api_of(key, version).parts
+    request = decode_request(key, version, request_body)
+    if not may_have_parts(request, at):
+        raise UnsupportedVersion(f"this {keys.name_of(key)} v{version} has no answer with error {error_code}")
     return encode_response(refused(request, error_code, at=at, to=to))

@@ -87,6 +87,10 @@ class VirtualBrokers:
         """Whether a client that names this broker means a proxy, of the fleet now or earlier."""
         return node_id >= FIRST_NODE_ID and node_id not in self._context.topology.brokers
 
+    def is_named(self, node_id: int) -> bool:
+        """Whether answers name a proxy by this id."""
+        return any(proxy.node_id == node_id for proxy in self._fleet.proxies)
+
     async def leaderless_metadata(self, header: RequestHeader, request_body: memoryview) -> Buffer:
         """Answer Metadata with proxies, and with topics that have no leaders.
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kproxy.broker.apis.registry import OFFERED
-from kproxy.proxy.apis import APIS, KEY_TYPES, SERVED, Handling
+from kproxy.proxy.apis import APIS, PART_KEY_TYPES, REQUEST_KEY_TYPES, SERVED
 from kproxy_codec import api_keys as keys
 from kproxy_codec import error_codes
 from kproxy_codec.coordination import GROUP, TRANSACTION
@@ -139,7 +139,7 @@ def coordinator_port(port: int, kind: int, key: str) -> int:
 
 def port_for(place: Place, asked: Asked) -> int:
     handling = APIS[asked.api_key].handling if asked.api_key in APIS else None
-    key_types = {**KEY_TYPES, Handling.EACH_GROUP: GROUP, Handling.EACH_TRANSACTION: TRANSACTION}
+    key_types = {**REQUEST_KEY_TYPES, **PART_KEY_TYPES}
     if handling not in key_types or asked.api_key == keys.INIT_PRODUCER_ID:
         return place.port
     return place.coordinators[key_types[handling]]

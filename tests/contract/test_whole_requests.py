@@ -159,4 +159,4 @@ def test_virtual_broker_cannot_be_altered(proxy: KproxyProcess) -> None:
     bootstrap = f"127.0.0.1:{port_of(proxy)}"
     told = kafka_configs(bootstrap, "--alter", "--entity-name", node, "--add-config", "log.cleaner.threads=1")
     assert told.returncode != 0
-    assert f"{node} is the id of a proxy" in told.stderr, told.stdout + told.stderr
+    assert "is the id of a proxy" in told.stderr, told.stdout + told.stderr

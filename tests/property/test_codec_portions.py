@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kproxy.proxy.apis import KEY_TYPES, SERVED
+from kproxy.proxy.apis import REQUEST_KEY_TYPES, SERVED
 from kproxy_codec import api_keys as keys
 from kproxy_codec import control
 from kproxy_codec.cluster import Named, asks_for_all_topics, leaderless_metadata, rename_brokers
@@ -20,19 +20,13 @@ from kproxy_codec.coordination import (
     BATCHED_FROM,
     COMMIT_EPOCH_FROM,
     GROUP,
-    REFUSED_BY_PARTITION,
     Found,
-    about_one,
     answer_find_coordinator,
     blank_committed_epochs,
     coordination_key,
     error_codes,
-    is_refused_by_partition,
-    merge_groups,
     names_groups,
     parse_find_coordinator,
-    read_groups,
-    refuse_partitions,
     replace_coordinators,
 )
 from kproxy_codec.errors import CodecError
@@ -45,7 +39,7 @@ CONTROLLER = 1_000_000
 # The number of messages of each version, which are new in each run.
 MANY, FEW = (20, 7) if os.environ.get(ALL) == "1" else (4, 2)
 ABOUT_LEADERS = (5, 6, 9)
-COORDINATED = [key for key, api in SERVED.items() if api.handling in KEY_TYPES]
+COORDINATED = [key for key, api in SERVED.items() if api.handling in REQUEST_KEY_TYPES]
 NO_TAGS = b"\x00"
 
 
@@ -182,14 +176,17 @@ KEY_FIELDS = {
 }
 
 
-@pytest.mark.parametrize(("key", "version"), [each for each in versions_of(*COORDINATED) if not names_groups(*each)])
+@pytest.mark.parametrize(("key", "version"), versions_of(*COORDINATED))
 @given(data=st.data())
 @settings(max_examples=FEW)
 def test_the_key_of_a_coordinated_request_is_found(key: int, version: int, data: st.DataObject) -> None:
     body = data.draw(bodies("request", key, version))
     request = control.decode_request(key, version, body)
-    expected = getattr(request, KEY_FIELDS.get(key, "group_id"))
-    assert coordination_key(key, version, body) == (expected or "")
+    if names_groups(key, version):
+        expected = request.groups[0].group_id if len(request.groups) == 1 else None
+    else:
+        expected = getattr(request, KEY_FIELDS.get(key, "group_id"))
+    assert coordination_key(key, version, body) == expected
 
 
 def found_for(key_type: int, key: str) -> Found:
@@ -254,91 +251,20 @@ def test_group_error_codes_are_read_without_epochs(key: int, version: int, data:
         assert bytes(body) == control.encode_response(message)
 
 
-def refused_by_kafka_python(key: int, version: int, body: bytes) -> bytes:
-    request = control.decode_request(key, version, body)
-    fields: dict[str, Any]
-    if key == keys.ADD_PARTITIONS_TO_TXN:
-        fields = {
-            "results_by_topic_v3_and_below": [
-                {
-                    "name": topic.name,
-                    "results_by_partition": [
-                        {"partition_index": index, "partition_error_code": 16} for index in topic.partitions
-                    ],
-                }
-                for topic in request.v3_and_below_topics
-            ]
-        }
-    else:
-        fields = {"topics": []}
-        for topic in request.topics or []:
-            indexes = (
-                topic.partition_indexes
-                if key == keys.OFFSET_FETCH
-                else [partition.partition_index for partition in topic.partitions]
-            )
-            refused = [{"partition_index": index, "error_code": 16} for index in indexes]
-            named = {"topic_id": topic.topic_id} if version >= 10 else {"name": topic.name}
-            fields["topics"].append({**named, "partitions": refused})
-    return control.encode_response(control.build_response(key, version, **fields))
+COMMITS = [each for each in versions_of(*COMMIT_EPOCH_FROM) if each[1] >= COMMIT_EPOCH_FROM[each[0]]]
 
 
-@pytest.mark.parametrize(
-    ("key", "version"),
-    [each for each in versions_of(*sorted(REFUSED_BY_PARTITION)) if is_refused_by_partition(*each)],
-)
-@given(data=st.data())
-@settings(max_examples=FEW)
-def test_every_partition_is_refused(key: int, version: int, data: st.DataObject) -> None:
-    body = data.draw(bodies("request", key, version))
-    assert bytes(at_once(refuse_partitions(key, version, body, 16))) == refused_by_kafka_python(key, version, body)
-
-
-@pytest.mark.parametrize(("key", "version"), versions_of(*COMMIT_EPOCH_FROM))
+@pytest.mark.parametrize(("key", "version"), COMMITS)
 @given(data=st.data())
 @settings(max_examples=FEW)
 def test_commits_lose_only_their_epochs(key: int, version: int, data: st.DataObject) -> None:
     body = bytearray(data.draw(bodies("request", key, version)))
-    if version < COMMIT_EPOCH_FROM[key]:
-        return
     message = control.decode_request(key, version, bytes(body))
     for topic in message.topics:
         for partition in topic.partitions:
             partition.committed_leader_epoch = -1
     at_once(blank_committed_epochs(key, version, memoryview(body)))
     assert bytes(body) == control.encode_request(message)
-
-
-@pytest.mark.parametrize("version", [8, 9, 10])
-@given(data=st.data())
-@settings(max_examples=MANY)
-def test_requests_about_groups_are_divided(version: int, data: st.DataObject) -> None:
-    key, body = keys.OFFSET_FETCH, data.draw(bodies("request", keys.OFFSET_FETCH, version))
-    request = control.decode_request(key, version, body)
-    spans = at_once(read_groups(key, version, body))
-    assert [span.group for span in spans] == [each.group_id for each in request.groups]
-    groups = request.groups
-    for place, group in enumerate(groups):
-        request.groups = [group]
-        assert about_one(key, version, memoryview(body), spans, place) == control.encode_request(request)
-
-
-@pytest.mark.parametrize("version", [8, 9, 10])
-@given(data=st.data())
-@settings(max_examples=MANY)
-def test_answers_about_groups_are_merged(version: int, data: st.DataObject) -> None:
-    key, body = keys.OFFSET_FETCH, data.draw(bodies("response", keys.OFFSET_FETCH, version))
-    answer = control.decode_response(key, version, body)
-    groups, parts = answer.groups, []
-    answer.throttle_time_ms = 5 if groups else 0
-    for number, group in enumerate(groups):
-        one = control.decode_response(key, version, body)
-        one.groups, one.throttle_time_ms = [group], 5 - number
-        parts.append(memoryview(control.encode_response(one)))
-    assert merge_groups(key, version, parts) == control.encode_response(answer)
-    for wrong in (body + b"\1", control.encode_response(control.build_response(key, version))):
-        with pytest.raises(CodecError):
-            merge_groups(key, version, [memoryview(wrong)])
 
 
 # Whatever comes
@@ -357,20 +283,15 @@ def works(kind: str, key: int, version: int, body: bytes) -> list[Work[Any]]:
         return [answer_find_coordinator(version, body, found_for)]
     if key == keys.METADATA:
         return [leaderless_metadata(version, body, NAMED)]
-    if names_groups(key, version):
-        return [read_groups(key, version, body)]
-    blanks = version >= COMMIT_EPOCH_FROM.get(key, version + 1)
-    changed = [blank_committed_epochs(key, version, memoryview(bytearray(body)))] if blanks else []
-    return [refuse_partitions(key, version, body, 16), *changed]
+    return [blank_committed_epochs(key, version, memoryview(bytearray(body)))]
 
 
 READ = [
     *(("response", *each) for each in versions_of(keys.METADATA, keys.DESCRIBE_CLUSTER, keys.FIND_COORDINATOR)),
     *(("response", *each) for each in versions_of(keys.DESCRIBE_TOPIC_PARTITIONS)),
     *(("response", *each) for each in versions_of(keys.OFFSET_FETCH, keys.OFFSET_COMMIT)),
-    *(("request", *each) for each in versions_of(keys.METADATA, keys.FIND_COORDINATOR, keys.OFFSET_COMMIT)),
-    *(("request", *each) for each in versions_of(keys.ADD_PARTITIONS_TO_TXN, keys.TXN_OFFSET_COMMIT)),
-    *(("request", keys.OFFSET_FETCH, version) for version in (1, 8, 9, 10)),
+    *(("request", *each) for each in versions_of(keys.METADATA, keys.FIND_COORDINATOR)),
+    *(("request", *each) for each in COMMITS),
 ]
 
 
@@ -393,8 +314,7 @@ def test_malformed_message_raises_codec_error(kind: str, key: int, version: int,
 @pytest.mark.parametrize(("kind", "key", "version"), READ)
 def test_no_portion_is_larger_than_others(kind: str, key: int, version: int) -> None:
     for array in arrays(kind, key, version):
-        skipped = ("_nodes", "_replicas", "_elr", *(["_indexes"] if names_groups(key, version) else []))
-        if len(array) > 1 and array[-1].endswith(skipped):
+        if len(array) > 1 and array[-1].endswith(("_nodes", "_replicas", "_elr")):
             # Skipped unchanged, whatever their length.
             continue
         count = 20 * PORTION

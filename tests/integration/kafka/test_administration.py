@@ -251,7 +251,7 @@ def test_configurations_are_altered_at_named_brokers(site: Site) -> None:
     assert set(codes.values()) == {0}
     assert len(codes) == len(resources) - 1
     [message] = [each.error_message for each in answer if each.error_code]
-    assert message.startswith("1000000 is the id of a proxy (kproxy): name a broker behind it (")
+    assert message.startswith("an id from 1000000 up is the id of a proxy (kproxy): configure a broker (")
     entry = ConfigEntry("retention.ms", "3600000", incremental_operation=AlterConfigOpType.SET)
     resource = ConfigResource(ResourceType.TOPIC, site.topic, incremental_configs=[entry])
     assert site.rdkafka.incremental_alter_configs([resource])[resource].result(PATIENCE_S) is None

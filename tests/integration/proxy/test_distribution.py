@@ -192,7 +192,7 @@ async def test_configuration_goes_to_the_named_broker(s: Scene) -> None:
     assert codes == {name: INVALID_REQUEST if name == (BROKER, "1000000") else 0 for name in names}
     [message] = [each.error_message for each in answer.responses if each.error_code]
     assert message == (
-        "1000000 is the id of a proxy (kproxy): name a broker behind it (1, 2, 3) to configure, or no id for the"
+        "an id from 1000000 up is the id of a proxy (kproxy): configure a broker (1, 2, 3) at its own address, or the"
         " default of all"
     )
     assert {2, 3} <= set(cluster.got(keys.INCREMENTAL_ALTER_CONFIGS))

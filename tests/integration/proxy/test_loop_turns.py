@@ -27,9 +27,12 @@ from typing import Any, Final
 import pytest
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.proxy.apis import KEY_TYPES, SERVED
+from kproxy.proxy.apis import REQUEST_KEY_TYPES, SERVED
+from kproxy.routing.fleet import FIRST_NODE_ID
 from kproxy_codec import api_keys as keys
 from kproxy_codec import own
+from kproxy_codec.control import decode_request
+from kproxy_codec.coordination import BATCHED_FROM
 from tests.support.brokers.scripted_upstream import Asked
 from tests.support.clients.raw_client import (
     Partitions,
@@ -59,6 +62,7 @@ MEASURED: Final = "tests.support.processes.measured_proxy_main"
 BROKERS: Final = 3
 MAX_PARTITIONS: Final = 4096
 MAX_CONTROL_BYTES: Final = 1 << 20
+BROKER_RESOURCE: Final = 4
 CONTROL_TIMEOUT_S: Final = 1.5
 LEAST_DEADLINE_S: Final = 1.0
 NO_ERROR: Final = 0
@@ -113,7 +117,12 @@ class Broker(ServedBroker):
     def _answer(self, asked: Asked) -> None:
         key = asked.header.api_key
         if key == keys.FIND_COORDINATOR and key not in self.prepared:
-            asked.answer_message(error_code=0, node_id=self.node_id, host="127.0.0.1", port=self.port)
+            found = {"error_code": 0, "node_id": self.node_id, "host": "127.0.0.1", "port": self.port}
+            if asked.header.api_version < BATCHED_FROM:
+                asked.answer_message(**found)
+            else:
+                wanted = decode_request(key, asked.header.api_version, asked.body).coordinator_keys
+                asked.answer_message(coordinators=[{**found, "key": each} for each in wanted])
         elif self.conduct == "holds":
             self.held.append(asked)
         elif self.conduct == "drops":
@@ -300,7 +309,7 @@ for _key in PARTITIONED:
 def control_values(key: int, version: int) -> dict[str, Any]:
     """The required values of a valid request."""
     values: dict[str, Any] = {"group_id": "g", "key_type": 0}
-    if SERVED[key].handling in KEY_TYPES:
+    if SERVED[key].handling in REQUEST_KEY_TYPES:
         values["transactional_id"] = values["v3_and_below_transactional_id"] = "x"
     return values
 
@@ -355,6 +364,46 @@ for _key, _offer in SERVED.items():
     if _key not in PARTITIONED and _key not in (keys.OWN, keys.GET_TELEMETRY_SUBSCRIPTIONS, keys.PUSH_TELEMETRY):
         for _conduct in ("answers", "holds", "drops"):
             add(_offer.handling.name, f"{keys.name_of(_key)}, its broker {_conduct}", control_case(_key, _conduct))
+
+
+def named_brokers_case(key: int, fields: dict[str, Any]) -> Case:
+    async def run(site: Site) -> str:
+        site.begin("drops")
+        client = await site.client()
+        frame = control_frame(key, SERVED[key].max_version, **fields)
+        assert len(frame) <= MAX_CONTROL_BYTES
+        client.send(frame)
+        await client.receive(PATIENCE_S)
+        return f"{len(frame)} bytes"
+
+    return run
+
+
+def named(ids: Sequence[int]) -> list[dict[str, Any]]:
+    return [{"resource_type": BROKER_RESOURCE, "resource_name": str(each)} for each in ids]
+
+
+for _what, _replicas, _ids in (
+    ("one proxy", [FIRST_NODE_ID] * 100_000, [FIRST_NODE_ID] * 30_000),
+    ("a proxy after brokers", [*[1, 2, 3] * 33_333, FIRST_NODE_ID], [*[1, 2, 3] * 9_999, FIRST_NODE_ID]),
+    ("many proxies", [*range(FIRST_NODE_ID, FIRST_NODE_ID + 100_000)], [*range(FIRST_NODE_ID, FIRST_NODE_ID + 30_000)]),
+):
+    _topic = {"name": "t", "num_partitions": -1, "replication_factor": -1, "configs": []}
+    for _key, _fields in (
+        (
+            keys.CREATE_TOPICS,
+            {"topics": [{**_topic, "assignments": [{"partition_index": 0, "broker_ids": _replicas}]}]},
+        ),
+        (keys.CREATE_PARTITIONS, {"topics": [{"name": "t", "count": 9, "assignments": [{"broker_ids": _replicas}]}]}),
+        (
+            keys.ALTER_PARTITION_REASSIGNMENTS,
+            {"topics": [{"name": "t", "partitions": [{"partition_index": 0, "replicas": _replicas}]}]},
+        ),
+        (keys.DESCRIBE_CONFIGS, {"resources": named(_ids)}),
+        (keys.ALTER_CONFIGS, {"resources": named(_ids)}),
+        (keys.INCREMENTAL_ALTER_CONFIGS, {"resources": named(_ids)}),
+    ):
+        add("named brokers", f"{keys.name_of(_key)} names {_what}", named_brokers_case(_key, _fields))
 
 
 async def metadata_of_all_topics(site: Site) -> str:

@@ -11,7 +11,7 @@ from uuid import UUID
 import pytest
 
 from kproxy.proxy import coordinators
-from kproxy.proxy.apis import KEY_TYPES, SERVED
+from kproxy.proxy.apis import REQUEST_KEY_TYPES, SERVED
 from kproxy.proxy.coordinators import NO_TRANSACTIONS, Coordinators
 from kproxy_codec import api_keys as keys
 from kproxy_codec.control import decode_request
@@ -46,7 +46,9 @@ FIELDS: dict[int, dict[str, Any]] = {
 }
 
 
-COORDINATED = {key: KEY_TYPES[api.handling] for key, api in SERVED.items() if api.handling in KEY_TYPES}
+COORDINATED = {
+    key: REQUEST_KEY_TYPES[each.handling] for key, each in SERVED.items() if each.handling in REQUEST_KEY_TYPES
+}
 
 
 def every_version(key: int) -> range:
@@ -305,14 +307,19 @@ async def test_commits_carry_no_leader_epoch_to_brokers(s: Scene, key: int) -> N
 async def test_each_group_goes_to_its_own_coordinator(s: Scene, version: int) -> None:
     def commits(asked: Asked) -> None:
         groups = decode_request(keys.OFFSET_FETCH, version, asked.body).groups
+        partition = {"partition_index": 3, "committed_offset": 70, "committed_leader_epoch": 9, "metadata": ""}
+        topic = {
+            "topic_id" if version >= 10 else "name": UUID(int=7) if version >= 10 else "t",
+            "partitions": [partition],
+        }
         asked.answer_message(
-            throttle_time_ms=int(groups[0].group_id[1:]),
-            groups=[{"group_id": each.group_id, "error_code": 0, "topics": []} for each in groups],
+            throttle_time_ms=len(groups),
+            groups=[{"group_id": each.group_id, "error_code": 0, "topics": [topic]} for each in groups],
         )
 
     cluster = Cluster(s)
     cluster.coordinated = commits
-    names = [f"g{number}" for number in range(80)]
+    names = [f"g{number}" for number in range(300)]
     cluster.coordinators = {(GROUP, name): 1 + number % 3 for number, name in enumerate(names[:-1])}
     s.send(control_frame(keys.OFFSET_FETCH, version, groups=[{"group_id": name, "topics": None} for name in names]))
     message = (await s.answer(keys.OFFSET_FETCH, version)).message
@@ -320,10 +327,26 @@ async def test_each_group_goes_to_its_own_coordinator(s: Scene, version: int) ->
         *((name, 0) for name in names[:-1]),
         (names[-1], NOT_AVAILABLE),
     ]
-    assert message.throttle_time_ms == 78
-    assert sorted(cluster.got(keys.OFFSET_FETCH)) == sorted(cluster.coordinators.values())
+    epochs = {each.topics[0].partitions[0].committed_leader_epoch for each in message.groups[:-1]}
+    assert (epochs, message.throttle_time_ms) == ({-1}, 100)
+    assert sorted(cluster.got(keys.OFFSET_FETCH)) == [1, 2, 3]
+    assert len(cluster.got(keys.FIND_COORDINATOR)) == 2, "not one request for some hundred groups"
+    twice = [{"group_id": "g1", "topics": topics} for topics in (None, [])]
+    s.send(control_frame(keys.OFFSET_FETCH, version, groups=twice))
+    assert [each.group_id for each in (await s.answer(keys.OFFSET_FETCH, version)).message.groups] == ["g1", "g1"]
     s.send(control_frame(keys.OFFSET_FETCH, version, groups=[]))
     assert (await s.answer(keys.OFFSET_FETCH, version)).message.groups == []
+
+
+@three()
+async def test_the_empty_group_has_a_coordinator(s: Scene) -> None:
+    """Kafka keeps its offsets, as those of any group."""
+    cluster = Cluster(s)
+    cluster.coordinators[GROUP, ""] = 3
+    for key, version in ((keys.OFFSET_COMMIT, 8), (keys.OFFSET_FETCH, 7), (keys.HEARTBEAT, 4)):
+        s.send(control_frame(key, version, **{**FIELDS[key], "group_id": ""}))
+        await s.answer(key, version)
+        assert cluster.got(key) == [3]
 
 
 @three()

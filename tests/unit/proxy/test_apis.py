@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kproxy.proxy.api_versions import BrokerApis, offer
-from kproxy.proxy.apis import APIS, KEY_TYPES, NOT_SERVED, SERVED, Handling, proxy_ranges
+from kproxy.proxy.apis import APIS, NOT_SERVED, REQUEST_KEY_TYPES, SERVED, Handling, api_of, proxy_ranges
 from kproxy.proxy.client_session import _PARTITIONED
 from kproxy_codec import api_keys as keys
 from kproxy_codec import cluster, control, coordination, fetch, list_offsets, produce
@@ -33,7 +33,7 @@ def test_code_handles_every_row_of_the_table() -> None:
     assert keys_of(Handling.SPLIT) == set(_PARTITIONED)
     named = {*cluster.RENAMED, keys.FIND_COORDINATOR, keys.LIST_CONFIG_RESOURCES}
     assert {key for key, api in APIS.items() if api.names_brokers} == named
-    assert keys_of(*KEY_TYPES) >= coordination.TELL_ERRORS | set(coordination.REFUSED_BY_PARTITION)
+    assert keys_of(*REQUEST_KEY_TYPES) >= coordination.TELL_ERRORS | coordination.COMMIT_EPOCH_FROM.keys()
     assert keys_of(Handling.PROXY) == {keys.API_VERSIONS, keys.OWN, *SASL}
     assert {key for key, api in APIS.items() if api.ends_here is not None} == NATIVE | SASL
 
@@ -64,7 +64,7 @@ def test_every_resource_api_needs_a_permission() -> None:
 
 
 def test_divided_api_names_its_parts() -> None:
-    for key, api in SERVED.items():
+    for key, api in [*SERVED.items(), (keys.OFFSET_FETCH, api_of(keys.OFFSET_FETCH, 8))]:
         if api.is_divided:
             at, to = api.parts
             assert to in control.response_fields(key)
