@@ -7,7 +7,8 @@ need has a twin in Python:
 
   frames.pxi    kproxy_codec.framing, kproxy_codec.correlation
   outbox.pxi    kproxy.proxy.outbox
-  answers.pxi   kproxy.proxy.answer_order, and the counters of kproxy.proxy.memory_budget and kproxy.observe.tally
+  answers.pxi   kproxy.proxy.answer_order, and the counters of kproxy.proxy.memory_budget, kproxy.observe.tally and
+                kproxy.observe.busiest
   chunks.pxi    the open chunk of kproxy.trail.acknowledgements
   meters.pxi    the account of kproxy.security.quotas
   readers.pxi   kproxy.proxy.request_reader, kproxy.proxy.answer_reader
@@ -48,7 +49,7 @@ from cpython.memoryview cimport PyMemoryView_Check, PyMemoryView_FromMemory, PyM
 from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy, memmove, memset
 
-from collections import deque
+from collections import Counter, deque
 from time import monotonic
 
 from kproxy_codec.correlation import unexpected_answer
@@ -121,6 +122,9 @@ cdef extern from "wire.h" nogil:
         const uint32_t *chosen, uint32_t count, int32_t correlation_id, uint8_t *part, uint32_t bytes)
 
 
+cdef class Clock
+cdef class Durations
+cdef class Use
 cdef class Outbox
 cdef class Slot
 cdef class AnswerOrder

@@ -1,5 +1,5 @@
 # Write the answers of a client in the order of its requests: the twin of kproxy.proxy.answer_order; and the counters
-# that requests add to, twins of kproxy.proxy.memory_budget.HeldBytes and kproxy.observe.tally.ProduceCounts.
+# that requests add to, twins of kproxy.proxy.memory_budget.HeldBytes and of classes of kproxy.observe.
 
 cdef extern from *:
     """
@@ -14,7 +14,7 @@ cdef extern from *:
     #else
     #define KP_HAS_MONOTONIC 0
     #endif
-    #define MOST_BOUNDS 32
+    #define MOST_BOUNDS 16
     """
     double kp_monotonic() nogil
     const bint KP_HAS_MONOTONIC
@@ -52,26 +52,75 @@ cdef class HeldBytes:
     cdef public object waiting, passing
 
 
+cdef class Durations:
+    """See kproxy.observe.tally.Durations."""
+
+    cdef readonly double seconds
+    cdef readonly tuple bounds
+    cdef int64_t counts[MOST_BOUNDS + 1]
+    cdef double limits[MOST_BOUNDS]
+    cdef int bound_count
+
+    def __init__(self, tuple bounds):
+        self.bounds, self.bound_count = bounds, len(bounds)
+        if self.bound_count > MOST_BOUNDS:
+            raise ValueError(f"at most {MOST_BOUNDS} bounds")
+        for at, bound in enumerate(bounds):
+            self.limits[at] = bound
+
+    @property
+    def buckets(self):
+        return [self.counts[at] for at in range(self.bound_count + 1)]
+
+    def count(self, double elapsed, int64_t times=1):
+        self.add(elapsed, times)
+
+    cdef inline void add(self, double elapsed, int64_t times):
+        cdef int at = 0
+        self.seconds += elapsed * times
+        while at < self.bound_count and self.limits[at] < elapsed:
+            at += 1
+        self.counts[at] += times
+
+
+cdef class Use:
+    """See kproxy.observe.busiest.Use."""
+
+    cdef public int64_t requests, received_bytes, sent_bytes
+    cdef public bint is_over
+
+
+cdef class BrokerCounts:
+    """See kproxy.observe.tally.BrokerCounts."""
+
+    cdef public int64_t sent_bytes, received_bytes, dials
+    cdef readonly Durations produce, fetch
+    cdef readonly object errors
+
+    def __init__(self, tuple bounds):
+        self.produce, self.fetch, self.errors = Durations(bounds), Durations(bounds), Counter()
+
+    def answered(self, int api_key, double elapsed):
+        if api_key == PRODUCE_KEY:
+            self.produce.add(elapsed, 1)
+        elif api_key == FETCH_KEY:
+            self.fetch.add(elapsed, 1)
+
+
 cdef class ProduceCounts:
     """See kproxy.observe.tally.ProduceCounts."""
 
     cdef public int64_t received_bytes, sent_bytes, plain_requests
-    cdef public double produce_seconds
+    cdef readonly Durations produce, reading, queue, broker, order, writing
     cdef object counted
     cdef int key_shift
     # Produce requests by version that are not in `counted` yet.
     cdef int64_t produces[KP_MAX_VERSION + 1]
-    cdef int64_t buckets[MOST_BOUNDS + 1]
-    cdef double bounds[MOST_BOUNDS]
-    cdef int bound_count
 
-    def __init__(self, requests, int key_shift, bounds):
+    def __init__(self, requests, int key_shift, tuple bounds):
         self.counted, self.key_shift = requests, key_shift
-        self.bound_count = len(bounds)
-        if self.bound_count > MOST_BOUNDS:
-            raise ValueError(f"at most {MOST_BOUNDS} bounds")
-        for at, bound in enumerate(bounds):
-            self.bounds[at] = bound
+        self.produce, self.reading, self.queue = Durations(bounds), Durations(bounds), Durations(bounds)
+        self.broker, self.order, self.writing = Durations(bounds), Durations(bounds), Durations(bounds)
 
     @property
     def requests(self):
@@ -86,19 +135,18 @@ cdef class ProduceCounts:
         self.produces[version] += 1
         self.plain_requests += 1
 
-    @property
-    def produce_buckets(self):
-        return [self.buckets[at] for at in range(self.bound_count + 1)]
+    def answered(self, Slot slot, double now):
+        self.count(slot, now)
 
-    def answered(self, double elapsed):
-        self.count(elapsed)
-
-    cdef inline void count(self, double elapsed):
-        cdef int at = 0
-        self.produce_seconds += elapsed
-        while at < self.bound_count and self.bounds[at] < elapsed:
-            at += 1
-        self.buckets[at] += 1
+    cdef inline void count(self, Slot slot, double now):
+        self.produce.add(now - slot.began, 1)
+        self.reading.add(slot.taken_at - slot.began, 1)
+        if slot.sent_at:
+            self.queue.add(slot.sent_at - slot.taken_at, 1)
+            self.broker.add(slot.answered_at - slot.sent_at, 1)
+        else:
+            self.queue.add(slot.answered_at - slot.taken_at, 1)
+        self.order.add(now - slot.answered_at, 1)
 
 
 cdef class Slot:
@@ -107,7 +155,7 @@ cdef class Slot:
     cdef readonly AnswerOrder order
     cdef readonly int64_t sequence
     cdef public int64_t weight, frame_bytes
-    cdef public double began
+    cdef public double began, taken_at, sent_at, answered_at
     cdef public list buffers
     cdef public object is_allowed
     cdef object answer_view
@@ -117,17 +165,22 @@ cdef class Slot:
         self.order, self.sequence = order, sequence
         self.weight = self.frame_bytes = weight
         self.began = began
+        if began:
+            self.taken_at = order.clock.now()
 
     def fill(self, list buffers, is_allowed=None):
         if buffers:
+            if self.began:
+                self.answered_at = self.order.clock.now()
             self.buffers, self.is_allowed = buffers, is_allowed
             self.order.write_ready()
         else:
             self.order.unload(self)
 
-    cdef int fill_span(self, view, Py_ssize_t start, Py_ssize_t end) except -1:
+    cdef int fill_span(self, view, Py_ssize_t start, Py_ssize_t end, double answered_at) except -1:
         """Like `fill`, with [start, end) of `view`."""
         self.answer_view, self.answer_start, self.answer_end = view, start, end
+        self.answered_at = answered_at
         return self.order.write_ready()
 
 
@@ -156,10 +209,26 @@ cdef class AnswerOrder:
     def flush(self):
         self.write_ready()
 
+    def handed_over(self, int64_t sequence):
+        cdef Slot slot
+        cdef Py_ssize_t low = 0, high = len(self.slots), middle
+        while low < high:
+            middle = (low + high) // 2
+            slot = self.slots[middle]
+            if slot.sequence < sequence:
+                low = middle + 1
+            else:
+                high = middle
+        if low < len(self.slots):
+            slot = self.slots[low]
+            if slot.sequence == sequence and slot.began:
+                slot.sent_at = self.clock.now()
+
     cdef int write_ready(self) except -1:
         """Write every answer whose turn has come."""
         cdef Slot slot
         cdef double now = 0.0
+        cdef int64_t count = 0
         cdef HeldBytes budget = self.budget
         cdef list slots = self.slots
         while self.outbox is not None and slots:
@@ -175,13 +244,16 @@ cdef class AnswerOrder:
             if slot.began:
                 if not now:
                     now = self.clock.now()
-                self.tally.count(now - slot.began)
+                self.tally.count(slot, now)
+                count += 1
             if slot.answer_view is not None:
                 self.outbox.put_span(slot.answer_view, slot.answer_start, slot.answer_end)
             else:
                 self.outbox.put(slot.buffers)
         if self.outbox is None:
             return 0
+        if count:
+            self.outbox.add_run(count, now)
         if budget.waiting:
             budget.wake()
         if self.is_waited_for:

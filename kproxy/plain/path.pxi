@@ -5,7 +5,9 @@ cdef extern from *:
     /* A larger part is written from the request's own bytes, without a copy. */
     #define MOST_COPIED (8 << 10)
     #define MOST_PLACES 65536
+    #define MOST_USES 1000
     #define PRODUCE_KEY 0
+    #define FETCH_KEY 1
     /* The number of entries, and of topics, that a slot itself has room for; with more it would leave the sizes that
        Python allocates from its pools. */
     #define FEW 3
@@ -22,7 +24,7 @@ cdef extern from *:
     """
     const uint32_t MOST_COPIED, AHEAD, LINE_BYTES, HOT, HOT_BYTES
     void kp_fetch(const void *p) nogil
-    const int MOST_PLACES, PRODUCE_KEY, FEW
+    const int MOST_PLACES, MOST_USES, PRODUCE_KEY, FETCH_KEY, FEW
 
 # The index of a request before it is known to be plain, and the offsets of an answer's results.
 cdef kp_topic _topics[KP_MAX_PARTITIONS]
@@ -264,8 +266,13 @@ cdef class CompiledPiece:
     cdef uint32_t first, count
     cdef bint is_whole
 
+    api_key = PRODUCE_KEY
     expects_answer = True
     may_wait_until = _MINUS_INFINITY
+
+    @property
+    def sequence(self):
+        return self.slot.sequence
 
     @property
     def part(self):
@@ -293,18 +300,22 @@ cdef class CompiledPiece:
 
     def answered(self, frame):
         """Take the answer, a memoryview; if it is no success, the request goes to the core."""
-        self.take_answer(frame, data_of(frame), 0, len(frame))
+        self.take_answer(frame, data_of(frame), 0, len(frame), self.path.clock.now())
 
     def lost(self, *, written):
         self.path.shell.take_over(self).lost(written=written)
 
-    cdef int take_answer(self, view, uint8_t *data, Py_ssize_t start, Py_ssize_t size) except -1:
+    cdef int take_answer(
+        self, view, uint8_t *data, Py_ssize_t start, Py_ssize_t size, double answered_at
+    ) except -1:
         """Like `answered`, for a frame in `view`, whose bytes are at `data`."""
-        if not self.succeeded(view, data + start, start, size):
+        if not self.succeeded(view, data + start, start, size, answered_at):
             self.path.shell.take_over(self).answered(view[start:start + size])
         return 0
 
-    cdef bint succeeded(self, view, uint8_t *received, Py_ssize_t start, Py_ssize_t size) except -1:
+    cdef bint succeeded(
+        self, view, uint8_t *received, Py_ssize_t start, Py_ssize_t size, double answered_at
+    ) except -1:
         cdef CompiledSlot slot = self.slot
         cdef uint32_t at, result_bytes
         cdef char *answer
@@ -321,7 +332,7 @@ cdef class CompiledPiece:
                 slot.order.unload(slot)
                 return True
             kp_put_int32(received + KP_ANSWER_CORRELATION_ID_OFFSET, slot.head.correlation_id)
-            slot.fill_span(view, start, start + size)
+            slot.fill_span(view, start, start + size, answered_at)
             return True
         result_bytes = kp_result_bytes(slot.head.version)
         answer = PyByteArray_AS_STRING(slot.answer)
@@ -345,6 +356,9 @@ cdef class CompiledPath:
     """
 
     cdef object routes, counters, topology, acks, upstreams
+    # A kproxy.observe.busiest.Busiest, or None, and the uses of topics by the names or ids in requests.
+    cdef object topics
+    cdef dict uses
     # What the gate for all requests looks at (kproxy.proxy.fanout.FanoutShell.gate).
     cdef object core, exchanges, numbered
     cdef dict lanes, refused
@@ -386,6 +400,7 @@ cdef class CompiledPath:
         self.access, self.confirms_silent = shell.access, context.confirm_acks0
         self.gated = () if context.own is None else context.own.gated
         self.topology, self.tally, self.budget = context.topology, context.tally, context.budget
+        self.topics, self.uses = context.tally.topics, {}
         self.clock = clock_of(context.clock)
         self.shell, self.parse, self.make_exchange = shell, parse, make_exchange
         self.deadline_cap_ms = context.limits.deadline_cap_ms
@@ -536,7 +551,7 @@ cdef class CompiledPath:
         kept = self.find_all(&head, data, view, start, &parts)
         if kept is None or (self.may_take is not None and not self.may_take()):
             return False
-        self.send(view, start, first_byte_at, deadline, &head, kept, parts)
+        self.send(view, start, now, first_byte_at, deadline, &head, kept, parts)
         return True
 
     cdef list find_all(
@@ -602,7 +617,8 @@ cdef class CompiledPath:
         return kept
 
     cdef int send(
-        self, view, Py_ssize_t start, double began, double deadline, const kp_request *head, list kept, uint32_t parts
+        self, view, Py_ssize_t start, double now, double began, double deadline, const kp_request *head, list kept,
+        uint32_t parts,
     ) except -1:
         cdef CompiledSlot slot = CompiledSlot.__new__(CompiledSlot)
         cdef CompiledPiece piece
@@ -610,7 +626,7 @@ cdef class CompiledPath:
         cdef uint32_t count = head.entry_count, part, at, first, answer_bytes
         slot.keep(head, parts)
         slot.path, slot.view, slot.start, slot.routes = self, view, start, kept
-        slot.began, slot.deadline = began, deadline
+        slot.began, slot.taken_at, slot.sent_at, slot.deadline = began, now, now, deadline
         slot.routed_at = self.topology.version
         slot.weight = slot.frame_bytes = head.size
         slot.order = answers
@@ -626,6 +642,8 @@ cdef class CompiledPath:
         answers.in_flight_bytes += slot.weight
         self.budget.held += slot.frame_bytes
         self.tally.produced(head.version)
+        if self.topics is not None:
+            self.use_topics(slot)
         self.open_count += 1
         if count > 1:
             self.open_partitions += count
@@ -633,7 +651,7 @@ cdef class CompiledPath:
             for at in range(count):
                 slot.chosen[at] = at
             piece = self.piece(slot, 0, count, True)
-            piece.upstream.forward_span(piece, view, start, head.size)
+            piece.upstream.forward_span(piece, view, start, head.size, now)
             return 0
         self.counters["splits"] += 1
         answer_bytes = answer_bytes_of_all(slot, count)
@@ -652,7 +670,28 @@ cdef class CompiledPath:
                     at += 1
             pieces.append(self.piece(slot, first, at - first, False))
         for piece in pieces:
-            self.send_part(slot, piece)
+            self.send_part(slot, piece, now)
+        return 0
+
+    cdef int use_topics(self, CompiledSlot slot) except -1:
+        cdef kp_topic *topic
+        cdef uint32_t place
+        cdef const uint8_t *data = slot.bytes()
+        cdef bint is_id = slot.head.version >= KP_TOPIC_IDS_FROM
+        cdef Use use
+        for place in range(slot.head.topic_count):
+            topic = slot.topics + place
+            wire = PyBytes_FromStringAndSize(<const char *>data + topic.name_start, topic.name_end - topic.name_start)
+            found = self.uses.get(wire)
+            if found is None or (<Use>found).is_over:
+                if len(self.uses) >= MOST_USES:
+                    self.uses.clear()
+                name = self.topology.name_of(wire) if is_id else wire
+                found = self.uses[wire] = self.topics.find(None if name is None else (name,))
+            use = found
+            use.requests += 1
+            if topic.count:
+                use.received_bytes += slot.entries[topic.first + topic.count - 1].end - slot.entries[topic.first].start
         return 0
 
     cdef CompiledPiece piece(self, CompiledSlot slot, uint32_t first, uint32_t count, bint is_whole):
@@ -662,7 +701,7 @@ cdef class CompiledPath:
         piece.upstream, piece.connection = route.upstream, route.connection
         return piece
 
-    cdef int send_part(self, CompiledSlot slot, CompiledPiece piece) except -1:
+    cdef int send_part(self, CompiledSlot slot, CompiledPiece piece, double now) except -1:
         cdef uint32_t *chosen = slot.chosen + piece.first
         cdef uint32_t size = kp_part_bytes(&slot.head, slot.topics, slot.entries, chosen, piece.count)
         cdef int32_t correlation_id = piece.upstream._in_flight.following_id()
@@ -673,7 +712,7 @@ cdef class CompiledPath:
             slot.put_part(piece, correlation_id, <uint8_t *>PyByteArray_AS_STRING(part), size)
             piece.upstream.send(piece, correlation_id, [part])
             return 0
-        piece.upstream._in_flight.add(correlation_id, piece)
+        piece.upstream.add_awaited(correlation_id, piece, size, now)
         if size <= MOST_COPIED:
             slot.put_part(piece, correlation_id, outbox.place(size), size)
             return outbox.placed(size)

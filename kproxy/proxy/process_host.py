@@ -20,7 +20,7 @@ from kproxy.config.admin import read_page_token
 from kproxy.config.tls import Loaded
 from kproxy.observe.exposition import Families, render
 from kproxy.observe.http_page import HttpPage, Readiness
-from kproxy.observe.metrics import ProxyCollector, Vitals, own_process
+from kproxy.observe.metrics import ProxyCollector, Vitals, build_info, own_process
 from kproxy.observe.page import AdminPage, ReplicaPages
 from kproxy.observe.page_guard import PageGuard
 from kproxy.observe.table import ClaimsQuery, FreeOrder, TableQuery, TableView, table_page
@@ -63,6 +63,8 @@ class OwnPages:
         self._vitals = vitals
         self._shipping = shipping
         self._process = tuple(own_process())
+        # It asks git in a checkout: now, not when clients are served.
+        build_info()
 
     async def table(self, query: TableQuery, worker: int | None = None) -> bytes:
         if worker not in (None, 1):
