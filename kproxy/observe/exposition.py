@@ -46,6 +46,8 @@ FOLDS: Final[Mapping[str, Callable[[float, float], float]]] = {
 }
 """How values of several processes are combined; all others are added."""
 _GROWING = ("counter", "histogram", "summary")
+_BY_NAME = ("kproxy_topic_", "kproxy_client_id_")
+MOST_NAMES_KEPT: Final = 1_000
 
 
 def parse(page: bytes) -> list[Metric]:
@@ -80,8 +82,15 @@ def merge(pages: Iterable[Sequence[Metric]]) -> list[Metric]:
 
 
 def growing(page: Sequence[Metric]) -> list[Metric]:
-    """Return the families that outlive their process: counters, histograms and summaries."""
-    return [family for family in page if family.type in _GROWING]
+    """Return the families that outlive their process: counters, histograms and summaries.
+
+    Names that clients choose come and go: of topics and clients only the first MOST_NAMES_KEPT series are kept.
+    """
+    kept = [family for family in page if family.type in _GROWING]
+    for family in kept:
+        if family.name.startswith(_BY_NAME):
+            del family.samples[MOST_NAMES_KEPT:]
+    return kept
 
 
 _NO_BROKER: Final = ("", "other")

@@ -100,6 +100,15 @@ class ProxyCollector(Collector):
         self._shipping = shipping
 
     def collect(self) -> Iterable[Metric]:
+        yield from self.of_clients()
+        yield from self.of_brokers().collect()
+
+    def of_brokers(self) -> BrokersCollector:
+        """Return the collector of the families about brokers."""
+        return BrokersCollector(self._vitals.brokers, self._tally)
+
+    def of_clients(self) -> Iterable[Metric]:
+        """Yield all other families."""
         yield build_info()
         yield from _traffic(self._tally, self._vitals)
         yield from _limits(self._vitals)
@@ -107,7 +116,6 @@ class ProxyCollector(Collector):
         yield from _named("topic", self._tally.topics, "Produce requests that name a topic", _TOPIC_BYTES)
         yield from _named("client_id", self._tally.clients, "Requests of a client", _CLIENT_BYTES)
         yield from _connections(self._vitals, self._counters)
-        yield from _brokers(self._vitals.brokers, self._tally)
         yield from _tls(self._vitals, self._counters)
         yield from _table(self._table)
         yield from _fleet(self._table, self._counters)
@@ -203,7 +211,7 @@ def _traffic(tally: Tally, vitals: Vitals) -> Iterable[Metric]:
     )
     yield histogram(
         "kproxy_produce_duration_seconds",
-        "Produce requests, from the first byte to the answer handed to the kernel.",
+        "Produce requests, from the first byte until the answer has its turn.",
         [((), tally.produce)],
     )
     yield histogram(
@@ -368,50 +376,65 @@ def _shown(brokers: Iterable[int], counted: Iterable[int]) -> list[int]:
     return sorted(set(brokers).union(each for each in counted if each in (OTHER_BROKERS, NO_OWNER)))
 
 
-def _brokers(brokers: Mapping[int, BrokerVitals], tally: Tally) -> Iterable[Metric]:
-    """Yield the families about brokers. Counters begin at 0, so that their first increase shows."""
-    hung = sum(broker.hung for broker in brokers.values())
-    yield gauge("kproxy_hung_brokers", "Brokers that hang: nothing is sent to them.", hung)
-    for name, (text, value_of) in _BROKER_GAUGES.items():
-        family = GaugeMetricFamily(name, text, labels=["broker"])
-        for broker, vitals in sorted(brokers.items()):
-            family.add_metric([str(broker)], float(value_of(vitals)))
-        yield family
-    hangs = CounterMetricFamily("kproxy_hangs", "Brokers found to hang.", labels=["broker"])
-    for broker in _shown(brokers, tally.hangs):
-        hangs.add_metric([_broker(broker)], tally.hangs[broker])
-    yield hangs
-    probes = SummaryMetricFamily(
-        "kproxy_broker_probe_duration_seconds",
-        "Probes of a broker that lets a request wait, from the question to the answer or until they are given up.",
-        labels=["broker"],
-    )
-    for broker in _shown(brokers, tally.probes):
-        probes.add_metric([_broker(broker)], tally.probes[broker], tally.probe_seconds.get(broker, 0.0))
-    yield probes
-    by_broker = {each: tally.by_broker.get(each, _NO_COUNTS) for each in _shown(brokers, tally.by_broker)}
-    for name, (text, count_of) in _BROKER_COUNTERS.items():
-        counter_family = CounterMetricFamily(name, text, labels=["broker"])
-        for broker, counts in by_broker.items():
-            counter_family.add_metric([_broker(broker)], count_of(counts))
-        yield counter_family
-    failures = CounterMetricFamily(
-        "kproxy_broker_connection_errors", "Errors of connections to a broker, by kind.", labels=["broker", "kind"]
-    )
-    for broker, counts in by_broker.items():
-        for kind in BROKER_ERRORS:
-            failures.add_metric([_broker(broker), kind], counts.errors[kind])
-    yield failures
-    yield histogram(
-        "kproxy_broker_request_seconds",
-        "Time from a request's hand-over to a broker until its answer. A fetch includes its wait for data.",
-        [
-            ([_broker(broker), api_keys.name_of(api_key)], times)
-            for broker, counts in by_broker.items()
-            for api_key, times in ((api_keys.PRODUCE, counts.produce), (api_keys.FETCH, counts.fetch))
-        ],
-        ["broker", "api"],
-    )
+class BrokersCollector(Collector):
+    """The families about brokers. Counters begin at 0, so that their first increase shows.
+
+    There may be many brokers: `collect` may run in another thread, while requests are counted.
+    """
+
+    def __init__(self, brokers: Mapping[int, BrokerVitals], tally: Tally) -> None:
+        self._brokers = dict(sorted(brokers.items()))
+        self._hangs = {each: tally.hangs[each] for each in _shown(brokers, tally.hangs)}
+        self._probes = {
+            each: (tally.probes[each], tally.probe_seconds.get(each, 0.0)) for each in _shown(brokers, tally.probes)
+        }
+        self._counts = {each: tally.by_broker.get(each, _NO_COUNTS) for each in _shown(brokers, tally.by_broker)}
+
+    def collect(self) -> Iterable[Metric]:
+        hung = sum(broker.hung for broker in self._brokers.values())
+        yield gauge("kproxy_hung_brokers", "Brokers that hang: nothing is sent to them.", hung)
+        for name, (text, value_of) in _BROKER_GAUGES.items():
+            family = GaugeMetricFamily(name, text, labels=["broker"])
+            for broker, vitals in self._brokers.items():
+                family.add_metric([str(broker)], float(value_of(vitals)))
+            yield family
+        hangs = CounterMetricFamily("kproxy_hangs", "Brokers found to hang.", labels=["broker"])
+        for broker, count in self._hangs.items():
+            hangs.add_metric([_broker(broker)], count)
+        yield hangs
+        probes = SummaryMetricFamily(
+            "kproxy_broker_probe_duration_seconds",
+            "Probes of a broker that lets a request wait, from the question to the answer or until they are given up.",
+            labels=["broker"],
+        )
+        for broker, (count, seconds) in self._probes.items():
+            probes.add_metric([_broker(broker)], count, seconds)
+        yield probes
+        yield from self._of_connections()
+
+    def _of_connections(self) -> Iterable[Metric]:
+        for name, (text, count_of) in _BROKER_COUNTERS.items():
+            family = CounterMetricFamily(name, text, labels=["broker"])
+            for broker, counts in self._counts.items():
+                family.add_metric([_broker(broker)], count_of(counts))
+            yield family
+        failures = CounterMetricFamily(
+            "kproxy_broker_connection_errors", "Errors of connections to a broker, by kind.", labels=["broker", "kind"]
+        )
+        for broker, counts in self._counts.items():
+            for kind in BROKER_ERRORS:
+                failures.add_metric([_broker(broker), kind], counts.errors[kind])
+        yield failures
+        yield histogram(
+            "kproxy_broker_request_seconds",
+            "Time from a request's hand-over to a broker until its answer. A fetch includes its wait for data.",
+            [
+                ([_broker(broker), api_keys.name_of(api_key)], times)
+                for broker, counts in self._counts.items()
+                for api_key, times in ((api_keys.PRODUCE, counts.produce), (api_keys.FETCH, counts.fetch))
+            ],
+            ["broker", "api"],
+        )
 
 
 _OUTCOMES = ("done", "failed")

@@ -7,10 +7,9 @@ need has a twin in Python:
 
   frames.pxi    kproxy_codec.framing, kproxy_codec.correlation
   outbox.pxi    kproxy.proxy.outbox
-  answers.pxi   kproxy.proxy.answer_order, and the counters of kproxy.proxy.memory_budget, kproxy.observe.tally and
-                kproxy.observe.busiest
+  answers.pxi   kproxy.proxy.answer_order, and the counters of kproxy.proxy.memory_budget and kproxy.observe.tally
   chunks.pxi    the open chunk of kproxy.trail.acknowledgements
-  meters.pxi    the account of kproxy.security.quotas
+  meters.pxi    the account of kproxy.security.quotas, counters of kproxy.observe.tally and kproxy.observe.busiest
   readers.pxi   kproxy.proxy.request_reader, kproxy.proxy.answer_reader
   spans.pxi     a class and a function of kproxy.trail.spans
 
@@ -122,8 +121,11 @@ cdef extern from "wire.h" nogil:
         const uint32_t *chosen, uint32_t count, int32_t correlation_id, uint8_t *part, uint32_t bytes)
 
 
+cdef class BrokerCounts
 cdef class Clock
 cdef class Durations
+cdef class Limits
+cdef class TopicUses
 cdef class Use
 cdef class Outbox
 cdef class Slot

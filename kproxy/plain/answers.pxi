@@ -1,5 +1,5 @@
 # Write the answers of a client in the order of its requests: the twin of kproxy.proxy.answer_order; and the counters
-# that requests add to, twins of kproxy.proxy.memory_budget.HeldBytes and of classes of kproxy.observe.
+# that requests add to, twins of kproxy.proxy.memory_budget.HeldBytes and kproxy.observe.tally.ProduceCounts.
 
 cdef extern from *:
     """
@@ -14,11 +14,9 @@ cdef extern from *:
     #else
     #define KP_HAS_MONOTONIC 0
     #endif
-    #define MOST_BOUNDS 16
     """
     double kp_monotonic() nogil
     const bint KP_HAS_MONOTONIC
-    const int MOST_BOUNDS
 
 
 cdef class Clock:
@@ -52,66 +50,14 @@ cdef class HeldBytes:
     cdef public object waiting, passing
 
 
-cdef class Durations:
-    """See kproxy.observe.tally.Durations."""
-
-    cdef readonly double seconds
-    cdef readonly tuple bounds
-    cdef int64_t counts[MOST_BOUNDS + 1]
-    cdef double limits[MOST_BOUNDS]
-    cdef int bound_count
-
-    def __init__(self, tuple bounds):
-        self.bounds, self.bound_count = bounds, len(bounds)
-        if self.bound_count > MOST_BOUNDS:
-            raise ValueError(f"at most {MOST_BOUNDS} bounds")
-        for at, bound in enumerate(bounds):
-            self.limits[at] = bound
-
-    @property
-    def buckets(self):
-        return [self.counts[at] for at in range(self.bound_count + 1)]
-
-    def count(self, double elapsed, int64_t times=1):
-        self.add(elapsed, times)
-
-    cdef inline void add(self, double elapsed, int64_t times):
-        cdef int at = 0
-        self.seconds += elapsed * times
-        while at < self.bound_count and self.limits[at] < elapsed:
-            at += 1
-        self.counts[at] += times
-
-
-cdef class Use:
-    """See kproxy.observe.busiest.Use."""
-
-    cdef public int64_t requests, received_bytes, sent_bytes
-    cdef public bint is_over
-
-
-cdef class BrokerCounts:
-    """See kproxy.observe.tally.BrokerCounts."""
-
-    cdef public int64_t sent_bytes, received_bytes, dials
-    cdef readonly Durations produce, fetch
-    cdef readonly object errors
-
-    def __init__(self, tuple bounds):
-        self.produce, self.fetch, self.errors = Durations(bounds), Durations(bounds), Counter()
-
-    def answered(self, int api_key, double elapsed):
-        if api_key == PRODUCE_KEY:
-            self.produce.add(elapsed, 1)
-        elif api_key == FETCH_KEY:
-            self.fetch.add(elapsed, 1)
-
-
 cdef class ProduceCounts:
     """See kproxy.observe.tally.ProduceCounts."""
 
     cdef public int64_t received_bytes, sent_bytes, plain_requests
-    cdef readonly Durations produce, reading, queue, broker, order, writing
+    cdef readonly Durations produce, broker, order, writing
+    cdef Durations own_reading, own_queue
+    # Requests that came in one read and were sent at once, which are not in these two yet.
+    cdef int64_t at_once
     cdef object counted
     cdef int key_shift
     # Produce requests by version that are not in `counted` yet.
@@ -119,7 +65,7 @@ cdef class ProduceCounts:
 
     def __init__(self, requests, int key_shift, tuple bounds):
         self.counted, self.key_shift = requests, key_shift
-        self.produce, self.reading, self.queue = Durations(bounds), Durations(bounds), Durations(bounds)
+        self.produce, self.own_reading, self.own_queue = Durations(bounds), Durations(bounds), Durations(bounds)
         self.broker, self.order, self.writing = Durations(bounds), Durations(bounds), Durations(bounds)
 
     @property
@@ -135,17 +81,37 @@ cdef class ProduceCounts:
         self.produces[version] += 1
         self.plain_requests += 1
 
+    @property
+    def reading(self):
+        self.count_at_once()
+        return self.own_reading
+
+    @property
+    def queue(self):
+        self.count_at_once()
+        return self.own_queue
+
+    cdef int count_at_once(self) except -1:
+        self.own_reading.add(0.0, self.at_once)
+        self.own_queue.add(0.0, self.at_once)
+        self.at_once = 0
+        return 0
+
     def answered(self, Slot slot, double now):
         self.count(slot, now)
 
     cdef inline void count(self, Slot slot, double now):
         self.produce.add(now - slot.began, 1)
-        self.reading.add(slot.taken_at - slot.began, 1)
-        if slot.sent_at:
-            self.queue.add(slot.sent_at - slot.taken_at, 1)
+        if slot.sent_at == slot.began:
+            self.at_once += 1
             self.broker.add(slot.answered_at - slot.sent_at, 1)
         else:
-            self.queue.add(slot.answered_at - slot.taken_at, 1)
+            self.own_reading.add(slot.taken_at - slot.began, 1)
+            if slot.sent_at:
+                self.own_queue.add(slot.sent_at - slot.taken_at, 1)
+                self.broker.add(slot.answered_at - slot.sent_at, 1)
+            else:
+                self.own_queue.add(slot.answered_at - slot.taken_at, 1)
         self.order.add(now - slot.answered_at, 1)
 
 

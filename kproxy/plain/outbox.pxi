@@ -39,6 +39,9 @@ cdef class Flushes:
     cdef list blocks
     # Blocks that outboxes have.
     cdef Py_ssize_t lent
+    # While all are written: the time, once an outbox has asked for it; else 0.
+    cdef double now
+    cdef bint is_flushing
 
     def __init__(self):
         self.waiting, self.blocks = [], []
@@ -75,7 +78,7 @@ cdef class Flushes:
         cdef list waiting = self.waiting
         cdef Outbox outbox
         cdef Py_ssize_t at = 0
-        self.waiting = []
+        self.waiting, self.is_flushing = [], True
         try:
             while at < len(waiting):
                 outbox = waiting[at]
@@ -83,6 +86,7 @@ cdef class Flushes:
                 outbox.is_waiting = False
                 outbox.write_out()
         finally:
+            self.now, self.is_flushing = 0.0, False
             while at < len(waiting):
                 self.add(waiting[at])
                 at += 1
@@ -311,8 +315,10 @@ cdef class PacedOutbox(Outbox):
 
     cdef int count_runs(self) except -1:
         """Count the time that written answers have waited here."""
-        cdef double now = self.clock.now()
+        cdef double now = self.flushes.now or self.clock.now()
         cdef int done = 0
+        if self.flushes.is_flushing:
+            self.flushes.now = now
         while done < self.run_count and self.runs[done].end <= self.written_bytes:
             self.writing.add(now - self.runs[done].at, self.runs[done].count)
             done += 1

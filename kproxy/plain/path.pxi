@@ -5,9 +5,7 @@ cdef extern from *:
     /* A larger part is written from the request's own bytes, without a copy. */
     #define MOST_COPIED (8 << 10)
     #define MOST_PLACES 65536
-    #define MOST_USES 1000
     #define PRODUCE_KEY 0
-    #define FETCH_KEY 1
     /* The number of entries, and of topics, that a slot itself has room for; with more it would leave the sizes that
        Python allocates from its pools. */
     #define FEW 3
@@ -24,7 +22,7 @@ cdef extern from *:
     """
     const uint32_t MOST_COPIED, AHEAD, LINE_BYTES, HOT, HOT_BYTES
     void kp_fetch(const void *p) nogil
-    const int MOST_PLACES, MOST_USES, PRODUCE_KEY, FETCH_KEY, FEW
+    const int MOST_PLACES, PRODUCE_KEY, FEW
 
 # The index of a request before it is known to be plain, and the offsets of an answer's results.
 cdef kp_topic _topics[KP_MAX_PARTITIONS]
@@ -305,17 +303,13 @@ cdef class CompiledPiece:
     def lost(self, *, written):
         self.path.shell.take_over(self).lost(written=written)
 
-    cdef int take_answer(
-        self, view, uint8_t *data, Py_ssize_t start, Py_ssize_t size, double answered_at
-    ) except -1:
+    cdef int take_answer(self, view, uint8_t *data, Py_ssize_t start, Py_ssize_t size, double now) except -1:
         """Like `answered`, for a frame in `view`, whose bytes are at `data`."""
-        if not self.succeeded(view, data + start, start, size, answered_at):
+        if not self.succeeded(view, data + start, start, size, now):
             self.path.shell.take_over(self).answered(view[start:start + size])
         return 0
 
-    cdef bint succeeded(
-        self, view, uint8_t *received, Py_ssize_t start, Py_ssize_t size, double answered_at
-    ) except -1:
+    cdef bint succeeded(self, view, uint8_t *received, Py_ssize_t start, Py_ssize_t size, double now) except -1:
         cdef CompiledSlot slot = self.slot
         cdef uint32_t at, result_bytes
         cdef char *answer
@@ -332,7 +326,7 @@ cdef class CompiledPiece:
                 slot.order.unload(slot)
                 return True
             kp_put_int32(received + KP_ANSWER_CORRELATION_ID_OFFSET, slot.head.correlation_id)
-            slot.fill_span(view, start, start + size, answered_at)
+            slot.fill_span(view, start, start + size, now)
             return True
         result_bytes = kp_result_bytes(slot.head.version)
         answer = PyByteArray_AS_STRING(slot.answer)
@@ -356,15 +350,13 @@ cdef class CompiledPath:
     """
 
     cdef object routes, counters, topology, acks, upstreams
-    # A kproxy.observe.busiest.Busiest, or None, and the uses of topics by the names or ids in requests.
-    cdef object topics
-    cdef dict uses
     # What the gate for all requests looks at (kproxy.proxy.fanout.FanoutShell.gate).
     cdef object core, exchanges, numbered
     cdef dict lanes, refused
     cdef public int64_t open_count, open_partitions
     cdef AnswerOrder answers
     cdef ProduceCounts tally
+    cdef TopicUses topics
     cdef HeldBytes budget
     cdef Clock clock
     cdef object shell, parse, make_exchange
@@ -400,7 +392,7 @@ cdef class CompiledPath:
         self.access, self.confirms_silent = shell.access, context.confirm_acks0
         self.gated = () if context.own is None else context.own.gated
         self.topology, self.tally, self.budget = context.topology, context.tally, context.budget
-        self.topics, self.uses = context.tally.topics, {}
+        self.topics = topic_uses(context)
         self.clock = clock_of(context.clock)
         self.shell, self.parse, self.make_exchange = shell, parse, make_exchange
         self.deadline_cap_ms = context.limits.deadline_cap_ms
@@ -643,7 +635,7 @@ cdef class CompiledPath:
         self.budget.held += slot.frame_bytes
         self.tally.produced(head.version)
         if self.topics is not None:
-            self.use_topics(slot)
+            self.topics.add(slot)
         self.open_count += 1
         if count > 1:
             self.open_partitions += count
@@ -671,27 +663,6 @@ cdef class CompiledPath:
             pieces.append(self.piece(slot, first, at - first, False))
         for piece in pieces:
             self.send_part(slot, piece, now)
-        return 0
-
-    cdef int use_topics(self, CompiledSlot slot) except -1:
-        cdef kp_topic *topic
-        cdef uint32_t place
-        cdef const uint8_t *data = slot.bytes()
-        cdef bint is_id = slot.head.version >= KP_TOPIC_IDS_FROM
-        cdef Use use
-        for place in range(slot.head.topic_count):
-            topic = slot.topics + place
-            wire = PyBytes_FromStringAndSize(<const char *>data + topic.name_start, topic.name_end - topic.name_start)
-            found = self.uses.get(wire)
-            if found is None or (<Use>found).is_over:
-                if len(self.uses) >= MOST_USES:
-                    self.uses.clear()
-                name = self.topology.name_of(wire) if is_id else wire
-                found = self.uses[wire] = self.topics.find(None if name is None else (name,))
-            use = found
-            use.requests += 1
-            if topic.count:
-                use.received_bytes += slot.entries[topic.first + topic.count - 1].end - slot.entries[topic.first].start
         return 0
 
     cdef CompiledPiece piece(self, CompiledSlot slot, uint32_t first, uint32_t count, bint is_whole):

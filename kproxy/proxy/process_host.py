@@ -90,9 +90,10 @@ class OwnPages:
             vitals=vitals,
             shipping=self._shipping(),
         )
-        # Read on the event loop, which changes the tally. Counting thousands of open files takes some 10 ms.
-        families = Families(list(proxy.collect()))
-        return await asyncio.to_thread(render, (*self._process, families), accept)
+        # Read on the event loop, which changes the tally. Counting thousands of open files takes some 10 ms, and so do
+        # the families about a hundred brokers.
+        families = Families(list(proxy.of_clients()))
+        return await asyncio.to_thread(render, (*self._process, families, proxy.of_brokers()), accept)
 
     async def readiness(self) -> Readiness:
         try:

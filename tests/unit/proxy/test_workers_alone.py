@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from prometheus_client.core import Metric
 
 from kproxy.config import Limits, load_proxy_config, share_limits
+from kproxy.config.metrics import MetricsSection
 from kproxy.config.proxy import SHARED_LIMITS, worker_count
 from kproxy.errors import StartupError
-from kproxy.observe.exposition import FOLDS, growing, merge, of_known_brokers, parse, render
+from kproxy.observe.exposition import FOLDS, MOST_NAMES_KEPT, growing, merge, of_known_brokers, parse, render
 from kproxy.observe.http_page import Readiness
 from kproxy.observe.metrics import BrokerVitals, ProxyCollector, Vitals, own_process
 from kproxy.observe.table import TableView
@@ -175,6 +176,17 @@ def test_every_fold_names_an_existing_gauge() -> None:
         **dict.fromkeys(FOLDS, "gauge"),
         "kproxy_owner_changes": "counter",
     }
+
+
+def test_names_of_ended_processes_are_bounded() -> None:
+    past: list[Metric] = []
+    for process in range(3):
+        tally = Tally(MetricsSection(topics=1_000))
+        assert tally.topics is not None
+        for topic in range(1_000):
+            tally.topics.find((b"%d-%d" % (process, topic),)).requests += 1
+        past = growing(merge([past, page_of(collector_of(tally))]))
+    assert [len(each.samples) for each in past if each.name == "kproxy_topic_requests"] == [MOST_NAMES_KEPT]
 
 
 def test_brokers_that_all_processes_forgot_have_no_series() -> None:
