@@ -191,6 +191,18 @@ class Tally(ProduceCounts):
             counts = self.by_broker[broker] = BrokerCounts(BROKER_BOUNDS_S)
         return counts
 
+    def forget(self, broker: int) -> None:
+        """Forget a broker that has left: its counts are shown no more, and another id may take its place."""
+        if broker not in self._brokers:
+            return
+        self._brokers.discard(broker)
+        self.by_broker.pop(broker, None)
+        for counts in (self.hangs, self.probes, self.probe_seconds):
+            counts.pop(broker, None)
+        for by_kind in (self.errors, self.retries):
+            for key in [key for key in by_kind if key[-1] == broker]:
+                del by_kind[key]
+
     def error(self, api_key: int, error_code: int, broker: int = NO_OWNER, partitions: int = 1) -> None:
         """Count partitions answered with an error.
 

@@ -224,6 +224,15 @@ async def test_series_end_with_their_broker(s: Scene) -> None:
     s.now += GONE_FOR_S + 1
     assert series_of("2") == set()
     assert "kproxy_broker_request_seconds_sum" in series_of("1")
+    # Nothing is kept of it, so that other ids have room. One that comes back begins anew.
+    assert s.proxy.context.tally.by_broker.keys() == {1}
+    s.proxy.topology.set_broker(2, s.brokers[1].address)
+    (client,) = [await s.proxy.client()]
+    client.send(produce_frame({"t": [1]}))
+    await client.answer()
+    scrape = Scrape(s.proxy)
+    assert [scrape("kproxy_broker_request_seconds_count", broker=each, api="PRODUCE") for each in "12"] == [1, 1]
+    assert scrape("kproxy_errors_total") == 0
 
 
 async def test_hot_topic_is_named(tmp_path: Path) -> None:
