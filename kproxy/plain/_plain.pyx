@@ -9,7 +9,7 @@ need has a twin in Python:
   outbox.pxi    kproxy.proxy.outbox
   answers.pxi   kproxy.proxy.answer_order, and the counters of kproxy.proxy.memory_budget and kproxy.observe.tally
   chunks.pxi    the open chunk of kproxy.trail.acknowledgements
-  meters.pxi    the account of kproxy.security.quotas
+  meters.pxi    the account of kproxy.security.quotas, counters of kproxy.observe.tally and kproxy.observe.busiest
   readers.pxi   kproxy.proxy.request_reader, kproxy.proxy.answer_reader
   spans.pxi     a class and a function of kproxy.trail.spans
 
@@ -51,7 +51,7 @@ from cpython.memoryview cimport PyMemoryView_Check, PyMemoryView_FromMemory, PyM
 from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy, memmove, memset
 
-from collections import deque
+from collections import Counter, deque
 from time import monotonic
 
 from kproxy_codec.correlation import unexpected_answer
@@ -135,6 +135,12 @@ cdef extern from *:
     """
     int kp_keep_freed(int most)
 
+cdef class BrokerCounts
+cdef class Clock
+cdef class Durations
+cdef class Limits
+cdef class TopicUses
+cdef class Use
 cdef class Outbox
 cdef class Slot
 cdef class AnswerOrder
@@ -168,6 +174,27 @@ def resize(buffer, Py_ssize_t size):
     if not isinstance(buffer, bytearray):
         raise TypeError("a bytearray is expected")
     PyByteArray_Resize(buffer, size)
+
+
+cdef bint is_success(
+    const uint8_t *frame, const kp_request *request, const kp_topic *topics, const kp_entry *entries,
+    const uint32_t *chosen, uint32_t count, uint8_t *answer, uint32_t size,
+) except -1:
+    """Whether an answer has a success for exactly these entries, and nothing unusual. Put it into their order."""
+    cdef uint8_t *spare
+    cdef bint is_sorted
+    if kp_is_success(frame, request, topics, entries, chosen, count, answer, size, _results):
+        return True
+    # One entry has one order.
+    if count == 1:
+        return False
+    spare = <uint8_t *>PyMem_Malloc(size)
+    if spare == NULL:
+        raise MemoryError
+    is_sorted = kp_sort(
+        frame, request, topics, entries, chosen, count, answer, size, spare, _sorted_places, _results)
+    PyMem_Free(spare)
+    return is_sorted
 
 
 # The functions of wire.h and fetch.h, for tests.

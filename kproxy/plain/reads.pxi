@@ -79,6 +79,7 @@ cdef class CompiledRead:
     cdef readonly double may_wait_until, deadline
     cdef double until
 
+    api_key = FETCH_KEY
     expects_answer = True
     is_silent = False
     part = None
@@ -125,12 +126,12 @@ cdef class CompiledRead:
 
     def answered(self, frame):
         """Take the answer, a memoryview; the core gets the read with it if it is not a plain one."""
-        self.take_answer(frame, data_of(frame), 0, len(frame))
+        self.take_answer(frame, data_of(frame), 0, len(frame), self.path.clock.now())
 
     def lost(self, *, written):
         self.path.shell.take_over(self).lost(written=written)
 
-    cdef int take_answer(self, view, uint8_t *data, Py_ssize_t start, Py_ssize_t size) except -1:
+    cdef int take_answer(self, view, uint8_t *data, Py_ssize_t start, Py_ssize_t size, double now) except -1:
         """Like `answered`, for a frame in `view`, whose bytes are at `data`."""
         cdef CompiledPath path = self.path
         cdef bint has_moved = path.topology.version != self.known.routed_at
@@ -140,7 +141,7 @@ cdef class CompiledRead:
         path.is_reading = False
         path.close(self.known.read.entry_count)
         kp_put_int32(data + start + KP_ANSWER_CORRELATION_ID_OFFSET, self.correlation_id)
-        return self.place.fill_span(view, start, start + size)
+        return self.place.fill_span(view, start, start + size, now)
 
 
 cdef bint read_on(CompiledPath path, const uint8_t *data, uint32_t size, double now, ranges) except -1:
@@ -187,5 +188,5 @@ cdef bint read_on(CompiledPath path, const uint8_t *data, uint32_t size, double 
     read.deadline = read.until + LATE_AFTER_S
     read.frame = PyByteArray_FromStringAndSize(NULL, size)
     kp_read_again(data, &known.read, <uint8_t *>PyByteArray_AS_STRING(read.frame))
-    known.upstream.forward_span(read, memoryview(read.frame), 0, size)
+    known.upstream.forward_span(read, memoryview(read.frame), 0, size, now)
     return True

@@ -343,6 +343,9 @@ class Brokers:
             said = [each.apis for each in self._watches.values() if each.owner == owner and each.apis is not None]
             watch.apis = said[-1] if said else None
             self._watches[owner, address] = watch
+        elif watch.left_at < inf and watch.is_here:
+            # It is back; what was counted of it may have been forgotten.
+            watch.counts, watch.left_at = self.tally.of_broker(owner), inf
         return watch
 
     def follow(self) -> None:
@@ -353,9 +356,7 @@ class Brokers:
         for owner, address in self.topology.brokers.items():
             self.at(owner, address)
         for key, watch in list(self._watches.items()):
-            if watch.is_here:
-                watch.left_at = inf
-            elif watch.left_at == inf:
+            if not watch.is_here and watch.left_at == inf:
                 watch.left_at = self.clock()
                 watch.hang_up()
                 # The brokers that left last come last.
@@ -375,13 +376,20 @@ class Brokers:
         return [watch for watch in self._watches.values() if watch.left_at < inf]
 
     def vitals(self) -> dict[int, BrokerVitals]:
-        """By id, whether each broker that is here is well and whether it hangs; one that is gone is not well."""
+        """By id, whether each broker that is here is well and whether it hangs; one that is gone is not well.
+
+        What was counted of those that have been gone for GONE_FOR_S is forgotten.
+        """
         self.follow()
         left_after = self.clock() - GONE_FOR_S
         gone = [watch.owner for watch in self._gone if watch.left_at > left_after]
-        return dict.fromkeys(gone, BrokerVitals(False)) | {
+        vitals = dict.fromkeys(gone, BrokerVitals(False)) | {
             watch.owner: BrokerVitals(watch.is_well, watch.is_hung) for watch in self._here
         }
+        for watch in self._gone:
+            if watch.owner not in vitals:
+                self.tally.forget(watch.owner)
+        return vitals
 
     # Failures
 
