@@ -106,6 +106,7 @@ class _Lane:
     def __init__(self) -> None:
         self.state = LaneState.BLOCKED
         self.waiting: list[Item] = []
+        # Possibly with the item in flight: each outcome takes its own out.
         self.outstanding: set[int] = set()
         self.probing: int | None = None
         self.due = 0.0
