@@ -261,7 +261,6 @@ class Topology:
             self._ids[topic] = topic_id
             self._names[topic_id] = topic
             self._topics[topic_id] = self._topics.get(topic) or self._add(topic)
-        self._in_order = None
         self._changed()
 
     def set_size(self, topic: bytes, partitions: int) -> None:
