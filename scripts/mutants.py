@@ -43,7 +43,7 @@ FOLDERS: Final = {
     "config": ("commands", "security"),
     "demo": ("demo", "pipeline"),
     "fleet": ("routing", "fleet"),
-    "ownership": ("ownership", "kafka"),
+    "ownership": ("ownership", "etcd", "kafka"),
     "plain": ("proxy",),
     "workers": ("proxy", "commands"),
 }
@@ -76,19 +76,11 @@ def stages_of(package: str, *, integration: bool = False) -> dict[str, list[list
     folders = FOLDERS.get(package, (package,))
     units = {str(file.relative_to(REPOSITORY)): imports_of(file) for file in _tests("unit/*", "property")}
     mine = [path for path in units if path.split("/")[2] in folders]
-    support = sorted(REPOSITORY.glob("tests/support/models/*.py"))
-    # What a property test imports by way of its model.
-    models = {
-        path: {
-            name for file in support if dotted(str(file.relative_to(REPOSITORY))) in names for name in imports_of(file)
-        }
-        for path, names in units.items()
-        if path.startswith("tests/property/")
-    }
     slow = [str(file.relative_to(REPOSITORY)) for each in folders for file in _tests(f"integration/{each}", each)]
     # A module that its siblings use is tested where they are.
     modules = {dotted(path) for path in modules_of(package)}
-    mine += [path for path, names in models.items() if not modules.isdisjoint(names | units[path])]
+    properties = (path for path in units if path.startswith("tests/property/"))
+    mine += [path for path in properties if not modules.isdisjoint(_by_models(units[path]))]
     stages = {}
     for path in modules_of(package):
         near = sorted((test for test in units if dotted(path) in units[test]), key=lambda test: len(units[test]))
@@ -120,6 +112,14 @@ def imports_of(file: Path) -> frozenset[str]:
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
     return frozenset(found)
+
+
+def _by_models(names: frozenset[str]) -> frozenset[str]:
+    """These imports, and those of the models and simulations among them."""
+    own = (name for name in names if name.startswith(("tests.support.models.", "tests.simulation.")))
+    files = (REPOSITORY / f"{name.replace('.', '/')}.py" for name in own)
+    more = names.union(*(imports_of(file) for file in files if file.exists()))
+    return names if more == names else _by_models(more)
 
 
 class Fault(NamedTuple):

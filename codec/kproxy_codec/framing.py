@@ -251,7 +251,7 @@ class FrameReader:
         frames: list[memoryview] = []
         frame_end = start
         while end - start >= LENGTH_BYTES:
-            length = _LENGTH.unpack_from(view, start)[0]
+            (length,) = _LENGTH.unpack_from(view, start)
             if not 0 <= length <= self._max_frame_bytes:
                 raise self._break(length)
             frame_end = start + LENGTH_BYTES + length

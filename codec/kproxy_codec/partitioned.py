@@ -114,7 +114,7 @@ class PartitionedRequest:
         """Whether some partition is in the request twice."""
         if len(self.topics) == 1:
             partitions = self.topics[0].partitions
-            return len(partitions) > 1 and len(set(partitions)) != len(partitions)
+            return len(set(partitions)) != len(partitions)
         seen = {(topic.name, partition) for topic in self.topics for partition in topic.partitions}
         return len(seen) != self.partition_count
 
@@ -202,8 +202,8 @@ def parse_topics(
     `least_bytes` is a partition entry's smallest size; `by_id`: ids name the topics (KIP-516).
     """
     limit = len(frame)
-    if flexible and offset < limit and 0 < frame[offset] < 0x80 and 2 * frame[offset] <= limit - offset:
-        # Nearly all counts have one byte.
+    if flexible and offset < limit and 0 < frame[offset] < 0x80:
+        # Nearly all counts have one byte. So few topics need no check before the first.
         topic_count = frame[offset] - 1
         offset += 1
     else:
@@ -264,8 +264,8 @@ def begin_topic(
         start, end = offset + 1, offset + length
         count = frame[end] - 1
         first = end + 1
-        if 0 <= count < 0x7F and count * least_bytes <= limit - first:
-            # Nearly all names and counts have a length of one byte each.
+        if 0 <= count < 0x7F:
+            # Nearly all names and counts have a length of one byte each. So few entries need no check before the first.
             name = bytes(frame[start:end])
             if not name.isascii():
                 _expect_utf8(name)

@@ -30,7 +30,7 @@ def read_fixed(form: Struct, buffer: Buffer, offset: int, limit: int) -> tuple[i
     if end > limit:
         raise Truncated(f"{form.size} bytes wanted at {offset}, but the message ends at {limit}")
     try:
-        value: int = form.unpack_from(buffer, offset)[0]
+        (value,) = form.unpack_from(buffer, offset)
     except error as cause:
         raise Truncated(str(cause)) from cause
     return value, end

@@ -100,8 +100,8 @@ class Send(NamedTuple):
     exchange: Exchange
     part: Selection | None
     shares: int
-    fences: Sequence[Fenced] = ()
-    reader: int = 0
+    fences: Sequence[Fenced]
+    reader: int
     least_bytes: int = 0
 
 

@@ -191,7 +191,7 @@ class Fanout:
         """Drop a piece that was not written because its client is about to be severed."""
         piece = self._in_flight.pieces[number]
         self._in_flight.remove(piece)
-        self._outcomes.settle(piece.exchange, piece.entries(), appended=False)
+        self._outcomes.settle(piece.exchange, piece.entries())
 
     def take_out(self, since: int, up_to: int) -> None:
         """Copy the requests with a sequence in (since, up_to] out of receive buffers, so that these can be reused."""
@@ -482,8 +482,7 @@ class Fanout:
         if key in self.lanes.table:
             # The entry came from there a moment ago, or something else is unresolved: judge it now.
             return False
-        later = [each for each in self._in_flight.of(key) if each > exchange.sequence]
-        self.lanes.put_off(key, Item(exchange, entry, NOT_LEADER_OR_FOLLOWER), self._outcomes.now, later)
+        self.lanes.put_off(key, Item(exchange, entry, NOT_LEADER_OR_FOLLOWER), self._outcomes.now)
         return True
 
     def _fences(self, exchange: Exchange, selection: Selection) -> list[Fenced]:
@@ -515,7 +514,7 @@ class Fanout:
                 key = lane_key(exchange, item.entry)
                 self._reads.has_news |= exchange.is_read
                 if exchange not in self._exchanges or not exchange.is_open(item.entry):
-                    self._outcomes.settle(exchange, (item.entry,), appended=False)
+                    self._outcomes.settle(exchange, (item.entry,))
                 elif key in given_up or exchange.is_late(self._outcomes.now):
                     # It, or an earlier one, has reached its deadline.
                     given_up.add(key)
@@ -529,7 +528,7 @@ class Fanout:
                         exchange.attempts(item.entry).send_blindly(self._topology.owner_version(*partition))
                     if exchange.is_read:
                         # Its lane ends, and the present read asks for it with all else.
-                        self._outcomes.settle(exchange, (item.entry,), appended=False)
+                        self._outcomes.settle(exchange, (item.entry,))
                         continue
                     add_entry(pieces.setdefault(self._router.broker_for(exchange, item.entry), []), *item.entry)
             # An entry of a request with several partitions is sent as a part, whatever the state of the others.

@@ -240,11 +240,7 @@ class InFlight:
         exchange = piece.exchange
         piece.keys = [lane_key(exchange, entry) for entry in piece.entries()]
         for key in piece.keys:
-            sequences = counted.get(key)
-            if sequences is None:
-                counted[key] = {exchange.sequence}
-            else:
-                sequences.add(exchange.sequence)
+            counted.setdefault(key, set()).add(exchange.sequence)
 
     def remove(self, piece: Piece) -> None:
         """Remove a piece that is answered, lost or withdrawn."""

@@ -106,6 +106,7 @@ class _Lane:
     def __init__(self) -> None:
         self.state = LaneState.BLOCKED
         self.waiting: list[Item] = []
+        # Possibly with the item in flight: each outcome takes its own out.
         self.outstanding: set[int] = set()
         self.probing: int | None = None
         self.due = 0.0
@@ -176,10 +177,7 @@ class Lanes:
 
     def block(self, key: LaneKey, outstanding: Iterable[int]) -> None:
         """Block a partition whose batches with these sequences are unresolved on another route."""
-        lane = self.table.setdefault(key, _Lane())
-        lane.outstanding.update(outstanding)
-        if lane.probing is not None:
-            lane.outstanding.discard(lane.probing)
+        self.table.setdefault(key, _Lane()).outstanding.update(outstanding)
 
     def refused(self, key: LaneKey, item: Item, pause: Pause | None, outstanding: Iterable[int]) -> None:
         """Queue an item to be resent after `pause`.
@@ -200,19 +198,17 @@ class Lanes:
             lane.routed_at = max(lane.routed_at, pause.routed_at)
         self._schedule(key, lane)
 
-    def put_off(self, key: LaneKey, item: Item, now: float, outstanding: Iterable[int]) -> None:
-        """Begin a lane with an item that may go with the next `ready` items; `outstanding` as in `refused`."""
+    def put_off(self, key: LaneKey, item: Item, now: float) -> None:
+        """Begin a lane with an item that may go with the next `ready` items."""
         lane = self.table[key] = _Lane()
         lane.waiting.append(item)
-        lane.outstanding.update(outstanding)
         lane.due = lane.soonest = now
         self._schedule(key, lane)
 
     def hasten(self, has_moved: Callable[[Item, int], bool]) -> None:
         """End back-offs early, at `soonest`, for partitions whose owner changed since their item was sent."""
         for key, lane in self.table.items():
-            backs_off = lane.state is LaneState.BLOCKED and lane.waiting and lane.soonest < lane.due
-            if backs_off and has_moved(lane.waiting[0], lane.routed_at):
+            if lane.waiting and lane.soonest < lane.due and has_moved(lane.waiting[0], lane.routed_at):
                 lane.due = lane.soonest
                 self._schedule(key, lane)
 
@@ -221,19 +217,16 @@ class Lanes:
         lane = self.table.get(key)
         if lane is None:
             return _NOTHING
-        if lane.probing == sequence:
+        was_probing = lane.probing == sequence
+        if was_probing:
             lane.move(LaneState.BLOCKED)
-            waiting, lane.waiting = lane.waiting, []
-            self._settle(key, lane)
-            overtaken = appended and bool(waiting) and waiting[0].exchange.sequence < sequence
-            return Release([], waiting) if given_up or overtaken else Release(waiting, [])
         lane.outstanding.discard(sequence)
-        overtaken = appended and bool(lane.waiting) and lane.waiting[0].exchange.sequence < sequence
-        abandoned: list[Item] = []
-        if overtaken or given_up:
-            abandoned, lane.waiting = lane.waiting, []
+        given_up |= appended and bool(lane.waiting) and lane.waiting[0].exchange.sequence < sequence
+        waiting: list[Item] = []
+        if was_probing or given_up:
+            waiting, lane.waiting = lane.waiting, []
         self._settle(key, lane)
-        return Release([], abandoned)
+        return Release([], waiting) if given_up else Release(waiting, [])
 
     def give_up(self, key: LaneKey, sequence: int, up_to: int, outstanding: Iterable[int]) -> list[Item]:
         """Give up a batch that is answered at its deadline.
@@ -241,12 +234,8 @@ class Lanes:
         The client does not know it yet. `up_to` is the newest request read so far, `outstanding` are this partition's
         sequences in flight. Returns the waiting items from that batch on, which are no longer sent.
         """
-        lane = self.table.get(key)
-        if lane is None:
-            lane = self.table[key] = _Lane()
+        lane = self.table.setdefault(key, _Lane())
         lane.outstanding.update(outstanding)
-        if lane.probing is not None:
-            lane.outstanding.discard(lane.probing)
         lane.given_up_behind = min(lane.given_up_behind, sequence) if lane.given_up_to else sequence
         lane.given_up_to = up_to
         abandoned = [item for item in lane.waiting if item.exchange.sequence >= sequence]

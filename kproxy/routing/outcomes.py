@@ -92,7 +92,7 @@ class Outcomes:
         self.doubt(exchange, entry, event, routed_at)
         if not exchange.is_open(entry) or exchange not in self._exchanges:
             # It was answered at its deadline, or its client is gone; only the lane still needs the outcome.
-            self.settle(exchange, (entry,), appended=False)
+            self.settle(exchange, (entry,))
             return
         verdict = self._judge(exchange, entry, event, routed_at, result, broker)
         key, sequence, error_code = lane_key(exchange, entry), exchange.sequence, verdict.error_code
@@ -105,7 +105,7 @@ class Outcomes:
         if verdict.gives_up and exchange.is_ordered and (behind_it := self._in_flight.of(key)):
             # Its client resends it. Batches that the client sent after it, unaware of the error, must not come first.
             self.give_up(self._lanes.give_up(key, sequence, self._exchanges.newest, behind_it))
-        self.settle(exchange, (entry,), appended=False, given_up=verdict.gives_up)
+        self.settle(exchange, (entry,), given_up=verdict.gives_up)
 
     def _judge(
         self, exchange: Exchange, entry: Entry, event: int, routed_at: int, result: Buffer | None, broker: int
@@ -168,22 +168,22 @@ class Outcomes:
 
     # Lanes
 
-    def settle(self, exchange: Exchange, entries: Iterable[Entry], *, appended: bool, given_up: bool = False) -> None:
+    def settle(
+        self, exchange: Exchange, entries: Iterable[Entry], *, appended: bool = False, given_up: bool = False
+    ) -> None:
         """Report an outcome to the lanes, if there are any."""
         if not self._lanes.table:
             return
         for entry in entries:
             key = lane_key(exchange, entry)
             release = self._lanes.settled(key, exchange.sequence, appended=appended, given_up=given_up)
-            if release.send:
-                self.released += release.send
-            if release.give_up:
-                self.give_up(release.give_up)
+            self.released += release.send
+            self.give_up(release.give_up)
 
     def settle_pieces(self, withdrawn: Iterable[Piece]) -> None:
         """Settle the entries of pieces that no broker gets."""
         for piece in withdrawn:
-            self.settle(piece.exchange, piece.entries(), appended=False)
+            self.settle(piece.exchange, piece.entries())
 
     # Giving up
 
@@ -204,7 +204,7 @@ class Outcomes:
         self.give_up([item])
         if exchange.is_late(self.now) and exchange not in self._exchanges:
             self._actions.add(Counted("deadlines", 1))
-        self.settle(exchange, (item.entry,), appended=False, given_up=True)
+        self.settle(exchange, (item.entry,), given_up=True)
 
     def expire(self, due: list[Exchange]) -> None:
         """Answer the open entries of these exchanges and withdraw their pieces that no broker has seen."""

@@ -42,8 +42,7 @@ def preferred_by_index(key: bytes, indexes: Sequence[int], candidates: Iterable[
     highest: dict[int, int] = {}
     for index in indexes:
         block, place = divmod(index, BLOCK)
-        if place >= highest.get(block, 0):
-            highest[block] = place
+        highest[block] = max(place, highest.get(block, place))
     chosen = {block: _choose(key, block, place + 1, ordered) for block, place in highest.items()}
     return [chosen[index // BLOCK][index % BLOCK] for index in indexes]
 

@@ -30,9 +30,7 @@ CONNECTION_LOST: Final = NOT_WRITTEN + 1
 UNREADABLE: Final = NOT_WRITTEN + 2
 """The broker's bytes are not an answer to this piece."""
 
-_EVENT_NAMES = {
-    value: name for name, value in globals().items() if isinstance(value, int) and name.isupper() and value >= 1 << 16
-}
+_EVENT_NAMES: Final = {NOT_WRITTEN: "NOT_WRITTEN", CONNECTION_LOST: "CONNECTION_LOST", UNREADABLE: "UNREADABLE"}
 
 ALL_ACKS: Final = -1
 # At one owner, and in total if a partition moves between attempts.

@@ -72,10 +72,9 @@ class _TopicOwners:
 
     def grow(self, partition_index: int) -> None:
         missing = partition_index + 1 - len(self.owners)
-        if missing > 0:
-            self.owners.extend([NO_OWNER] * missing)
-            self.revisions.extend([0] * missing)
-            self.versions.extend([0] * missing)
+        self.owners.extend([NO_OWNER] * missing)
+        self.revisions.extend([0] * missing)
+        self.versions.extend([0] * missing)
 
 
 class Topology:
@@ -233,8 +232,7 @@ class Topology:
         if revision <= topic_owners.revisions[partition_index]:
             return False
         topic_owners.revisions[partition_index] = revision
-        if revision > self.revision:
-            self.revision = revision
+        self.revision = max(self.revision, revision)
         if self._hinted:
             self._hinted.pop((topic, partition_index), None)
         self._put(topic_owners, topic, partition_index, owner)
@@ -272,7 +270,6 @@ class Topology:
             self._ids[topic] = topic_id
             self._names[topic_id] = topic
             self._topics[topic_id] = self._topics.get(topic) or self._add(topic)
-        self._in_order = None
         self._changed()
 
     def set_size(self, topic: bytes, partitions: int) -> None:

@@ -1,4 +1,4 @@
-"""Headers: equal to kafka-python's for every API and version that it knows; hostile ones are refused."""
+"""Headers and error codes: equal to those of other libraries; hostile headers are refused."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from kafka.protocol.api_header import RequestHeader as TheirRequestHeader
 from kafka.protocol.api_header import ResponseHeader as TheirResponseHeader
 from kafka.protocol.api_message import ApiMessage
 from kio.index import KioIndexError, load_payload_module
+from kio.schema.errors import ErrorCode
 from kio.static.constants import EntityType
 
-from kproxy_codec import api_keys
+from kproxy_codec import api_keys, error_codes
 from kproxy_codec.api_keys import API_VERSIONS, FETCH, METADATA, PRODUCE, is_flexible, name_of
 from kproxy_codec.errors import CodecError, InvalidField, Truncated
 from kproxy_codec.framing import (
@@ -73,6 +74,12 @@ def test_flexible_versions_match_kios_source(api_key: int) -> None:
         known += len(entities)
         assert {entity.__flexible__ for entity in entities} == {is_flexible(api_key, version)}
     assert known
+
+
+def test_error_codes_are_kafkas() -> None:
+    ours = {name: value for name, value in vars(error_codes).items() if isinstance(value, int)}
+    assert ours.items() <= {code.name.upper(): code.value for code in ErrorCode}.items()
+    assert {error_codes.name_of(value): value for value in ours.values()} == ours
 
 
 @pytest.mark.parametrize("message_class", EVERY_MESSAGE)

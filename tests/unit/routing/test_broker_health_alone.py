@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kproxy.routing.broker_health import LONGEST_PATIENCE_S, Breaker, Redial, is_cut_off
+from kproxy.routing.broker_health import LONGEST_PATIENCE_S, LONGEST_REDIAL_S, Breaker, Redial, is_cut_off
 
 TIMEOUT_S = 2.0
 
@@ -81,13 +81,15 @@ def test_down_broker_is_dialled_ever_more_slowly() -> None:
         pauses.append(round(now - failed_at, 1))
     assert pauses == [0.1, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0]
     assert redial.failures == 8
+    redial.failed(100.0)
+    assert redial.is_due(100.0 + LONGEST_REDIAL_S)
 
 
 @pytest.mark.parametrize(
     ("unacknowledged", "retransmits", "probes", "silent_s", "cut_off"),
     [
         (0, 0, 0, 60.0, False),
-        (1, 3, 0, 2.1, True),
+        (1, 3, 0, TIMEOUT_S, True),
         (1, 2, 0, 2.1, False),
         # Sent again, and acknowledged since.
         (1, 3, 0, 0.3, False),

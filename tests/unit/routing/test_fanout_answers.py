@@ -180,6 +180,7 @@ def test_read_with_unreadable_answer_is_asked_again() -> None:
     play = Playbook()
     play.fetches(1, "t-0")
     assert play.answers(1, "u-0=1") == ["distrust c1"]
+    assert "retried UNREADABLE of b1" in play.aside
     play.loses(1)
     assert play.wakes() == ["send #2 b1/c2: 1 t-0"]
 

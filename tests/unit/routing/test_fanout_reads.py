@@ -442,6 +442,13 @@ def test_late_answer_is_given_to_the_present_read() -> None:
     assert play.answered[2].sizes == [0, 0, 100]
 
 
+def test_late_error_is_not_the_next_reads() -> None:
+    play = late()
+    play.answers(3, "t-2=3")
+    play.fetches(2, "t-0 t-1 t-2", until_s=0.5)
+    assert play.answers(4, "t-0") == ["answer 2: t-0 t-1 t-2"]
+
+
 def test_late_broker_that_answers_is_asked_again() -> None:
     play = late()
     play.fetches(2, "t-0 t-1 t-2@9", until_s=0.5)
@@ -456,6 +463,14 @@ def test_read_of_late_broker_alone_ends_soon() -> None:
     while 2 not in play.answered:
         play.wakes()
     assert play.now < 100 + 0.5 + 3 * LATE_AFTER_S
+
+
+def test_broker_is_late_some_time_after_the_wait() -> None:
+    play = Playbook()
+    play.fetches(1, "t-0 t-1", until_s=0.5, min_bytes=200)
+    play.answers(1, "t-0:100")
+    assert [play.wakes_in_ms(), play.wakes()] == [500, []]
+    assert play.wakes() == ["answer 1: t-0 t-1"]
 
 
 def test_arriving_answer_is_not_late() -> None:

@@ -114,6 +114,8 @@ def test_tests_that_import_a_module_come_first() -> None:
     assert "tests/integration/etcd/test_etcd_client.py" in slow
     _, rest = stages_of("broker")["kproxy/broker/lease_txn.py"]
     assert "tests/property/test_replication_model.py" in rest, "by way of its model"
+    rest = stages_of("claims")["kproxy/claims/service.py"][-1]
+    assert "tests/property/test_worlds.py" in rest, "by way of the simulated proxy"
 
 
 @pytest.fixture
