@@ -411,10 +411,8 @@ cdef class CompiledPath:
         ):
             return self.last_routes
         topic = PyBytes_FromStringAndSize(<const char *>name, size)
-        found = (self.by_id if is_id else self.by_name).get(topic)
-        if found is None:
-            # Kept with its first route: a client may name any topics.
-            found = []
+        # A list is kept with its first route: a client may name any topics.
+        found = (self.by_id if is_id else self.by_name).get(topic, [])
         self.last_topic, self.last_routes, self.last_is_id = topic, found, is_id
         return found
 

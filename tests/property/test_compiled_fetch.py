@@ -106,7 +106,7 @@ def test_other_read_is_left_to_core(changes: dict[str, Any]) -> None:
     assert plain.read_again(known, fetch_frame(10, 5)) is None
 
 
-def test_changed_reads_are_sent_as_by_core_or_left() -> None:
+def test_changed_reads_are_sent_like_core_does() -> None:
     print(f"KPROXY_SEED={SEED}")
     draw = random.Random(SEED)
     taken = 0
@@ -121,7 +121,7 @@ def test_changed_reads_are_sent_as_by_core_or_left() -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_plain_answer_is_passed_on_as_by_codec(version: int) -> None:
+def test_plain_answer_is_read_like_codec_does(version: int) -> None:
     known, ours, theirs = admitted(fetch_frame(version, 5)), answer_frame(version), answer_frame(version)
     assert plain.has_read(known, ours)
     response = API.parse_response(theirs, version)
@@ -145,7 +145,7 @@ def test_unusual_answer_is_left_to_core(answer: memoryview) -> None:
     assert not plain.has_read(admitted(fetch_frame(12, 5)), answer)
 
 
-def test_changed_answers_are_passed_on_as_by_codec_or_left() -> None:
+def test_changed_answers_are_read_like_codec_does() -> None:
     print(f"KPROXY_SEED={SEED}")
     draw = random.Random(SEED)
     taken = 0
