@@ -32,38 +32,48 @@ Waiter = TypeVar("Waiter")
 
 
 class AwaitedAnswers(Generic[Waiter]):
-    """The requests of one connection that await answers, oldest first. `frames` cuts the received bytes."""
+    """The requests of one connection that await answers, oldest first. `frames` cuts the received bytes.
 
-    __slots__ = ("_last_id", "_most", "_waiting", "frames")
+    `awaited_bytes` is the size of these requests together. `sent_at` is when the request was sent that left last, in
+    the clock of its owner.
+    """
+
+    __slots__ = ("_last_id", "_most", "_waiting", "awaited_bytes", "frames", "sent_at")
 
     def __init__(self, frames: FrameReader, most: int = MAX_CORRELATION_ID) -> None:
         """Without `most` only the number of ids bounds the queue; its owner then bounds the requests."""
         self.frames = frames
         self._most = most
         self._last_id = 0
-        self._waiting: deque[tuple[int, Waiter]] = deque()
+        self._waiting: deque[tuple[int, Waiter, int, float]] = deque()
+        self.awaited_bytes = 0
+        self.sent_at = 0.0
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def __iter__(self) -> Iterator[Waiter]:
-        return (waiter for _, waiter in self._waiting)
+        return (waiting[1] for waiting in self._waiting)
 
     @property
     def oldest(self) -> tuple[int, Waiter] | None:
         """The correlation_id and the waiter of the next answer."""
-        return self._waiting[0] if self._waiting else None
+        return self._waiting[0][:2] if self._waiting else None
 
     def next_id(self) -> int:
         """A correlation_id for the next request."""
         self._last_id = correlation_id = (self._last_id + 1) & MAX_CORRELATION_ID
         return correlation_id
 
-    def sent(self, correlation_id: int, waiter: Waiter) -> None:
-        """Add a request after those sent before. Raises CodecError if `most` requests await answers already."""
+    def sent(self, correlation_id: int, waiter: Waiter, size: int = 0, at: float = 0.0) -> None:
+        """Add a request of `size` bytes after those sent before.
+
+        Raises CodecError if `most` requests await answers already.
+        """
         if len(self._waiting) >= self._most:
             raise CodecError(f"{self._most} earlier requests have no answer yet")
-        self._waiting.append((correlation_id, waiter))
+        self._waiting.append((correlation_id, waiter, size, at))
+        self.awaited_bytes += size
 
     def match(self, answer: Buffer) -> Waiter:
         """The waiter of this answer, a whole frame. Raises UnexpectedAnswer, Truncated."""
@@ -71,7 +81,12 @@ class AwaitedAnswers(Generic[Waiter]):
         waiting = self._waiting
         if not waiting or waiting[0][0] != answered_id:
             raise unexpected_answer(self.oldest, answer)
-        return waiting.popleft()[1]
+        return self._take()
+
+    def _take(self) -> Waiter:
+        _, waiter, size, self.sent_at = self._waiting.popleft()
+        self.awaited_bytes -= size
+        return waiter
 
     def receive(self, nbytes: int) -> Iterator[tuple[Waiter, memoryview]]:
         """The answers that `nbytes` more bytes in the buffer of `frames` complete. Raises CodecError."""
@@ -80,18 +95,19 @@ class AwaitedAnswers(Generic[Waiter]):
 
     def replace(self, waiters: Mapping[Waiter, Waiter]) -> None:
         """Replace the waiters that are keys of `waiters`, in place, because `receive` may be running."""
-        replaced = [(correlation_id, waiters.get(waiter, waiter)) for correlation_id, waiter in self._waiting]
+        replaced = [(each[0], waiters.get(each[1], each[1]), *each[2:]) for each in self._waiting]
         self._waiting.clear()
         self._waiting.extend(replaced)
 
     def end(self) -> Iterator[Waiter]:
         """Remove and yield the waiters one by one; each counts as waiting until it is yielded."""
         while self._waiting:
-            yield self._waiting.popleft()[1]
+            yield self._take()
 
     def clear(self) -> None:
         """Forget all waiters."""
         self._waiting.clear()
+        self.awaited_bytes = 0
 
 
 def unexpected_answer(oldest: tuple[int, object] | None, answer: Buffer) -> UnexpectedAnswer:

@@ -160,6 +160,7 @@ class FlushTimes:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self.bounds = FLUSH_BOUNDS_S
         self.buckets = [0] * (len(FLUSH_BOUNDS_S) + 1)
         self.seconds = 0.0
 

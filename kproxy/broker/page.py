@@ -15,7 +15,7 @@ from typing import TypeVar
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kproxy.broker.cluster import NO_OWNER, ClusterView
-from kproxy.broker.disk import FLUSH_BOUNDS_S, FLUSHES
+from kproxy.broker.disk import FLUSHES
 from kproxy.broker.partition import Partition
 from kproxy.broker.replica_manager import ReplicaManager
 from kproxy.broker.replication.isr_keeper import IsrKeeper
@@ -216,9 +216,7 @@ class BrokerPages:
         yield histogram(
             "kproxy_broker_flush_duration_seconds",
             "Flushes of segments to the disk (fsync).",
-            FLUSH_BOUNDS_S,
-            FLUSHES.buckets,
-            FLUSHES.seconds,
+            [((), FLUSHES)],
         )
         failed = totals.replicas if self._replica_manager.disk.failure else totals.failed
         for name, documentation, value in (

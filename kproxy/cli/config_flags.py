@@ -58,6 +58,8 @@ _TEXTS: Final = {
         "For --audit-sink topic: some brokers of another cluster to ship to. [through this proxy itself]",
     ),
     "audit.interval_s": ("SECONDS", "The longest time until an acknowledgement is in the trail. [5]"),
+    "metrics.topics": ("N", "How many of the busiest topics have series of their own on /metrics. [0]"),
+    "metrics.clients": ("N", "How many of the busiest clients have. [0]"),
     "tls.cert": ("FILE", "TLS for clients: the listener's certificate, with its chain. [none]"),
     "tls.key": ("FILE", "The private key of --tls-cert."),
     "tls.client_ca": ("FILE", "The CA certificates that sign clients' certificates. [none]"),

@@ -29,6 +29,7 @@ from kproxy.config.broker_sasl import BrokerSasl
 from kproxy.config.etcd import EtcdOptions
 from kproxy.config.listeners import SECTION as LISTENERS
 from kproxy.config.listeners import ListenerConfig, one_listener, parse_listeners, proxy_senders
+from kproxy.config.metrics import NOTHING_NAMED, MetricsSection
 from kproxy.config.parsing import (
     DEFAULT_LISTEN,
     Address,
@@ -186,6 +187,7 @@ class Options(msgspec.Struct, kw_only=True):
     oauth: OauthOptions = msgspec.field(default_factory=OauthOptions)
     access: AccessSection = msgspec.field(default_factory=AccessSection)
     admin: AdminOptions = msgspec.field(default_factory=AdminOptions)
+    metrics: MetricsSection = NOTHING_NAMED
     limits: Limits = msgspec.field(default_factory=Limits)
 
 
@@ -311,6 +313,7 @@ class ProxyConfig:
     quotas: QuotaOptions | None = None
     events: Path | None = None
     admin_options: AdminOptions = field(default_factory=AdminOptions)
+    metrics: MetricsSection = NOTHING_NAMED
     given: Given | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -433,6 +436,7 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
         quotas=_quotas(settings),
         events=None if given.access.events is None else Path(given.access.events),
         admin_options=given.admin,
+        metrics=given.metrics,
     )
 
 

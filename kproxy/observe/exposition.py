@@ -4,14 +4,15 @@ Of several processes:
 
 - counters, histograms and summaries are added. The sum must never shrink, or rates of it show a restart.
 - gauges of each process's own things (connections, bytes) are added.
-- gauges of shared things (the table, brokers) are folded to the worst, the highest or the lowest: `FOLDS`.
+- gauges of shared things (the table, brokers) are folded to the worst, the highest or the lowest: `FOLDS`. So are
+  counters of what each process sees.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Final
+from typing import Final, Protocol
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -24,11 +25,17 @@ FOLDS: Final[Mapping[str, Callable[[float, float], float]]] = {
     "kproxy_broker_hung": max,
     "kproxy_broker_oldest_request_age_seconds": max,
     "kproxy_broker_up": min,
+    "kproxy_build_info": max,
+    "kproxy_connection_in_flight_bytes_limit": max,
+    "kproxy_connection_in_flight_bytes_max": max,
+    "kproxy_connection_in_flight_requests_limit": max,
+    "kproxy_connection_in_flight_requests_max": max,
     "kproxy_draining": max,
     "kproxy_fleet_proxies": min,
     "kproxy_fleet_registered": max,
     "kproxy_hung_brokers": max,
     "kproxy_own_members": min,
+    "kproxy_owner_changes": max,
     "kproxy_plain_path_compiled": min,
     "kproxy_table_age_seconds": max,
     "kproxy_table_brokers": min,
@@ -39,6 +46,8 @@ FOLDS: Final[Mapping[str, Callable[[float, float], float]]] = {
 }
 """How values of several processes are combined; all others are added."""
 _GROWING = ("counter", "histogram", "summary")
+_BY_NAME = ("kproxy_topic_", "kproxy_client_id_")
+MOST_NAMES_KEPT: Final = 1_000
 
 
 def parse(page: bytes) -> list[Metric]:
@@ -73,8 +82,29 @@ def merge(pages: Iterable[Sequence[Metric]]) -> list[Metric]:
 
 
 def growing(page: Sequence[Metric]) -> list[Metric]:
-    """Return the families that outlive their process: counters, histograms and summaries."""
-    return [family for family in page if family.type in _GROWING]
+    """Return the families that outlive their process: counters, histograms and summaries.
+
+    Names that clients choose come and go: of topics and clients only the first MOST_NAMES_KEPT series are kept.
+    """
+    kept = [family for family in page if family.type in _GROWING]
+    for family in kept:
+        if family.name.startswith(_BY_NAME):
+            del family.samples[MOST_NAMES_KEPT:]
+    return kept
+
+
+_NO_BROKER: Final = ("", "other")
+
+
+def of_known_brokers(families: Sequence[Metric]) -> Sequence[Metric]:
+    """Leave out what was counted of brokers that no process knows any more; return the same families."""
+    known = {*_NO_BROKER}
+    for family in families:
+        if family.name == "kproxy_broker_up":
+            known.update(sample.labels["broker"] for sample in family.samples)
+    for family in families:
+        family.samples = [each for each in family.samples if each.labels.get("broker", "") in known]
+    return families
 
 
 class Families(Collector):
@@ -114,11 +144,26 @@ def gauge(name: str, documentation: str, value: float) -> Metric:
     return GaugeMetricFamily(name, documentation, value=value)
 
 
-def histogram(name: str, documentation: str, bounds: Sequence[float], counts: Sequence[int], total: float) -> Metric:
-    """Make a histogram.
+class Counted(Protocol):
+    """What a histogram counted: one number for each bucket, not cumulated, and one for values beyond `bounds`."""
 
-    `counts` has one number for each bucket, not cumulated, and one for values beyond `bounds`.
-    """
-    cumulated = accumulate(counts)
-    buckets = [(str(bound), float(next(cumulated))) for bound in bounds]
-    return HistogramMetricFamily(name, documentation, buckets=[*buckets, ("+Inf", float(sum(counts)))], sum_value=total)
+    @property
+    def bounds(self) -> Sequence[float]: ...
+
+    @property
+    def buckets(self) -> Sequence[int]: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+
+def histogram(
+    name: str, documentation: str, series: Iterable[tuple[Sequence[str], Counted]], labels: Sequence[str] = ()
+) -> Metric:
+    """Make a histogram; each of `series` has its values of `labels`."""
+    family = HistogramMetricFamily(name, documentation, labels=labels)
+    for values, counted in series:
+        names = [*map(str, counted.bounds), "+Inf"]
+        buckets = [*zip(names, map(float, accumulate(counted.buckets)), strict=True)]
+        family.add_metric(values, buckets, counted.seconds)
+    return family

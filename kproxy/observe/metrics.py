@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import math
+import platform
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
+from kproxy.config import Limits
+from kproxy.installed import commit, version
+from kproxy.observe.busiest import Busiest
 from kproxy.observe.exposition import counter, gauge, histogram, this_process
 from kproxy.observe.table import TableView
-from kproxy.observe.tally import DELAY_BOUNDS_S, OTHER_BROKERS, OTHER_VERSION, PRODUCE_BOUNDS_S, VERSION_BITS, Tally
+from kproxy.observe.tally import (
+    BROKER_BOUNDS_S,
+    BROKER_ERRORS,
+    OTHER_BROKERS,
+    OTHER_VERSION,
+    STAGES,
+    VERSION_BITS,
+    BrokerCounts,
+    Tally,
+)
 from kproxy.plain import compiled
 from kproxy.routing.retry import event_name
 from kproxy.routing.topology import NO_OWNER
@@ -28,13 +42,17 @@ class BrokerVitals:
     hung: bool = False
     in_flight: int = 0
     oldest_s: float = 0.0
+    in_flight_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
     """The state at this moment. `sent_bytes` are those of open connections.
 
-    `brokers` has, by id, the brokers of the table, and those that have left it lately.
+    `brokers` has, by id, the brokers of the table, and those that have left it lately; `upstream_connections` the
+    number of open connections to a broker.
+
+    `most_requests` and `most_bytes` are in flight of one client connection, the one with the most.
 
     `own_claims` are held by clients of this process, `own_members` are the processes that can hold claims, and
     `own_unsettled` the partitions whose claims wait for writes of earlier claimants through this process.
@@ -42,13 +60,17 @@ class Vitals:
 
     client_connections: int = 0
     paused_connections: int = 0
-    upstream_connections: int = 0
+    upstream_connections: Mapping[int, int] = field(default_factory=dict)
     in_flight_requests: int = 0
     in_flight_bytes: int = 0
+    most_requests: int = 0
+    most_bytes: int = 0
+    limits: Limits = field(default_factory=Limits)
     sent_bytes: int = 0
     brokers: Mapping[int, BrokerVitals] = field(default_factory=dict)
     draining: bool = False
     half_open_connections: int = 0
+    half_open_limit: int = 0
     # When certificates end, in seconds since the epoch, by their use and the name of the listener.
     certificates: Mapping[tuple[str, str], float] = field(default_factory=dict)
     own_claims: int = 0
@@ -78,10 +100,22 @@ class ProxyCollector(Collector):
         self._shipping = shipping
 
     def collect(self) -> Iterable[Metric]:
+        yield from self.of_clients()
+        yield from self.of_brokers().collect()
+
+    def of_brokers(self) -> BrokersCollector:
+        """Return the collector of the families about brokers."""
+        return BrokersCollector(self._vitals.brokers, self._tally)
+
+    def of_clients(self) -> Iterable[Metric]:
+        """Yield all other families."""
+        yield build_info()
         yield from _traffic(self._tally, self._vitals)
-        yield from _outcomes(self._tally, self._counters)
+        yield from _limits(self._vitals)
+        yield from _outcomes(self._tally, self._counters, self._vitals.brokers)
+        yield from _named("topic", self._tally.topics, "Produce requests that name a topic", _TOPIC_BYTES)
+        yield from _named("client_id", self._tally.clients, "Requests of a client", _CLIENT_BYTES)
         yield from _connections(self._vitals, self._counters)
-        yield from _brokers(self._vitals.brokers, self._tally)
         yield from _tls(self._vitals, self._counters)
         yield from _table(self._table)
         yield from _fleet(self._table, self._counters)
@@ -132,6 +166,33 @@ def own_process() -> Iterable[Collector]:
     return *this_process(), WorkersCollector({1: True}, 0)
 
 
+@cache
+def build_info() -> Metric:
+    """Return the gauge that tells what runs; the first call may take a moment."""
+    family = GaugeMetricFamily("kproxy_build_info", "1, with what runs.", labels=["version", "commit", "python"])
+    family.add_metric([version(), commit(), platform.python_version()], 1)
+    return family
+
+
+def _limits(vitals: Vitals) -> Iterable[Metric]:
+    """Yield limits, and what is not shown elsewhere of their use."""
+    limits = vitals.limits
+    text = "The most client connections (limits.max_connections)."
+    yield gauge("kproxy_client_connections_limit", text, limits.max_connections)
+    text = "The bytes in flight beyond which no client is read (limits.max_in_flight_bytes_total)."
+    yield gauge("kproxy_in_flight_bytes_limit", text, limits.max_in_flight_bytes_total)
+    text = "The most half-open connections of all listeners that have a handshake (limits.max_half_open of each)."
+    yield gauge("kproxy_half_open_connections_limit", text, vitals.half_open_limit)
+    text = "Requests in flight of the client connection that has the most."
+    yield gauge("kproxy_connection_in_flight_requests_max", text, vitals.most_requests)
+    text = "The requests in flight at which a client connection is not read (limits.max_open_requests)."
+    yield gauge("kproxy_connection_in_flight_requests_limit", text, limits.max_open_requests)
+    text = "Bytes in flight of the client connection that has the most."
+    yield gauge("kproxy_connection_in_flight_bytes_max", text, vitals.most_bytes)
+    text = "The bytes in flight at which a client connection is not read (limits.max_in_flight_bytes)."
+    yield gauge("kproxy_connection_in_flight_bytes_limit", text, limits.max_in_flight_bytes)
+
+
 def _traffic(tally: Tally, vitals: Vitals) -> Iterable[Metric]:
     requests = CounterMetricFamily("kproxy_requests", "Requests received.", labels=["api", "version"])
     for key, count in sorted(tally.requests.items()):
@@ -150,27 +211,32 @@ def _traffic(tally: Tally, vitals: Vitals) -> Iterable[Metric]:
     )
     yield histogram(
         "kproxy_produce_duration_seconds",
-        "Produce requests, from the first byte to the answer handed to the kernel.",
-        PRODUCE_BOUNDS_S,
-        tally.produce_buckets,
-        tally.produce_seconds,
+        "Produce requests, from the first byte until the answer has its turn.",
+        [((), tally.produce)],
+    )
+    yield histogram(
+        "kproxy_produce_stage_seconds",
+        "Parts of that time, and of the answer's way to the kernel, by the stage that they were spent in.",
+        [([stage], getattr(tally, stage)) for stage in STAGES],
+        ["stage"],
     )
     yield histogram(
         "kproxy_event_loop_delay_seconds",
         "Delay of the event loop's timers, measured ten times a second.",
-        DELAY_BOUNDS_S,
-        tally.delay_buckets,
-        tally.delay_seconds,
+        [((), tally.delays)],
     )
 
 
-def _outcomes(tally: Tally, counters: Mapping[str, int]) -> Iterable[Metric]:
+def _outcomes(tally: Tally, counters: Mapping[str, int], brokers: Iterable[int]) -> Iterable[Metric]:
+    shown = {OTHER_BROKERS, NO_OWNER, *brokers}
     errors = CounterMetricFamily(
         "kproxy_errors",
         "Partitions answered with an error code, by its name and the broker they were sent to last.",
         labels=["api", "error", "broker"],
     )
     for (api_key, error_code, broker), count in sorted(tally.errors.items()):
+        if broker not in shown:
+            continue
         errors.add_metric([api_keys.name_of(api_key), error_codes.name_of(error_code), _broker(broker)], count)
     yield errors
     retries = CounterMetricFamily(
@@ -179,6 +245,8 @@ def _outcomes(tally: Tally, counters: Mapping[str, int]) -> Iterable[Metric]:
         labels=["cause", "broker"],
     )
     for (event, broker), count in sorted(tally.retries.items()):
+        if broker not in shown:
+            continue
         retries.add_metric([event_name(event), _broker(broker)], count)
     yield retries
     yield counter("kproxy_split_requests", "Requests that went to more than one broker.", counters.get("splits", 0))
@@ -208,6 +276,24 @@ def _outcomes(tally: Tally, counters: Mapping[str, int]) -> Iterable[Metric]:
     yield unconfirmed
 
 
+_TOPIC_BYTES = {"bytes": (1, "Bytes of its batches")}
+_CLIENT_BYTES = {"received_bytes": (1, "Bytes received from a client"), "sent_bytes": (2, "Bytes sent to a client")}
+
+
+def _named(of: str, busiest: Busiest | None, requests: str, more: Mapping[str, tuple[int, str]]) -> Iterable[Metric]:
+    """Yield the counters of the busiest."""
+    if busiest is None:
+        return
+    rows = [([part.decode("utf-8", "backslashreplace") for part in name], counts) for name, counts in busiest.read()]
+    for name, (place, text) in {"requests": (0, requests), **more}.items():
+        family = CounterMetricFamily(
+            f"kproxy_{of}_{name}", f"{text}: the busiest by name, all others as other.", labels=busiest.labels
+        )
+        for labels, counts in rows:
+            family.add_metric(labels, counts[place])
+        yield family
+
+
 def _broker(broker: int) -> str:
     """Return the label of a broker: empty for none."""
     return "other" if broker == OTHER_BROKERS else "" if broker == NO_OWNER else str(broker)
@@ -225,7 +311,10 @@ def _connections(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric
         "1 where the compiled plain path runs, 0 where Python does its work at a higher cost.",
         int(compiled is not None),
     )
-    yield gauge("kproxy_upstream_connections", "Connections to brokers.", vitals.upstream_connections)
+    upstream = GaugeMetricFamily("kproxy_upstream_connections", "Connections to brokers.", labels=["broker"])
+    for broker in sorted(vitals.brokers.keys() | vitals.upstream_connections.keys()):
+        upstream.add_metric([_broker(broker)], vitals.upstream_connections.get(broker, 0))
+    yield upstream
     yield counter("kproxy_client_connections_accepted", "Client connections.", counters.get("clients.accepted", 0))
     yield counter(
         "kproxy_client_connections_refused",
@@ -263,6 +352,7 @@ _BROKER_GAUGES: Mapping[str, tuple[str, Callable[[BrokerVitals], float]]] = {
         "Requests of clients that a broker has not answered yet.",
         lambda broker: broker.in_flight,
     ),
+    "kproxy_broker_in_flight_bytes": ("Bytes of these requests.", lambda broker: broker.in_flight_bytes),
     "kproxy_broker_oldest_request_age_seconds": (
         "Time for which the request that waits longest for a broker has been the next to be answered.",
         lambda broker: broker.oldest_s,
@@ -270,27 +360,81 @@ _BROKER_GAUGES: Mapping[str, tuple[str, Callable[[BrokerVitals], float]]] = {
 }
 
 
-def _brokers(brokers: Mapping[int, BrokerVitals], tally: Tally) -> Iterable[Metric]:
-    """Yield the families about brokers. Counters begin at 0, so that their first increase shows."""
-    hung = sum(broker.hung for broker in brokers.values())
-    yield gauge("kproxy_hung_brokers", "Brokers that hang: nothing is sent to them.", hung)
-    for name, (text, value_of) in _BROKER_GAUGES.items():
-        family = GaugeMetricFamily(name, text, labels=["broker"])
-        for broker, vitals in sorted(brokers.items()):
-            family.add_metric([str(broker)], float(value_of(vitals)))
-        yield family
-    hangs = CounterMetricFamily("kproxy_hangs", "Brokers found to hang.", labels=["broker"])
-    for broker in sorted(brokers.keys() | tally.hangs.keys()):
-        hangs.add_metric([_broker(broker)], tally.hangs[broker])
-    yield hangs
-    probes = SummaryMetricFamily(
-        "kproxy_broker_probe_duration_seconds",
-        "Probes of a broker that lets a request wait, from the question to the answer or until they are given up.",
-        labels=["broker"],
-    )
-    for broker in sorted(brokers.keys() | tally.probes.keys()):
-        probes.add_metric([_broker(broker)], tally.probes[broker], tally.probe_seconds.get(broker, 0.0))
-    yield probes
+_BROKER_COUNTERS: Mapping[str, tuple[str, Callable[[BrokerCounts], int]]] = {
+    "kproxy_broker_dials": ("Connections to a broker that were tried.", lambda counts: counts.dials),
+    "kproxy_broker_sent_bytes": ("Bytes of requests sent to a broker.", lambda counts: counts.sent_bytes),
+    "kproxy_broker_received_bytes": ("Bytes of a broker's answers.", lambda counts: counts.received_bytes),
+}
+_NO_COUNTS = BrokerCounts(BROKER_BOUNDS_S)
+
+
+def _shown(brokers: Iterable[int], counted: Iterable[int]) -> list[int]:
+    """Return the brokers that have series: those of the vitals, and what stands for several or none.
+
+    The series of a broker end when it has left for long, with all that was counted of it.
+    """
+    return sorted(set(brokers).union(each for each in counted if each in (OTHER_BROKERS, NO_OWNER)))
+
+
+class BrokersCollector(Collector):
+    """The families about brokers. Counters begin at 0, so that their first increase shows.
+
+    There may be many brokers: `collect` may run in another thread, while requests are counted.
+    """
+
+    def __init__(self, brokers: Mapping[int, BrokerVitals], tally: Tally) -> None:
+        self._brokers = dict(sorted(brokers.items()))
+        self._hangs = {each: tally.hangs[each] for each in _shown(brokers, tally.hangs)}
+        self._probes = {
+            each: (tally.probes[each], tally.probe_seconds.get(each, 0.0)) for each in _shown(brokers, tally.probes)
+        }
+        self._counts = {each: tally.by_broker.get(each, _NO_COUNTS) for each in _shown(brokers, tally.by_broker)}
+
+    def collect(self) -> Iterable[Metric]:
+        hung = sum(broker.hung for broker in self._brokers.values())
+        yield gauge("kproxy_hung_brokers", "Brokers that hang: nothing is sent to them.", hung)
+        for name, (text, value_of) in _BROKER_GAUGES.items():
+            family = GaugeMetricFamily(name, text, labels=["broker"])
+            for broker, vitals in self._brokers.items():
+                family.add_metric([str(broker)], float(value_of(vitals)))
+            yield family
+        hangs = CounterMetricFamily("kproxy_hangs", "Brokers found to hang.", labels=["broker"])
+        for broker, count in self._hangs.items():
+            hangs.add_metric([_broker(broker)], count)
+        yield hangs
+        probes = SummaryMetricFamily(
+            "kproxy_broker_probe_duration_seconds",
+            "Probes of a broker that lets a request wait, from the question to the answer or until they are given up.",
+            labels=["broker"],
+        )
+        for broker, (count, seconds) in self._probes.items():
+            probes.add_metric([_broker(broker)], count, seconds)
+        yield probes
+        yield from self._of_connections()
+
+    def _of_connections(self) -> Iterable[Metric]:
+        for name, (text, count_of) in _BROKER_COUNTERS.items():
+            family = CounterMetricFamily(name, text, labels=["broker"])
+            for broker, counts in self._counts.items():
+                family.add_metric([_broker(broker)], count_of(counts))
+            yield family
+        failures = CounterMetricFamily(
+            "kproxy_broker_connection_errors", "Errors of connections to a broker, by kind.", labels=["broker", "kind"]
+        )
+        for broker, counts in self._counts.items():
+            for kind in BROKER_ERRORS:
+                failures.add_metric([_broker(broker), kind], counts.errors[kind])
+        yield failures
+        yield histogram(
+            "kproxy_broker_request_seconds",
+            "Time from a request's hand-over to a broker until its answer. A fetch includes its wait for data.",
+            [
+                ([_broker(broker), api_keys.name_of(api_key)], times)
+                for broker, counts in self._counts.items()
+                for api_key, times in ((api_keys.PRODUCE, counts.produce), (api_keys.FETCH, counts.fetch))
+            ],
+            ["broker", "api"],
+        )
 
 
 _OUTCOMES = ("done", "failed")
@@ -361,10 +505,21 @@ def _tls(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric]:
 
 def _table(view: TableView) -> Iterable[Metric]:
     topology = view.topology
-    yield gauge("kproxy_table_revision", "The highest revision seen.", topology.revision)
-    if math.isfinite(view.age_s):
-        yield gauge("kproxy_table_age_seconds", "Time since the ownership source last answered.", view.age_s)
-    yield gauge("kproxy_table_stale", "1 while the table is older than the limit.", int(view.stale))
+    for name, text, value in (
+        ("kproxy_table_revision", "The highest revision seen.", topology.revision),
+        ("kproxy_table_age_seconds", "Time since the ownership source last answered.", view.age_s),
+        ("kproxy_table_stale", "1 while the table is older than the limit.", int(view.stale)),
+    ):
+        family = GaugeMetricFamily(name, text, labels=["source"])
+        if math.isfinite(value):
+            family.add_metric([view.source], value)
+        yield family
+    changes = CounterMetricFamily(
+        "kproxy_owner_changes", "Partitions that got another owner, or one again, by topic.", labels=["topic"]
+    )
+    for topic, count in sorted(topology.owner_changes.items()):
+        changes.add_metric([topic.decode("utf-8", "backslashreplace")], count)
+    yield changes
     yield gauge("kproxy_table_partitions", "Partitions that have an owner.", topology.owned_count)
     yield gauge("kproxy_table_brokers", "Brokers with an address.", len(topology.brokers))
 
@@ -464,6 +619,7 @@ def _audit(shipping: ShipperVitals | None, counters: Mapping[str, int]) -> Itera
             "Bytes of the audit trail that the sink has not stored yet.",
             shipping.waiting_bytes,
         )
+        yield gauge("kproxy_audit_waiting_bytes_limit", "The bytes beyond which rows are lost.", shipping.max_bytes)
         yield gauge(
             "kproxy_audit_age_seconds",
             "Time since the audit sink last stored rows, or since the start of the process.",

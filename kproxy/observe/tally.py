@@ -6,25 +6,38 @@ The path of a request only adds to integers and lists here; `kproxy.observe.metr
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, Protocol
 
+from kproxy.config.metrics import NOTHING_NAMED, MetricsSection
+from kproxy.observe.busiest import Busiest
 from kproxy.plain import compiled
-from kproxy.routing.topology import NO_OWNER
+from kproxy.routing.topology import NO_OWNER, OTHER_TOPICS
+from kproxy_codec.api_keys import FETCH, PRODUCE
 
 PRODUCE_BOUNDS_S: Final = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25),
     *(0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0),
 )
 """Upper bounds of the latency histogram's buckets, in seconds, inclusive; one more bucket has no bound."""
+BROKER_BOUNDS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+"""The same for the time that one broker takes; there are as many of these as brokers."""
 DELAY_BOUNDS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 """The same for the delay of the event loop: the proxy's own share of a latency."""
+BROKER_ERRORS: Final = ("access", "closed", "cut_off", "invalid", "refused", "timeout", "unreachable")
+"""Kinds of errors of the connections to a broker.
+
+It refuses an identity or TLS, ends a connection with unanswered requests, nothing gets through, its answer is invalid,
+it refuses a dial, does not answer a dial or a request in time, or cannot be dialled for another reason.
+"""
+STAGES: Final = ("reading", "queue", "broker", "order", "writing")
+"""The stages of a produce request: attributes of ProduceCounts."""
 MAX_DROP_TOPICS: Final = 100
 MAX_TOPIC_BYTES: Final = 249
 """The longest name of a topic in Kafka. Longer names cost the readers of `/metrics` much time."""
-OTHER_TOPICS: Final = b"other"
 MAX_BROKERS: Final = 1_000
 OTHER_BROKERS: Final = -2
 """Stands for the id of any broker beyond MAX_BROKERS, as NO_OWNER stands for no broker."""
@@ -33,41 +46,102 @@ OTHER_VERSION: Final = (1 << VERSION_BITS) - 1
 """Stands for any version that is not offered, as clients must not create labels."""
 
 
-class ProduceCounts:
-    """The counts to which every produce request adds; the compiled plain path has a twin of this class.
+class Durations:
+    """A histogram of seconds; the compiled plain path has a twin of this class, and of the next two.
 
-    `requests` by api_key << key_shift | api_version. `bounds` are those of the latency histogram.
+    `buckets` are not cumulated; the last one has no bound.
+    """
+
+    __slots__ = ("bounds", "buckets", "seconds")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.buckets = [0] * (len(bounds) + 1)
+        self.seconds = 0.0
+
+    def count(self, elapsed: float, times: int = 1) -> None:
+        """Count a time."""
+        self.seconds += elapsed * times
+        self.buckets[bisect_left(self.bounds, elapsed)] += times
+
+
+class BrokerCounts:
+    """What every request to one broker and every answer of it adds to.
+
+    `produce` and `fetch`: the times from a request's hand-over to its answer. `errors` by kind (BROKER_ERRORS).
+    """
+
+    __slots__ = ("dials", "errors", "fetch", "produce", "received_bytes", "sent_bytes")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.produce = Durations(bounds)
+        self.fetch = Durations(bounds)
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self.dials = 0
+        self.errors: Counter[str] = Counter()
+
+    def answered(self, api_key: int, elapsed: float) -> None:
+        """Count the time to an answer. Requests of other APIs are not timed."""
+        if api_key == PRODUCE:
+            self.produce.count(elapsed)
+        elif api_key == FETCH:
+            self.fetch.count(elapsed)
+
+
+class Stages(Protocol):
+    """When a produce request passed from one stage to the next, in seconds; `sent_at` 0: it was never sent."""
+
+    began: float
+    taken_at: float
+    sent_at: float
+    answered_at: float
+
+
+class ProduceCounts:
+    """The counts to which every produce request adds.
+
+    `requests` by api_key << key_shift | api_version. `produce` has the times from the first byte to the answer's turn,
+    and STAGES their parts; `writing` comes after these. `bounds` are those of each.
     """
 
     __slots__ = (
-        "_bounds",
+        "broker",
+        "order",
         "plain_requests",
-        "produce_buckets",
-        "produce_seconds",
+        "produce",
+        "queue",
+        "reading",
         "received_bytes",
         "requests",
         "sent_bytes",
+        "writing",
     )
 
-    def __init__(self, requests: Counter[int], key_shift: int, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
+    def __init__(self, requests: Counter[int], key_shift: int, bounds: tuple[float, ...]) -> None:
         self.requests = requests
         # On client connections that have ended; sessions count the bytes of open ones.
         self.received_bytes = 0
         self.sent_bytes = 0
         # Requests sent on the plain path.
         self.plain_requests = 0
-        self.produce_buckets = [0] * (len(bounds) + 1)
-        self.produce_seconds = 0.0
+        self.produce, self.reading, self.queue = Durations(bounds), Durations(bounds), Durations(bounds)
+        self.broker, self.order, self.writing = Durations(bounds), Durations(bounds), Durations(bounds)
 
-    def answered(self, elapsed: float) -> None:
-        """Count the time to the answer of a produce request, in seconds."""
-        self.produce_seconds += elapsed
-        self.produce_buckets[bisect_left(self._bounds, elapsed)] += 1
+    def answered(self, slot: Stages, now: float) -> None:
+        """Count a produce request whose answer has its turn."""
+        self.produce.count(now - slot.began)
+        self.reading.count(slot.taken_at - slot.began)
+        if slot.sent_at:
+            self.queue.count(slot.sent_at - slot.taken_at)
+            self.broker.count(slot.answered_at - slot.sent_at)
+        else:
+            self.queue.count(slot.answered_at - slot.taken_at)
+        self.order.count(now - slot.answered_at)
 
 
 if not TYPE_CHECKING and compiled is not None:
-    ProduceCounts = compiled.ProduceCounts
+    Durations, BrokerCounts, ProduceCounts = compiled.Durations, compiled.BrokerCounts, compiled.ProduceCounts
 
 
 class Tally(ProduceCounts):
@@ -75,18 +149,21 @@ class Tally(ProduceCounts):
 
     __slots__ = (
         "_brokers",
-        "delay_buckets",
-        "delay_seconds",
+        "by_broker",
+        "clients",
+        "delays",
         "drops",
         "errors",
         "hangs",
         "probe_seconds",
         "probes",
         "retries",
+        "topics",
         "unconfirmed",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, named: MetricsSection = NOTHING_NAMED, clock: Callable[[], float] = time.monotonic) -> None:
+        """`named`: how many topics and clients are counted by name; `clock` in seconds."""
         super().__init__(Counter(), VERSION_BITS, PRODUCE_BOUNDS_S)
         # By (api_key, error_code, broker): partitions that were answered with that error.
         self.errors: Counter[tuple[int, int, int]] = Counter()
@@ -97,17 +174,34 @@ class Tally(ProduceCounts):
         self.probes: Counter[int] = Counter()
         self.probe_seconds: dict[int, float] = {}
         self._brokers: set[int] = set()
-        self.delay_buckets = [0] * (len(DELAY_BOUNDS_S) + 1)
-        self.delay_seconds = 0.0
+        self.by_broker: dict[int, BrokerCounts] = {}
+        self.delays = Durations(DELAY_BOUNDS_S)
         # By topic and error_code: acks=0 batches that were lost.
         self.drops: dict[bytes, Counter[int]] = {}
+        self.topics = Busiest(("topic",), named.topics, clock) if named.topics else None
+        self.clients = Busiest(("client_id", "principal"), named.clients, clock) if named.clients else None
         # By topic: acks=0 batches that had left when a broker's connection ended.
         self.unconfirmed: Counter[bytes] = Counter()
 
-    def delayed(self, seconds: float) -> None:
-        """Count a delay of the event loop."""
-        self.delay_buckets[bisect_left(DELAY_BOUNDS_S, seconds)] += 1
-        self.delay_seconds += seconds
+    def of_broker(self, broker: int) -> BrokerCounts:
+        """Return the counts of a broker."""
+        broker = self._counted(broker)
+        counts = self.by_broker.get(broker)
+        if counts is None:
+            counts = self.by_broker[broker] = BrokerCounts(BROKER_BOUNDS_S)
+        return counts
+
+    def forget(self, broker: int) -> None:
+        """Forget a broker that has left: its counts are shown no more, and another id may take its place."""
+        if broker not in self._brokers:
+            return
+        self._brokers.discard(broker)
+        self.by_broker.pop(broker, None)
+        for counts in (self.hangs, self.probes, self.probe_seconds):
+            counts.pop(broker, None)
+        for by_kind in (self.errors, self.retries):
+            for key in [key for key in by_kind if key[-1] == broker]:
+                del by_kind[key]
 
     def error(self, api_key: int, error_code: int, broker: int = NO_OWNER, partitions: int = 1) -> None:
         """Count partitions answered with an error.

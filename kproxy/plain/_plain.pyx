@@ -9,7 +9,7 @@ need has a twin in Python:
   outbox.pxi    kproxy.proxy.outbox
   answers.pxi   kproxy.proxy.answer_order, and the counters of kproxy.proxy.memory_budget and kproxy.observe.tally
   chunks.pxi    the open chunk of kproxy.trail.acknowledgements
-  meters.pxi    the account of kproxy.security.quotas
+  meters.pxi    the account of kproxy.security.quotas, counters of kproxy.observe.tally and kproxy.observe.busiest
   readers.pxi   kproxy.proxy.request_reader, kproxy.proxy.answer_reader
   spans.pxi     a class and a function of kproxy.trail.spans
 
@@ -48,7 +48,7 @@ from cpython.memoryview cimport PyMemoryView_Check, PyMemoryView_FromMemory, PyM
 from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy, memmove, memset
 
-from collections import deque
+from collections import Counter, deque
 from time import monotonic
 
 from kproxy_codec.correlation import unexpected_answer
@@ -132,6 +132,13 @@ cdef extern from *:
     """
     int kp_keep_freed(int most)
 
+
+cdef class BrokerCounts
+cdef class Clock
+cdef class Durations
+cdef class Limits
+cdef class TopicUses
+cdef class Use
 cdef class Outbox
 cdef class Slot
 cdef class AnswerOrder

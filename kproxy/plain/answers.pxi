@@ -14,11 +14,9 @@ cdef extern from *:
     #else
     #define KP_HAS_MONOTONIC 0
     #endif
-    #define MOST_BOUNDS 32
     """
     double kp_monotonic() nogil
     const bint KP_HAS_MONOTONIC
-    const int MOST_BOUNDS
 
 
 cdef class Clock:
@@ -56,22 +54,19 @@ cdef class ProduceCounts:
     """See kproxy.observe.tally.ProduceCounts."""
 
     cdef public int64_t received_bytes, sent_bytes, plain_requests
-    cdef public double produce_seconds
+    cdef readonly Durations produce, broker, order, writing
+    cdef Durations own_reading, own_queue
+    # Requests that came in one read and were sent at once, which are not in these two yet.
+    cdef int64_t at_once
     cdef object counted
     cdef int key_shift
     # Produce requests by version that are not in `counted` yet.
     cdef int64_t produces[KP_MAX_VERSION + 1]
-    cdef int64_t buckets[MOST_BOUNDS + 1]
-    cdef double bounds[MOST_BOUNDS]
-    cdef int bound_count
 
-    def __init__(self, requests, int key_shift, bounds):
+    def __init__(self, requests, int key_shift, tuple bounds):
         self.counted, self.key_shift = requests, key_shift
-        self.bound_count = len(bounds)
-        if self.bound_count > MOST_BOUNDS:
-            raise ValueError(f"at most {MOST_BOUNDS} bounds")
-        for at, bound in enumerate(bounds):
-            self.bounds[at] = bound
+        self.produce, self.own_reading, self.own_queue = Durations(bounds), Durations(bounds), Durations(bounds)
+        self.broker, self.order, self.writing = Durations(bounds), Durations(bounds), Durations(bounds)
 
     @property
     def requests(self):
@@ -87,18 +82,37 @@ cdef class ProduceCounts:
         self.plain_requests += 1
 
     @property
-    def produce_buckets(self):
-        return [self.buckets[at] for at in range(self.bound_count + 1)]
+    def reading(self):
+        self.count_at_once()
+        return self.own_reading
 
-    def answered(self, double elapsed):
-        self.count(elapsed)
+    @property
+    def queue(self):
+        self.count_at_once()
+        return self.own_queue
 
-    cdef inline void count(self, double elapsed):
-        cdef int at = 0
-        self.produce_seconds += elapsed
-        while at < self.bound_count and self.bounds[at] < elapsed:
-            at += 1
-        self.buckets[at] += 1
+    cdef int count_at_once(self) except -1:
+        self.own_reading.add(0.0, self.at_once)
+        self.own_queue.add(0.0, self.at_once)
+        self.at_once = 0
+        return 0
+
+    def answered(self, Slot slot, double now):
+        self.count(slot, now)
+
+    cdef inline void count(self, Slot slot, double now):
+        self.produce.add(now - slot.began, 1)
+        if slot.sent_at == slot.began:
+            self.at_once += 1
+            self.broker.add(slot.answered_at - slot.sent_at, 1)
+        else:
+            self.own_reading.add(slot.taken_at - slot.began, 1)
+            if slot.sent_at:
+                self.own_queue.add(slot.sent_at - slot.taken_at, 1)
+                self.broker.add(slot.answered_at - slot.sent_at, 1)
+            else:
+                self.own_queue.add(slot.answered_at - slot.taken_at, 1)
+        self.order.add(now - slot.answered_at, 1)
 
 
 cdef class Slot:
@@ -107,7 +121,7 @@ cdef class Slot:
     cdef readonly AnswerOrder order
     cdef readonly int64_t sequence
     cdef public int64_t weight, frame_bytes
-    cdef public double began
+    cdef public double began, taken_at, sent_at, answered_at
     cdef public list buffers
     cdef public object is_allowed
     cdef object answer_view
@@ -117,17 +131,22 @@ cdef class Slot:
         self.order, self.sequence = order, sequence
         self.weight = self.frame_bytes = weight
         self.began = began
+        if began:
+            self.taken_at = order.clock.now()
 
     def fill(self, list buffers, is_allowed=None):
         if buffers:
+            if self.began:
+                self.answered_at = self.order.clock.now()
             self.buffers, self.is_allowed = buffers, is_allowed
             self.order.write_ready()
         else:
             self.order.unload(self)
 
-    cdef int fill_span(self, view, Py_ssize_t start, Py_ssize_t end) except -1:
+    cdef int fill_span(self, view, Py_ssize_t start, Py_ssize_t end, double answered_at) except -1:
         """Like `fill`, with [start, end) of `view`."""
         self.answer_view, self.answer_start, self.answer_end = view, start, end
+        self.answered_at = answered_at
         return self.order.write_ready()
 
 
@@ -156,10 +175,26 @@ cdef class AnswerOrder:
     def flush(self):
         self.write_ready()
 
+    def handed_over(self, int64_t sequence):
+        cdef Slot slot
+        cdef Py_ssize_t low = 0, high = len(self.slots), middle
+        while low < high:
+            middle = (low + high) // 2
+            slot = self.slots[middle]
+            if slot.sequence < sequence:
+                low = middle + 1
+            else:
+                high = middle
+        if low < len(self.slots):
+            slot = self.slots[low]
+            if slot.sequence == sequence and slot.began:
+                slot.sent_at = self.clock.now()
+
     cdef int write_ready(self) except -1:
         """Write every answer whose turn has come."""
         cdef Slot slot
         cdef double now = 0.0
+        cdef int64_t count = 0
         cdef HeldBytes budget = self.budget
         cdef list slots = self.slots
         while self.outbox is not None and slots:
@@ -175,13 +210,16 @@ cdef class AnswerOrder:
             if slot.began:
                 if not now:
                     now = self.clock.now()
-                self.tally.count(now - slot.began)
+                self.tally.count(slot, now)
+                count += 1
             if slot.answer_view is not None:
                 self.outbox.put_span(slot.answer_view, slot.answer_start, slot.answer_end)
             else:
                 self.outbox.put(slot.buffers)
         if self.outbox is None:
             return 0
+        if count:
+            self.outbox.add_run(count, now)
         if budget.waiting:
             budget.wake()
         if self.is_waited_for:

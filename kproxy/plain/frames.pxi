@@ -274,34 +274,42 @@ cdef class FrameReader:
         return illegal_length(length, admitted)
 
 
+cdef struct kp_sent:
+    int32_t correlation_id
+    uint32_t size
+    double at
+
+
 cdef class AwaitedAnswers:
-    """See kproxy_codec.correlation.AwaitedAnswers: a ring of correlation ids, and of waiters."""
+    """See kproxy_codec.correlation.AwaitedAnswers: a ring of what was sent, and of waiters."""
 
     cdef readonly object frames
     cdef Py_ssize_t most, first, count, room
     cdef public int32_t _last_id
-    cdef int32_t *ids
+    cdef kp_sent *sent_ones
     cdef list waiters
+    cdef readonly int64_t awaited_bytes
+    cdef readonly double sent_at
 
     def __init__(self, frames, Py_ssize_t most=0x7FFFFFFF):
         self.frames, self.most = frames, most
         self.make_room(2)
 
     def __dealloc__(self):
-        PyMem_Free(self.ids)
+        PyMem_Free(self.sent_ones)
 
     cdef make_room(self, Py_ssize_t room):
         """Move the ring into one of `room` places, a power of two."""
-        cdef int32_t *ids = <int32_t *>PyMem_Malloc(room * sizeof(int32_t))
+        cdef kp_sent *sent_ones = <kp_sent *>PyMem_Malloc(room * sizeof(kp_sent))
         cdef Py_ssize_t at, place
-        if ids == NULL:
+        if sent_ones == NULL:
             raise MemoryError
         waiters = [None] * room
         for at in range(self.count):
             place = (self.first + at) & (self.room - 1)
-            ids[at], waiters[at] = self.ids[place], self.waiters[place]
-        PyMem_Free(self.ids)
-        self.ids, self.waiters, self.room, self.first = ids, waiters, room, 0
+            sent_ones[at], waiters[at] = self.sent_ones[place], self.waiters[place]
+        PyMem_Free(self.sent_ones)
+        self.sent_ones, self.waiters, self.room, self.first = sent_ones, waiters, room, 0
 
     def __len__(self):
         return self.count
@@ -311,7 +319,7 @@ cdef class AwaitedAnswers:
 
     @property
     def oldest(self):
-        return (self.ids[self.first], self.waiters[self.first]) if self.count else None
+        return (self.sent_ones[self.first].correlation_id, self.waiters[self.first]) if self.count else None
 
     def next_id(self):
         return self.following_id()
@@ -320,16 +328,18 @@ cdef class AwaitedAnswers:
         self._last_id = <int32_t>((<uint32_t>self._last_id + 1) & 0x7FFFFFFF)
         return self._last_id
 
-    def sent(self, int32_t correlation_id, waiter):
-        self.add(correlation_id, waiter)
+    def sent(self, int32_t correlation_id, waiter, uint32_t size=0, double at=0.0):
+        self.add(correlation_id, waiter, size, at)
 
-    cdef int add(self, int32_t correlation_id, waiter) except -1:
+    cdef int add(self, int32_t correlation_id, waiter, uint32_t size, double at) except -1:
         if self.count >= self.most:
             raise CodecError(f"{self.most} earlier requests have no answer yet")
         if self.count == self.room:
             self.make_room(2 * self.room)
         cdef Py_ssize_t place = (self.first + self.count) & (self.room - 1)
-        self.ids[place], self.waiters[place] = correlation_id, waiter
+        self.sent_ones[place].correlation_id, self.waiters[place] = correlation_id, waiter
+        self.sent_ones[place].size, self.sent_ones[place].at = size, at
+        self.awaited_bytes += size
         self.count += 1
         return 0
 
@@ -340,7 +350,7 @@ cdef class AwaitedAnswers:
     cdef object matching(self, const uint8_t *answer, Py_ssize_t size):
         """The waiter of this answer, a whole frame. Raises UnexpectedAnswer, Truncated."""
         if size < KP_ANSWER_CORRELATION_ID_OFFSET + 4 or not self.count or (
-            self.ids[self.first] != kp_int32(answer + KP_ANSWER_CORRELATION_ID_OFFSET)
+            self.sent_ones[self.first].correlation_id != kp_int32(answer + KP_ANSWER_CORRELATION_ID_OFFSET)
         ):
             raise unexpected_answer(self.oldest, answer[:size])
         return self.take()
@@ -349,6 +359,8 @@ cdef class AwaitedAnswers:
         """Take out the oldest waiter."""
         waiter = self.waiters[self.first]
         self.waiters[self.first] = None
+        self.awaited_bytes -= self.sent_ones[self.first].size
+        self.sent_at = self.sent_ones[self.first].at
         self.first = (self.first + 1) & (self.room - 1)
         self.count -= 1
         return waiter

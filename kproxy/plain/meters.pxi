@@ -1,12 +1,17 @@
-# Charge the account of a client with a quota: the twin of an account of kproxy.security.quotas.
+# Charge the account of a client with a quota, the twin of an account of kproxy.security.quotas, and count for metrics:
+# twins of classes of kproxy.observe.tally and kproxy.observe.busiest.
 
 cdef extern from *:
     """
     /* As in kproxy.security.quotas. */
     #define BURST_S 1.0
     #define LONGEST_WAIT_S 30.0
+    #define FETCH_KEY 1
+    #define MOST_BOUNDS 16
+    #define MOST_USES 1000
     """
     const double BURST_S, LONGEST_WAIT_S
+    const int FETCH_KEY, MOST_BOUNDS, MOST_USES
 
 
 cdef class Bucket:
@@ -77,3 +82,122 @@ cdef class Account:
                 (<Bucket>bucket).take(0.0, now)
                 active = active or (<Bucket>bucket).used > 0.0 or (<Bucket>bucket).level > 0.0
         return active
+
+
+@cython.final
+cdef class Durations:
+    """See kproxy.observe.tally.Durations."""
+
+    # In this order few cache lines are touched: short times come first, and all histograms share their bounds.
+    cdef const double *values
+    cdef int bound_count
+    cdef readonly double seconds
+    cdef int64_t counts[MOST_BOUNDS + 1]
+    cdef Limits limits
+
+    def __init__(self, tuple bounds):
+        self.limits = limits_of(bounds)
+        self.values, self.bound_count = self.limits.values, len(bounds)
+
+    @property
+    def bounds(self):
+        return self.limits.bounds
+
+    @property
+    def buckets(self):
+        return [self.counts[at] for at in range(self.bound_count + 1)]
+
+    def count(self, double elapsed, int64_t times=1):
+        self.add(elapsed, times)
+
+    cdef inline void add(self, double elapsed, int64_t times):
+        cdef int at = 0
+        self.seconds += elapsed * times
+        while at < self.bound_count and self.values[at] < elapsed:
+            at += 1
+        self.counts[at] += times
+
+
+@cython.final
+cdef class Limits:
+    """The bounds that many histograms have in common."""
+
+    cdef double values[MOST_BOUNDS]
+    cdef tuple bounds
+
+    def __init__(self, tuple bounds):
+        if len(bounds) > MOST_BOUNDS:
+            raise ValueError(f"at most {MOST_BOUNDS} bounds")
+        self.bounds = bounds
+        for at, bound in enumerate(bounds):
+            self.values[at] = bound
+
+
+# There are few.
+cdef dict _limits = {}
+
+
+cdef Limits limits_of(tuple bounds):
+    if bounds not in _limits:
+        _limits[bounds] = Limits(bounds)
+    return _limits[bounds]
+
+
+cdef class Use:
+    """See kproxy.observe.busiest.Use."""
+
+    cdef public int64_t requests, received_bytes, sent_bytes
+    cdef public bint is_over
+
+
+cdef class BrokerCounts:
+    """See kproxy.observe.tally.BrokerCounts."""
+
+    cdef public int64_t sent_bytes, received_bytes, dials
+    cdef readonly Durations produce, fetch
+    cdef readonly object errors
+
+    def __init__(self, tuple bounds):
+        self.produce, self.fetch, self.errors = Durations(bounds), Durations(bounds), Counter()
+
+    def answered(self, int api_key, double elapsed):
+        if api_key == PRODUCE_KEY:
+            self.produce.add(elapsed, 1)
+        elif api_key == FETCH_KEY:
+            self.fetch.add(elapsed, 1)
+
+
+cdef class TopicUses:
+    """Adds requests to the uses of their topics: `busiest` is a kproxy.observe.busiest.Busiest of topics."""
+
+    cdef object busiest, topology
+    # By the name or id in requests.
+    cdef dict uses
+
+    def __init__(self, busiest, topology):
+        self.busiest, self.topology, self.uses = busiest, topology, {}
+
+    cdef int add(self, CompiledSlot slot) except -1:
+        cdef kp_topic *topic
+        cdef uint32_t place
+        cdef const uint8_t *data = slot.bytes()
+        cdef Use use
+        for place in range(slot.head.topic_count):
+            topic = slot.topics + place
+            wire = PyBytes_FromStringAndSize(<const char *>data + topic.name_start, topic.name_end - topic.name_start)
+            found = self.uses.get(wire)
+            if found is None or (<Use>found).is_over:
+                if len(self.uses) >= MOST_USES:
+                    self.uses.clear()
+                name = self.topology.name_of(wire) if slot.head.version >= KP_TOPIC_IDS_FROM else wire
+                found = self.uses[wire] = self.busiest.find(None if name is None else (name,))
+            use = found
+            use.requests += 1
+            if topic.count:
+                use.received_bytes += slot.entries[topic.first + topic.count - 1].end - slot.entries[topic.first].start
+        return 0
+
+
+cdef TopicUses topic_uses(context):
+    """The uses for one client; None if topics are not counted."""
+    return None if context.tally.topics is None else TopicUses(context.tally.topics, context.topology)

@@ -7,6 +7,7 @@ cdef extern from *:
     #define FLUSH_BYTES (512 << 10)
     #define PART_BYTES (256 << 10)
     #define LAST_PART_BYTES (320 << 10)
+    #define MOST_RUNS 4
     /* Up to this size a copy costs less than the memoryviews that the event loop makes of anything but bytes. */
     #define COPY_BYTES (8 << 10)
     /* Up to this size messages are copied one behind another into a block, so that one buffer is written. */
@@ -27,6 +28,7 @@ cdef extern from *:
     """
     const Py_ssize_t JOIN_BYTES, FLUSH_BYTES, PART_BYTES, LAST_PART_BYTES, COPY_BYTES, SMALL_BYTES, BLOCK_BYTES, MOST_BLOCKS, LOOKS
     const Py_ssize_t SMALL_BLOCK_BYTES
+    const int MOST_RUNS
     bint kp_is_free(object view)
 
 
@@ -38,6 +40,9 @@ cdef class Flushes:
     cdef list blocks
     # Blocks that outboxes have.
     cdef Py_ssize_t lent
+    # While all are written: the time, once an outbox has asked for it; else 0.
+    cdef double now
+    cdef bint is_flushing
 
     def __init__(self):
         self.waiting, self.blocks = [], []
@@ -74,7 +79,7 @@ cdef class Flushes:
         cdef list waiting = self.waiting
         cdef Outbox outbox
         cdef Py_ssize_t at = 0
-        self.waiting = []
+        self.waiting, self.is_flushing = [], True
         try:
             while at < len(waiting):
                 outbox = waiting[at]
@@ -82,6 +87,7 @@ cdef class Flushes:
                 outbox.is_waiting = False
                 outbox.write_out()
         finally:
+            self.now, self.is_flushing = 0.0, False
             while at < len(waiting):
                 self.add(waiting[at])
                 at += 1
@@ -259,16 +265,25 @@ cdef class Outbox:
         return 0
 
 
+cdef struct kp_run:
+    int64_t end, count
+    double at
+
+
 cdef class PacedOutbox(Outbox):
     """See kproxy.proxy.outbox.PacedOutbox."""
 
     cdef object share
     cdef bint is_paused
     cdef Py_ssize_t looked_at, untaken
+    cdef Durations writing
+    cdef Clock clock
+    cdef kp_run runs[MOST_RUNS]
+    cdef int run_count
 
-    def __init__(self, loop, transport, Flushes flushes, share):
+    def __init__(self, loop, transport, Flushes flushes, share, Durations writing, clock):
         Outbox.__init__(self, loop, transport, flushes)
-        self.share = share
+        self.share, self.writing, self.clock = share, writing, clock_of(clock)
 
     @property
     def taken_bytes(self):
@@ -286,12 +301,42 @@ cdef class PacedOutbox(Outbox):
         if not self.is_paused:
             self.share.leave_untaken(0)
 
+    def add_answers(self, int64_t count, double at):
+        self.add_run(count, at)
+
+    cdef int add_run(self, int64_t count, double at) except -1:
+        if self.run_count == MOST_RUNS:
+            self.runs[MOST_RUNS - 1].end = self.written_bytes + self.size
+            self.runs[MOST_RUNS - 1].count += count
+            return 0
+        self.runs[self.run_count].end = self.written_bytes + self.size
+        self.runs[self.run_count].count, self.runs[self.run_count].at = count, at
+        self.run_count += 1
+        return 0
+
+    cdef int count_runs(self) except -1:
+        """Count the time that written answers have waited here."""
+        cdef double now = self.flushes.now or self.clock.now()
+        cdef int done = 0
+        if self.flushes.is_flushing:
+            self.flushes.now = now
+        while done < self.run_count and self.runs[done].end <= self.written_bytes:
+            self.writing.add(now - self.runs[done].at, self.runs[done].count)
+            done += 1
+        self.run_count -= done
+        if done and self.run_count:
+            memmove(self.runs, self.runs + done, self.run_count * sizeof(kp_run))
+        return 0
+
     cdef int write_out(self) except -1:
         """Hand as much to the transport as it takes."""
         if not self.is_paused:
             if self.size <= FLUSH_BYTES:
-                return self.write_all()
-            self.write_in_parts()
+                self.write_all()
+            else:
+                self.write_in_parts()
+            if self.run_count:
+                self.count_runs()
         if self.is_paused:
             self.count_untaken()
         return 0
@@ -299,10 +344,12 @@ cdef class PacedOutbox(Outbox):
     def flush_all(self):
         self.is_paused = False
         self.write_all()
+        if self.run_count:
+            self.count_runs()
         self.share.leave_untaken(0)
 
     def discard(self):
-        self.view, self.buffers, self.size = None, [], 0
+        self.view, self.buffers, self.size, self.run_count = None, [], 0, 0
         self.leave_block()
         self.share.leave_untaken(0)
 

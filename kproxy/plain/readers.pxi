@@ -10,8 +10,9 @@ cdef extern from *:
     #define TURN_S 0.0005
     #define LARGE_READ_BYTES (64 << 10)
     #define MANY_REQUESTS 32
+    #define CLIENT_ID_AT 14
     """
-    const Py_ssize_t LARGE_BYTES, LEAST_READ_BYTES, LAST_READ_BYTES, LARGE_READ_BYTES, MANY_REQUESTS
+    const Py_ssize_t LARGE_BYTES, LEAST_READ_BYTES, LAST_READ_BYTES, LARGE_READ_BYTES, MANY_REQUESTS, CLIENT_ID_AT
     const double TURN_S
 
 
@@ -23,11 +24,12 @@ cdef class AnswerReader:
     cdef public AwaitedAnswers _in_flight
     cdef public Outbox _outbox
     cdef public object _share
+    cdef readonly BrokerCounts counts
     cdef Py_ssize_t longest_read
     cdef Clock clock
 
-    def __init__(self, FrameReader reader, share, clock):
-        self._reader, self._share, self.clock = reader, share, clock_of(clock)
+    def __init__(self, FrameReader reader, share, clock, BrokerCounts counts):
+        self._reader, self._share, self.clock, self.counts = reader, share, clock_of(clock), counts
         self.longest_read, reader.most_shared = reader.most_shared, LEAST_READ_BYTES
         self._in_flight = AwaitedAnswers(reader)
 
@@ -41,6 +43,7 @@ cdef class AnswerReader:
         if self.closed:
             return
         began = self.clock.now()
+        self.counts.received_bytes += nbytes
         try:
             view = self._reader.cut(nbytes)
             data, at, end = self._reader.cut_data, self._reader.cut_start, self._reader.cut_end
@@ -50,8 +53,10 @@ cdef class AnswerReader:
                 size = LENGTH_BYTES + kp_int32(data + at)
                 ticket = self._in_flight.matching(data + at, size)
                 if type(ticket) is CompiledPiece:
-                    (<CompiledPiece>ticket).take_answer(view, data, at, size)
+                    self.counts.produce.add(began - self._in_flight.sent_at, 1)
+                    (<CompiledPiece>ticket).take_answer(view, data, at, size, began)
                 else:
+                    self.counts.answered(ticket.api_key, began - self._in_flight.sent_at)
                     ticket.answered(view[at:at + size])
                 at += size
         except CodecError as error:
@@ -79,10 +84,17 @@ cdef class AnswerReader:
     def next_correlation_id(self):
         return self._in_flight.following_id()
 
+    def hand_over(self, ticket, int32_t correlation_id, uint32_t size):
+        self.add_awaited(correlation_id, ticket, size, self.clock.now())
+
+    cdef inline int add_awaited(self, int32_t correlation_id, ticket, uint32_t size, double now) except -1:
+        self.counts.sent_bytes += size
+        return self._in_flight.add(correlation_id, ticket, size, now)
+
     def forward(self, ticket, frame):
         cdef int32_t correlation_id
         if ticket.expects_answer:
-            self.forward_span(ticket, frame, 0, len(frame))
+            self.forward_span(ticket, frame, 0, len(frame), self.clock.now())
             return
         if len(frame) < KP_CORRELATION_ID_OFFSET + 4:
             raise ValueError(f"a request of {len(frame)} bytes")
@@ -90,7 +102,7 @@ cdef class AnswerReader:
         kp_put_int32(data_of(frame) + KP_CORRELATION_ID_OFFSET, correlation_id)
         self.send(ticket, correlation_id, [frame])
 
-    cdef int forward_span(self, ticket, view, Py_ssize_t start, Py_ssize_t size) except -1:
+    cdef int forward_span(self, ticket, view, Py_ssize_t start, Py_ssize_t size, double now) except -1:
         """Like `forward`, for a request in `view` that expects an answer."""
         if size < KP_CORRELATION_ID_OFFSET + 4:
             raise ValueError(f"a request of {size} bytes")
@@ -99,7 +111,7 @@ cdef class AnswerReader:
         if self._outbox is None:
             self.send(ticket, correlation_id, [view[start:start + size]])
             return 0
-        self._in_flight.add(correlation_id, ticket)
+        self.add_awaited(correlation_id, ticket, <uint32_t>size, now)
         return self._outbox.put_span(view, start, start + size)
 
 
@@ -122,9 +134,15 @@ cdef class RequestReader:
     cdef public double _first_byte_at
     cdef ProduceCounts tally
     cdef Clock clock
+    # The use of the client, whose id is `user`, and the sent bytes that it has.
+    cdef bint counts_use
+    cdef Use use
+    cdef bytes user
+    cdef int64_t used_bytes
 
     def __init__(self, context):
         self.tally, self.clock = context.tally, clock_of(context.clock)
+        self.counts_use = context.tally.clients is not None
         self._reader = FrameReader(
             context.limits.max_request_bytes, context.arena, most_shared=LARGE_READ_BYTES)
         self._budget = context.budget
@@ -237,6 +255,8 @@ cdef class RequestReader:
     ) except -1:
         """Begin the request of `size` bytes at `start` of `view`, whose bytes are at `data`."""
         cdef AnswerOrder answers = self._answers
+        if self.counts_use:
+            self.count_use(data + start, size)
         if self._charging is not None and self._charging.take(view[start:start + size], first_byte_at):
             if self.path is not None:
                 self.path.has_looked = False
@@ -250,6 +270,36 @@ cdef class RequestReader:
         ):
             self.adjust_reading()
         return 0
+
+    cdef int count_use(self, const uint8_t *frame, Py_ssize_t size) except -1:
+        """Add a request to the use of its client."""
+        cdef Py_ssize_t length = 0
+        if size < CLIENT_ID_AT:
+            return 0
+        length = max(0, kp_int16(frame + CLIENT_ID_AT - 2))
+        if CLIENT_ID_AT + length > size:
+            return 0
+        if (
+            self.use is None
+            or self.use.is_over
+            or PyBytes_GET_SIZE(self.user) != length
+            or memcmp(PyBytes_AS_STRING(self.user), frame + CLIENT_ID_AT, length) != 0
+        ):
+            self.user = PyBytes_FromStringAndSize(<const char *>frame + CLIENT_ID_AT, length)
+            self.use = self._use_of(self.user)
+        self.use.requests += 1
+        self.use.received_bytes += size
+        return self.count_sent(self._answers.outbox)
+
+    cdef int count_sent(self, PacedOutbox outbox) except -1:
+        if outbox is not None and self.use is not None:
+            self.use.sent_bytes += outbox.written_bytes - self.used_bytes
+            self.used_bytes = outbox.written_bytes
+        return 0
+
+    def _forget_use(self, PacedOutbox outbox or None):
+        self.count_sent(outbox)
+        self.use = None
 
     cdef inline bint takes(
         self, view, uint8_t *data, Py_ssize_t start, Py_ssize_t size, double now, double first_byte_at

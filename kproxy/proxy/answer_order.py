@@ -20,7 +20,9 @@ The compiled plain path (kproxy.plain) has a twin of each class here, which is u
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
 from kproxy.plain import compiled
@@ -38,12 +40,15 @@ class Slot:
     """
 
     __slots__ = (
+        "answered_at",
         "began",
         "buffers",
         "frame_bytes",
         "is_allowed",
         "order",
+        "sent_at",
         "sequence",
+        "taken_at",
         "weight",
     )
 
@@ -54,12 +59,18 @@ class Slot:
         self.frame_bytes = weight
         # Arrival of a produce request's first byte; 0 for other requests, whose latency is not measured.
         self.began = began
+        # When it was begun, when a part of it was last written to a broker (0: never), and when its answer was known.
+        self.taken_at = order.now() if began else 0.0
+        self.sent_at = 0.0
+        self.answered_at = 0.0
         self.buffers: list[Buffer] | None = None
         self.is_allowed: Callable[[], bool] | None = None
 
     def fill(self, buffers: list[Buffer], is_allowed: Callable[[], bool] | None = None) -> None:
         """Set the whole answer, its length prefix first; empty for a finished request without an answer."""
         if buffers:
+            if self.began:
+                self.answered_at = self.order.now()
             self.buffers = buffers
             self.is_allowed = is_allowed
             self.order.flush()
@@ -89,10 +100,10 @@ class AnswerOrder:
     __slots__ = (
         "_budget",
         "_client",
-        "_clock",
         "_tally",
         "in_flight_bytes",
         "is_waited_for",
+        "now",
         "outbox",
         "sequence",
         "silent",
@@ -100,7 +111,7 @@ class AnswerOrder:
     )
 
     def __init__(self, context: ProxyContext, client: ResumedClient) -> None:
-        self._clock = context.clock
+        self.now = context.clock
         self._tally = context.tally
         self._budget = context.budget
         self._client = client
@@ -123,7 +134,7 @@ class AnswerOrder:
         """Write every answer whose turn has come."""
         if self.outbox is None:
             return
-        slots, budget, tally = self.slots, self._budget, self._tally
+        slots, budget, count, now = self.slots, self._budget, 0, 0.0
         while self.outbox is not None and slots and (buffers := slots[0].buffers) is not None:
             slot = slots[0]
             if slot.is_allowed is not None and not slot.is_allowed():
@@ -133,12 +144,22 @@ class AnswerOrder:
             self.in_flight_bytes -= slot.weight
             budget.held -= slot.frame_bytes
             if slot.began:
-                tally.answered(self._clock() - slot.began)
+                now = now or self.now()
+                self._tally.answered(slot, now)
+                count += 1
             self.outbox.put(buffers)
+        if count and self.outbox is not None:
+            self.outbox.add_answers(count, now)
         if budget.waiting:
             budget.wake()
         if self.is_waited_for:
             self._client.go_on()
+
+    def handed_over(self, sequence: int) -> None:
+        """Note that a part of the produce request with this number is written to its broker now."""
+        at = bisect_left(self.slots, sequence, key=attrgetter("sequence"))
+        if at < len(self.slots) and self.slots[at].sequence == sequence and self.slots[at].began:
+            self.slots[at].sent_at = self.now()
 
     def unload(self, slot: Slot) -> None:
         """Stop counting a request without an answer that is sent or lost."""

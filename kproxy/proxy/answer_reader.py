@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
+from kproxy.observe.tally import BrokerCounts
 from kproxy.plain import AwaitedAnswers, FrameReader, compiled
 from kproxy.proxy.answer_memory import LARGE_BYTES, ClientMemory
 from kproxy.proxy.outbox import Outbox
@@ -22,6 +23,8 @@ from kproxy_codec.errors import CodecError
 from kproxy_codec.partitioned import set_correlation_id
 from kproxy_codec.primitives import Buffer
 
+# The API of a request that no client asked for.
+NO_API: Final = -1
 # A read of a broker's connection has at least this much room: some nine acknowledgements of one partition.
 LEAST_READ_BYTES = 512
 
@@ -30,6 +33,16 @@ class Ticket(Protocol):
     """Receives the outcome of one request."""
 
     expects_answer: bool
+
+    @property
+    def api_key(self) -> int:
+        """The API of the client's request; NO_API for requests of the proxy's own."""
+        ...
+
+    @property
+    def sequence(self) -> int:
+        """The number of that request on its client's connection."""
+        ...
 
     @property
     def may_wait_until(self) -> float:
@@ -56,6 +69,8 @@ class Ticket(Protocol):
 class QuietTicket:
     """The ticket of a request with an answer; ignores its outcome."""
 
+    api_key = NO_API
+    sequence = 0
     expects_answer = True
     may_wait_until = -inf
 
@@ -75,13 +90,17 @@ class QuietTicket:
 class AnswerReader:
     """The hot part of a broker connection. `_outbox` is None until the connection is open.
 
-    `reader` is the connection's alone, and its `most_shared` is the longest read. `clock` is in seconds.
+    `reader` is the connection's alone, and its `most_shared` is the longest read. `clock` is in seconds. `counts` are
+    the broker's.
     """
 
-    __slots__ = ("_clock", "_in_flight", "_longest_read", "_outbox", "_reader", "_share", "closed")
+    __slots__ = ("_clock", "_in_flight", "_longest_read", "_outbox", "_reader", "_share", "closed", "counts")
 
-    def __init__(self, reader: FrameReader, share: ClientMemory | None, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, reader: FrameReader, share: ClientMemory | None, clock: Callable[[], float], counts: BrokerCounts
+    ) -> None:
         self.closed = False
+        self.counts = counts
         self._reader = reader
         self._longest_read = reader.most_shared
         reader.most_shared = LEAST_READ_BYTES
@@ -101,11 +120,14 @@ class AnswerReader:
             return
         in_flight = self._in_flight
         began = self._clock()
+        self.counts.received_bytes += nbytes
         try:
             for frame in self._reader.buffer_updated(nbytes):
                 if self.closed:
                     return
-                in_flight.match(frame).answered(frame)
+                ticket = in_flight.match(frame)
+                self.counts.answered(ticket.api_key, began - in_flight.sent_at)
+                ticket.answered(frame)
         except CodecError as error:
             self.distrust(str(error))
             return
@@ -130,6 +152,11 @@ class AnswerReader:
     def next_correlation_id(self) -> int:
         return self._in_flight.next_id()
 
+    def hand_over(self, ticket: Ticket, correlation_id: int, size: int) -> None:
+        """Note a request of `size` bytes that is about to be put into the outbox."""
+        self.counts.sent_bytes += size
+        self._in_flight.sent(correlation_id, ticket, size, self._clock())
+
     def forward(self, ticket: Ticket, frame: memoryview) -> None:
         """Send a whole request unchanged but for its correlation_id. Do not call when closed."""
         correlation_id = self._in_flight.next_id()
@@ -137,7 +164,7 @@ class AnswerReader:
         if self._outbox is None or not ticket.expects_answer:
             self.send(ticket, correlation_id, [frame])
             return
-        self._in_flight.sent(correlation_id, ticket)
+        self.hand_over(ticket, correlation_id, len(frame))
         self._outbox.put_one(frame)
 
     def send(self, ticket: Ticket, correlation_id: int, buffers: Sequence[Buffer]) -> None:

@@ -153,7 +153,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
     ) -> None:
         most_shared = CHUNK_BYTES if share is None else LARGE_BYTES
         reader = FrameReader(max_answer_bytes, broker.dialler.arena, most_shared=most_shared)
-        super().__init__(reader, share, broker.dialler.clock)
+        super().__init__(reader, share, broker.dialler.clock, broker.counts)
         self.owner = broker.owner
         self.address = broker.address
         # Given by kproxy.proxy.connections; 0: none.
@@ -203,7 +203,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
             self._press(self._queued_bytes > MAX_QUEUED_BYTES)
             return
         if ticket.expects_answer:
-            self._in_flight.sent(correlation_id, ticket)
+            self.hand_over(ticket, correlation_id, sum(map(len, buffers)))
         self._outbox.put(buffers)
         if not ticket.expects_answer:
             self._leaving.append((self._outbox.put_bytes, ticket))
@@ -229,14 +229,23 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         if self._is_stuck and self._looks_for_left is None:
             self._look_for_left_after(LOOK_PAUSE_S)
 
+    def queued(self) -> list[Ticket]:
+        """The tickets that wait to be written."""
+        return [ticket for ticket, _, _ in self._queue]
+
     def unanswered(self) -> list[Ticket]:
         """The tickets that wait, written or not, in order."""
-        return [*self._in_flight] + [ticket for ticket, _, _ in self._queue]
+        return [*self._in_flight, *self.queued()]
 
     @property
     def unanswered_count(self) -> int:
         """The number of those tickets, and of requests without an answer (acks=0) that may still be here."""
         return len(self._in_flight) + len(self._queue) + len(self._leaving)
+
+    @property
+    def unanswered_bytes(self) -> int:
+        """The bytes of requests that wait for answers, written or not."""
+        return self._in_flight.awaited_bytes + self._queued_bytes
 
     @property
     def is_open(self) -> bool:
@@ -361,7 +370,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
             return
         except OSError as error:
             self._failure = error.with_traceback(None)
-            self.give_up(f"its session is not renewed: {error}")
+            self.give_up(f"its session is not renewed: {error}", "access")
             return
         except Exception:  # the boundary: requests must not wait for ever
             log.exception("session with a broker not renewed", broker=self.owner, address=str(self.address))
@@ -468,11 +477,14 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
 
     def distrust(self, reason: str) -> None:
         """Close because of the broker's answer."""
+        self.counts.errors["invalid"] += 1
         log.warning("broker answer invalid", broker=self.owner, address=str(self.address), reason=reason)
         self._end()
 
-    def give_up(self, reason: str) -> None:
-        """Close because no answer can come."""
+    def give_up(self, reason: str, kind: str = "") -> None:
+        """Close because no answer can come; `kind` is the broker's error, if it is one (kproxy.observe.tally)."""
+        if kind:
+            self.counts.errors[kind] += 1
         log.warning("broker connection abandoned", broker=self.owner, address=str(self.address), reason=reason)
         self._end()
 
@@ -489,7 +501,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         """Close a dead path and discard unsent bytes: they must not arrive after requests on a newer connection."""
         if self._transport is not None and not self.closed:
             discard_at_close(self._transport)
-        self.give_up("nothing of what is sent is acknowledged")
+        self.give_up("nothing of what is sent is acknowledged", "cut_off")
 
     def drop(self) -> None:
         """Close because of the client: the broker has done nothing wrong."""
@@ -515,6 +527,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
 
     def _lose(self, reason: str) -> None:
         if not self.closed and self._in_flight:
+            self.counts.errors["closed"] += 1
             log.info(
                 "broker connection lost",
                 broker=self.owner,
@@ -599,6 +612,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         # Drop the tickets that will not be called: a waiting read may hold large answers of other brokers.
         self._in_flight.clear()
         self._queue.clear()
+        self._queued_bytes = 0
         if self._transport is not None:
             self._transport.abort()
             await ended

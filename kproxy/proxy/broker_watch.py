@@ -354,6 +354,9 @@ class Brokers:
             self.at(owner, address)
         for key, watch in list(self._watches.items()):
             if watch.is_here:
+                if watch.left_at < inf:
+                    # They may have been forgotten.
+                    watch.counts = self.tally.of_broker(watch.owner)
                 watch.left_at = inf
             elif watch.left_at == inf:
                 watch.left_at = self.clock()
@@ -375,13 +378,20 @@ class Brokers:
         return [watch for watch in self._watches.values() if watch.left_at < inf]
 
     def vitals(self) -> dict[int, BrokerVitals]:
-        """By id, whether each broker that is here is well and whether it hangs; one that is gone is not well."""
+        """By id, whether each broker that is here is well and whether it hangs; one that is gone is not well.
+
+        What was counted of those that have been gone for GONE_FOR_S is forgotten.
+        """
         self.follow()
         left_after = self.clock() - GONE_FOR_S
         gone = [watch.owner for watch in self._gone if watch.left_at > left_after]
-        return dict.fromkeys(gone, BrokerVitals(False)) | {
+        vitals = dict.fromkeys(gone, BrokerVitals(False)) | {
             watch.owner: BrokerVitals(watch.is_well, watch.is_hung) for watch in self._here
         }
+        for watch in self._gone:
+            if watch.owner not in vitals:
+                self.tally.forget(watch.owner)
+        return vitals
 
     # Failures
 

@@ -37,6 +37,7 @@ from typing import Final, cast
 
 import structlog
 
+from kproxy.observe.busiest import Use
 from kproxy.observe.tally import OTHER_VERSION, VERSION_BITS
 from kproxy.proxy.admission import Admission
 from kproxy.proxy.answer_memory import ClientMemory
@@ -193,7 +194,9 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         keep_alive(transport)
         loop = asyncio.get_running_loop()
-        self._answers.outbox = PacedOutbox(loop, self._transport, flushes_of(loop), self._share)
+        self._answers.outbox = PacedOutbox(
+            loop, self._transport, flushes_of(loop), self._share, self._tally.writing, self._clock
+        )
         peer = self._origin.source or transport.get_extra_info("peername")
         self.peer = str(Address(*peer[:2]) if isinstance(peer, tuple) else peer)
         if self._fanout.acks is not None:
@@ -213,6 +216,8 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
     def admit(self, principal: Principal) -> None:
         """Begin requests without the gate from now on: the client is `principal`."""
         context = self._context
+        if principal != self._principal:
+            self._forget_use(self._answers.outbox)
         self._principal = principal
         self._use_quotas()
         if self._access is not None and principal != self._access.principal:
@@ -375,10 +380,25 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
 
     # For the metrics
 
+    def _use_of(self, client_id: bytes) -> Use:
+        clients = self._tally.clients
+        if clients is None:
+            raise RuntimeError("clients are not counted")
+        return clients.find((client_id, b"" if self._principal is None else self._principal.name.encode()))
+
+    def handed_over(self, sequence: int) -> None:
+        """Note that a part of a produce request is written to its broker now."""
+        self._answers.handed_over(sequence)
+
     @property
     def open_requests(self) -> int:
         """Requests that wait for an answer, or with acks=0 to be sent."""
         return self._fanout.open_count + len(self._control.tasks)
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """Bytes that count for `limits.max_in_flight_bytes`."""
+        return self._answers.in_flight_bytes
 
     @property
     def sent_bytes(self) -> int:
@@ -395,16 +415,16 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         return chain.from_iterable(each.by_place.values() for each in self._all_connections)
 
     @property
-    def upstream_count(self) -> int:
-        """Open connections to brokers."""
-        return sum(each.open_count for each in self._all_connections)
+    def connected_brokers(self) -> Iterable[int]:
+        """The broker of each open connection."""
+        return (upstream.owner for upstream in self._upstreams if not upstream.closed)
 
     @property
     def _waits(self) -> bool:
         """Whether anything waits for a broker."""
         return bool(not self._fanout.is_idle or self._broker_pressure or self._control.tasks)
 
-    def unanswered(self, now: float) -> Iterable[tuple[int, int, float]]:
+    def unanswered(self, now: float) -> Iterable[tuple[int, int, int, float]]:
         """As `Waiting.unanswered`."""
         return self._waiting.unanswered(self._upstreams, now) if self._waits else ()
 
@@ -570,6 +590,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         outbox, self._answers.outbox = self._answers.outbox, None
         if outbox is not None:
             outbox.flush_all()
+            self._forget_use(outbox)
             self._tally.sent_bytes += outbox.written_bytes
         if self._transport is not None and not (lingers and self._half_close(self._transport)):
             self._transport.close()

@@ -38,6 +38,7 @@ from kproxy.routing.reads import FOUND_S
 from kproxy.routing.split import Selection
 from kproxy.routing.topology import Address
 from kproxy.security.broker_auth import BrokerAuth
+from kproxy_codec.api_keys import PRODUCE
 
 
 class NoAddress(Exception):
@@ -49,6 +50,10 @@ class PressedClient(Protocol):
 
     def broker_presses(self, slow: bool) -> None:
         """A broker connection takes no more for now, or does again."""
+        ...
+
+    def handed_over(self, sequence: int) -> None:
+        """A piece of the produce request with this number is written now."""
         ...
 
 
@@ -140,16 +145,12 @@ class Connections:
         """Give up connections to a broker that hangs."""
         for upstream in list(self.by_place.values()):
             if upstream.address == address and not upstream.closed:
-                upstream.give_up("its broker hangs")
+                upstream.give_up("its broker hangs", "timeout")
 
     def drop_all(self) -> None:
         """End all because of the client: nothing more is to be sent or answered."""
         for upstream in list(self.by_place.values()):
             upstream.drop()
-
-    @property
-    def open_count(self) -> int:
-        return sum(not upstream.closed for upstream in self.by_place.values())
 
     async def close(self) -> None:
         """End them all; requests written with acks=0 still reach the brokers."""
@@ -199,7 +200,7 @@ class Shell(Protocol):
 class PieceTicket:
     """The ticket of one of the core's pieces, which the core knows by its number."""
 
-    __slots__ = ("_connections", "exchange", "expects_answer", "may_wait_until", "part", "piece", "upstream")
+    __slots__ = ("_connections", "api_key", "exchange", "expects_answer", "may_wait_until", "part", "piece", "upstream")
 
     def __init__(
         self,
@@ -214,9 +215,14 @@ class PieceTicket:
         self.upstream = upstream
         self.piece = piece
         self.exchange = exchange
+        self.api_key = exchange.api.api_key
         self.part = part
         self.expects_answer = exchange.request.acks != 0
         self.may_wait_until = may_wait_until
+
+    @property
+    def sequence(self) -> int:
+        return self.exchange.sequence
 
     def is_plain(self, frame: memoryview) -> bool:
         """Whether an answer concerns no other request: it is full success for the piece, or answers a read."""
@@ -280,6 +286,8 @@ class NumberedConnections(Connections):
         # The dial of a connection that was given up and replaced may end after `close`.
         if not self._is_closed:
             self.shell.before_open(upstream)
+            for ticket in upstream.queued():
+                self._hand_over(ticket)
 
     def ended(self, upstream: Upstream) -> None:
         if not self._is_closed:
@@ -297,6 +305,8 @@ class NumberedConnections(Connections):
         exchange, part = action.exchange, action.part
         may_wait_until = self._context.clock() + exchange.wait_s if exchange.wait_s else 0.0
         ticket = PieceTicket(self, upstream, action.piece, exchange, part, may_wait_until)
+        if upstream.is_open:
+            self._hand_over(ticket)
         if part is None:
             upstream.forward(ticket, exchange.request.frame)
         else:
@@ -304,6 +314,11 @@ class NumberedConnections(Connections):
             upstream.send(
                 ticket, correlation_id, exchange.splitter(action.shares, action.least_bytes).part(part, correlation_id)
             )
+
+    def _hand_over(self, ticket: Ticket) -> None:
+        """Note that a piece of a request is written now."""
+        if self._client is not None and ticket.api_key == PRODUCE:
+            self._client.handed_over(ticket.sequence)
 
     def withdraw(self, action: Withdraw) -> None:
         """Take back pieces that wait for a dial."""
@@ -360,7 +375,7 @@ class NumberedConnections(Connections):
         if action.is_untrue:
             upstream.distrust(action.reason)
         elif action.reason:
-            upstream.give_up(action.reason)
+            upstream.give_up(action.reason, "timeout")
         else:
             upstream.drop()
 

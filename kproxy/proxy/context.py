@@ -95,7 +95,7 @@ class ProxyContext:
         }
         can_answer = {key: APIS[key].versions for key, has_means in own_means.items() if has_means}
         can_answer |= self.sasl_apis
-        self.dialler = Dialler(self.clock, self.broker_auth, self.arena)
+        self.dialler = Dialler(self.clock, self.broker_auth, self.arena, self.tally)
         self.brokers = Brokers(
             self.topology,
             self.limits,

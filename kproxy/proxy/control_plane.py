@@ -428,7 +428,7 @@ class ControlPlane:
                     raise Unanswerable("the broker's connection ended before it answered") from lost
             except TimeoutError:
                 # Later requests to this broker must not wait for this one.
-                upstream.give_up("it does not answer")
+                upstream.give_up("it does not answer", "timeout")
             except CodecError as error:
                 upstream.distrust(str(error))
             except AskAnother:

@@ -239,7 +239,7 @@ class CoordinatorRequests:
                 answer = await ask(upstream, correlation_id, [frame])
         except (Lost, TimeoutError) as error:
             if isinstance(error, TimeoutError):
-                upstream.give_up("it does not answer as a coordinator")
+                upstream.give_up("it does not answer as a coordinator", "timeout")
             self._context.coordinators.forget(key_type, key)
             return await self._refusal(header, body, NOT_COORDINATOR)
         try:

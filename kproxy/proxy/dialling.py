@@ -30,6 +30,7 @@ from typing import Final
 
 import structlog
 
+from kproxy.observe.tally import Tally
 from kproxy.plain import ReceiveArena
 from kproxy.routing.broker_health import Redial
 from kproxy.routing.topology import Address
@@ -51,8 +52,9 @@ class KnownDown(ConnectionError):
 class Dialler:
     """What all connections of a process to brokers share; `clock` in seconds. Brokers are accessed by `access`."""
 
-    def __init__(self, clock: Callable[[], float], access: BrokerAuth, arena: ReceiveArena) -> None:
+    def __init__(self, clock: Callable[[], float], access: BrokerAuth, arena: ReceiveArena, tally: Tally) -> None:
         self.clock = clock
+        self.tally = tally
         self.access = access
         self.arena = arena
         self.resolver = Resolver(clock)
@@ -67,12 +69,13 @@ class _Stage(Enum):
 class BrokerDials:
     """The dials of the broker `owner` at `address`, for all connections of a process."""
 
-    __slots__ = ("_down_since", "_redial", "_under_way", "address", "dialler", "owner")
+    __slots__ = ("_down_since", "_redial", "_under_way", "address", "counts", "dialler", "owner")
 
     def __init__(self, owner: int, address: Address, dialler: Dialler) -> None:
         self.owner = owner
         self.address = address
         self.dialler = dialler
+        self.counts = dialler.tally.of_broker(owner)
         self._redial: Redial | None = None
         self._down_since = 0.0
         # Done when the dial that all others wait for is over.
@@ -111,6 +114,7 @@ class BrokerDials:
             async with patience:
                 under_way = await self._take_turn() if is_paced else None
                 stage = _Stage.RESOLVES
+                self.counts.dials += 1
                 hosts = await self.dialler.resolver.addresses(self.address.host)
                 stage = _Stage.DIALS
                 await self._connect(protocol, hosts, access, reached)
@@ -119,6 +123,8 @@ class BrokerDials:
             if stage in (_Stage.RESOLVES, _Stage.DIALS):
                 is_late = stage is _Stage.RESOLVES and isinstance(error, TimeoutError)
                 reason = "its name is not resolved in time" if is_late else reason_of(error)
+                if not _is_ours(error):
+                    self.counts.errors[_kind_of(error)] += 1
                 self._failed(error, reason, had_turn=under_way is not None)
             raise
         finally:
@@ -170,7 +176,7 @@ class BrokerDials:
             self._redial = None
 
     def _failed(self, error: OSError | UnicodeError, reason: str, *, had_turn: bool) -> None:
-        if isinstance(error, OSError) and error.errno in _OUR_OWN:
+        if _is_ours(error):
             log.warning("connection not possible", address=str(self.address), reason=reason)
             return
         self.dialler.resolver.forget(self.address.host)
@@ -182,6 +188,19 @@ class BrokerDials:
             # This dial began before the first failure was known, or at its own pace.
             return
         self._redial.failed(now)
+
+
+def _is_ours(error: OSError | UnicodeError) -> bool:
+    return isinstance(error, OSError) and error.errno in _OUR_OWN
+
+
+def _kind_of(error: OSError | UnicodeError) -> str:
+    """The kind of a failed dial (kproxy.observe.tally)."""
+    if isinstance(error, AccessRefused):
+        return "access"
+    if isinstance(error, TimeoutError):
+        return "timeout"
+    return "refused" if isinstance(error, ConnectionRefusedError) else "unreachable"
 
 
 def reason_of(error: BaseException) -> str:

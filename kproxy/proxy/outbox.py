@@ -26,10 +26,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
+from kproxy.observe.tally import Durations
 from kproxy.plain import compiled
 from kproxy.proxy.answer_memory import ClientMemory
 from kproxy_codec.primitives import Buffer
@@ -41,6 +42,8 @@ FLUSH_BYTES = 512 << 10
 # One write to a client's transport, and the largest one, which has the end of an answer of many parts.
 PART_BYTES = 256 << 10
 LAST_PART_BYTES = 320 << 10
+# Times at which waiting answers were put into a client's outbox; more are not told apart.
+MOST_RUNS: Final = 4
 
 
 class Flushes:
@@ -137,13 +140,23 @@ class PacedOutbox(Outbox):
     it cannot send at once, and such copies could not be counted.
     """
 
-    __slots__ = ("_is_paused", "_looked_at", "_share", "_untaken")
+    __slots__ = ("_clock", "_is_paused", "_looked_at", "_runs", "_share", "_untaken", "_writing")
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, transport: asyncio.WriteTransport, flushes: Flushes, share: ClientMemory
+        self,
+        loop: asyncio.AbstractEventLoop,
+        transport: asyncio.WriteTransport,
+        flushes: Flushes,
+        share: ClientMemory,
+        writing: Durations,
+        clock: Callable[[], float],
     ) -> None:
         super().__init__(loop, transport, flushes)
         self._share = share
+        self._writing = writing
+        self._clock = clock
+        # Answers that wait here: the position of their last byte, their number, and since when they wait.
+        self._runs: list[tuple[int, int, float]] = []
         self._is_paused = False
         # While it is paused: the number of counted buffers, and the bytes in them that have no room of their own, plus
         # the bytes that the transport held when it was paused.
@@ -169,13 +182,34 @@ class PacedOutbox(Outbox):
         if not self._is_paused:
             self._share.leave_untaken(0)
 
+    def add_answers(self, count: int, at: float) -> None:
+        """Note that the last `count` answers to produce requests were put here `at` a time.
+
+        Beyond MOST_RUNS times, they count as put with the latest of these.
+        """
+        runs, end = self._runs, self.put_bytes
+        if len(runs) == MOST_RUNS:
+            _, before, since = runs.pop()
+            runs.append((end, before + count, since))
+        else:
+            runs.append((end, count, at))
+
+    def _count_runs(self) -> None:
+        """Count the time that written answers have waited here."""
+        now = self._clock()
+        while self._runs and self._runs[0][0] <= self.written_bytes:
+            _, count, at = self._runs.pop(0)
+            self._writing.count(now - at, count)
+
     def flush(self) -> None:
         """Hand as much to the transport as it accepts."""
         if not self._is_paused:
             if self._bytes <= FLUSH_BYTES:
                 super().flush()
-                return
-            self._flush_in_parts()
+            else:
+                self._flush_in_parts()
+            if self._runs:
+                self._count_runs()
         if self._is_paused:
             self._count()
 
@@ -183,11 +217,13 @@ class PacedOutbox(Outbox):
         """Hand everything to the transport before the connection closes."""
         self._is_paused = False
         super().flush()
+        if self._runs:
+            self._count_runs()
         self._share.leave_untaken(0)
 
     def discard(self) -> None:
         """Discard all unwritten answers."""
-        self._buffers, self._bytes = [], 0
+        self._buffers, self._bytes, self._runs = [], 0, []
         self._share.leave_untaken(0)
 
     def _count(self) -> None:

@@ -30,6 +30,7 @@ from collections.abc import Mapping
 from math import inf
 from typing import Final
 
+from kproxy.observe.busiest import Busiest
 from kproxy.plain import compiled
 from kproxy.proxy.access import ClientAccess
 from kproxy.proxy.answer_order import AnswerOrder, Slot
@@ -109,6 +110,8 @@ class PartitionedRequests:
         deadline = began + deadline_s(request.timeout_ms, context.limits.deadline_cap_ms)
         if request.by_id:
             self._fanout.name_topics(request)
+        if context.tally.topics is not None:
+            self._count_topics(context.tally.topics, request)
         refused = self._refused_writes(request)
         # The next claimant of a topic must know when the last write is done.
         if acks == 0 and (context.confirm_acks0 or self._claims.gates(request)):
@@ -118,6 +121,14 @@ class PartitionedRequests:
         exchange.is_silent = acks == 0
         self._fanout.submit(exchange, slot.fill, refused)
         return None if acks == 0 else 0
+
+    def _count_topics(self, topics: Busiest, request: PartitionedRequest) -> None:
+        """Count the request for its topics. Only topics of the table are named: clients may invent others."""
+        for topic in request.topics:
+            use = topics.find((topic.name,) if self._topology.partition_indexes(topic.name) else None)
+            use.requests += 1
+            if topic.starts:
+                use.received_bytes += topic.ends[-1] - topic.starts[0]
 
     def count_lost(self, frame: memoryview, ranges: Ranges) -> None:
         """Count the batches of a request that is not begun as lost if its client waits for no answer."""

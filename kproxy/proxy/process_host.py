@@ -20,7 +20,7 @@ from kproxy.config.admin import read_page_token
 from kproxy.config.tls import Loaded
 from kproxy.observe.exposition import Families, render
 from kproxy.observe.http_page import HttpPage, Readiness
-from kproxy.observe.metrics import ProxyCollector, Vitals, own_process
+from kproxy.observe.metrics import ProxyCollector, Vitals, build_info, own_process
 from kproxy.observe.page import AdminPage, ReplicaPages
 from kproxy.observe.page_guard import PageGuard
 from kproxy.observe.table import ClaimsQuery, FreeOrder, TableQuery, TableView, table_page
@@ -63,6 +63,8 @@ class OwnPages:
         self._vitals = vitals
         self._shipping = shipping
         self._process = tuple(own_process())
+        # It asks git in a checkout: now, not when clients are served.
+        build_info()
 
     async def table(self, query: TableQuery, worker: int | None = None) -> bytes:
         if worker not in (None, 1):
@@ -88,9 +90,10 @@ class OwnPages:
             vitals=vitals,
             shipping=self._shipping(),
         )
-        # Read on the event loop, which changes the tally. Counting thousands of open files takes some 10 ms.
-        families = Families(list(proxy.collect()))
-        return await asyncio.to_thread(render, (*self._process, families), accept)
+        # Read on the event loop, which changes the tally. Counting thousands of open files takes some 10 ms, and so do
+        # the families about a hundred brokers.
+        families = Families(list(proxy.of_clients()))
+        return await asyncio.to_thread(render, (*self._process, families, proxy.of_brokers()), accept)
 
     async def readiness(self) -> Readiness:
         try:

@@ -11,20 +11,25 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
+from kproxy.observe.busiest import Use
 from kproxy.plain import FrameReader, compiled
 from kproxy.proxy.answer_order import AnswerOrder
 from kproxy.proxy.apis import Ranges
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.memory_budget import LAST_READ_BYTES
 from kproxy.proxy.metering import Meter
+from kproxy.proxy.outbox import PacedOutbox
 from kproxy.runtime.tasks import TURN_S
 from kproxy_codec.errors import CodecError
 from kproxy_codec.framing import CHUNK_BYTES
+from kproxy_codec.primitives import INT16
 
 # A read of this many bytes or requests is the only one in a turn, as many may follow (TLS). Reads grow after one of
 # this many bytes that had fewer requests.
 LARGE_READ_BYTES = 64 << 10
 MANY_REQUESTS = 32
+# Position of the client id in a frame, after its length.
+CLIENT_ID_AT = 14
 
 
 class Taker(Protocol):
@@ -58,6 +63,9 @@ class RequestReader:
         "_reader",
         "_reading",
         "_tally",
+        "_use",
+        "_used_bytes",
+        "_user",
         "closed",
     )
 
@@ -83,6 +91,10 @@ class RequestReader:
         self._max_requests = context.limits.max_open_requests
         self._reading = True
         self._charging = None
+        # The use of the client, whose id is `_user`, and the sent bytes that it has.
+        self._use: Use | None = None
+        self._user = b""
+        self._used_bytes = 0
         self.closed = False
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -146,6 +158,8 @@ class RequestReader:
 
     def _begin(self, frame: memoryview, first_byte_at: float) -> None:
         """Begin a request."""
+        if self._tally.clients is not None:
+            self._count_use(frame)
         if self._charging is not None and self._charging.take(frame, first_byte_at):
             pass
         elif self._plain is None or not self._plain.take(frame, first_byte_at, self._ranges):
@@ -153,6 +167,34 @@ class RequestReader:
         answers = self._answers
         if answers.in_flight_bytes >= self._max_bytes or answers.open_count >= self._max_requests:
             self.adjust_reading()
+
+    def _count_use(self, frame: memoryview) -> None:
+        """Add a request to the use of its client."""
+        if len(frame) < CLIENT_ID_AT:
+            return
+        end = CLIENT_ID_AT + max(0, INT16.unpack_from(frame, CLIENT_ID_AT - INT16.size)[0])
+        if end > len(frame):
+            return
+        if self._use is None or self._use.is_over or self._user != frame[CLIENT_ID_AT:end]:
+            self._user = bytes(frame[CLIENT_ID_AT:end])
+            self._use = self._use_of(self._user)
+        self._use.requests += 1
+        self._use.received_bytes += len(frame)
+        self._count_sent(self._answers.outbox)
+
+    def _count_sent(self, outbox: PacedOutbox | None) -> None:
+        if outbox is not None and self._use is not None:
+            self._use.sent_bytes += outbox.written_bytes - self._used_bytes
+            self._used_bytes = outbox.written_bytes
+
+    def _forget_use(self, outbox: PacedOutbox | None) -> None:
+        """Count what is left, and find the client's use again with its next request."""
+        self._count_sent(outbox)
+        self._use = None
+
+    def _use_of(self, client_id: bytes) -> Use:
+        """Find the use of a client."""
+        raise NotImplementedError
 
     @property
     def is_amid_frame(self) -> bool:

@@ -94,7 +94,7 @@ class _Proxy:
         self._membership: Membership | None = None
         self._own: OwnService | None = None
         self._audit: Audit | None = None
-        self._tally = Tally()
+        self._tally = Tally(config.metrics)
         self._counters = Counter[str]()
         self._events = SecurityEvents(config.events, self._counters, worker=host.worker)
         self._reminders = Reminders(time.monotonic)

@@ -124,29 +124,40 @@ class Listener:
 
         `sent_bytes` is of the turn in which it returns: the tally has the bytes of sessions that end later.
         """
-        in_flight_requests = upstream_connections = 0
+        in_flight_requests = most_requests = most_bytes = 0
         requests: Counter[int] = Counter()
+        bytes_of: Counter[int] = Counter()
+        connections: Counter[int] = Counter()
         oldest_s: defaultdict[int, float] = defaultdict(float)
         context = self._context
         if context is not None:
             now = context.clock()
             async for session in self._in_portions(context):
-                in_flight_requests += session.open_requests
-                upstream_connections += session.upstream_count
-                for broker, count, age_s in session.unanswered(now):
+                open_requests = session.open_requests
+                in_flight_requests += open_requests
+                most_requests = max(most_requests, open_requests)
+                most_bytes = max(most_bytes, session.in_flight_bytes)
+                connections.update(session.connected_brokers)
+                for broker, count, size, age_s in session.unanswered(now):
                     requests[broker] += count
+                    bytes_of[broker] += size
                     oldest_s[broker] = max(oldest_s[broker], age_s)
         own = context.own if context is not None else None
         brokers = context.brokers.vitals() if context is not None else {}
         return Vitals(
             client_connections=self._client_count,
-            upstream_connections=upstream_connections,
+            upstream_connections=connections,
             in_flight_requests=in_flight_requests,
             in_flight_bytes=self._in_flight_bytes,
+            most_requests=most_requests,
+            most_bytes=most_bytes,
+            limits=self._limits,
             paused_connections=len(context.budget.waiting) if context is not None else 0,
             sent_bytes=sum(session.sent_bytes for session in self._sessions),
             brokers={
-                broker: replace(vitals, in_flight=requests[broker], oldest_s=oldest_s[broker])
+                broker: replace(
+                    vitals, in_flight=requests[broker], in_flight_bytes=bytes_of[broker], oldest_s=oldest_s[broker]
+                )
                 for broker, vitals in brokers.items()
             },
             draining=self._leaving or self._draining,
@@ -156,6 +167,7 @@ class Listener:
                 if acceptor.expires_at is not None
             },
             half_open_connections=sum(acceptor.half_open for acceptor, _ in self._acceptors),
+            half_open_limit=len(self._acceptors) * self._limits.max_half_open,
             own_claims=own.held_count if own is not None else 0,
             own_members=len(own.table.members) if own is not None else 0,
             own_unsettled=len(own.unsettled.places()) if own is not None else 0,
@@ -413,7 +425,7 @@ class Listener:
                 log.exception("broker API versions not followed")
             now = context.clock()
             context.answer_memory.wake()
-            context.tally.delayed(max(0.0, now - due))
+            context.tally.delays.count(max(0.0, now - due))
             async for session in self._in_portions(context):
                 try:
                     session.expire(now, is_late=now - due > LATE_S)

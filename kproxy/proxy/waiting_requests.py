@@ -45,8 +45,8 @@ class Waiting:
         """Whether the next check has something to undo."""
         return bool(self._watched)
 
-    def unanswered(self, upstreams: Iterable[Upstream], now: float) -> Iterator[tuple[int, int, float]]:
-        """For each connection with unanswered requests: its broker, their number, and since when it waits, in seconds.
+    def unanswered(self, upstreams: Iterable[Upstream], now: float) -> Iterator[tuple[int, int, int, float]]:
+        """For each connection with unanswered requests: its broker, their number and bytes, and for how long it waits.
 
         That is for how long its next answer has been the next, as of the last check, without the time that the request
         itself lets its answer wait.
@@ -56,7 +56,7 @@ class Waiting:
             if count:
                 oldest, since = self._seen.get(upstream, (None, now))
                 waits_s = now - max(since, _may_wait_until(upstream)) if oldest == upstream.oldest() else 0.0
-                yield upstream.owner, count, max(0.0, waits_s)
+                yield upstream.owner, count, upstream.unanswered_bytes, max(0.0, waits_s)
 
     def look(self, upstreams: Iterable[Upstream], now: float) -> None:
         """Suspect the brokers that let a request wait; report those that have answered since the last check."""

@@ -44,6 +44,9 @@ NO_OWNER = -1
 MAX_PARTITION_INDEX = 999_999
 # Limit of moves that `moved_since` remembers: more than occur between two requests of a busy client.
 MAX_MOVES_KEPT = 256
+# Topics whose changes of owners are counted each by itself; those of the others count as one.
+MAX_COUNTED_TOPICS = 100
+OTHER_TOPICS = b"other"
 # Rows checked per step when a load ends.
 PORTION_ROWS = 1_000
 
@@ -98,6 +101,8 @@ class Topology:
         self._in_order: list[bytes] | None = None
         self._waiting: dict[Callable[[], None], None] = {}
         self.owned_count = 0
+        # By topic: how often a known partition has got another owner, or one again.
+        self.owner_changes: dict[bytes, int] = {}
         # Whether `_sizes` has all partitions of the upstream.
         self.is_complete = False
         # How many partitions each topic has, by name.
@@ -237,6 +242,10 @@ class Topology:
 
     def _put(self, topic_owners: _TopicOwners, topic: bytes, partition_index: int, owner: int) -> None:
         owners = topic_owners.owners
+        if owner not in (NO_OWNER, owners[partition_index]) and topic_owners.versions[partition_index]:
+            counted = self.owner_changes
+            name = topic if topic in counted or len(counted) < MAX_COUNTED_TOPICS else OTHER_TOPICS
+            counted[name] = counted.get(name, 0) + 1
         self.owned_count += (owner != NO_OWNER) - (owners[partition_index] != NO_OWNER)
         owners[partition_index] = owner
         self._moves.append((topic, partition_index))

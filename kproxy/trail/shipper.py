@@ -41,11 +41,12 @@ log = structlog.get_logger(__name__)
 class ShipperVitals:
     """The current state.
 
-    `age_s`: seconds since the sink last took pages, or since the start.
+    `age_s`: seconds since the sink last took pages, or since the start. Beyond `max_bytes` pages are lost.
     """
 
     waiting_bytes: int
     age_s: float
+    max_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class Shipper:
 
     @property
     def vitals(self) -> ShipperVitals:
-        return ShipperVitals(self._queued_bytes, max(0.0, self._clock() - self._shipped_at))
+        return ShipperVitals(self._queued_bytes, max(0.0, self._clock() - self._shipped_at), self._max_bytes)
 
     def start(self) -> None:
         """Start to write."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 from aiohttp import web
 
-from kproxy.observe.exposition import Families, merge, render
+from kproxy.observe.exposition import Families, merge, of_known_brokers, render
 from kproxy.observe.http_page import HttpPage, Readiness
 from kproxy.observe.metrics import (
     ProcessesCollector,
@@ -76,7 +76,7 @@ class WorkerPages:
             up[slot.number] = answers
         ours = [registered(self._registration()), expiry(self._certificates())]
         ours += [reloads(self._counters), events_lost(self._counters), *page_connections(self._counters)]
-        families = merge([*(slot.counts(is_up=up[slot.number]) for slot in self._slots), ours])
+        families = of_known_brokers(merge([*(slot.counts(is_up=up[slot.number]) for slot in self._slots), ours]))
         pids = {str(slot.number): slot.pid for slot in self._slots if slot.pid} | {"supervisor": os.getpid()}
         restarts = sum(slot.restarts for slot in self._slots)
         return render((ProcessesCollector(pids), WorkersCollector(up, restarts), Families(families)), accept)

@@ -76,8 +76,8 @@ from kproxy.workers.shares import Ledger
 
 ANSWER_TIMEOUT_S = 2.0
 MAX_OPEN_PAGES = 16
-# A page of the table is below 2 MiB, one of claims below 16 MiB with any names; metrics grow with the topics whose
-# batches were lost, of which 100 are named.
+# A page of the table is below 2 MiB, one of claims below 16 MiB with any names; metrics grow with brokers (7 KiB for
+# each of at most 1,000) and with names of topics and clients, which are bounded.
 MAX_ANSWER_BYTES = 16 << 20
 PAUSE_S = 0.1
 MAX_PAUSE_S = 30.0
@@ -354,7 +354,7 @@ class Slot:
             self._end()
             return f"could not be started ({error.strerror or error})", ""
         self._end()
-        self._past, self._last = merge([self._past, growing(self._last)]), []
+        self._past, self._last = growing(merge([self._past, self._last])), []
         return exit_text(status), process.failure
 
     def _end(self) -> None:

@@ -19,6 +19,7 @@ import msgspec
 import structlog
 
 from kproxy.config import Limits
+from kproxy.observe.tally import STAGES
 from kproxy.proxy.broker_connection import Upstream
 from kproxy.proxy.client_session import ClientSession
 from kproxy.proxy.connections import NumberedConnections
@@ -397,11 +398,15 @@ def _told_by(proxy: SimulatedProxy) -> Iterator[str]:
         # Only the number of adopted requests depends on whether they took the plain path.
         "counters": {name: count for name, count in proxy.context.counters.items() if name != "plain.left"},
         **{f"drops of {topic.decode()}": codes for topic, codes in sorted(tally.drops.items())},
-        "latencies": dict(enumerate(tally.produce_buckets)),
+        "latencies": dict(enumerate(tally.produce.buckets)),
+        **{f"time in {stage}": dict(enumerate(getattr(tally, stage).buckets)) for stage in STAGES},
     }
     for counted, told in counts.items():
         yield f"  {counted}: {sorted((str(key), count) for key, count in told.items() if count)}"
     yield f"  bytes: {tally.received_bytes} received, {tally.sent_bytes} sent"
+    for broker, of_broker in sorted(tally.by_broker.items()):
+        yield f"  broker {broker}: {of_broker.sent_bytes} sent, {of_broker.received_bytes} received, {of_broker.dials}"
+        yield f"    {of_broker.produce.buckets} {of_broker.fetch.buckets} {sorted(of_broker.errors.items())}"
 
 
 def _acknowledged(proxy: SimulatedProxy) -> Iterator[str]:

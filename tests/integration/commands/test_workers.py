@@ -97,7 +97,7 @@ async def test_connections_are_spread_and_counted_once(tmp_path: Path) -> None:
         assert read["kproxy_client_sent_bytes_total", ()] == received
         # These are not sums: all workers have the same table.
         assert read["kproxy_table_partitions", ()] == 1
-        assert read["kproxy_table_revision", ()] == 1
+        assert read["kproxy_table_revision", (("source", "static"),)] == 1
         assert read["kproxy_workers", ()] == WORKERS
         for who in ("1", "2", "3", "supervisor"):
             assert read["process_resident_memory_bytes", (("worker", who),)] > 1 << 20

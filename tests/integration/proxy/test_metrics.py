@@ -270,7 +270,8 @@ async def test_the_table_is_described(s: Scene) -> None:
     ] == [*(2, 1, revision, 7.5, 1)]
     s.proxy.topology.begin_rebuild()
     assert Scrape(s.proxy)("kproxy_table_partitions") == 0
-    assert ("kproxy_table_age_seconds", ()) not in Scrape(s.proxy, age_s=float("inf")).samples
+    assert scrape.labels("kproxy_table_age_seconds") == [{"source": "etcd"}]
+    assert not Scrape(s.proxy, age_s=float("inf")).labels("kproxy_table_age_seconds")
 
 
 @scene(HOLDS, at=100.0)
@@ -313,7 +314,8 @@ async def test_draining_is_shown(s: Scene) -> None:
 
 async def test_process_serves_all_metrics_in_both_formats(tmp_path: Path) -> None:
     """The documentation lists exactly these metrics."""
-    async with served(tmp_path, ANSWERS, more=("--audit-sink", f"json:{tmp_path}/trail")) as s:
+    named = "[metrics]\ntopics = 5\nclients = 5\n"
+    async with served(tmp_path, ANSWERS, more=("--audit-sink", f"json:{tmp_path}/trail"), rooms=named) as s:
         client = await s.client()
         client.send(produce_frame())
         await client.answer()

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from kproxy.observe.tally import Tally
 from kproxy.plain import ReceiveArena
 from kproxy.proxy.broker_connection import Upstream
 from kproxy.proxy.dialling import BrokerDials, Dialler
@@ -97,7 +98,9 @@ class Recorder:
 def _dialled(listener: socket.socket, keeper: Recorder | None = None) -> Upstream:
     """A connection that dials the listener."""
     return Upstream(
-        BrokerDials(1, Address(*listener.getsockname()[:2]), Dialler(time.monotonic, BrokerAuth(), ReceiveArena())),
+        BrokerDials(
+            1, Address(*listener.getsockname()[:2]), Dialler(time.monotonic, BrokerAuth(), ReceiveArena(), Tally())
+        ),
         max_answer_bytes=1 << 20,
         connect_timeout_s=5.0,
         keeper=keeper,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from kproxy.observe.tally import BROKER_BOUNDS_S, BrokerCounts
 from kproxy.plain import FrameReader
 from kproxy.proxy.answer_memory import LARGE_BYTES
 from kproxy.proxy.answer_reader import LEAST_READ_BYTES, AnswerReader
 from kproxy.runtime.tasks import TURN_S
+from kproxy_codec.api_keys import PRODUCE
 from kproxy_codec.primitives import INT32
 
 ANSWER_BYTES = 60
@@ -18,6 +20,7 @@ READS_AT_ONCE = 32
 class Waiting:
     """Waits for one answer, which takes `seconds` of the upstream's clock."""
 
+    api_key = PRODUCE
     expects_answer = True
 
     def __init__(self, upstream: Upstream, number: int) -> None:
@@ -37,7 +40,9 @@ class Upstream(AnswerReader):
         self.seconds = seconds
         self.taken: list[int] = []
         self.rests = False
-        super().__init__(FrameReader(1 << 20, most_shared=LARGE_BYTES), None, lambda: self.now)
+        super().__init__(
+            FrameReader(1 << 20, most_shared=LARGE_BYTES), None, lambda: self.now, BrokerCounts(BROKER_BOUNDS_S)
+        )
 
     def _rest(self) -> None:
         self.rests = True

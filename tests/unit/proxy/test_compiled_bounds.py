@@ -53,7 +53,9 @@ def forwarded(size: int) -> None:
     class Ticket:
         expects_answer = False
 
-    compiled.AnswerReader(reader(), None, lambda: 0.0).forward(Ticket(), memoryview(bytearray(size)))
+    compiled.AnswerReader(reader(), None, lambda: 0.0, compiled.BrokerCounts((1.0,))).forward(
+        Ticket(), memoryview(bytearray(size))
+    )
 
 
 CALLS: dict[str, Callable[[], object]] = {
@@ -76,6 +78,10 @@ CALLS: dict[str, Callable[[], object]] = {
     "results in no view": lambda: compiled.results(frame(), [(0, [0])], bytearray(64)),
     "a short request forwarded": lambda: forwarded(4),
     "a slot without an order": lambda: compiled.Slot(None, 1, 1, 0.0).fill([b""]),
+    "a slot of another order": lambda: compiled.Slot(object(), 1, 1, 1.0),
+    "a connection without counts": lambda: compiled.AnswerReader(reader(), None, lambda: 0.0, None),
+    "an outbox without counts": lambda: compiled.PacedOutbox(None, None, compiled.Flushes(), None, None, lambda: 0.0),
+    "too many bounds": lambda: compiled.Durations((1.0,) * 17),
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from kproxy import plain
 from kproxy.errors import StartupError
-from kproxy.observe.tally import Tally
+from kproxy.observe.tally import BROKER_BOUNDS_S, BrokerCounts, Tally
 from kproxy.plain import FrameReader, compiled
 from kproxy.proxy.answer_order import AnswerOrder
 from kproxy.proxy.answer_reader import AnswerReader
@@ -39,7 +39,7 @@ class Upstream(AnswerReader):
     owner = 1
 
     def __init__(self) -> None:
-        super().__init__(FrameReader(1 << 20), None, lambda: 0.0)
+        super().__init__(FrameReader(1 << 20), None, lambda: 0.0, BrokerCounts(BROKER_BOUNDS_S))
         self.tickets: list[Any] = []
         self.frames: list[memoryview] = []
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 
 import kproxy.plain
+from kproxy.observe.tally import Durations
 from kproxy.proxy import outbox as imported
 from kproxy.proxy.outbox import FLUSH_BYTES, LAST_PART_BYTES, PART_BYTES, Outbox, flushes_of
 
@@ -33,6 +34,9 @@ class Transport:
     def write(self, data: Any) -> None:
         self.written.append(bytes(data))
 
+    def get_write_buffer_size(self) -> int:
+        return 0
+
     def writelines(self, buffers: Iterable[Any]) -> None:
         self.written.append(b"".join(buffers))
 
@@ -42,6 +46,9 @@ class ClientMemory:
 
     def leave_untaken(self, nbytes: int) -> None:
         pass
+
+    def has_room(self, buffer: Any) -> bool:
+        return True
 
 
 @pytest.mark.parametrize("messages", [1, 200])
@@ -83,10 +90,7 @@ def twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Mod
 @pytest.mark.parametrize("size", [100, 5_000, 300_000])
 async def test_outbox_writes_beyond_flush_bytes_at_once(twin: ModuleType, paced: bool, size: int) -> None:
     loop, transport = asyncio.get_running_loop(), Transport()
-    flushes = twin.flushes_of(loop)
-    outbox = (
-        twin.PacedOutbox(loop, transport, flushes, ClientMemory()) if paced else twin.Outbox(loop, transport, flushes)
-    )
+    outbox = paced_outbox(twin, transport) if paced else twin.Outbox(loop, transport, twin.flushes_of(loop))
     for put in range(1, 2 * FLUSH_BYTES // size + 3):
         outbox.put_one(bytes(size))
         written = sum(map(len, transport.written))
@@ -97,13 +101,47 @@ async def test_outbox_writes_beyond_flush_bytes_at_once(twin: ModuleType, paced:
     assert sum(map(len, transport.written)) == put * size
 
 
+def paced_outbox(twin: ModuleType, transport: Transport, writing: Durations | None = None, at: Any = None) -> Any:
+    loop = asyncio.get_running_loop()
+    times = writing or Durations((1.0,))
+    return twin.PacedOutbox(loop, transport, twin.flushes_of(loop), ClientMemory(), times, at or (lambda: 0.0))
+
+
 @pytest.mark.parametrize("buffers", [[(1 << 20) + 74], [74, 1 << 20, 0], [0] * 50 + [600_000] + [0] * 50])
 async def test_large_answer_ends_with_no_small_write(twin: ModuleType, buffers: list[int]) -> None:
-    loop, transport = asyncio.get_running_loop(), Transport()
-    outbox = twin.PacedOutbox(loop, transport, twin.flushes_of(loop), ClientMemory())
+    transport = Transport()
+    outbox = paced_outbox(twin, transport)
     outbox.put([bytes(size) for size in buffers])
     await asyncio.sleep(0)
     sizes = [len(each) for each in transport.written if each]
     assert sum(sizes) == sum(buffers)
     assert max(sizes) <= LAST_PART_BYTES
     assert min(sizes) > LAST_PART_BYTES - PART_BYTES
+
+
+async def test_answers_are_timed_until_they_are_written(twin: ModuleType) -> None:
+    """Those of a client that does not read wait here, each from when it was put, but for more than MOST_RUNS times."""
+    now, writing, transport = 0.0, Durations((0.5, 1.5, 2.5, 3.5, 4.5, 6.5)), Transport()
+    outbox = paced_outbox(twin, transport, writing, lambda: now)
+    outbox.put_one(b"a")
+    outbox.add_answers(1, now)
+    await asyncio.sleep(0)
+    assert (writing.buckets, writing.seconds) == ([1, 0, 0, 0, 0, 0, 0], 0.0)
+    outbox.pause()
+    for now in (1.0, 2.0, 3.0, 4.0, 5.0):
+        outbox.put_one(b"b")
+        outbox.add_answers(2, now)
+        await asyncio.sleep(0)
+    assert sum(writing.buckets) == 1
+    now = 7.0
+    outbox.resume()
+    # The last two times count as one: waits of 6, 5, 4 and 3 seconds.
+    assert (writing.buckets, writing.seconds) == ([1, 0, 0, 4, 2, 4, 0], 2 * (6 + 5 + 4 + 3 + 3))
+    outbox.pause()
+    outbox.put_one(b"c")
+    outbox.add_answers(1, now)
+    outbox.discard()
+    outbox.resume()
+    outbox.put_one(b"d")
+    await asyncio.sleep(0)
+    assert sum(writing.buckets) == 11

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from prometheus_client.core import Metric
 
 from kproxy.config import Limits, load_proxy_config, share_limits
+from kproxy.config.metrics import MetricsSection
 from kproxy.config.proxy import SHARED_LIMITS, worker_count
 from kproxy.errors import StartupError
-from kproxy.observe.exposition import FOLDS, growing, merge, parse, render
+from kproxy.observe.exposition import FOLDS, MOST_NAMES_KEPT, growing, merge, of_known_brokers, parse, render
 from kproxy.observe.http_page import Readiness
 from kproxy.observe.metrics import BrokerVitals, ProxyCollector, Vitals, own_process
 from kproxy.observe.table import TableView
@@ -122,8 +123,8 @@ def page_of(collector: ProxyCollector) -> list[Metric]:
 def test_process_counts_outlive_the_process() -> None:
     tally = Tally()
     tally.requests[9] = 5
-    tally.answered(0.1)
-    tally.answered(0.2)
+    tally.produce.count(0.1)
+    tally.produce.count(0.2)
     tally.hang(1)
     tally.probe(1, 0.5)
     collector = collector_of(tally, splits=3, client_connections=4, brokers={1: BrokerVitals(True, False, 2, 0.5)})
@@ -169,8 +170,39 @@ def test_invalid_topic_name_creates_no_series() -> None:
 
 
 def test_every_fold_names_an_existing_gauge() -> None:
+    """Or what each process counts of the same events."""
     kinds = {each.name: each.type for each in collector_of(Tally()).collect()}
-    assert {name: kinds.get(name) for name in FOLDS} == dict.fromkeys(FOLDS, "gauge")
+    assert {name: kinds.get(name) for name in FOLDS} == {
+        **dict.fromkeys(FOLDS, "gauge"),
+        "kproxy_owner_changes": "counter",
+    }
+
+
+def test_names_of_ended_processes_are_bounded() -> None:
+    past: list[Metric] = []
+    for process in range(3):
+        tally = Tally(MetricsSection(topics=1_000))
+        assert tally.topics is not None
+        for topic in range(1_000):
+            tally.topics.find((b"%d-%d" % (process, topic),)).requests += 1
+        past = growing(merge([past, page_of(collector_of(tally))]))
+    assert [len(each.samples) for each in past if each.name == "kproxy_topic_requests"] == [MOST_NAMES_KEPT]
+
+
+def test_brokers_that_all_processes_forgot_have_no_series() -> None:
+    """Also not in what ended processes counted."""
+    tally = Tally()
+    for broker in (1, 2):
+        tally.hang(broker)
+        tally.of_broker(broker).dials += 1
+    tally.error(0, 6)
+    page = page_of(collector_of(tally, brokers={1: BrokerVitals(True), 2: BrokerVitals(True)}))
+    later = page_of(collector_of(tally, brokers={1: BrokerVitals(True)}))
+    families = of_known_brokers(merge([growing(page), later]))
+    assert {each.labels["broker"] for family in families for each in family.samples if "broker" in each.labels} == {
+        *"1",
+        "",
+    }
 
 
 def test_broker_is_up_when_all_processes_agree() -> None:

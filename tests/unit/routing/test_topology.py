@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kproxy.routing.split import route
-from kproxy.routing.topology import MAX_PARTITION_INDEX, NO_OWNER, Address, Ownership, Topology
+from kproxy.routing.topology import (
+    MAX_COUNTED_TOPICS,
+    MAX_PARTITION_INDEX,
+    NO_OWNER,
+    OTHER_TOPICS,
+    Address,
+    Ownership,
+    Topology,
+)
 
 
 def rows(topology: Topology) -> dict[tuple[bytes, int], int]:
@@ -43,6 +51,23 @@ def test_late_event_does_not_restore_removed_owner() -> None:
     assert topology.owner(b"t", 0) == NO_OWNER
     assert list(topology.ownerships()) == []
     assert topology.set_owner(b"t", 0, 2, 13)
+
+
+def test_changes_of_owners_are_counted_by_topic() -> None:
+    topology = Topology()
+    for revision, owner in enumerate((1, 1, 2, NO_OWNER, 2, 3), 10):
+        topology.set_owner(b"t", 0, owner, revision)
+    topology.set_owner(b"t", 1, 1, 20)
+    # The first owner is no change, nor is the same one; one after none is.
+    assert topology.owner_changes == {b"t": 3}
+    topology.hint_owner(b"t", 1, 2)
+    topology.set_owner(b"t", 1, 2, 21)
+    assert topology.owner_changes == {b"t": 4}
+    for number in range(MAX_COUNTED_TOPICS + 5):
+        for revision in (1, 2):
+            topology.set_owner(b"%d" % number, 0, revision, revision)
+    assert len(topology.owner_changes) == MAX_COUNTED_TOPICS + 1
+    assert topology.owner_changes[OTHER_TOPICS] == 6
 
 
 def test_partition_index_out_of_range_is_refused() -> None:

@@ -324,7 +324,7 @@ async def test_account_is_looked_up_once_per_client_id() -> None:
             throttled.append((len(frame), wait))
 
     loop = asyncio.get_running_loop()
-    outbox = PacedOutbox(loop, _Transport(), flushes_of(loop), None)  # type: ignore[arg-type]
+    outbox = PacedOutbox(loop, _Transport(), flushes_of(loop), None, Tally().writing, lambda: 0.0)  # type: ignore[arg-type]
     accounts = {b"a": Account(1_000.0, 1e9, 1e9), b"ab": Account(1e9, 100.0, 1e9)}
     of_others = Account(None, None, 1e9)
     charging = Metering(quotas, ALICE, _Session(), _answers(outbox), lambda presses: None, lambda: 10.0, Counter())
