@@ -219,8 +219,12 @@ class ProxyObserver:
         self._clients.forget_if_unused()
 
     def _note_brokers(self, topology: Topology, vitals: Mapping[int, BrokerVitals]) -> None:
-        now = {broker: (_state(topology, broker, each), _address(topology, broker)) for broker, each in vitals.items()}
-        before, self._brokers = self._brokers, now
+        before, known = self._brokers, self._brokers or {}
+        now = self._brokers = {
+            # A broker that has left keeps its address.
+            broker: (_state(topology, broker, each), _address(topology, broker) or known.get(broker, ("", ""))[1])
+            for broker, each in vitals.items()
+        }
         if before is None:
             return
         for broker, (state, address) in now.items():
@@ -508,7 +512,7 @@ def _verdict(readiness: Readiness, brokers: list[BrokerLine], table_age_s: float
     if not readiness.ready:
         return Verdict("bad", text)
     here = [line for line in brokers if line.state != "gone"]
-    troubled = [line for line in here if line.state != "up"]
+    troubled = [line for line in brokers if line.state != "up"]
     count = f"{len(here)} broker{'s' if len(here) != 1 else ''}"
     age = f", table {table_age_s:.1f} s old" if table_age_s is not None else ""
     if text != "ready":

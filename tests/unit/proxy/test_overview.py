@@ -156,7 +156,12 @@ async def test_troubles_of_brokers_are_told() -> None:
         assert text in told
     line = (await site.observer.overview()).brokers[0]
     assert (line.state, line.errors) == ("down", 4)
-    assert len(await site.second()) == len(told)
+    site.topology.remove_broker(1)
+    assert (await site.second())[0] == "broker 1 at b:1 has left the table"
+    overview = await site.observer.overview()
+    assert overview.verdict == Verdict("warn", "serving, 0 brokers, but broker 1 is gone, table 0.2 s old")
+    assert overview.brokers[0].address == "b:1"
+    assert len(await site.second()) == len(told) + 1
 
 
 async def test_latency_is_of_the_last_seconds() -> None:
