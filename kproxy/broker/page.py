@@ -1,30 +1,43 @@
-"""The admin page of a broker: `/metrics`, `/livez`, `/readyz`, and `/`, a short summary for people.
+"""The admin page of a broker: `/metrics`, `/livez`, `/readyz`, `/`, and `/partitions` of the cluster.
 
 `/metrics` has totals over the broker's replicas, its lease and its disk as Prometheus families, made on request.
 docs/metrics.md explains each family. Single partitions are on a proxy's `/replication`, which `kproxy table` shows.
-Replicas and leases are read on the event loop, LOOKED_AT_ONCE at a time.
+Replicas and leases are read on the event loop, in portions.
 """
 
 from __future__ import annotations
 
-import asyncio
+import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
 
+import msgspec
+from aiohttp import web
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from kproxy.address import Address
 from kproxy.broker.cluster import NO_OWNER, ClusterView
 from kproxy.broker.disk import FLUSHES
 from kproxy.broker.partition import Partition
 from kproxy.broker.replica_manager import ReplicaManager
 from kproxy.broker.replication.isr_keeper import IsrKeeper
 from kproxy.broker.replication.partition_replication import Role
+from kproxy.installed import version
 from kproxy.observe.exposition import Families, counter, gauge, histogram, render, this_process
 from kproxy.observe.http_page import Readiness
-
-LOOKED_AT_ONCE = 50
-_Thing = TypeVar("_Thing")
+from kproxy.observe.overview import (
+    MAX_PARTITION_ROWS,
+    BrokerLine,
+    Level,
+    Overview,
+    PartitionLine,
+    PartitionsPage,
+    Timeline,
+    Verdict,
+    in_portions,
+    shown,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +96,8 @@ class ReplicaTotals:
             self.max_lag = max(self.max_lag, log.log_end_offset - max(told, log.log_start_offset))
 
 
-async def _in_portions(things: Iterable[_Thing]) -> AsyncIterator[_Thing]:
-    for position, thing in enumerate(things):
-        if position % LOOKED_AT_ONCE == LOOKED_AT_ONCE - 1:
-            await asyncio.sleep(0)
-        yield thing
+def _wall_ms() -> int:
+    return time.time_ns() // 1_000_000
 
 
 class BrokerPages:
@@ -107,6 +117,119 @@ class BrokerPages:
         self._isr_keeper = isr_keeper
         self._status = status
         self._process = this_process()
+        self._started = _wall_ms()
+        self._timeline = Timeline(_wall_ms)
+        # What `sample` saw last: live brokers, and counts of changes.
+        self._brokers: dict[int, str] | None = None
+        self._counts: dict[str, int] = {}
+
+    def routes(self) -> list[web.RouteDef]:
+        """The routes of the pages that only a broker has."""
+        return [web.get("/partitions", self._get_partitions)]
+
+    async def sample(self) -> None:
+        brokers = {each.node_id: str(Address(each.host, each.port)) for each in self._view.brokers.values()}
+        if self._brokers is not None:
+            for node_id in brokers.keys() - self._brokers.keys():
+                self._timeline.add("broker", "good", f"broker {node_id} at {brokers[node_id]} has joined")
+            for node_id in self._brokers.keys() - brokers.keys():
+                self._timeline.add("broker", "bad", f"broker {node_id} at {self._brokers[node_id]} has left")
+        now = self._status()
+        ended = {f"partitions are no longer led: {why}": n for why, n in self._replica_manager.ended.items()}
+        counts: dict[str, int] = ended | {
+            "in-sync replicas were lost, in partitions": self._isr_keeper.shrinks,
+            "in-sync replicas came back, in partitions": self._isr_keeper.expansions,
+            "renewals of the lease were late": now.lease_lapses,
+            "leases were lost": now.lease_losses,
+        }
+        for text, count in counts.items():
+            more = count - self._counts.get(text, 0)
+            if more and self._brokers is not None:
+                self._timeline.add("moves", "good" if "came back" in text else "warn", text, more)
+        self._brokers, self._counts = brokers, counts
+
+    async def overview(self) -> Overview:
+        totals, now, view = await self._totals(), self._status(), self._view
+        owned, lacking = Counter[int](), Counter[int]()
+        async for line in self._lines():
+            owned[line.owner] += 1
+            lacking.update(each for each in line.replicas or () if each not in (line.isr or ()))
+        leads = f"leads {totals.led:,} of {totals.replicas:,} replicas, lease {now.lease_remaining_s:.1f} s left"
+        problem = now.problem or (f"{owned[NO_OWNER]:,} partitions have no leader" if owned[NO_OWNER] else "")
+        level: Level = "bad" if now.problem else "warn" if problem or totals.under_replicated else "good"
+        lagging = f"{totals.under_replicated:,} partitions lack a replica, " if totals.under_replicated else ""
+        brokers = [
+            BrokerLine(
+                id=each.node_id,
+                address=str(Address(each.host, each.port)),
+                state="up",
+                partitions=owned[each.node_id],
+                lacking=lacking[each.node_id],
+                this=each.node_id == self._node_id,
+                connections=now.client_connections if each.node_id == self._node_id else None,
+            )
+            for each in view.brokers.values()
+        ]
+        gone = (lacking.keys() | owned.keys()) - view.brokers.keys() - {NO_OWNER}
+        brokers += [BrokerLine(id=each, address="", state="gone", lacking=lacking[each]) for each in gone]
+        return Overview(
+            kind="broker",
+            name=f"kproxy broker {self._node_id}",
+            version=version(),
+            at=_wall_ms(),
+            started=self._started,
+            verdict=Verdict(level, problem or f"serving, {lagging}{leads}"),
+            table_age_s=round(now.etcd_silent_s, 1) if now.etcd_silent_s != float("inf") else None,
+            clients=now.client_connections,
+            partitions=owned.total() - owned[NO_OWNER],
+            brokers=shown(brokers),
+            brokers_total=len(view.brokers),
+            facts={
+                "followers connected": str(now.follower_connections),
+                "highest lag": f"{totals.max_lag:,} records",
+                "refuse acks=all": f"{totals.under_min_isr:,} partitions",
+                "producers with state": f"{totals.producers:,}",
+            },
+            events=self._timeline.latest,
+        )
+
+    async def _lines(self) -> AsyncIterator[PartitionLine]:
+        """Yield the cluster's partitions in order, in portions."""
+        view = self._view
+        places = ((topic, index) for _, topic in sorted(view.topics.items()) for index in range(len(topic.replicas)))
+        async for topic, index in in_portions(places, time.monotonic):
+            state, ownership = view.state(topic, index), view.ownership(topic.name, index)
+            if state is not None:
+                yield PartitionLine(
+                    topic.name,
+                    index,
+                    view.owner(topic.name, index),
+                    ownership.mod_revision if ownership is not None else 0,
+                    isr=state.in_sync,
+                    replicas=topic.replicas[index],
+                )
+
+    async def _get_partitions(self, request: web.Request) -> web.Response:
+        asked = request.query
+        try:
+            limit, owner = int(asked.get("limit", 100)), int(asked["owner"]) if "owner" in asked else None
+            name, _, index = asked.get("after", "/-1").rpartition("/")
+            after = (name, int(index))
+        except ValueError as error:
+            return web.Response(status=400, text=f"{error}\n")
+        search, lines = asked.get("search", "").lower(), list[PartitionLine]()
+        async for line in self._lines():
+            if (line.topic, line.partition) <= after or (owner is not None and line.owner != owner):
+                continue
+            if search in f"{line.topic}/{line.partition}".lower():
+                lines.append(line)
+                if len(lines) > min(limit, MAX_PARTITION_ROWS):
+                    break
+        more = len(lines) > limit
+        del lines[limit:]
+        after_text = f"{lines[-1].topic}/{lines[-1].partition}" if more else None
+        page = PartitionsPage(lines, after_text)
+        return web.Response(body=msgspec.json.encode(page), content_type="application/json")
 
     async def metrics(self, accept: str) -> tuple[bytes, str]:
         totals, (leases, offline) = await self._totals(), await self._leases_and_offline()
@@ -136,7 +259,7 @@ class BrokerPages:
 
     async def _totals(self) -> ReplicaTotals:
         totals = ReplicaTotals()
-        async for partition in _in_portions(list(self._replica_manager.hosted.values())):
+        async for partition in in_portions(list(self._replica_manager.hosted.values()), time.monotonic):
             if partition.role is not Role.CLOSED:
                 totals.add(partition)
         return totals
@@ -148,7 +271,7 @@ class BrokerPages:
         """
         held = offline = 0
         partitions = [(topic, index) for topic in self._view.topics.values() for index in range(len(topic.replicas))]
-        async for topic, index in _in_portions(partitions):
+        async for topic, index in in_portions(partitions, time.monotonic):
             ownership, broker = self._view.ownership(topic.name, index), self._view.brokers.get(self._node_id)
             held += ownership is not None and broker is not None and ownership.lease_id == broker.lease_id
             has_state = self._view.state(topic, index) is not None

@@ -362,10 +362,13 @@ class _Server:
         # Imported here, as in `_status`: brokers without a page do not wait for these imports.
         from kproxy.broker.page import BrokerPages
         from kproxy.observe.http_page import HttpPage
+        from kproxy.observe.page_guard import PageGuard
 
         node_id, replica_manager = self._config.node_id, self._replica_manager
-        self._page = HttpPage(BrokerPages(node_id, self._view, replica_manager, self._isr_keeper, self._status))
+        pages = BrokerPages(node_id, self._view, replica_manager, self._isr_keeper, self._status)
         host, port = self._config.admin
+        hosts = [host, *(self._config.advertise or ())[:1]]
+        self._page = HttpPage(pages, pages.routes(), PageGuard(hosts=hosts))
         return f" admin={Address(host, await self._page.start(host, port))}"
 
     def _status(self) -> BrokerStatus:

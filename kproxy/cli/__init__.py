@@ -29,6 +29,7 @@ COMMANDS = {
     "dev": ("kproxy.cli.dev", "Run etcd, brokers and the proxy on this machine."),
     "demo": ("kproxy.cli.demo", "Write real data through the proxy with Spark, read it back, check it."),
     "table": ("kproxy.cli.table", "Show which broker owns which partition."),
+    "top": ("kproxy.cli.top", "Show brokers, partitions, clients and rates in the terminal, live."),
     "pipeline": ("kproxy.cli.pipeline", "Run Spark jobs: ingest data, or audit acknowledged records."),
     "own": ("kproxy.cli.own", "Show, take and free claims of the Own API."),
     "user": ("kproxy.cli.user", "Add, list and remove users who authenticate by SASL."),

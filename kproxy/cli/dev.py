@@ -143,6 +143,7 @@ async def _start_and_keep(cluster: DevCluster, *, restart: bool) -> None:
 
     await cluster.start()
     _say(f"Point any Kafka client at {cluster.kafka}. `kproxy table --admin {cluster.admin}` shows who owns what.")
+    _say(f"See it at http://{cluster.admin}/")
     _say("Ctrl-C stops everything; topics and records stay.")
     sys.stdout.write(f"ready kafka={cluster.kafka} admin={cluster.admin} etcd={cluster.etcd}\n")
     sys.stdout.flush()

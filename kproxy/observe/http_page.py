@@ -2,7 +2,7 @@
 
 | page | answer |
 | --- | --- |
-| `/` | a summary for people, and the other pages |
+| `/` | for browsers the live page (see `observe.live_page`), else a summary for people, and the other pages |
 | `/metrics` | for Prometheus (see `observe.exposition`) |
 | `/livez` | 200 while the process works |
 | `/readyz` | 200 while it can serve, 503 with the reason otherwise |
@@ -42,6 +42,8 @@ from kproxy.address import Address
 from kproxy.config.admin import SPEAKS_TLS
 from kproxy.config.tls import Loaded
 from kproxy.errors import StartupError
+from kproxy.observe.live_page import LivePage, wants_html
+from kproxy.observe.overview import Overview
 from kproxy.observe.page_guard import Handler, PageGuard
 from kproxy.runtime.sockets import accept_from, bind, bound_port
 from kproxy.security.events import NO_EVENTS
@@ -78,6 +80,14 @@ class Readiness:
 class VitalPages(Protocol):
     """The content of the pages that every process has."""
 
+    async def sample(self) -> None:
+        """Note what has changed; called once a second."""
+        ...
+
+    async def overview(self) -> Overview:
+        """Return what the live page shows."""
+        ...
+
     async def summary(self) -> str:
         """Return some lines for people about the process and its state."""
         ...
@@ -100,13 +110,17 @@ class HttpPage:
 
     def __init__(self, pages: VitalPages, more: Sequence[web.RouteDef] = (), guard: PageGuard | None = None) -> None:
         self._vital = pages
+        self._live = LivePage(self.overview, pages.sample, guard)
         routes = [
             *more,
+            *self._live.routes,
             web.get("/metrics", self._get_metrics),
             web.get("/livez", self._livez),
             web.get("/readyz", self._readyz),
         ]
-        self._paths = [route.path for route in routes if route.method == "GET"]
+        # The files of the page are of no interest by themselves.
+        own = ("/web/", "/login")
+        self._paths = [each.path for each in routes if each.method == "GET" and not each.path.startswith(own)]
         self._visitors = _Visitors()
         guards = [guard.middleware] if guard is not None else []
         self._events = guard.events if guard is not None else NO_EVENTS
@@ -135,6 +149,7 @@ class HttpPage:
         try:
             self._server = await bind(self._visitor, host, port, choose=_REMEDY)
             await accept_from(self._server)
+            self._live.start()
         except StartupError:
             await self.stop()
             raise
@@ -171,6 +186,7 @@ class HttpPage:
         )
         try:
             acceptor.open(bound)
+            self._live.start()
         except StartupError:
             await self.stop()
             raise
@@ -185,6 +201,7 @@ class HttpPage:
         await self._set_up()
         try:
             await web.UnixSite(self._runner, path).start()
+            self._live.start()
         except OSError as error:
             await self._runner.cleanup()
             raise StartupError(
@@ -194,13 +211,20 @@ class HttpPage:
 
     async def stop(self) -> None:
         """Close the listener and its connections."""
+        await self._live.stop()
         if self._acceptor is not None:
             await self._acceptor.close()
         if self._server is not None:
             self._server.close()
         await self._runner.cleanup()
 
-    async def _index(self, _: web.Request) -> web.Response:
+    async def overview(self) -> Overview:
+        """Return what the live page shows."""
+        return await self._vital.overview()
+
+    async def _index(self, request: web.Request) -> web.Response:
+        if wants_html(request):
+            return self._live.html()
         return web.Response(text="\n".join([await self._vital.summary(), "", *self._paths, ""]))
 
     async def _livez(self, _: web.Request) -> web.Response:

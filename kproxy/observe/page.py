@@ -1,18 +1,23 @@
-"""The proxy's admin page, which shows the table, claims and replicas, and frees claims.
+"""The proxy's admin page, which shows the table, partitions, clients, claims and replicas, and frees claims.
 
-| page | answer | | --- | --- | | `/table` | JSON of the routing table: `?topic=`, `?after=`, `?limit=`; follow `next`
-for more; `?worker=` | | `/own` | JSON of the claims of the Own API: `?group=`, `?after=`, `?limit=`; 501 if it is not
-offered | | `/own/free` | POST `{"group": "g", "resources": ["t/0"]}`, null: all of the group; their claimants are
-severed | | `/replication` | JSON of reference brokers' replicas: `?topic=`, `?after=`, `?limit=`; 501 if there is no
-etcd |
+| page | answer |
+| --- | --- |
+| `/table` | JSON of the routing table: `?topic=`, `?after=`, `?limit=`; follow `next` for more; `?worker=` |
+| `/partitions` | JSON of single partitions: `?search=`, `?owner=` (-1: without one), `?after=`, `?limit=` |
+| `/clients` | JSON of the first clients: `?order=rate` or `oldest`, `?search=`, `?skip=`, `?limit=` |
+| `/own` | JSON of the claims of the Own API: `?group=`, `?after=`, `?limit=`; 501 if it is not offered |
+| `/own/free` | POST `{"group": "g", "resources": ["t/0"]}`, null: all of the group; their claimants are severed |
+| `/replication` | JSON of reference brokers' replicas: `?topic=`, `?after=`, `?limit=`; 501 if there is no etcd |
 
 `observe.http_page` has the pages of every process. In `/readyz` a stale table is degraded, not unready.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -21,6 +26,7 @@ from aiohttp import web
 from kproxy.config import ProxyConfig
 from kproxy.etcd import EtcdError
 from kproxy.observe.http_page import HttpPage, VitalPages
+from kproxy.observe.overview import ClientsPage, ClientsQuery, Overview, PartitionsPage, in_portions
 from kproxy.observe.page_guard import PageGuard
 from kproxy.observe.table import (
     MAX_CLAIM_ROWS,
@@ -29,12 +35,16 @@ from kproxy.observe.table import (
     ClaimsQuery,
     FreeOrder,
     NotOffered,
+    ReplicaRow,
     TableQuery,
     replication_page,
 )
 from kproxy.ownership.replication import ReplicationReader
 
-TableLike = Callable[[TableQuery], Awaitable[bytes]]
+# Replicas that the live page shows are as old as this, in seconds, or as old as COSTS times the time to read them.
+REPLICAS_S = 5.0
+COSTS = 20.0
+Place = tuple[str, int]
 
 
 class Unanswered(Exception):
@@ -49,6 +59,14 @@ class Pages(VitalPages, Protocol):
 
         Raises ValueError for an invalid query, and Unanswered.
         """
+        ...
+
+    async def partitions(self, search: str, owner: int | None, after: str | None, limit: int) -> PartitionsPage:
+        """Return a page of partitions. Raises ValueError for an invalid query."""
+        ...
+
+    async def clients(self, query: ClientsQuery) -> ClientsPage:
+        """Return a page of clients. Raises ValueError for an invalid query."""
         ...
 
     async def claims(self, query: ClaimsQuery) -> bytes:
@@ -67,15 +85,18 @@ class Pages(VitalPages, Protocol):
 
 
 class AdminPage(HttpPage):
-    """Serves `pages`; `replication` makes JSON of a ReplicationPage. With `guard` None everybody is served."""
+    """Serves `pages` and `replicas`. With `guard` None everybody is served."""
 
-    def __init__(self, pages: Pages, replication: TableLike, guard: PageGuard | None = None) -> None:
+    def __init__(self, pages: Pages, replicas: ReplicaPages, guard: PageGuard | None = None) -> None:
         self._pages = pages
+        self._replicas = replicas
         super().__init__(
             pages,
             [
                 web.get("/table", self._get_table),
-                replication_route(replication),
+                web.get("/partitions", self._get_partitions),
+                web.get("/clients", self._get_clients),
+                replication_route(replicas),
                 web.get("/own", self._get_claims),
                 web.post("/own/free", self._free),
             ],
@@ -88,6 +109,26 @@ class AdminPage(HttpPage):
         async def page() -> bytes:
             worker = int(asked["worker"]) if "worker" in asked else None
             return await self._pages.table(_table_query(request), worker)
+
+        return await _json(page())
+
+    async def overview(self) -> Overview:
+        return await self._replicas.complete(await super().overview())
+
+    async def _get_partitions(self, request: web.Request) -> web.Response:
+        asked = request.query
+
+        async def page() -> bytes:
+            owner = int(asked["owner"]) if "owner" in asked else None
+            search, after, limit = asked.get("search", ""), asked.get("after"), int(asked.get("limit", 100))
+            found = await self._pages.partitions(search, owner, after, limit)
+            return msgspec.json.encode(await self._replicas.complete_partitions(found))
+
+        return await _json(page())
+
+    async def _get_clients(self, request: web.Request) -> web.Response:
+        async def page() -> bytes:
+            return msgspec.json.encode(await self._pages.clients(clients_query(request)))
 
         return await _json(page())
 
@@ -114,12 +155,12 @@ class AdminPage(HttpPage):
         return await _json(outcome())
 
 
-def replication_route(replication: TableLike) -> web.RouteDef:
-    """Return the page `/replication`; `replication` makes JSON of a ReplicationPage."""
+def replication_route(replicas: ReplicaPages) -> web.RouteDef:
+    """Return the page `/replication`."""
 
     async def get(request: web.Request) -> web.Response:
         async def page() -> bytes:
-            return await replication(_table_query(request))
+            return await replicas.page(_table_query(request))
 
         return await _json(page())
 
@@ -127,9 +168,16 @@ def replication_route(replication: TableLike) -> web.RouteDef:
 
 
 class ReplicaPages:
-    """Make the page `/replication` from etcd on request, for a proxy with or without workers."""
+    """Make the page `/replication` from etcd on request, for a proxy with or without workers.
+
+    What the live page shows of replicas is read seldom: there may be many.
+    """
 
     def __init__(self, config: ProxyConfig) -> None:
+        self._rows: Mapping[Place, ReplicaRow] = {}
+        self._lacking: Counter[int] = Counter()
+        self._due = 0.0
+        self._reading = asyncio.Lock()
         self._reader = (
             ReplicationReader(config.etcd, config.etcd_options, config.prefix, clock=time.monotonic)
             if config.etcd
@@ -145,9 +193,57 @@ class ReplicaPages:
         except EtcdError as error:
             raise Unanswered(str(error)) from error
 
+    async def complete(self, overview: Overview) -> Overview:
+        """Add to each broker how many of its replicas are not in sync, where that is known."""
+        await self._look()
+        if not self._rows:
+            return overview
+        brokers = [msgspec.structs.replace(each, lacking=self._lacking[each.id]) for each in overview.brokers]
+        return msgspec.structs.replace(overview, brokers=brokers)
+
+    async def complete_partitions(self, page: PartitionsPage) -> PartitionsPage:
+        """Add the replicas and the ISR to each partition, where they are known."""
+        await self._look()
+        lines = []
+        for line in page.partitions:
+            row = self._rows.get((line.topic, line.partition))
+            if row is not None:
+                line = msgspec.structs.replace(
+                    line, isr=row.isr, replicas=row.replicas, min_insync_replicas=row.min_insync_replicas
+                )
+            lines.append(line)
+        return PartitionsPage(lines, page.next)
+
+    async def _look(self) -> None:
+        """Read the replicas again if it is time to."""
+        began = time.monotonic()
+        if self._reader is None or began < self._due or self._reading.locked():
+            return
+        async with self._reading:
+            try:
+                known = (await self._reader.read()).rows
+            except EtcdError:
+                # The last known ones are shown; the table's age tells that etcd is away.
+                known = list(self._rows.values())
+            rows, lacking = {}, Counter[int]()
+            async for row in in_portions(known, time.monotonic):
+                rows[row.topic, row.partition] = row
+                lacking.update(row.missing)
+            self._rows, self._lacking = rows, lacking
+            now = time.monotonic()
+            self._due = now + max(REPLICAS_S, COSTS * (now - began))
+
     async def close(self) -> None:
         if self._reader is not None:
             await self._reader.close()
+
+
+def clients_query(request: web.Request) -> ClientsQuery:
+    """Return the query of a request for `/clients`. Raises ValueError."""
+    try:
+        return msgspec.convert(dict(request.query), type=ClientsQuery, strict=False)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from error
 
 
 def _table_query(request: web.Request) -> TableQuery:

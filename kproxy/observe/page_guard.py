@@ -5,14 +5,21 @@ can neither read the answers nor send JSON, unless its name resolves to the admi
 request must call the page by an address or a known name, and one that changes something must not come from another
 origin. The pages of VITAL_PATHS are read by any name, since probes and scrapers call a machine by names that it does
 not know. A request with the token needs no known name: a foreign page has no token.
+
+A browser gives the token once (POST /login) and gets the cookie of a session, which only this host's pages send
+(SameSite=Strict) and no script can read (HttpOnly). Sessions are bounded in number and time, are kept as digests, and
+end when the token changes. The page itself and its files, which show nothing, are open: the login is on them.
 """
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
+import secrets
 import socket
+import time
 from collections.abc import Awaitable, Callable, Collection
+from hashlib import sha256
 from typing import Final
 
 import structlog
@@ -24,9 +31,37 @@ from kproxy.security.events import NO_EVENTS, SecurityEvents
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 log = structlog.get_logger(__name__)
 
+# What a browser needs to log in.
+LOGIN_PATHS: Final = frozenset({"/login", "/logout", "/web/page.css", "/web/page.js"})
 VITAL_PATHS: Final = frozenset({"/livez", "/readyz", "/metrics"})
 _READING: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 _BEARER: Final = "bearer "
+MOST_SESSIONS: Final = 100
+SESSION_S: Final = 12 * 3600
+_COOKIE: Final = "kproxy_session_"
+
+
+class _Sessions:
+    """The sessions of browsers: digests of their ids, when they end, and the digest of the token they began with."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._sessions: dict[bytes, tuple[float, bytes]] = {}
+
+    def open(self, token: str) -> str:
+        """Begin a session; the oldest one ends if there are too many."""
+        if len(self._sessions) >= MOST_SESSIONS:
+            del self._sessions[next(iter(self._sessions))]
+        session = secrets.token_urlsafe(32)
+        self._sessions[_digest(session)] = (self._clock() + SESSION_S, _digest(token))
+        return session
+
+    def has(self, session: str, token: str) -> bool:
+        ends_at, of_token = self._sessions.get(_digest(session), (0.0, b""))
+        return self._clock() < ends_at and hmac.compare_digest(of_token, _digest(token))
+
+    def end(self, session: str) -> None:
+        self._sessions.pop(_digest(session), None)
 
 
 class PageGuard:
@@ -43,8 +78,10 @@ class PageGuard:
         *,
         token_for_all: bool = False,
         events: SecurityEvents = NO_EVENTS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.events = events
+        self._sessions = _Sessions(clock)
         self._token = token
         self._hosts = {"localhost", socket.gethostname().lower(), *(host.lower() for host in hosts)}
         self._open = frozenset() if token_for_all else VITAL_PATHS
@@ -62,29 +99,74 @@ class PageGuard:
                 request.headers.get("Origin"),
                 _token_of(request),
                 with_tls=request.secure,
+                session=request.cookies.get(_cookie_of(request), ""),
+                wants_html="text/html" in request.headers.get("Accept", ""),
             )
-            if refusal is None:
-                return await handler(request)
-            status, reason = refusal
-            client, path = str(request.remote), request.path[:100]
-            log.warning("admin page refused a request", client=client, path=path, reason=reason)
-            self.events.tell("admin_refused", client=client, path=path, status=status, reason=reason)
-            headers = {"WWW-Authenticate": 'Bearer realm="kproxy"'} if status == 401 else {}
-            return web.Response(status=status, text=f"{reason}\n", headers=headers)
+            return await handler(request) if refusal is None else self._refused(request, *refusal)
 
         return guarded
 
+    def _refused(self, request: web.Request, status: int, reason: str) -> web.Response:
+        client, path = str(request.remote), request.path[:100]
+        log.warning("admin page refused a request", client=client, path=path, reason=reason)
+        self.events.tell("admin_refused", client=client, path=path, status=status, reason=reason)
+        headers = {"WWW-Authenticate": 'Bearer realm="kproxy"'} if status == 401 else {}
+        return web.Response(status=status, text=f"{reason}\n", headers=headers)
+
+    def login_state(self, request: web.Request) -> tuple[bool, bool]:
+        """Return whether the browser has to log in first, and whether it has a session."""
+        wanted = self._token()
+        has_session = bool(wanted) and self._sessions.has(request.cookies.get(_cookie_of(request), ""), wanted)
+        return bool(wanted) and not has_session, has_session
+
+    def log_in(self, request: web.Request, token: str) -> web.Response:
+        """Answer POST /login."""
+        wanted = self._token()
+        if wanted and not _are_same(token, wanted):
+            return self._refused(request, 401, "this is not the token")
+        answer = web.Response(status=204)
+        if wanted:
+            answer.set_cookie(
+                _cookie_of(request),
+                self._sessions.open(wanted),
+                max_age=SESSION_S,
+                path="/",
+                secure=request.secure,
+                httponly=True,
+                samesite="Strict",
+            )
+        return answer
+
+    def log_out(self, request: web.Request) -> web.Response:
+        """Answer POST /logout."""
+        self._sessions.end(request.cookies.get(_cookie_of(request), ""))
+        answer = web.Response(status=204)
+        answer.del_cookie(_cookie_of(request), path="/", httponly=True, samesite="Strict")
+        return answer
+
     def refusal(
-        self, method: str, path: str, host: str, origin: str | None, token: str, *, with_tls: bool = False
+        self,
+        method: str,
+        path: str,
+        host: str,
+        origin: str | None,
+        token: str,
+        *,
+        with_tls: bool = False,
+        session: str = "",
+        wants_html: bool = False,
     ) -> tuple[int, str] | None:
         """Return the status and the reason with which a request is refused; None if it is not.
 
         `with_tls`: the request came by TLS. Otherwise another server may end TLS, so that the page's origin is https.
+        `session` is the browser's, or empty.
         """
         wanted = self._token()
-        if wanted and path not in self._open and not _are_same(token, wanted):
-            return 401, "this page needs its token: Authorization: Bearer TOKEN"
         reading = method in _READING
+        shows_login = path in LOGIN_PATHS or (path == "/" and reading and wants_html)
+        has_right = not wanted or path in self._open or shows_login or _are_same(token, wanted)
+        if not has_right and not (session and self._sessions.has(session, wanted)):
+            return 401, "this page needs its token: Authorization: Bearer TOKEN"
         if not wanted and not (reading and path in VITAL_PATHS) and not self._is_known(host):
             return 403, "this page is not called so: use its address, or name the host in admin.hosts"
         if reading:
@@ -111,6 +193,16 @@ class PageGuard:
 def _are_same(token: str, wanted: str) -> bool:
     # A header may have bytes that are not text.
     return hmac.compare_digest(token.encode(errors="surrogateescape"), wanted.encode())
+
+
+def _digest(text: str) -> bytes:
+    return sha256(text.encode(errors="surrogateescape")).digest()
+
+
+def _cookie_of(request: web.Request) -> str:
+    """Return the cookie's name; browsers send a host's cookies to all of its ports."""
+    port = request.host.rpartition(":")[2]
+    return f"{_COOKIE}{port if port.isascii() and port.isdigit() else ''}"
 
 
 def _token_of(request: web.Request) -> str:

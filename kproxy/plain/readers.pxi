@@ -134,6 +134,7 @@ cdef class RequestReader:
     cdef object taker
     cdef CompiledPath path
     cdef public int64_t _arriving_bytes, _max_bytes, _max_requests
+    cdef readonly int64_t received_bytes
     cdef public double _first_byte_at
     cdef ProduceCounts tally
     cdef Clock clock
@@ -176,6 +177,7 @@ cdef class RequestReader:
         cdef HeldBytes budget = self._budget
         cdef FrameReader reader = self._reader
         self.tally.received_bytes += nbytes
+        self.received_bytes += nbytes
         first_byte_at = self._first_byte_at if self._arriving_bytes else now
         if self.path is not None:
             self.path.has_looked = False

@@ -222,15 +222,15 @@ def unsupported_version_response() -> Message:
     return build_response(keys.API_VERSIONS, 0, error_code=UNSUPPORTED_VERSION, api_keys=[mine])
 
 
-def check_api_versions_request(header: RequestHeader, body: memoryview) -> int:
-    """Return the error code of a request: the name and version of the client's software must match Kafka's pattern.
+def check_api_versions_request(header: RequestHeader, body: memoryview) -> tuple[int, str]:
+    """Return the error code of a request, and the client's software; its name and version must match Kafka's pattern.
 
     Raises CodecError for a malformed request.
     """
     walk = Walk(body, compact=is_flexible(keys.API_VERSIONS, header.api_version))
     software = [walk.text() or "", walk.text() or ""] if walk.compact else []
     walk.end()
-    return NONE if all(map(_SOFTWARE_PATTERN.fullmatch, software)) else INVALID_REQUEST
+    return NONE if all(map(_SOFTWARE_PATTERN.fullmatch, software)) else INVALID_REQUEST, " ".join(software)
 
 
 def offered_response(api_version: int, offered: OfferedApis) -> Message:

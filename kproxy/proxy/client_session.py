@@ -38,6 +38,7 @@ from typing import Final, cast
 import structlog
 
 from kproxy.observe.busiest import Use
+from kproxy.observe.overview import MAX_TEXT
 from kproxy.observe.tally import OTHER_VERSION, VERSION_BITS
 from kproxy.proxy.admission import Admission
 from kproxy.proxy.answer_memory import ClientMemory
@@ -70,7 +71,7 @@ from kproxy.security.sasl_client import Credential
 from kproxy_codec import api_keys
 from kproxy_codec.api_keys import PRODUCE
 from kproxy_codec.foreign import foreign_protocol
-from kproxy_codec.framing import parse_request_header
+from kproxy_codec.framing import client_id, parse_request_header
 
 log = structlog.get_logger(__name__)
 
@@ -120,7 +121,10 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         "_tally",
         "_waiting",
         "_wanted_throttle_ms",
+        "client_id",
+        "opened_at",
         "peer",
+        "software",
     )
 
     def __init__(
@@ -131,10 +135,13 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         self._origin = origin or ClientOrigin(context.fleet)
         self._clock = context.clock
         # `is_idle` may be called before the connection is made.
-        self._first_byte_at = context.clock()
+        self._first_byte_at = self.opened_at = context.clock()
         self._tally = context.tally
         self._on_closed = on_closed
         self.peer = "?"
+        # Of the first request that does not take the plain path, and of its ApiVersions request: for the admin page.
+        self.client_id: str | None = None
+        self.software = ""
         self._answers = AnswerOrder(context, self)
         # How long the client of the delayed request is throttled: its account is charged once.
         self._wanted_throttle_ms = 0
@@ -302,6 +309,8 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         handler = _PARTITIONED.get(api_key)
         if handler is not None and reason:
             handler = PartitionedRequests.refuse_version
+        if self.client_id is None:
+            self.client_id = (client_id(frame) or b"")[:MAX_TEXT].decode(errors="replace")
         if handler is None:
             self._control.start(frame, header, slot, self._ranges)
         else:
@@ -342,10 +351,11 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
 
     # Versions
 
-    def offered(self, ranges: Ranges) -> None:
-        """Use the versions of an ApiVersions answer for this connection from now on."""
+    def offered(self, ranges: Ranges, software: str) -> None:
+        """Use the versions of an ApiVersions answer for this connection from now on; note the client's software."""
         self._ranges = ranges
         self._negotiated = True
+        self.software = software[:MAX_TEXT]
 
     def follow_ranges(self, ranges: Ranges) -> None:
         """Follow a change of the offered versions. A client that was offered more must reconnect."""
@@ -399,6 +409,16 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
     def in_flight_bytes(self) -> int:
         """Bytes that count for `limits.max_in_flight_bytes`."""
         return self._answers.in_flight_bytes
+
+    @property
+    def begun_requests(self) -> int:
+        """Requests begun; one that was put back counts twice."""
+        return self._answers.sequence
+
+    @property
+    def principal(self) -> str:
+        """The client's principal; empty if it need not authenticate, or has not."""
+        return "" if self._principal is None else str(self._principal)
 
     @property
     def sent_bytes(self) -> int:

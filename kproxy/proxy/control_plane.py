@@ -110,8 +110,8 @@ class ControlClient(PressedClient, SeverableClient, Protocol):
         """Begin or stop reading, after a change of what may be read."""
         ...
 
-    def offered(self, ranges: Ranges) -> None:
-        """Use the versions that the client is about to receive."""
+    def offered(self, ranges: Ranges, software: str) -> None:
+        """Use the versions that the client, which has named its software, is about to receive."""
         ...
 
 
@@ -522,11 +522,12 @@ class ControlPlane:
         if not lowest <= header.api_version <= highest:
             self._context.tally.error(keys.API_VERSIONS, UNSUPPORTED_VERSION)
             return unsupported_version_response()
-        if (error_code := check_api_versions_request(header, body)) != NONE:
+        error_code, software = check_api_versions_request(header, body)
+        if error_code != NONE:
             self._context.tally.error(keys.API_VERSIONS, error_code)
             return build_response(keys.API_VERSIONS, header.api_version, error_code=error_code)
         offered = await self._context.brokers.current()
-        self._client.offered(offered.ranges)
+        self._client.offered(offered.ranges, software)
         return offered_response(header.api_version, offered)
 
     async def _answer_natively(self, header: RequestHeader, body: memoryview) -> Buffer:

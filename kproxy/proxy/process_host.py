@@ -26,6 +26,7 @@ from kproxy.observe.page_guard import PageGuard
 from kproxy.observe.table import ClaimsQuery, FreeOrder, TableQuery, TableView, table_page
 from kproxy.observe.tally import Tally
 from kproxy.proxy.admission import OpenConnections
+from kproxy.proxy.overview import ProxyObserver
 from kproxy.runtime.notify import say_ready, say_stopping, say_waiting
 from kproxy.security.events import SecurityEvents
 from kproxy.security.quotas import Accounts
@@ -54,7 +55,12 @@ class OwnPages:
         vitals: Callable[[], Awaitable[Vitals]],
         claims: Callable[[], ClaimsAdmin],
         shipping: Callable[[], ShipperVitals | None],
+        observer: ProxyObserver,
     ) -> None:
+        self.sample = observer.sample
+        self.overview = observer.overview
+        self.partitions = observer.partitions
+        self.clients = observer.clients
         self._table = table
         self._claims = claims
         self._readiness = readiness
@@ -119,7 +125,7 @@ class ProcessHost:
     async def open(self, pages: OwnPages, site: AdminSite | None) -> None:
         """Show `pages` on the admin page, if there is a `site`. Raises StartupError."""
         if site is not None:
-            self._admin, self._said = await site.start(AdminPage(pages, self._replicas.page, site.guard))
+            self._admin, self._said = await site.start(AdminPage(pages, self._replicas, site.guard))
 
     def waits(self, sentence: str) -> None:
         """Report the reason why startup waits; called when it changes, and periodically."""

@@ -67,6 +67,7 @@ class RequestReader:
         "_used_bytes",
         "_user",
         "closed",
+        "received_bytes",
     )
 
     _answers: AnswerOrder
@@ -96,6 +97,7 @@ class RequestReader:
         self._user = b""
         self._used_bytes = 0
         self.closed = False
+        self.received_bytes = 0
 
     def get_buffer(self, sizehint: int) -> memoryview:
         budget = self._budget
@@ -106,6 +108,7 @@ class RequestReader:
     def buffer_updated(self, nbytes: int) -> None:
         now = self._clock()
         self._tally.received_bytes += nbytes
+        self.received_bytes += nbytes
         first_byte_at = self._first_byte_at if self._arriving_bytes else now
         try:
             frames = self._reader.buffer_updated(nbytes)

@@ -42,6 +42,7 @@ from kproxy.proxy.admission import Admission, OpenConnections
 from kproxy.proxy.apis import NO_RANGES
 from kproxy.proxy.claims import attach, open_own
 from kproxy.proxy.context import ProxyContext
+from kproxy.proxy.overview import ProxyObserver
 from kproxy.proxy.process_host import AdminSite, OwnPages, ProcessHost
 from kproxy.proxy.server import Listener
 from kproxy.proxy.sources import OpenSource, Source, open_source
@@ -124,7 +125,7 @@ class _Proxy:
                 stack.push_async_callback(cancel, sharing)
             audit = self._audit = self._open_audit(port)
             site = self._site = self._open_site()
-            pages = self._pages()
+            pages = self._pages(port)
             stack.push_async_callback(self._host.close)
             await self._host.open(pages, site)
             opened = self._opened = await stack.enter_async_context(
@@ -376,15 +377,29 @@ class _Proxy:
         context.brokers.on_lost = opened.broker_lost
         return context
 
-    def _pages(self) -> OwnPages:
+    def _pages(self, port: int) -> OwnPages:
+        shipping = lambda: self._audit.shipping if self._audit is not None else None  # noqa: E731
+        observer = ProxyObserver(
+            listener=self._listener,
+            table=self._view,
+            readiness=lambda: self._listener.readiness(self._view()),
+            vitals=self._vitals,
+            shipping=shipping,
+            claims=lambda: self._own.table.count if self._own is not None else None,
+            tally=self._tally,
+            counters=self._counters,
+            events=self._events,
+            name=f"kproxy at {Address(*self._advertised(port))}",
+        )
         return OwnPages(
+            observer=observer,
             table=self._view,
             readiness=lambda: self._listener.readiness(self._view()),
             tally=self._tally,
             counters=self._counters,
             vitals=self._vitals,
             claims=self._claims,
-            shipping=lambda: self._audit.shipping if self._audit is not None else None,
+            shipping=shipping,
         )
 
     def _wait(self, sentence: str) -> None:

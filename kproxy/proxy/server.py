@@ -153,7 +153,7 @@ class Listener:
             most_bytes=most_bytes,
             limits=self._limits,
             paused_connections=len(context.budget.waiting) if context is not None else 0,
-            sent_bytes=sum(session.sent_bytes for session in self._sessions),
+            sent_bytes=self.sent_bytes,
             brokers={
                 broker: replace(
                     vitals, in_flight=requests[broker], in_flight_bytes=bytes_of[broker], oldest_s=oldest_s[broker]
@@ -172,6 +172,23 @@ class Listener:
             own_members=len(own.table.members) if own is not None else 0,
             own_unsettled=len(own.unsettled.places()) if own is not None else 0,
         )
+
+    @property
+    def context(self) -> ProxyContext | None:
+        """What the sessions share; None until `serve`."""
+        return self._context
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes sent to clients by now, if it is read in the same turn as the tally's."""
+        return sum(session.sent_bytes for session in self._sessions)
+
+    async def clients(self) -> AsyncIterator[ClientSession]:
+        """The sessions of clients, in portions."""
+        if self._context is not None:
+            async for session in self._in_portions(self._context):
+                if session not in self._inside:
+                    yield session
 
     @property
     def _in_flight_bytes(self) -> int:

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -61,20 +61,22 @@ class Ownership(NamedTuple):
 
 
 class _TopicOwners:
-    """Owner, revision and version by partition index, twenty bytes per partition."""
+    """Owner, revision, version and moves by partition index, 24 bytes per partition."""
 
-    __slots__ = ("owners", "revisions", "versions")
+    __slots__ = ("moves", "owners", "revisions", "versions")
 
     def __init__(self) -> None:
         self.owners = array("i")
         self.revisions = array("q")
         self.versions = array("q")
+        self.moves = array("i")
 
     def grow(self, partition_index: int) -> None:
         missing = partition_index + 1 - len(self.owners)
         self.owners.extend([NO_OWNER] * missing)
         self.revisions.extend([0] * missing)
         self.versions.extend([0] * missing)
+        self.moves.extend([0] * missing)
 
 
 class Topology:
@@ -129,6 +131,18 @@ class Topology:
         if topic_owners is None or not 0 <= partition_index < len(topic_owners.versions):
             return 0
         return topic_owners.versions[partition_index]
+
+    def owner_moves(self, topic: bytes, partition_index: int) -> int:
+        """How often a known partition has got another owner, or one again."""
+        topic_owners = self._topics.get(topic)
+        if topic_owners is None or not 0 <= partition_index < len(topic_owners.moves):
+            return 0
+        return topic_owners.moves[partition_index]
+
+    def count_owned(self, topic: bytes, first: int, last: int) -> Counter[int]:
+        """Count the partitions of a topic in [first, last) by owner; NO_OWNER is one of them."""
+        topic_owners = self._topics.get(topic)
+        return Counter(topic_owners.owners[first:last] if topic_owners is not None else ())
 
     def lacks(self, topic: bytes, partition_index: int) -> bool:
         """Whether the upstream is known not to have this partition: a client gets UNKNOWN_TOPIC_OR_PARTITION."""
@@ -241,6 +255,7 @@ class Topology:
     def _put(self, topic_owners: _TopicOwners, topic: bytes, partition_index: int, owner: int) -> None:
         owners = topic_owners.owners
         if owner not in (NO_OWNER, owners[partition_index]) and topic_owners.versions[partition_index]:
+            topic_owners.moves[partition_index] += 1
             counted = self.owner_changes
             name = topic if topic in counted or len(counted) < MAX_COUNTED_TOPICS else OTHER_TOPICS
             counted[name] = counted.get(name, 0) + 1

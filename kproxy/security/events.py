@@ -33,8 +33,8 @@ import os
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -71,6 +71,7 @@ EVENTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 MOST_CHARACTERS: Final = 300
 MOST_ENTRIES: Final = 100
 MOST_BYTES: Final = 8 << 20
+MOST_SHOWN: Final = 500
 RETRY_S: Final = 1.0
 CLOSE_S: Final = 2.0
 # Only the owner may read the file, because it names users.
@@ -106,6 +107,8 @@ class SecurityEvents:
         self._is_closing = self._is_failing = False
         self._descriptor = -1
         self._thread: threading.Thread | None = None
+        # The latest events for the admin page; None: nobody shows them.
+        self._shown: deque[tuple[str, str]] | None = None
         if file is not None:
             try:
                 self._descriptor = _opened(file)
@@ -114,6 +117,8 @@ class SecurityEvents:
 
     def tell(self, event: str, **fields: object) -> None:
         """Queue an event of EVENTS, which the thread appends."""
+        if self._shown is not None:
+            self._shown.append((event, _in_words(fields)))
         if self._file is None:
             return
         line = self._line(event, fields)
@@ -124,6 +129,15 @@ class SecurityEvents:
             self._queue.append(line)
             self._waiting_bytes += len(line)
             self._changed.notify()
+
+    def show(self) -> None:
+        """Keep the latest events from now on, at most MOST_SHOWN of them, for `take_shown`."""
+        self._shown = deque(maxlen=MOST_SHOWN)
+
+    def take_shown(self) -> Iterator[tuple[str, str]]:
+        """Yield the names and the words of the events since the last call."""
+        while self._shown:
+            yield self._shown.popleft()
 
     def tell_changes(self, what: str, before: Mapping[str, object], after: Mapping[str, object]) -> None:
         """Record which names were added, removed and changed, if any, without their values."""
@@ -238,6 +252,18 @@ class SecurityEvents:
                 return
         before, self._descriptor = self._descriptor, _opened(self._file)
         os.close(before)
+
+
+def _in_words(fields: Mapping[str, object]) -> str:
+    """Return the fields of an event as a short text, without the client's port, so that alike events are equal."""
+    words = []
+    for name, value in fields.items():
+        if isinstance(value, list) and value:
+            value = ", ".join(str(each)[:MOST_CHARACTERS] for each in value[:3]) + (", ..." if len(value) > 3 else "")
+        if value not in ("", None, False, []) and name not in ("listener", "session_s"):
+            text = str(value)[:MOST_CHARACTERS]
+            words.append(f"{name} {text.rpartition(':')[0] or text}" if name == "client" else f"{name} {text}")
+    return "; ".join(words)
 
 
 NO_EVENTS: Final = SecurityEvents(None, Counter())

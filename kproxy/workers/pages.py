@@ -1,10 +1,15 @@
 """The admin page of all workers, which combines the pages of each as if there were one process.
 
-| page | of several workers | | --- | --- | | `/metrics` | merged by kproxy.observe.exposition; process metrics by
-worker | | `/table` | of the first worker that serves and answers, or of the one that `?worker=` names | | `/own` | of
-the first worker that serves and answers: every worker knows all claims | | `/replication` | of etcd, which this process
-reads itself: no worker knows more | | `/readyz` | ready while one worker is; degraded, with the reason, if another is
-not | | `/livez` | 503 if no worker that serves answers: all hang |
+| page | of several workers |
+| --- | --- |
+| `/metrics` | merged by kproxy.observe.exposition; process metrics by worker |
+| `/overview` | folded by kproxy.observe.overview, with a line for each worker |
+| `/clients` | the first clients of all workers |
+| `/table` | of the first worker that serves and answers, or of the one that `?worker=` names |
+| `/partitions`, `/own` | of the first worker that serves and answers: every worker knows all |
+| `/replication` | of etcd, which this process reads itself: no worker knows more |
+| `/readyz` | ready while one worker is; degraded, with the reason, if another is not |
+| `/livez` | 503 if no worker that serves answers: all hang |
 
 A worker that does not answer is named, and delays the page once (kproxy.workers.process).
 """
@@ -13,11 +18,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+from urllib.parse import urlencode
 
 import msgspec
 from aiohttp import web
 
+from kproxy.installed import version
 from kproxy.observe.exposition import Families, merge, of_known_brokers, render
 from kproxy.observe.http_page import HttpPage, Readiness
 from kproxy.observe.metrics import (
@@ -29,18 +38,31 @@ from kproxy.observe.metrics import (
     registered,
     reloads,
 )
-from kproxy.observe.page import TableLike, replication_route
+from kproxy.observe.overview import (
+    SECURITY,
+    ClientsPage,
+    Overview,
+    PartitionsPage,
+    Timeline,
+    Verdict,
+    WorkerLine,
+    fold,
+    merge_clients,
+)
+from kproxy.observe.page import ReplicaPages, clients_query, replication_route
 from kproxy.observe.page_guard import PageGuard
 from kproxy.observe.table import TablePage
+from kproxy.security.events import SecurityEvents
 from kproxy.workers.process import NoAnswer, Order, Slot
 
 READY = "ready"
+NO_VERDICT = Verdict("bad", "no worker answers")
 
 
 class WorkerPages:
     """Serves pages of the workers in `slots`; `registration` returns the state of their common entry.
 
-    `certificates` and `counters` are those of this process's own TLS.
+    `certificates`, `counters` and `events` are those of this process's own page.
     """
 
     def __init__(
@@ -48,23 +70,100 @@ class WorkerPages:
         slots: Sequence[Slot],
         registration: Callable[[], str],
         *,
+        replicas: ReplicaPages,
         certificates: Callable[[], Mapping[tuple[str, str], float]],
         counters: Mapping[str, int],
+        events: SecurityEvents,
     ) -> None:
         self._slots = slots
+        self._replicas = replicas
+        self._timeline = Timeline(lambda: time.time_ns() // 1_000_000)
+        self._restarts = {slot.number: 0 for slot in slots}
+        self._events = events
+        events.show()
         self._registration = registration
         self._certificates = certificates
         self._counters = counters
         self._drains = False
 
-    def page(self, replication: TableLike, guard: PageGuard | None = None) -> HttpPage:
-        """Make the page; `replication` makes JSON of a ReplicationPage. With `guard` None everybody is served."""
-        own = [web.get("/own", self._pass_on), web.post("/own/free", self._pass_on)]
-        return HttpPage(self, [web.get("/table", self._get_table), replication_route(replication), *own], guard)
+    def page(self, guard: PageGuard | None = None) -> HttpPage:
+        """Make the page. With `guard` None everybody is served."""
+        routes = [
+            web.get("/table", self._get_table),
+            web.get("/partitions", self._get_partitions),
+            web.get("/clients", self._get_clients),
+            replication_route(self._replicas),
+            web.get("/own", self._pass_on),
+            web.post("/own/free", self._pass_on),
+        ]
+        return HttpPage(self, routes, guard)
 
     def drain(self) -> None:
         """Report that the workers are stopping."""
         self._drains = True
+
+    async def sample(self) -> None:
+        for slot in self._slots:
+            more, self._restarts[slot.number] = slot.restarts - self._restarts[slot.number], slot.restarts
+            if more:
+                self._timeline.add("worker", "bad", f"worker {slot.number} ended and was started again", more)
+        for name, text in self._events.take_shown():
+            if name in SECURITY:
+                self._timeline.add(*SECURITY[name], f"{name.replace('_', ' ')}: {text}")
+
+    async def overview(self) -> Overview:
+        slots = self._slots
+        asked, said = await asyncio.gather(
+            asyncio.gather(*(_asked(slot, "/overview", Overview) for slot in slots)),
+            asyncio.gather(*map(_readiness, slots)),
+        )
+        lines = [
+            WorkerLine(
+                slot.number,
+                "good" if state.text == READY else "warn" if state.ready else "bad",
+                state.text,
+                each.clients or 0 if each is not None else 0,
+                slot.restarts,
+            )
+            for slot, each, state in zip(slots, asked, said, strict=True)
+        ]
+        answered = [each for each in asked if each is not None]
+        readiness = combine_readiness({slot.number: state for slot, state in zip(slots, said, strict=True)})
+        if answered:
+            folded = fold(answered, self._timeline.latest)
+        else:
+            now = time.time_ns() // 1_000_000
+            folded = Overview(kind="proxy", name="kproxy", version=version(), at=now, started=now, verdict=NO_VERDICT)
+        verdict = folded.verdict
+        if self._drains or not readiness.ready:
+            verdict = Verdict("bad", (await self.readiness()).text)
+        elif readiness.text != READY:
+            verdict = Verdict("warn", f"serving, {readiness.text.removeprefix('ready, ')}")
+        return await self._replicas.complete(msgspec.structs.replace(folded, verdict=verdict, workers=lines))
+
+    async def _get_partitions(self, request: web.Request) -> web.Response:
+        answer = await self._pass_on(request)
+        if answer.status == 200 and isinstance(answer.body, bytes):
+            page = msgspec.json.decode(answer.body, type=PartitionsPage)
+            answer.body = msgspec.json.encode(await self._replicas.complete_partitions(page))
+        return answer
+
+    async def _get_clients(self, request: web.Request) -> web.Response:
+        try:
+            query = clients_query(request)
+            query.check()
+        except ValueError as error:
+            return _refused(400, str(error))
+        first = {"order": query.order, "search": query.search, "limit": str(query.skip + query.limit)}
+        page = f"/clients?{urlencode(first)}"
+        pages = []
+        for slot, each in zip(
+            self._slots, await asyncio.gather(*(_asked(s, page, ClientsPage) for s in self._slots)), strict=True
+        ):
+            if each is not None:
+                lines = [msgspec.structs.replace(line, worker=slot.number) for line in each.clients]
+                pages.append(ClientsPage(lines, each.total))
+        return web.Response(body=msgspec.json.encode(merge_clients(pages, query)), content_type="application/json")
 
     async def summary(self) -> str:
         return f"kproxy, {len(self._slots)} workers"
@@ -130,6 +229,18 @@ class WorkerPages:
 
 def _refused(status: int, reason: str) -> web.Response:
     return web.Response(status=status, text=f"{reason}\n")
+
+
+_Page = TypeVar("_Page", bound=msgspec.Struct)
+
+
+async def _asked(slot: Slot, path: str, kind: type[_Page]) -> _Page | None:
+    """Return a worker's page; None if it gives none."""
+    try:
+        answer = await slot.ask(path)
+        return msgspec.json.decode(answer.body, type=kind) if answer.status == 200 else None
+    except (NoAnswer, msgspec.DecodeError):
+        return None
 
 
 async def _lives(slot: Slot) -> bool:

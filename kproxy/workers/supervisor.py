@@ -98,17 +98,19 @@ class _Supervisor:
             site = None
             if config.admin is not None:
                 site = AdminSite(config, config.admin, self._reloads, self._counters, self._events)
+            replicas = ReplicaPages(config)
+            stack.push_async_callback(replicas.close)
             pages = WorkerPages(
                 self._slots,
                 lambda: membership.registration,
+                replicas=replicas,
+                events=self._events,
                 certificates=lambda: site.certificates if site is not None else {},
                 counters=self._counters,
             )
             admin = ""
             if site is not None:
-                replicas = ReplicaPages(config)
-                stack.push_async_callback(replicas.close)
-                page, admin = await site.start(pages.page(replicas.page, site.guard))
+                page, admin = await site.start(pages.page(site.guard))
                 stack.push_async_callback(page.stop)
             stack.push_async_callback(self._stop)
             keepers = [slot.keep() for slot in self._slots]

@@ -9,6 +9,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import socket
 import time
 from collections.abc import Callable
@@ -66,7 +67,8 @@ class WorkerHost(ProcessHost):
     """Reports to the supervisor."""
 
     def __init__(self, assignment: Assignment, channel: Channel, page: Path | None) -> None:
-        super().__init__(assignment.config)
+        # The supervisor, which shows the replicas, reads them itself.
+        super().__init__(dataclasses.replace(assignment.config, etcd=()))
         self.worker = assignment.number
         self._counts_use = assignment.config.counts_use
         self._parts = assignment.parts
@@ -76,7 +78,7 @@ class WorkerHost(ProcessHost):
     async def open(self, pages: OwnPages, site: AdminSite | None) -> None:
         pages.readiness_s = READINESS_S
         if self._page is not None:
-            self._admin = AdminPage(pages, self._replicas.page)
+            self._admin = AdminPage(pages, self._replicas)
             await self._admin.start_unix(self._page)
 
     def waits(self, sentence: str) -> None:

@@ -26,7 +26,7 @@ from kproxy.config.tls import ListenerTls
 from kproxy.observe import http_page
 from kproxy.observe.exposition import render
 from kproxy.observe.http_page import Readiness
-from kproxy.observe.page import AdminPage, Pages
+from kproxy.observe.page import AdminPage, Pages, ReplicaPages
 from kproxy.observe.page_guard import PageGuard
 from kproxy.security.proxy_protocol import MAX_BYTES, SIGNATURE, ProxyHeader, ProxyHeaderError
 from kproxy.security.sasl import MOST_FRAME_BYTES, Pending, SaslExchange
@@ -214,6 +214,9 @@ class _Pages:
 
     liveness = readiness
 
+    async def sample(self) -> None:
+        """Nothing changes."""
+
     async def summary(self) -> str:
         return "here"
 
@@ -231,7 +234,7 @@ def ask(request: pytest.FixtureRequest) -> Iterator[Taker]:
     """Send a request to a page, and wait until the page has closed the connection."""
     guard = PageGuard((lambda: "0123456789abcdef") if request.param else (lambda: ""))
     pages = _Pages()
-    page = AdminPage(cast(Pages, pages), pages.table, guard)
+    page = AdminPage(cast(Pages, pages), cast(ReplicaPages, pages), guard)
     with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
         # aiohttp does not answer a host that is not a valid IDNA name: the page closes the connection.
         patch.setattr(http_page, "REQUEST_S", 0.2)

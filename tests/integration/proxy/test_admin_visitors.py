@@ -15,6 +15,7 @@ from aiohttp import web
 from kproxy.config.tls import ListenerTls
 from kproxy.observe import http_page
 from kproxy.observe.http_page import HttpPage, Readiness
+from kproxy.observe.overview import Overview
 from kproxy.security.tls_acceptor import load_for_acceptor
 from tests.support.security.tls_files import Pair, Signer, client_context
 
@@ -24,6 +25,12 @@ ALIVE = b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 
 class Pages:
     """The least content of a page."""
+
+    async def sample(self) -> None:
+        """Nothing changes."""
+
+    async def overview(self) -> Overview:
+        raise NotImplementedError
 
     async def summary(self) -> str:
         return "a page"

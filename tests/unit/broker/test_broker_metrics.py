@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import pytest
 
-from kproxy.broker import page as broker_page
 from kproxy.broker.cluster import ClusterView
 from kproxy.broker.disk import FLUSH_BOUNDS_S, FLUSHES, FlushTimes
 from kproxy.broker.keys import Keys, StateValue, TopicValue, encode_value
@@ -20,6 +19,7 @@ from kproxy.broker.log import Log
 from kproxy.broker.page import BrokerPages, BrokerStatus
 from kproxy.broker.partition import Partition, ReplicaSettings
 from kproxy.etcd.lease import LeaseFence
+from kproxy.observe import overview
 from tests.support.brokers.replica_group import ISR_LAG_S, TOPIC_ID, Group, append, broker_value, on_disk
 from tests.support.processes.served import samples
 
@@ -206,7 +206,7 @@ async def test_totals_cover_all_replicas(
     group: Group, page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Replicas are read in portions, over several turns of the event loop."""
-    monkeypatch.setattr(broker_page, "LOOKED_AT_ONCE", 2)
+    monkeypatch.setattr(overview, "PORTION_S", -1.0)
     others = []
     for index in range(1, 5):
         settings = ReplicaSettings(1, group.clock)

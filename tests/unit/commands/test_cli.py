@@ -33,6 +33,7 @@ FLAGS = {
     "dev": "listen brokers data-dir admin lease-ttl writer-group",
     "demo": "rows bootstrap etcd prefix data-dir report keep",
     "table": f"admin etcd prefix topic json watch {ETCD_FLAGS}",
+    "top": "admin view order search once",
     "pipeline": "",
     "own": "",
     "user": "",
@@ -133,6 +134,7 @@ INGEST = ["pipeline", "ingest", "--from", "csv:in/", "--topic", "t", "--checkpoi
 ADMIN, BOOTSTRAP = ("--admin", "KPROXY_ADMIN"), ("--bootstrap", "KPROXY_BOOTSTRAP")
 ASKING = {
     "table": (["table"], ADMIN),
+    "top": (["top"], ADMIN),
     "own list": (["own", "list"], ADMIN),
     "own watch": (["own", "watch"], ADMIN),
     "own free": (["own", "free", "g", "a"], ADMIN),

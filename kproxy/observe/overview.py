@@ -1,0 +1,358 @@
+"""What the admin page shows of a process, as JSON: its state at one moment, what changed lately, and pages of clients.
+
+One module for the proxy, its workers and the reference broker: what a process does not have is None, and left out. The
+fields are documented in docs/metrics.md. `fold` joins the overviews of several workers into one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from heapq import nlargest
+from typing import Final, Literal, TypeVar
+
+import msgspec
+
+Level = Literal["good", "warn", "bad"]
+_WORST: Final[tuple[Level, ...]] = ("good", "warn", "bad")
+# Brokers and proxies in an overview, those in trouble first. The rest is counted.
+MAX_SHOWN: Final = 100
+MAX_EVENTS: Final = 100
+# Events of the same kind within this time are one line, in ms.
+ONE_LINE_MS: Final = 60_000
+# Events that several workers see of the same thing, within this time, are one; in ms.
+SAME_MS: Final = 5_000
+MAX_CLIENT_ROWS: Final = 1_000
+MAX_PARTITION_ROWS: Final = 1_000
+# The longest text that a client chooses, in characters.
+MAX_TEXT: Final = 100
+# Work on many things is done for this time in a turn of the event loop, in seconds.
+PORTION_S: Final = 0.001
+
+SECURITY: Final[Mapping[str, tuple[str, Level]]] = {
+    "denied": ("denial", "warn"),
+    "login_failed": ("denial", "warn"),
+    "connection_refused": ("denial", "warn"),
+    "admin_refused": ("denial", "warn"),
+    "changed": ("reload", "good"),
+    "reloaded": ("reload", "good"),
+    "not_reloaded": ("reload", "bad"),
+}
+"""The kind and the level of security events (kproxy.security.events) that are shown."""
+
+_Thing = TypeVar("_Thing")
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """The state in one line. `level`: good, warn (degraded) or bad (clients are not served)."""
+
+    level: Level
+    text: str
+
+
+class Rates(msgspec.Struct, frozen=True):
+    """Per second, over the last ten seconds."""
+
+    requests: float = 0.0
+    received_bytes: float = 0.0
+    sent_bytes: float = 0.0
+
+
+State = Literal["up", "down", "hung", "gone"]
+
+
+class BrokerLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One broker. `state`: up, down, hung (it takes requests and does not answer) or gone (it has left the table).
+
+    `partitions` is how many it owns. `latency_ms` (mean) and `slowest_ms` (an upper bound of 99 %) are of the Produce
+    requests of the last ten seconds. `errors` of the last minute: partitions that it refused and connections that
+    failed. `lacking`: its replicas that are not in sync. `this`: it is the broker that answers.
+    """
+
+    id: int
+    address: str
+    state: State
+    partitions: int | None = None
+    latency_ms: float | None = None
+    slowest_ms: float | None = None
+    requests: float | None = None
+    in_flight: int | None = None
+    oldest_s: float | None = None
+    errors: int | None = None
+    connections: int | None = None
+    lacking: int | None = None
+    this: bool = False
+
+
+class ProxyLine(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A proxy that clients see; `this` is true for the one that answers."""
+
+    id: int
+    address: str
+    this: bool = False
+
+
+class WorkerLine(msgspec.Struct, frozen=True):
+    """A worker process. `text` is as its `/readyz` says it."""
+
+    number: int
+    level: Level
+    text: str
+    clients: int = 0
+    restarts: int = 0
+
+
+class LimitLine(msgspec.Struct, frozen=True):
+    """A limit beside its use. `key` is that of the configuration."""
+
+    name: str
+    key: str
+    used: float
+    limit: float
+    unit: Literal["", "B"] = ""
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that changed. `at` is the last of `count` times, `since` the first; in ms since 1970."""
+
+    at: int
+    since: int
+    kind: str
+    level: Level
+    text: str
+    count: int = 1
+
+
+class Overview(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a process. `at` and `started` are in ms since 1970, `table_age_s` None: not known.
+
+    `kind` is proxy or broker. `claims` None: no Own API.
+    """
+
+    kind: Literal["proxy", "broker"]
+    name: str
+    version: str
+    at: int
+    started: int
+    verdict: Verdict
+    source: str | None = None
+    table_age_s: float | None = None
+    rates: Rates | None = None
+    clients: int | None = None
+    partitions: int | None = None
+    claims: int | None = None
+    brokers: list[BrokerLine] = []
+    brokers_total: int = 0
+    proxies: list[ProxyLine] | None = None
+    workers: list[WorkerLine] | None = None
+    limits: list[LimitLine] | None = None
+    facts: dict[str, str] = {}
+    events: list[Event] = []
+
+
+class PartitionLine(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A partition. `owner` -1: nobody. `since`: when the owner was noticed, in ms since 1970, None: since the start.
+
+    `moves`: how often it got another owner, or one again, since the process began. `isr` and `replicas` are those of
+    reference brokers.
+    """
+
+    topic: str
+    partition: int
+    owner: int
+    revision: int
+    since: int | None = None
+    moves: int = 0
+    isr: list[int] | None = None
+    replicas: list[int] | None = None
+    min_insync_replicas: int | None = None
+
+
+class PartitionsPage(msgspec.Struct, frozen=True):
+    """`next` is the `after` of the next page, None on the last."""
+
+    partitions: list[PartitionLine]
+    next: str | None = None
+
+
+class ClientLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A client connection. `since`: when it was made, in ms since 1970.
+
+    `requests`, `received_bytes` and `sent_bytes` are per second: since the last reading of the page, if that was in the
+    last ten seconds, else since the connection was made. `oldest_s`: for how long its oldest request has been the next
+    to be answered by a broker, `oldest_at` that broker, -1: none.
+    """
+
+    address: str
+    client_id: str
+    software: str
+    principal: str
+    since: int
+    requests: float
+    received_bytes: float
+    sent_bytes: float
+    in_flight: int
+    oldest_s: float
+    oldest_at: int
+    worker: int | None = None
+
+
+class ClientsPage(msgspec.Struct, frozen=True):
+    """The first clients in the order that was asked for. `total` is the number of those that match."""
+
+    clients: list[ClientLine]
+    total: int
+
+
+Order = Literal["rate", "oldest"]
+
+
+class ClientsQuery(msgspec.Struct, frozen=True):
+    """`limit` clients after the first `skip`, which match `search`. Together at most MAX_CLIENT_ROWS."""
+
+    order: Order = "rate"
+    search: str = ""
+    skip: int = 0
+    limit: int = 50
+
+    def check(self) -> None:
+        """Raise ValueError if it is out of bounds."""
+        if self.order not in ("rate", "oldest"):
+            raise ValueError("order must be rate or oldest")
+        if self.skip < 0 or self.limit < 1 or self.skip + self.limit > MAX_CLIENT_ROWS:
+            raise ValueError(f"skip and limit together must be a number from 1 to {MAX_CLIENT_ROWS}: search instead")
+
+
+def rank_of(order: Order) -> Callable[[ClientLine], tuple[float, float]]:
+    """Return the key that orders clients, the largest first."""
+    if order == "rate":
+        return lambda line: (line.received_bytes + line.sent_bytes + 1024 * line.requests, line.oldest_s)
+    return lambda line: (line.oldest_s, float(line.in_flight))
+
+
+def merge_clients(pages: Sequence[ClientsPage], query: ClientsQuery) -> ClientsPage:
+    """Join the first `skip + limit` clients of several workers."""
+    lines = nlargest(query.skip + query.limit, (line for page in pages for line in page.clients), rank_of(query.order))
+    return ClientsPage(lines[query.skip :], sum(page.total for page in pages))
+
+
+class Timeline:
+    """A ring of events. The same event again within ONE_LINE_MS adds to its line, which becomes the newest."""
+
+    def __init__(self, wall_ms: Callable[[], int]) -> None:
+        self._wall_ms = wall_ms
+        self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
+
+    def add(self, kind: str, level: Level, text: str, count: int = 1) -> None:
+        now = self._wall_ms()
+        event = Event(at=now, since=now, kind=kind, level=level, text=text[: 4 * MAX_TEXT], count=count)
+        for known in self._events:
+            if (known.kind, known.text) == (kind, event.text) and now - known.at <= ONE_LINE_MS:
+                self._events.remove(known)
+                event = msgspec.structs.replace(event, since=known.since, count=known.count + count)
+                break
+        self._events.append(event)
+
+    @property
+    def latest(self) -> list[Event]:
+        """The events, the newest first."""
+        return list(reversed(self._events))
+
+
+async def in_portions(things: Iterable[_Thing], clock: Callable[[], float]) -> AsyncIterator[_Thing]:
+    """Yield things; other work on the event loop runs after each PORTION_S."""
+    began = clock()
+    for thing in things:
+        yield thing
+        if clock() - began > PORTION_S:
+            await asyncio.sleep(0)
+            began = clock()
+
+
+def worst(levels: Iterable[Level]) -> Level:
+    """Return the worst level; good if there is none."""
+    return max(levels, key=_WORST.index, default="good")
+
+
+_TROUBLE: Final = {"hung": 0, "down": 1, "gone": 2, "up": 3}
+
+
+def shown(brokers: Iterable[BrokerLine]) -> list[BrokerLine]:
+    """Return at most MAX_SHOWN brokers by id; those in trouble are not left out for others."""
+    lines = sorted(brokers, key=lambda line: (_TROUBLE[line.state], -(line.oldest_s or 0.0), line.id))[:MAX_SHOWN]
+    return sorted(lines, key=lambda line: line.id)
+
+
+def fold(overviews: Sequence[Overview], events: Iterable[Event]) -> Overview:
+    """Join the overviews of several workers, of which there is at least one; `events` are those of their supervisor.
+
+    The verdict is the first worker's.
+    """
+    first = overviews[0]
+    by_broker: dict[int, list[BrokerLine]] = {}
+    for overview in overviews:
+        for line in overview.brokers:
+            by_broker.setdefault(line.id, []).append(line)
+    limits: dict[str, LimitLine] = {}
+    for each in (line for overview in overviews for line in overview.limits or ()):
+        known = limits.get(each.key, msgspec.structs.replace(each, used=0.0, limit=0.0))
+        limits[each.key] = _fold_limit(known, each)
+    rates = [overview.rates or Rates() for overview in overviews]
+    return msgspec.structs.replace(
+        first,
+        table_age_s=max((each.table_age_s for each in overviews if each.table_age_s is not None), default=None),
+        rates=Rates(*(sum(values) for values in zip(*map(msgspec.structs.astuple, rates), strict=True))),
+        clients=sum(overview.clients or 0 for overview in overviews),
+        brokers=[_fold_broker(lines) for _, lines in sorted(by_broker.items())][:MAX_SHOWN],
+        limits=list(limits.values()),
+        events=_fold_events([*events, *(event for overview in overviews for event in overview.events)]),
+    )
+
+
+# Limits of one connection, or of the whole process, that workers do not share.
+_OF_ONE: Final = frozenset({"limits.max_open_requests", "limits.max_in_flight_bytes"})
+
+
+def _fold_limit(known: LimitLine, line: LimitLine) -> LimitLine:
+    if line.key in _OF_ONE:
+        return msgspec.structs.replace(line, used=max(known.used, line.used))
+    return msgspec.structs.replace(line, used=known.used + line.used, limit=known.limit + line.limit)
+
+
+def _fold_broker(lines: Sequence[BrokerLine]) -> BrokerLine:
+    """Join what several workers know of one broker: sums of each one's own, the worst of the rest."""
+    requests = sum(line.requests or 0.0 for line in lines)
+    timed = [line for line in lines if line.latency_ms is not None]
+    weights = [line.requests or 0.0 for line in timed]
+    return msgspec.structs.replace(
+        min(lines, key=lambda line: _TROUBLE[line.state]),
+        requests=round(requests, 1),
+        latency_ms=sum(w * (line.latency_ms or 0.0) for w, line in zip(weights, timed, strict=True)) / sum(weights)
+        if sum(weights)
+        else None,
+        slowest_ms=max((line.slowest_ms for line in timed if line.slowest_ms is not None), default=None),
+        in_flight=sum(line.in_flight or 0 for line in lines),
+        oldest_s=max(line.oldest_s or 0.0 for line in lines),
+        errors=sum(line.errors or 0 for line in lines),
+        connections=sum(line.connections or 0 for line in lines),
+    )
+
+
+# Kinds of events that every worker sees of the same thing.
+_SHARED: Final = frozenset({"moves", "broker", "fleet", "table", "reload"})
+
+
+def _fold_events(events: Iterable[Event]) -> list[Event]:
+    folded: list[Event] = []
+    for event in sorted(events, key=lambda each: each.at):
+        for place, known in enumerate(folded[-MAX_EVENTS:], max(0, len(folded) - MAX_EVENTS)):
+            if (known.kind, known.text) == (event.kind, event.text) and event.at - known.at <= SAME_MS:
+                counts = known.count, event.count
+                count = max(counts) if event.kind in _SHARED else sum(counts)
+                since = min(known.since, event.since)
+                folded[place] = msgspec.structs.replace(known, at=event.at, since=since, count=count)
+                break
+        else:
+            folded.append(event)
+    return sorted(folded, key=lambda each: -each.at)[:MAX_EVENTS]

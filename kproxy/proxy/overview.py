@@ -1,0 +1,562 @@
+"""Observe a proxy process for its admin page: what changed, how fast it is, and what there is now.
+
+`sample` is called once a second, whether anybody looks or not: it compares counters, brokers and the table with those
+of a second ago, notes what changed as events, and keeps what rates are made from. Everything else is done when a page
+is requested, in portions.
+
+Invariants
+1. `sample` looks at brokers and at counters, which are bounded, and never at clients or requests. It counts the owners
+   of all partitions only when the table has changed, in portions, for at most a twentieth of the time.
+2. The clients are looked at once a second at most, however many pages are requested. Their lines are dropped when
+   nobody has asked for them for WINDOW_S.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import inf, isfinite
+from typing import Final, TypeVar
+
+import msgspec
+
+from kproxy.address import Address
+from kproxy.installed import version
+from kproxy.observe.http_page import Readiness
+from kproxy.observe.metrics import BrokerVitals, Vitals
+from kproxy.observe.overview import (
+    MAX_PARTITION_ROWS,
+    SECURITY,
+    BrokerLine,
+    ClientLine,
+    ClientsPage,
+    ClientsQuery,
+    Level,
+    LimitLine,
+    Overview,
+    PartitionLine,
+    PartitionsPage,
+    ProxyLine,
+    Rates,
+    State,
+    Timeline,
+    Verdict,
+    in_portions,
+    merge_clients,
+    shown,
+)
+from kproxy.observe.table import TableView, parse_place
+from kproxy.observe.tally import BROKER_BOUNDS_S, BROKER_ERRORS, OTHER_BROKERS, Tally
+from kproxy.proxy.server import Listener
+from kproxy.routing.retry import event_name
+from kproxy.routing.topology import NO_OWNER, Topology
+from kproxy.security.events import SecurityEvents
+from kproxy.trail.shipper import ShipperVitals
+from kproxy_codec import api_keys, error_codes
+
+# The time that rates and latencies are of, in samples, one a second.
+WINDOW_S: Final = 10
+# Errors are counted over this many spans of ERRORS_EVERY samples.
+ERROR_SPANS: Final = 12
+ERRORS_EVERY: Final = 5
+# Times of changes of the table; when there are more, every second of the older half is dropped.
+MAX_TIMES: Final = 4_000
+# Rows looked at in a step.
+STEP_ROWS: Final = 10_000
+MAX_NAMED: Final = 4
+SORTED_AT_ONCE: Final = 500
+_COUNTERS: Final[Mapping[str, tuple[str, Level, str]]] = {
+    "deadlines": ("error", "warn", "requests were answered at their deadline"),
+    "clients.too_many": ("denial", "warn", "clients were refused: too many connections"),
+    "clients.refused": ("denial", "warn", "clients were cut off: see the log"),
+    "acks0.undeliverable": ("error", "bad", "acks=0 batches were lost"),
+    "producer_ids.refused": ("error", "warn", "producers got no producer id: etcd does not answer"),
+    "own.severed": ("claim", "warn", "clients were severed: another has their claims"),
+    "quotas.throttled": ("quota", "warn", "requests were throttled by a quota"),
+    "audit.rows_dropped": ("audit", "bad", "rows of the audit trail were lost"),
+    "audit.overlaps": ("audit", "bad", "offsets were assigned twice"),
+}
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+def _grown(before: dict[_Key, int], now: Mapping[_Key, int]) -> Iterator[tuple[_Key, int]]:
+    """Yield what has grown, by how much, and note it in `before`."""
+    for key, count in list(now.items()):
+        more = count - before.get(key, 0)
+        if more:
+            before[key] = count
+            yield key, more
+
+
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """The Produce requests of a broker: their number by bucket, and the sum of their times."""
+
+    buckets: list[int] = field(default_factory=lambda: [0] * (len(BROKER_BOUNDS_S) + 1))
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    at: float
+    requests: int
+    received_bytes: int
+    sent_bytes: int
+    brokers: Mapping[int, _Timed]
+
+
+class TableTimes:
+    """When each version of the table was noticed, in ms: the end of the second in which it came to be."""
+
+    def __init__(self) -> None:
+        self._versions: list[int] = []
+        self._times: list[int] = []
+
+    def note(self, version: int, wall_ms: int) -> None:
+        if self._versions and self._versions[-1] >= version:
+            return
+        self._versions.append(version)
+        self._times.append(wall_ms)
+        if len(self._versions) > MAX_TIMES:
+            half = MAX_TIMES // 2
+            # The first stays: what it covers was there at the start.
+            del self._versions[1:half:2], self._times[1:half:2]
+
+    def of(self, version: int) -> int | None:
+        """Return when a version was noticed; None: it was there at the first look, or is newer than the last one."""
+        place = bisect_left(self._versions, version)
+        return self._times[place] if 0 < place < len(self._versions) else None
+
+
+class ProxyObserver:
+    """`vitals`, `table`, `readiness`, `shipping` return what they are called; `claims` their number, if there are any.
+
+    `events` are shown once this observes.
+    """
+
+    def __init__(
+        self,
+        *,
+        listener: Listener,
+        table: Callable[[], TableView],
+        readiness: Callable[[], Awaitable[Readiness]],
+        vitals: Callable[[], Awaitable[Vitals]],
+        shipping: Callable[[], ShipperVitals | None],
+        claims: Callable[[], int | None],
+        tally: Tally,
+        counters: Mapping[str, int],
+        events: SecurityEvents,
+        name: str,
+        clock: Callable[[], float] = time.monotonic,
+        wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+    ) -> None:
+        self._listener = listener
+        self._table = table
+        self._readiness = readiness
+        self._vitals = vitals
+        self._shipping = shipping
+        self._claims = claims
+        self._tally = tally
+        self._counters = counters
+        self._events = events
+        self._name = name
+        self._clock = clock
+        self._wall_ms = wall_ms
+        self._started = wall_ms()
+        events.show()
+        self._timeline = Timeline(wall_ms)
+        self._samples: deque[_Sample] = deque(maxlen=WINDOW_S + 1)
+        self._sampled = 0
+        self._errors: deque[Counter[int]] = deque([Counter()], maxlen=ERROR_SPANS)
+        self._times = TableTimes()
+        self._before_errors: dict[tuple[int, int, int], int] = {}
+        self._before_retries: dict[tuple[int, int], int] = {}
+        self._before_kinds: dict[tuple[int, str], int] = {}
+        self._before_counters: dict[str, int] = {}
+        self._brokers: dict[int, tuple[State, str]] | None = None
+        self._proxies: dict[int, str] | None = None
+        self._is_stale = False
+        self._counted_version = -1
+        self._count_due = -inf
+        self._moves = 0
+        self._owned: Counter[int] | None = None
+        self._clients = _Clients(listener, clock, wall_ms)
+
+    # Once a second
+
+    async def sample(self) -> None:
+        """Note what has changed since the last call."""
+        context = self._listener.context
+        if context is None:
+            return
+        now, view = self._clock(), self._table()
+        self._times.note(view.topology.version, self._wall_ms())
+        if self._sampled % ERRORS_EVERY == 0:
+            self._errors.append(Counter())
+        self._sampled += 1
+        self._note_brokers(view.topology, context.brokers.vitals())
+        self._note_counts()
+        self._note_others(view)
+        await self._note_owners(view.topology)
+        tally = self._tally
+        self._samples.append(
+            _Sample(
+                now,
+                sum(tally.requests.values()),
+                tally.received_bytes,
+                tally.sent_bytes + self._listener.sent_bytes,
+                {
+                    broker: _Timed(list(counts.produce.buckets), counts.produce.seconds)
+                    for broker, counts in tally.by_broker.items()
+                },
+            )
+        )
+        self._clients.forget_if_unused()
+
+    def _note_brokers(self, topology: Topology, vitals: Mapping[int, BrokerVitals]) -> None:
+        before, known = self._brokers, self._brokers or {}
+        now = self._brokers = {
+            # A broker that has left keeps its address.
+            broker: (_state(topology, broker, each), _address(topology, broker) or known.get(broker, ("", ""))[1])
+            for broker, each in vitals.items()
+        }
+        if before is None:
+            return
+        for broker, (state, address) in now.items():
+            was, at = before.get(broker, ("gone", ""))
+            if state == was:
+                continue
+            where = f"broker {broker} at {address or at}"
+            if state == "down":
+                self._timeline.add("broker", "bad", f"{where} cannot be reached")
+            elif state == "hung":
+                self._timeline.add("broker", "bad", f"{where} hangs: it takes requests and does not answer")
+            elif state == "gone":
+                self._timeline.add("broker", "warn", f"{where} has left the table")
+            elif was == "gone":
+                self._timeline.add("broker", "good", f"{where} has joined")
+            else:
+                self._timeline.add("broker", "good", f"{where} answers again")
+
+    def _note_counts(self) -> None:
+        tally, errors = self._tally, self._errors[-1]
+        for (api_key, code, broker), count in _grown(self._before_errors, tally.errors):
+            errors[broker] += count
+            text = f"error answers to {api_keys.name_of(api_key)}: {error_codes.name_of(code)}{_by(broker)}"
+            self._timeline.add("error", "warn", text, count)
+        for (event, broker), count in _grown(self._before_retries, tally.retries):
+            self._timeline.add("retry", "warn", f"batches sent again: {event_name(event)}{_by(broker)}", count)
+        kinds = {
+            (broker, kind): each.errors[kind] for broker, each in tally.by_broker.items() for kind in BROKER_ERRORS
+        }
+        for (broker, kind), count in _grown(self._before_kinds, kinds):
+            errors[broker] += count
+            self._timeline.add("error", "warn", f"connection errors: {kind}{_by(broker)}", count)
+        for name, count in _grown(self._before_counters, {name: self._counters.get(name, 0) for name in _COUNTERS}):
+            self._timeline.add(*_COUNTERS[name], count)
+        for name, text in self._events.take_shown():
+            if name in SECURITY:
+                self._timeline.add(*SECURITY[name], f"{name.replace('_', ' ')}: {text}")
+
+    def _note_others(self, view: TableView) -> None:
+        if view.stale != self._is_stale:
+            self._is_stale = view.stale
+            text = "the table is stale: the last known owners are used" if view.stale else "the table is fresh again"
+            self._timeline.add("table", "bad" if view.stale else "good", text)
+        proxies = {each.id: str(Address(each.host, each.port)) for each in view.proxies}
+        if self._proxies is not None:
+            for node_id in proxies.keys() - self._proxies.keys():
+                self._timeline.add("fleet", "good", f"proxy {node_id} at {proxies[node_id]} has joined")
+            for node_id in self._proxies.keys() - proxies.keys():
+                self._timeline.add("fleet", "warn", f"proxy {node_id} at {self._proxies[node_id]} has left")
+        self._proxies = proxies
+
+    async def _note_owners(self, topology: Topology) -> None:
+        """Count the partitions of each broker, and tell of moves."""
+        began = self._clock()
+        if topology.version == self._counted_version or began < self._count_due:
+            return
+        self._counted_version = topology.version
+        owned: Counter[int] = Counter()
+        names = topology.names
+        async for topic in in_portions(names, self._clock):
+            last = len(topology.partition_indexes(topic))
+            for first in range(0, last, STEP_ROWS):
+                owned.update(topology.count_owned(topic, first, first + STEP_ROWS))
+                if last > STEP_ROWS:
+                    await asyncio.sleep(0)
+        owned.pop(NO_OWNER, None)
+        self._count_due = self._clock() + 20 * (self._clock() - began)
+        before, self._owned = self._owned, owned
+        moves = sum(topology.owner_changes.values())
+        moved, self._moves = moves - self._moves, moves
+        if before is None:
+            return
+        if moved > 0:
+            self._timeline.add("moves", "warn", f"partitions moved ({_spread(before, owned)})", moved)
+        lost = before.total() - owned.total()
+        if lost > 0:
+            self._timeline.add("moves", "warn", f"partitions have no owner ({_spread(before, owned)})", lost)
+
+    # The pages
+
+    async def overview(self) -> Overview:
+        vitals, view = await self._vitals(), self._table()
+        readiness, topology = await self._readiness(), view.topology
+        table_age_s = round(view.age_s, 1) if isfinite(view.age_s) and view.source != "static" else None
+        brokers = [self._broker(topology, broker, vitals) for broker in vitals.brokers]
+        gone = sum(line.state == "gone" for line in brokers)
+        return Overview(
+            kind="proxy",
+            name=self._name,
+            version=version(),
+            at=self._wall_ms(),
+            started=self._started,
+            verdict=_verdict(readiness, brokers, table_age_s),
+            source=view.source,
+            table_age_s=table_age_s,
+            rates=self._rates(),
+            clients=vitals.client_connections,
+            partitions=topology.owned_count,
+            claims=self._claims(),
+            brokers=shown(brokers),
+            brokers_total=len(brokers) - gone,
+            proxies=[ProxyLine(each.id, str(Address(each.host, each.port)), each.this) for each in view.proxies][:200],
+            limits=_limits(vitals, self._shipping()),
+            facts=_facts(vitals, view),
+            events=self._timeline.latest,
+        )
+
+    def _broker(self, topology: Topology, broker: int, vitals: Vitals) -> BrokerLine:
+        known = vitals.brokers[broker]
+        timed, span_s = self._timed(broker)
+        requests = sum(timed.buckets)
+        past_most = next(
+            (place for place, sofar in enumerate(accumulate(timed.buckets)) if sofar >= 0.99 * requests), 0
+        )
+        slowest_s = (*BROKER_BOUNDS_S, 2 * BROKER_BOUNDS_S[-1])[past_most]
+        address = _address(topology, broker) or (self._brokers or {}).get(broker, ("gone", ""))[1]
+        return BrokerLine(
+            id=broker,
+            address=address,
+            state=_state(topology, broker, known),
+            partitions=self._owned[broker] if self._owned is not None else None,
+            latency_ms=round(1000 * timed.seconds / requests, 2) if requests else None,
+            slowest_ms=1000 * slowest_s if requests else None,
+            requests=round(requests / span_s, 1),
+            in_flight=known.in_flight,
+            oldest_s=round(known.oldest_s, 1),
+            errors=sum(span[broker] for span in self._errors),
+            connections=vitals.upstream_connections.get(broker, 0),
+        )
+
+    def _timed(self, broker: int) -> tuple[_Timed, float]:
+        """Return a broker's Produce requests of the last WINDOW_S, and how long that is."""
+        if len(self._samples) < 2:
+            return _Timed(), 1.0
+        first, last = self._samples[0], self._samples[-1]
+        old, new = first.brokers.get(broker, _Timed()), last.brokers.get(broker, _Timed())
+        buckets = [now - before for now, before in zip(new.buckets, old.buckets, strict=True)]
+        return _Timed(buckets, new.seconds - old.seconds), last.at - first.at
+
+    def _rates(self) -> Rates:
+        if len(self._samples) < 2:
+            return Rates()
+        first, last = self._samples[0], self._samples[-1]
+        span_s = last.at - first.at
+        return Rates(
+            round((last.requests - first.requests) / span_s, 1),
+            round((last.received_bytes - first.received_bytes) / span_s),
+            round((last.sent_bytes - first.sent_bytes) / span_s),
+        )
+
+    async def clients(self, query: ClientsQuery) -> ClientsPage:
+        """Return the page that was asked for. Raises ValueError."""
+        query.check()
+        wanted, first = query.search.lower(), msgspec.structs.replace(query, skip=0, limit=query.skip + query.limit)
+        best, chunk = ClientsPage([], 0), list[ClientLine]()
+        async for line in in_portions(await self._clients.lines(), self._clock):
+            if not wanted or wanted in f"{line.client_id} {line.software} {line.principal} {line.address}".lower():
+                chunk.append(line)
+            if len(chunk) == SORTED_AT_ONCE:
+                best, chunk = merge_clients([best, ClientsPage(chunk, len(chunk))], first), []
+                await asyncio.sleep(0)
+        return merge_clients([best, ClientsPage(chunk, len(chunk))], query)
+
+    async def partitions(self, search: str, owner: int | None, after: str | None, limit: int) -> PartitionsPage:
+        """Return partitions whose `topic` or `topic/partition` has `search` in it, of one owner if named (-1: of none).
+
+        Those without an owner are only shown if they are asked for: their topics may be deleted. Raises ValueError.
+        """
+        if not 1 <= limit <= MAX_PARTITION_ROWS:
+            raise ValueError(f"limit must be a number from 1 to {MAX_PARTITION_ROWS}")
+        start = parse_place(after) if after is not None else (b"", -1)
+        topology, wanted, lines = self._table().topology, search.lower().encode(), list[PartitionLine]()
+        names = topology.names
+        async for topic in in_portions(names[bisect_left(names, start[0]) :], self._clock):
+            is_wanted = wanted in topic.lower()
+            if not is_wanted and b"/" not in wanted:
+                continue
+            first = start[1] + 1 if topic == start[0] else 0
+            began = self._clock()
+            for index in range(first, len(topology.partition_indexes(topic))):
+                of = topology.owner(topic, index)
+                if (of == NO_OWNER if owner is None else of != owner) or not (
+                    is_wanted or wanted in b"%b/%d" % (topic.lower(), index)
+                ):
+                    if self._clock() - began > 0.001:
+                        await asyncio.sleep(0)
+                        began = self._clock()
+                    continue
+                if len(lines) == limit:
+                    return PartitionsPage(lines, f"{lines[-1].topic}/{lines[-1].partition}")
+                lines.append(self._partition(topology, topic, index, of))
+        return PartitionsPage(lines)
+
+    def _partition(self, topology: Topology, topic: bytes, index: int, owner: int) -> PartitionLine:
+        return PartitionLine(
+            topic.decode("utf-8", "replace"),
+            index,
+            owner,
+            topology.owner_revision(topic, index),
+            self._times.of(topology.owner_version(topic, index)),
+            topology.owner_moves(topic, index),
+        )
+
+
+class _Clients:
+    """The lines of all clients, of at most a second ago (invariant 2)."""
+
+    def __init__(self, listener: Listener, clock: Callable[[], float], wall_ms: Callable[[], int]) -> None:
+        self._listener = listener
+        self._clock = clock
+        self._wall_ms = wall_ms
+        self._walking = asyncio.Lock()
+        self._lines: list[ClientLine] | None = None
+        self._walked_at = -inf
+        # By session: its counts at the last walk.
+        self._seen: dict[tuple[int, float], tuple[int, int, int]] = {}
+
+    def forget_if_unused(self) -> None:
+        if self._lines is not None and self._clock() - self._walked_at > WINDOW_S and not self._walking.locked():
+            self._lines, self._seen = None, {}
+
+    async def lines(self) -> list[ClientLine]:
+        async with self._walking:
+            if self._lines is None or self._clock() - self._walked_at >= 1.0:
+                await self._walk()
+            return self._lines or []
+
+    async def _walk(self) -> None:
+        now, wall_ms = self._clock(), self._wall_ms()
+        before, before_at = (self._seen, self._walked_at) if now - self._walked_at <= WINDOW_S else ({}, now)
+        seen, lines = {}, []
+        async for session in self._listener.clients():
+            key = (id(session), session.opened_at)
+            counts = seen[key] = (session.begun_requests, session.received_bytes, session.sent_bytes)
+            was, since = (before[key], before_at) if key in before else ((0, 0, 0), session.opened_at)
+            span_s = max(1.0, now - since)
+            oldest_s, oldest_at = max(
+                ((age_s, broker) for broker, _, _, age_s in session.unanswered(now)), default=(0, -1)
+            )
+            lines.append(
+                ClientLine(
+                    address=session.peer,
+                    client_id=session.client_id or "",
+                    software=session.software,
+                    principal=session.principal,
+                    since=wall_ms - round(1000 * (now - session.opened_at)),
+                    requests=round((counts[0] - was[0]) / span_s, 1),
+                    received_bytes=round((counts[1] - was[1]) / span_s),
+                    sent_bytes=round((counts[2] - was[2]) / span_s),
+                    in_flight=session.open_requests,
+                    oldest_s=round(oldest_s, 1),
+                    oldest_at=oldest_at,
+                )
+            )
+        self._seen, self._lines, self._walked_at = seen, lines, now
+
+
+def _state(topology: Topology, broker: int, vitals: BrokerVitals) -> State:
+    if broker not in topology.brokers:
+        return "gone"
+    return "hung" if vitals.hung else "up" if vitals.up else "down"
+
+
+def _address(topology: Topology, broker: int) -> str:
+    address = topology.address(broker)
+    return "" if address is None else str(address)
+
+
+def _by(broker: int) -> str:
+    return "" if broker == NO_OWNER else " (other brokers)" if broker == OTHER_BROKERS else f" (broker {broker})"
+
+
+def _spread(before: Counter[int], now: Counter[int]) -> str:
+    """Describe how the number of partitions of brokers changed, of those with the greatest changes."""
+    changed = sorted(
+        (broker for broker in before.keys() | now.keys() if before[broker] != now[broker]),
+        key=lambda broker: (-abs(now[broker] - before[broker]), broker),
+    )
+    words = [f"broker {broker}: {before[broker]} → {now[broker]}" for broker in changed[:MAX_NAMED]]
+    return ", ".join(words) + (", ..." if len(changed) > MAX_NAMED else "") or "each broker has as many as before"
+
+
+def _verdict(readiness: Readiness, brokers: list[BrokerLine], table_age_s: float | None) -> Verdict:
+    text = readiness.text
+    if not readiness.ready:
+        return Verdict("bad", text)
+    here = [line for line in brokers if line.state != "gone"]
+    troubled = [line for line in brokers if line.state != "up"]
+    count = f"{len(here)} broker{'s' if len(here) != 1 else ''}"
+    age = f", table {table_age_s:.1f} s old" if table_age_s is not None else ""
+    if text != "ready":
+        return Verdict("warn", f"serving, {text.removeprefix('ready, ')}{age}")
+    if troubled:
+        named = ", ".join(f"broker {line.id} is {line.state}" for line in troubled[:MAX_NAMED])
+        return Verdict("warn", f"serving, {count}, but {named}{age}")
+    return Verdict("good", f"serving, {count}{age}")
+
+
+def _limits(vitals: Vitals, shipping: ShipperVitals | None) -> list[LimitLine]:
+    limits = vitals.limits
+    lines = [
+        LimitLine("client connections", "limits.max_connections", vitals.client_connections, limits.max_connections),
+        LimitLine(
+            "bytes in flight",
+            "limits.max_in_flight_bytes_total",
+            vitals.in_flight_bytes,
+            limits.max_in_flight_bytes_total,
+            "B",
+        ),
+        LimitLine("requests of one client", "limits.max_open_requests", vitals.most_requests, limits.max_open_requests),
+        LimitLine(
+            "bytes of one client", "limits.max_in_flight_bytes", vitals.most_bytes, limits.max_in_flight_bytes, "B"
+        ),
+    ]
+    if vitals.half_open_limit:
+        lines.append(
+            LimitLine("handshakes", "limits.max_half_open", vitals.half_open_connections, vitals.half_open_limit)
+        )
+    if shipping is not None and shipping.max_bytes:
+        lines.append(
+            LimitLine("audit rows that wait", "audit.max_bytes", shipping.waiting_bytes, shipping.max_bytes, "B")
+        )
+    return lines
+
+
+def _facts(vitals: Vitals, view: TableView) -> dict[str, str]:
+    facts = {"owners from": view.source, "revision": str(view.topology.revision)}
+    if view.registration:
+        facts["registration"] = view.registration
+    if vitals.paused_connections:
+        facts["clients not read"] = f"{vitals.paused_connections}: too much is in flight"
+    if vitals.certificates:
+        ends_at = min(vitals.certificates.values())
+        facts["next certificate ends"] = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(ends_at))
+    return facts
