@@ -22,7 +22,7 @@ FRAMES ?= 50000000
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all chaos storm sim sim-rules worlds own-histories mutants fuzz check budgets docs kubernetes check-deploy deploy-tools try-compose try-image packages bench bench-quick lock lock-image audit-lock clean
+.PHONY: help install demo test test-all chaos storm sim sim-rules worlds own-histories mutants fuzz check budgets docs site kubernetes check-deploy deploy-tools try-compose try-image packages bench bench-quick lock lock-image audit-lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r name text; do \
@@ -88,6 +88,9 @@ budgets: install  ## lower the numbers in budgets.toml to the sizes of today; no
 docs: install  ## write the generated pages: docs/man, docs/protocol-support.md, figures of docs/deploy.md, the chart's table and schema
 	@$(BIN)/python scripts/man_pages.py && $(BIN)/python scripts/protocol_support.py && $(BIN)/python scripts/chart.py && \
 		$(BIN)/python scripts/figures.py
+
+site: install  ## build the documentation's site into build/site, for a browser from the file system; a warning is an error
+	@$(BIN)/python -m sphinx -W --keep-going -q -d build/doctrees docs build/site && echo "$(CURDIR)/build/site/index.html"
 
 kubernetes:  ## render the Helm chart into deploy/kubernetes (needs helm)
 	@sh scripts/kubernetes.sh
