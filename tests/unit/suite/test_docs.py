@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import tomllib
 from pathlib import Path
 
@@ -25,7 +26,7 @@ HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 INLINE = re.compile(r"`((?:kproxy|make|pip) [^`]+)`")
 BENCHES = re.findall(r'^        "(\w+)": lambda', (ROOT / "bench/__main__.py").read_text(), re.MULTILINE)
 # In a block: a line with those that it goes on in, but for what a shell makes of its end.
-LINE = re.compile(r"^(?:\S+=\S+ |sudo )*((?:kproxy|make|pip) (?:[^\n#|>]|\\\n)*)", re.MULTILINE)
+LINE = re.compile(r"^(?:\S+=\S+ |sudo )*((?:kproxy|make|pip) (?:\\\n|[^\n#|>])*)", re.MULTILINE)
 
 
 def anchors(page: Path) -> set[str]:
@@ -53,8 +54,9 @@ def test_every_link_within_the_repository_leads_somewhere(page: Path) -> None:
     assert dead == []
 
 
-def check_command(text: str) -> None:
-    program, *words = text.replace("\\\n", " ").split()
+def check_command(text: str, *, whole: bool = False) -> None:
+    """Fail unless the command exists, with its flags; if the text is the `whole` command, its arguments are parsed."""
+    program, *words = shlex.split(text.replace("\\\n", " "))
     if program == "make":
         [target, *_] = [word for word in words if "=" not in word]
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), text
@@ -66,6 +68,8 @@ def check_command(text: str) -> None:
         command: click.Command = cli
         while words and isinstance(command, click.Group) and not words[0].startswith(("-", "...", "COMMAND")):
             command = command_named(words.pop(0).strip(","), command)
+        if whole and "..." not in words and not isinstance(command, click.Group):
+            command.make_context(command.name, words)
         flags = {word.partition("=")[0].strip(",;:") for word in words if re.match(r"--[a-z]", word)}
         assert flags <= flags_of(command) | {"--help"}, text
 
@@ -78,7 +82,7 @@ def test_commands_of_a_page_exist(page: Path) -> None:
         check_command(command)
     for block in blocks(page, "sh", ""):
         for command in LINE.findall(block.text):
-            check_command(command)
+            check_command(command, whole=True)
 
 
 def test_rows_of_architecture_name_code_that_exists() -> None:
