@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import kafka
 import pytest
 
 from tests.support.brokers.kafka_jars import KAFKA_VERSION, client_classpath
@@ -33,6 +34,13 @@ def dev(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KproxyProcess]:
         yield process
 
 
+@pytest.fixture(scope="module")
+def orders(dev: KproxyProcess) -> None:
+    """The topic that pages name."""
+    with kafka.KafkaProducer(bootstrap_servers=dev.kafka) as producer:
+        producer.send("orders", b"1").get(TIMEOUT_S)
+
+
 def at(dev: KproxyProcess, text: str) -> str:
     """The text of a block, with the addresses of this cluster."""
     return text.replace("127.0.0.1:9092", dev.kafka).replace("127.0.0.1:9644", dev.admin)
@@ -41,13 +49,16 @@ def at(dev: KproxyProcess, text: str) -> str:
 def test_first_page_leads_to_a_clean_audit(dev: KproxyProcess, tmp_path: Path) -> None:
     prepare, write, look = blocks("start-dev.md", "sh")
     assert prepare.text == PREPARES
-    assert shell(at(dev, write.text), tmp_path).splitlines() == [str(number) for number in range(1, 1001)]
+    # kcat is not everywhere, hence the page's second way.
+    by_kcat = 1000 if shutil.which("kcat") else 0
+    if by_kcat:
+        assert shell(at(dev, write.text), tmp_path).splitlines() == [str(number) for number in range(1, 1001)]
     [program_of_page] = blocks("start-dev.md", "python")
     assert run([sys.executable, "-c", at(dev, program_of_page.text)], tmp_path) == "0 0 b'hello'\n"
     said = shell(at(dev, look.text), tmp_path, KPROXY_ADMIN=dev.admin)
-    assert "numbers" in said
+    assert "greetings" in said
     assert "FAIL" not in said
-    assert "1,002 acknowledged records are in the log" in said
+    assert f"{by_kcat + 2:,} acknowledged records are in the log" in said
 
 
 @pytest.mark.parametrize("page", ["runbook.md", "troubleshooting.md"])
@@ -56,6 +67,34 @@ def test_commands_for_trouble_find_none(dev: KproxyProcess, page: str, tmp_path:
     said = shell(at(dev, block.text), tmp_path)
     assert "ok " in said
     assert "FAIL" not in said
+
+
+# Of the page about audits: what serves, goes on for ever, or needs Spark or files of a proxy.
+ELSEWHERE = ("kproxy serve", "kproxy dev", "--follow", "--master", "--engine", "json:", "--trail-key")
+
+
+@pytest.mark.usefixtures("orders")
+@pytest.mark.parametrize(("page", "count"), [("commands.md", 2), ("audit.md", 4)])
+def test_queries_of_a_page_are_answered(dev: KproxyProcess, page: str, count: int, tmp_path: Path) -> None:
+    lines = "".join(each.text for each in blocks(page, "sh")).splitlines()
+    queries = [each for each in lines if each.startswith("kproxy ") and not any(word in each for word in ELSEWHERE)]
+    assert len(queries) == count
+    for query in queries:
+        shell(at(dev, query), tmp_path, KPROXY_ADMIN=dev.admin, KPROXY_BOOTSTRAP=dev.kafka)
+
+
+@pytest.mark.usefixtures("orders")
+def test_claim_is_listed_watched_and_freed(dev: KproxyProcess, tmp_path: Path) -> None:
+    """The page's four commands; `watch` and `claim` stay until they are ended, or severed."""
+    [people] = [each.text for each in blocks("single-writer.md", "sh") if "own watch" in each.text]
+    show, watch, claim, free = (line.partition("#")[0] for line in people.splitlines())
+    script = f"{watch} > watched & watcher=$!\n{claim} & owner=$!\n"
+    script += f"until {show} | grep orders/0; do sleep 0.2; done\n{free}\n"
+    script += "if wait $owner; then exit 9; fi\nkill $watcher; wait $watcher || true; grep orders/0 watched"
+    said = shell(
+        f"timeout 100 bash -euo pipefail -c '{script}'", tmp_path, KPROXY_ADMIN=dev.admin, KPROXY_BOOTSTRAP=dev.kafka
+    )
+    assert "orders/0" in said
 
 
 def run(command: Sequence[str | Path], directory: Path, **environ: str) -> str:
@@ -88,7 +127,9 @@ def test_python_program_reads_what_it_wrote(dev: KproxyProcess, block: Block, tm
     assert run([sys.executable, "-c", text], tmp_path) == f"0 {words}\n"
 
 
+@pytest.mark.long
 def test_shell_reads_what_it_wrote(dev: KproxyProcess, tmp_path: Path) -> None:
+    program("kcat")
     [block] = blocks("languages.md", "sh")
     text, words = greets(dev, block)
     assert words in shell(text, tmp_path)

@@ -50,7 +50,7 @@ def test_every_page_says_whom_it_is_for() -> None:
         assert text.lstrip().startswith("**For** "), page.name
 
 
-def test_every_command_of_the_program_is_in_the_site(site: Path) -> None:
+def test_every_command_is_in_the_site(site: Path) -> None:
     page = (site / "command-line.html").read_text()
     for command in ("serve", "own claim", "pipeline audit", "user add", "check-config"):
         assert f'id="kproxy-{command.replace(" ", "-")}"' in page
