@@ -22,7 +22,7 @@ FRAMES ?= 50000000
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all chaos storm sim sim-rules worlds own-histories mutants fuzz check budgets docs screenshots kubernetes check-deploy deploy-tools try-compose try-image packages bench bench-quick lock lock-image audit-lock clean
+.PHONY: help install demo test test-all chaos storm sim sim-rules worlds own-histories mutants fuzz check budgets docs site screenshots kubernetes check-deploy deploy-tools try-compose try-image packages bench bench-quick lock lock-image audit-lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r name text; do \
@@ -91,6 +91,9 @@ docs: install  ## write the generated pages: docs/man, docs/protocol-support.md,
 
 screenshots: install  ## write docs/images/page-light.png and page-dark.png: the page of kproxy dev with load, in Chromium
 	@$(BIN)/python -m scripts.screenshots
+
+site: install  ## build the documentation's site into build/site, for a browser from the file system; a warning is an error
+	@$(BIN)/python -m sphinx -W --keep-going -q -d build/doctrees docs build/site && echo "$(CURDIR)/build/site/index.html"
 
 kubernetes:  ## render the Helm chart into deploy/kubernetes (needs helm)
 	@sh scripts/kubernetes.sh

@@ -21,10 +21,10 @@ INTRODUCTION = """\
 <!-- Written by scripts/protocol_support.py from kproxy/proxy/apis.py and tests/support/clients/kafka_tools.toml: run
 `make docs` after a change there. -->
 
-The proxy knows these APIs of Kafka's protocol. A client is offered each API in the versions that both the proxy and all
-upstream brokers serve, and ApiVersions names them. A request outside of that is answered with UNSUPPORTED_VERSION in
-the form of its version, or closes the connection where that has none; the log says why. Leader epochs (KIP-320) are
-removed from requests and answers.
+**For** people who ask whether an API or a tool works. The proxy knows these APIs of Kafka's protocol. A client is
+offered each API in the versions that both the proxy and all upstream brokers serve, and ApiVersions names them. A
+request outside of that is answered with UNSUPPORTED_VERSION in the form of its version, or closes the connection
+where that has none; the log says why. Leader epochs (KIP-320) are removed from requests and answers.
 
 | handling | a request is |
 | --- | --- |"""

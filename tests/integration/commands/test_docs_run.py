@@ -9,14 +9,10 @@ another kind, a file of another name or an address that is not known is a failur
 from __future__ import annotations
 
 import functools
-import os
 import re
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import pytest_asyncio
@@ -24,45 +20,25 @@ import pytest_asyncio
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.pipeline.kafka_access import read_access, read_properties
 from tests.support.etcd.etcd_secured import PASSWORD, Pair, enable_users, tls_etcd
+from tests.support.pages import DOCS, Block, blocks, shell
 from tests.support.processes.dev import KproxyProcess, run_kproxy, serving
 from tests.support.security.sasl_client import users_file
 from tests.support.security.tls_files import Signer
-from tests.unit.suite.test_deploy import CHART_VALUES, command_named, flags_of
+from tests.unit.suite.test_deploy import CHART_VALUES
 
-ROOT = Path(__file__).parents[3]
-PAGES = {page.name: page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md")}
-TEXT = PAGES["security.md"]
+TEXT = (DOCS / "security.md").read_text(encoding="utf-8")
 PLACE = "/etc/kproxy/"
-# Inline commands of the page that are not for the reader to run.
-INLINE = re.compile(r"`((?:kproxy|make|pip) [^`]+)`")
 
 
-class Block(NamedTuple):
-    kind: str
-    text: str
-    line: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind}-at-line-{self.line}"
-
-
-def blocks(text: str) -> list[Block]:
-    found = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [Block(each[1], each[2], text.count("\n", 0, each.start()) + 1) for each in found]
-
-
-BLOCKS = blocks(TEXT)
 CONFIGURATIONS = [
-    pytest.param(block.text, id=f"{name}-at-line-{block.line}")
-    for name, text in sorted(PAGES.items())
-    for block in blocks(text)
-    if block.kind == "toml"
+    pytest.param(block.text, id=f"{page}-at-line-{block.line}")
+    for page in sorted(path.name for path in DOCS.glob("*.md"))
+    for block in blocks(page, "toml")
 ]
 
 
 def of_kind(*kinds: str) -> list[Block]:
-    return [block for block in BLOCKS if block.kind in kinds]
+    return blocks("security.md", *kinds)
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +75,8 @@ def make_file(file: Path, signer: Signer, pair: Pair) -> None:
 
 
 def test_every_block_is_of_a_known_kind() -> None:
-    assert BLOCKS
-    assert [block.name for block in BLOCKS if block.kind not in ("toml", "sh", "yaml", "properties")] == []
-    assert TEXT.count("```") == 2 * len(BLOCKS)
+    assert of_kind()
+    assert [block.name for block in of_kind() if block.kind not in ("toml", "sh", "yaml", "properties")] == []
 
 
 def check(text: str, directory: Path) -> None:
@@ -141,24 +116,6 @@ def test_values_of_the_chart_are_valid(block: Block, files: Path, tmp_path: Path
 def test_options_of_jobs_are_valid(block: Block, files: Path) -> None:
     access = read_access(read_properties(block.text.replace(PLACE, f"{files}/"), "the page"))
     assert (access.context() is not None, access.credentials is not None) == (True, True)
-
-
-@pytest.mark.parametrize("text", sorted(set(INLINE.findall(" ".join(TEXT.split())))))
-def test_inline_command_is_valid(text: str) -> None:
-    program, *words = text.split()
-    if program == "make":
-        target = words[0]
-        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), text
-        sections = re.findall(r"SECTION=(\w+)", text)
-        assert all((ROOT / "bench" / f"{section}.py").exists() for section in sections), text
-    elif program == "pip":
-        [extra] = re.findall(r"kproxy-kafka\[(\w+)\]", text)
-        assert re.search(rf"^{extra} = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE), text
-    else:
-        command = command_named(words.pop(0))
-        while words and not words[0].startswith("-"):
-            command = command_named(words.pop(0), command)  # type: ignore[arg-type]  # a group, or the test fails
-        assert {word for word in words if word.startswith("--")} <= flags_of(command), text
 
 
 def admin_page(scheme: str) -> str:
@@ -206,17 +163,7 @@ class Site:
         exports = self.directory / "exports"
         script = f". ./exports\n{script}export -p > exports\n"
         exports.touch()
-        ended = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", script],
-            cwd=self.directory,
-            env={**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"},
-            input="a-password\n" * 3,
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-        )
-        assert ended.returncode == 0, (block.name, script, ended)
+        shell(script, self.directory, said="a-password\n" * 3)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

@@ -31,6 +31,7 @@ from tests.support.clients.java import SHORT_JAVA, java_executable
 from tests.support.waiting import PATIENCE_S, wait_for
 
 _HERE = Path(__file__).parent
+GO_MODULE = _HERE / "go"
 _BUILD_TIMEOUT_S = 600.0
 _SESSION = "session.timeout.ms=6000"
 _BEGINNING = "auto.offset.reset=earliest"
@@ -92,7 +93,7 @@ class MemberProcess:
 
 def _kcat(bootstrap: str, topic: str, group: str) -> Sequence[str | Path]:
     asked = ["-b", bootstrap, "-G", group, "-u", "-q", "-E", "-X", _BEGINNING, "-X", _SESSION, "-f", "%p %o %s\n"]
-    return [_program("kcat"), *asked, topic]
+    return [program("kcat"), *asked, topic]
 
 
 def console_consumer(bootstrap: str, topic: str, group: str, *settings: str) -> Sequence[str | Path]:
@@ -111,7 +112,7 @@ def _go(library: str) -> Command:
 
 
 def _kafkajs(bootstrap: str, topic: str, group: str) -> Sequence[str | Path]:
-    return [_program("node"), _built_by_npm() / "member.js", bootstrap, topic, group]
+    return [program("node"), built_by_npm() / "member.js", bootstrap, topic, group]
 
 
 COMMANDS: dict[str, Command] = {
@@ -123,7 +124,8 @@ COMMANDS: dict[str, Command] = {
 }
 
 
-def _program(name: str) -> str:
+def program(name: str) -> str:
+    """Its path, or a skip."""
     found = shutil.which(name)
     if found is None:
         pytest.skip(f"there is no {name}")
@@ -132,12 +134,13 @@ def _program(name: str) -> str:
 
 @functools.cache
 def _built_by_go() -> Path:
-    return _build("go", [_program("go"), "build", "-o", "member", "."]) / "member"
+    return _build("go", [program("go"), "build", "-o", "member", "."]) / "member"
 
 
 @functools.cache
-def _built_by_npm() -> Path:
-    return _build("node", [_program("npm"), "install", "--no-audit", "--no-fund"])
+def built_by_npm() -> Path:
+    """The directory of Node's member, with its libraries."""
+    return _build("node", [program("npm"), "install", "--no-audit", "--no-fund"])
 
 
 def _build(sources: str, command: Sequence[str]) -> Path:

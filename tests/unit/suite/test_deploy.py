@@ -150,15 +150,6 @@ def test_metrics_and_labels_match_the_admin_pages(path: Path) -> None:
         assert labels <= allowed, expression
 
 
-def test_alarming_metrics_have_an_alert() -> None:
-    documented = (REPOSITORY / "docs/metrics.md").read_text()
-    lists = documented.split("worth an alarm:")[1:]
-    worth = {name for each in lists for name in re.findall(r"kproxy_\w+", each.split("\n## ")[0].split("\n\n\n")[0])}
-    alarms = set(re.findall(r"kproxy_\w+", " ".join(expressions(CHART / "files/alerts.yaml"))))
-    named_beside = {"kproxy_acks0_unconfirmed_total", "kproxy_errors_total"}
-    assert worth - alarms - named_beside == set()
-
-
 def parsed(arguments: list[str]) -> dict[str, object]:
     """Parse a command's name and arguments with click. Raises click's errors."""
     return dict(command_named(arguments[0]).make_context(arguments[0], arguments[1:]).params)

@@ -1,14 +1,19 @@
-"""The guides name files, pages and anchors that exist, and every part of the code has its row."""
+"""The guides name files, pages, anchors, commands and flags that exist, and every part of the code has its row."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import tomllib
 from pathlib import Path
 
+import click
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
+from kproxy.cli import cli
+from tests.support.pages import ROOT, blocks
+from tests.unit.suite.test_deploy import command_named, flags_of
+
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 # Keys in etcd begin with kproxy/ too, but have no file extension.
@@ -18,6 +23,10 @@ TEST = re.compile(r"`(tests/[\w./]+\.py)::(\w+)`")
 NAME = re.compile(r"`([A-Za-z_]\w*)`")
 LINK = re.compile(r"\]\((?!\w+:)([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+INLINE = re.compile(r"`((?:kproxy|make|pip) [^`]+)`")
+BENCHES = re.findall(r'^        "(\w+)": lambda', (ROOT / "bench/__main__.py").read_text(), re.MULTILINE)
+# In a block: a line with those that it goes on in, but for what a shell makes of its end.
+LINE = re.compile(r"^(?:\S+=\S+ |sudo )*((?:kproxy|make|pip) (?:\\\n|[^\n#|>])*)", re.MULTILINE)
 
 
 def anchors(page: Path) -> set[str]:
@@ -43,6 +52,37 @@ def test_every_link_within_the_repository_leads_somewhere(page: Path) -> None:
         if not other.exists() or (anchor and other.suffix == ".md" and anchor not in anchors(other)):
             dead.append(target)
     assert dead == []
+
+
+def check_command(text: str, *, whole: bool = False) -> None:
+    """Fail unless the command exists, with its flags; if the text is the `whole` command, its arguments are parsed."""
+    program, *words = shlex.split(text.replace("\\\n", " "))
+    if program == "make":
+        [target, *_] = [word for word in words if "=" not in word]
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), text
+        assert {*re.findall(r"SECTION=(\w+)", text)} <= {*BENCHES, "against"}, text
+    elif program == "pip":
+        for extra in re.findall(r"\[(\w+)\]", text):
+            assert re.search(rf"^{extra} = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE), text
+    else:
+        command: click.Command = cli
+        while words and isinstance(command, click.Group) and not words[0].startswith(("-", "...", "COMMAND")):
+            command = command_named(words.pop(0).strip(","), command)
+        if whole and "..." not in words and not isinstance(command, click.Group):
+            command.make_context(command.name, words)
+        flags = {word.partition("=")[0].strip(",;:") for word in words if re.match(r"--[a-z]", word)}
+        assert flags <= flags_of(command) | {"--help"}, text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_of_a_page_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    prose = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    for command in {" ".join(each.split()) for each in INLINE.findall(prose)}:
+        check_command(command)
+    for block in blocks(page, "sh", ""):
+        for command in LINE.findall(block.text):
+            check_command(command, whole=True)
 
 
 def test_rows_of_architecture_name_code_that_exists() -> None:
