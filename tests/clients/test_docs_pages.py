@@ -89,7 +89,8 @@ def test_claim_is_listed_watched_and_freed(dev: KproxyProcess, tmp_path: Path) -
     [people] = [each.text for each in blocks("single-writer.md", "sh") if "own watch" in each.text]
     show, watch, claim, free = (line.partition("#")[0] for line in people.splitlines())
     script = f"{watch} > watched & watcher=$!\n{claim} & owner=$!\n"
-    script += f"until {show} | grep orders/0; do sleep 0.2; done\n{free}\n"
+    script += f"until {show} | grep orders/0; do sleep 0.2; done\n"
+    script += f"until grep -q orders/0 watched; do sleep 0.2; done\n{free}\n"
     script += "if wait $owner; then exit 9; fi\nkill $watcher; wait $watcher || true; grep orders/0 watched"
     said = shell(
         f"timeout 100 bash -euo pipefail -c '{script}'", tmp_path, KPROXY_ADMIN=dev.admin, KPROXY_BOOTSTRAP=dev.kafka
