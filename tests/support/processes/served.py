@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import re
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
@@ -151,9 +152,10 @@ def page(admin: str, path: str, **headers: str) -> tuple[int, str]:
 
 
 def counted(admin: str, beginning: str) -> float:
-    """The sum of the values of /metrics in lines with this beginning."""
-    lines = page(admin, "/metrics")[1].splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(beginning))
+    """The sum of the values of /metrics in lines with this beginning: a whole name, and perhaps labels."""
+    whole = re.compile(rf"^{re.escape(beginning)}(?:(?<![a-z_])|(?![a-z_])).*", flags=re.MULTILINE)
+    lines = whole.findall(page(admin, "/metrics")[1])
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
 def samples(text: str) -> Samples:
