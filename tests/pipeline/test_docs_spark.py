@@ -15,6 +15,7 @@ from tests.support.waiting import wait_for
 pytestmark = [pytest.mark.spark, pytest.mark.java, pytest.mark.timeout(600)]
 
 
+@pytest.mark.long
 def test_programs_of_the_page_write_and_read(spark: Any, tmp_path: Path) -> None:
     batch, stream, read = blocks("spark.md", "python")
     names: dict[str, Any] = {"spark": spark}

@@ -23,7 +23,7 @@ ROWS = 300
 BY_CONSUMER = "spark.sql.streaming.kafka.useDeprecatedOffsetFetching"
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.parametrize("is_member", [True, False], ids=["member", "name"])
 @pytest.mark.parametrize("option", ["kafka.group.id", "groupIdPrefix"])
 def test_source_reads_each_record_once(

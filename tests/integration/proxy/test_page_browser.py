@@ -185,6 +185,8 @@ async def test_broker_has_the_same_page(cluster: KproxyProcess, tmp_path: Path, 
         assert await tab.value("[...document.querySelectorAll('.tab')].map((each) => each.innerText).join()") == (
             "Overview,Partitions,Lately"
         )
+        # Its stream must end before the broker does.
+        await tab.goto("about:blank")
 
 
 async def test_dying_broker_is_seen(cluster: KproxyProcess, tab: Tab) -> None:

@@ -192,7 +192,7 @@ async def test_failed_client_lookup_clears_the_cache(s: Scene) -> None:
     cluster = Cluster(s)
     assert await beats(s) == [0]
     # One connection for the lookup, one to the coordinator.
-    assert s.proxy.vitals.upstream_connections == 2
+    assert s.proxy.vitals.upstream_connections.total() == 2
     cluster.coordinators.clear()
     s.send(control_frame(keys.FIND_COORDINATOR, 3, key="k"))
     assert (await s.answer(keys.FIND_COORDINATOR, 3)).message.error_code == NOT_AVAILABLE
