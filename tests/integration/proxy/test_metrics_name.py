@@ -273,6 +273,8 @@ async def test_names_are_not_counted_by_default(tmp_path: Path) -> None:
     assert not [name for name, _ in seen if name.startswith(("kproxy_topic_", "kproxy_client_id_"))]
 
 
+# promtool is not everywhere.
+@pytest.mark.long
 async def test_real_page_passes_promtool(tmp_path: Path) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:

@@ -25,6 +25,8 @@ from tests.support.processes.served import beside, static_proxy
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
+    # Chromium is not everywhere.
+    pytest.mark.long,
     pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium (Debian's package `chromium`)"),
 ]
 VIEWS: Final = ("overview", "partitions", "clients", "claims", "lately")
