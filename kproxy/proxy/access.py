@@ -175,6 +175,10 @@ class ClientAccess:
         """Whether the compiled path may have a route to a topic; otherwise requests for it are checked one by one."""
         return self.current().allows(Operation.WRITE, Resource.TOPIC, text(topic))
 
+    def may_read(self, topic: bytes) -> bool:
+        """Whether the compiled path may repeat reads of a topic; otherwise each read is checked, and denials told."""
+        return self.current().allows(Operation.READ, Resource.TOPIC, text(topic))
+
     def may_transact(self, transactional_id: bytes) -> bool:
         """Whether the compiled path may take requests with this transactional id; the others are checked one by one."""
         return self.current().allows(Operation.WRITE, Resource.TRANSACTIONAL_ID, text(transactional_id))

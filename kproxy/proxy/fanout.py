@@ -182,10 +182,14 @@ class FanoutShell:
         return Exchange(api, request, sequence, inf)
 
     def _learn(self, action: actions.Proven) -> None:
-        if self.plain.path is not None:
-            read, upstream = action.read, self.upstreams[action.connection]
+        read, path = action.read, self.plain.path
+        if path is None:
+            return
+        # The permissions may have changed while the read waited; and a dry run tells of each read that has none.
+        if self.access is None or all(self.access.may_read(topic.name) for topic in read.request.topics):
             most = min(max(as_fetch(read.request).max_bytes, 0), self._context.limits.max_answer_bytes)
-            self.plain.path.learn(read.request, upstream, action.connection, action.routed_at, read.wait_s, most)
+            upstream = self.upstreams[action.connection]
+            path.learn(read.request, upstream, action.connection, action.routed_at, read.wait_s, most)
 
     def take_over(self, piece: PlainPiece) -> PieceTicket:
         """Move the plain path's requests to the core; return the ticket that replaces this one."""

@@ -13,18 +13,24 @@ from kproxy import plain
 from kproxy.errors import StartupError
 from kproxy.observe.tally import BROKER_BOUNDS_S, BrokerCounts, Tally
 from kproxy.plain import FrameReader, compiled
+from kproxy.proxy.access import AccessControl
 from kproxy.proxy.answer_order import AnswerOrder
 from kproxy.proxy.answer_reader import AnswerReader
+from kproxy.proxy.fanout import FanoutShell
 from kproxy.proxy.memory_budget import Budget
+from kproxy.routing.actions import Proven
 from kproxy.routing.merge import Exchange
 from kproxy.routing.topology import Topology
+from kproxy.security.acls import Acl, Operation, Resource, Rules
 from kproxy.trail.acknowledgements import ConnectionAcks
 from kproxy.trail.trail import Trail
+from kproxy_codec.api_keys import FETCH
+from kproxy_codec.fetch import FetchApi
 from kproxy_codec.framing import parse_request_header
 from kproxy_codec.partitioned import MAX_PARTITIONS
 from kproxy_codec.produce import PRODUCE_API, parse_produce, result_entry
 from tests.support.clients.raw_client import batch, produce_frame
-from tests.support.models.playbook_words import answer_frame
+from tests.support.models.playbook_words import answer_frame, read_request
 from tests.support.processes.dev import run_kproxy
 
 is_compiled = pytest.mark.skipif(compiled is None, reason="the plain path is not compiled here")
@@ -266,3 +272,25 @@ def test_batches_are_recorded_like_in_core(version: int) -> None:
         found = [each.open_chunk(sent, b"t", 0, 1) for each in (compiled_notes, core_notes)]
         in_c, in_python = ([getattr(each, name) for name in NOTED] for each in found)
         assert in_c == in_python
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_read_without_permission_is_not_repeated(dry_run: bool) -> None:
+    """The rules may have changed while it waited; in a dry run each such read is told of."""
+    rules = Rules([Acl("User:*", False, frozenset({Operation.READ}), Resource.TOPIC, "t", False)])
+    access = AccessControl(lambda: rules, Counter(), dry_run=dry_run).client()
+    learned: list[Any] = []
+    shell: Any = SimpleNamespace(
+        access=access,
+        plain=SimpleNamespace(path=SimpleNamespace(learn=lambda *read: learned.append(read))),
+        upstreams={1: None},
+        _context=SimpleNamespace(limits=SimpleNamespace(max_answer_bytes=1)),
+    )
+    for topics, has_learned in (("t-0", True), ("t-0 u-0", False)):
+        learned.clear()
+        read = Exchange(FetchApi(), read_request(FETCH, topics), 1, 0.0)
+        FanoutShell._learn(shell, Proven(read, 1, 0))
+        assert bool(learned) is has_learned
+    rules = Rules([], rules)
+    FanoutShell._learn(shell, Proven(Exchange(FetchApi(), read_request(FETCH, "t-0"), 1, 0.0), 1, 0))
+    assert not learned
