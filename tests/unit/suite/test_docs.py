@@ -10,11 +10,12 @@ from pathlib import Path
 import click
 import pytest
 
-from kproxy.cli import cli
+from kproxy.cli import COMMANDS, cli
 from tests.support.pages import ROOT, blocks
 from tests.unit.suite.test_deploy import command_named, flags_of
 
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 # Keys in etcd begin with kproxy/ too, but have no file extension.
 FILE = re.compile(r"`((?:codec|kproxy|tests|bench|docs|scripts|deploy|examples)/[\w./*-]+(?:\.\w+|/))`")
@@ -33,6 +34,11 @@ def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
     headings = HEADING.findall(page.read_text(encoding="utf-8"))
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_readme_lists_every_command() -> None:
+    rows = re.findall(r"^\| (`kproxy [^|]*) \|", README, re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"`kproxy ([\w-]+)", row)} == set(COMMANDS)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
