@@ -55,11 +55,21 @@ def test_every_extra_that_is_named_exists() -> None:
     assert not {each for each in named if each[1] not in extras}
 
 
-def test_commit_matches_git() -> None:
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+def test_checkout_asks_git_for_its_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def git(*command: str) -> str:
+        named = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *command]
+        return subprocess.run(named, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+    monkeypatch.setattr(installed, "_PACKAGE", tmp_path / "kproxy")
+    (tmp_path / "file").write_text("1")
+    git("init", "-q")
+    git("add", "file")
+    git("commit", "-qm", "First")
     commit = installed.commit()
-    assert head.startswith(commit.removesuffix("-dirty"))
     assert len(commit) >= 12
+    assert git("rev-parse", "HEAD").startswith(commit)
+    (tmp_path / "file").write_text("2")
+    assert installed.commit() == f"{commit}-dirty"
 
 
 def test_installed_package_knows_its_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
