@@ -78,7 +78,8 @@ checked "Prometheus: rules" "$PROMTOOL" "$PROMTOOL" check rules $chart/files/ale
 cp deploy/compose/prometheus.yaml tests/deploy/alerts_test.yaml $chart/files/alerts.yaml "$work"
 checked "Prometheus: configuration" "$PROMTOOL" "$PROMTOOL" check config "$work/prometheus.yaml"
 checked "Prometheus: alerts fire by given series" "$PROMTOOL" "$PROMTOOL" test rules "$work/alerts_test.yaml"
-checked "Prometheus: alerts fire before real brokers" prometheus .venv/bin/python -m pytest -q tests/deploy/alerts_fire.py
+checked "Prometheus: alerts fire before real brokers" prometheus .venv/bin/python -m pytest -q tests/deploy/test_alerts_fire.py
+checked "Prometheus: the dashboard has data" prometheus .venv/bin/python -m pytest -q tests/deploy/test_dashboard.py
 
 for file in deploy/compose/kafka.yaml deploy/compose/reference.yaml; do
     checked "Compose: ${file##*/}" docker docker compose -f "$file" config --quiet

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import subprocess
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,12 @@ from kproxy.observe.busiest import MOST_NAME_BYTES, MOST_TRACKED, RANK_S, Busies
 from kproxy.observe.tally import BROKER_ERRORS, STAGES
 from kproxy.proxy.broker_watch import GONE_FOR_S
 from tests.integration.proxy.test_metrics import Scrape
+from tests.support.brokers.reference_broker import start_brokers
 from tests.support.brokers.scripted_upstream import Asked, Script
 from tests.support.clients.raw_client import batch, fetch_frame, produce_frame
+from tests.support.etcd.embedded import own_etcd
 from tests.support.processes.running_proxy import both_loops, in_one_go
-from tests.support.processes.served import Samples, Served, served
+from tests.support.processes.served import Samples, Served, page, served
 from tests.support.scene import ANSWERS, HOLDS, T0, Scene, scene, staged
 from tests.support.waiting import eventually
 
@@ -273,21 +276,33 @@ async def test_names_are_not_counted_by_default(tmp_path: Path) -> None:
     assert not [name for name, _ in seen if name.startswith(("kproxy_topic_", "kproxy_client_id_"))]
 
 
+async def pages_of_proxies(tmp_path: Path) -> AsyncIterator[str]:
+    for number in ("1", "2"):
+        (tmp_path / number).mkdir()
+        more = ("--audit-sink", f"json:{tmp_path}/trail", "--workers", number)
+        async with served(tmp_path / number, ANSWERS, more=more, rooms=NAMED) as s:
+            await ask(s, produced_at("t", 0))
+            yield (await s.page("/metrics"))[1]
+
+
 # promtool is not everywhere.
 @pytest.mark.long
-async def test_real_page_passes_promtool(tmp_path: Path) -> None:
+async def test_real_pages_pass_promtool(tmp_path: Path) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed (the Debian package prometheus)")
-    async with served(tmp_path, ANSWERS, more=("--audit-sink", f"json:{tmp_path}/trail"), rooms=NAMED) as s:
-        await ask(s, produced_at("t", 0))
-        _, text = await s.page("/metrics")
-    # The names of the process and of Python are their library's.
-    ours = [line for line in text.splitlines() if "kproxy_" in line.partition("{")[0]]
-    done = subprocess.run(
-        [promtool, "check", "metrics"], input="\n".join(ours) + "\n", text=True, capture_output=True, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    pages = [each async for each in pages_of_proxies(tmp_path)]
+    async with own_etcd(tmp_path / "etcd") as (etcd, _):
+        with start_brokers((1,), tmp_path, etcd.endpoint, "/pages", admin=0) as (broker,):
+            pages.append(page(broker.admin, "/metrics")[1])
+    for text in pages:
+        # The names of the process and of Python are their library's.
+        ours = [line for line in text.splitlines() if "kproxy_" in line.partition("{")[0]]
+        assert len(ours) > 50
+        done = subprocess.run(
+            [promtool, "check", "metrics"], input="\n".join(ours) + "\n", text=True, capture_output=True, check=False
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 class Clock:

@@ -132,13 +132,13 @@ def expressions(path: Path) -> Iterator[str]:
             if variable["type"] == "query":
                 yield variable["query"]["query"]
     else:
-        yield from re.findall(r"^ +expr: (.*)$", path.read_text(), re.MULTILINE)
+        yield from re.findall(r"^        expr: ((?:\|\n(?: {10}.*\n)+)|.*)", path.read_text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize("path", sorted((CHART / "files").iterdir()), ids=name_of)
 def test_metrics_and_labels_match_the_admin_pages(path: Path) -> None:
     labels_of = documented_labels()
-    every_job = {"job", "instance"}
+    every_job = {"job", "instance", "namespace", "pod"}
     found = list(expressions(path))
     assert len(found) > 15
     for expression in found:
