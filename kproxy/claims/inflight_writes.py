@@ -99,7 +99,7 @@ class InflightWrites:
         self.topics = frozenset(topic.encode() for topic in writer_groups)
         self._writer_groups = writer_groups
         self._clock = clock
-        self._unsettled_s = unsettled_s
+        self.unsettled_s = unsettled_s
         self._places: dict[Place, _Unsettled] = {}
         self._members: dict[str, _MemberState] = {}
         self.on_change: Callable[[], None] = lambda: None
@@ -136,7 +136,7 @@ class InflightWrites:
 
     def begin(self, topic: str, partition_index: int) -> Hold:
         """Hold a partition: a write is unanswered and its writer has gone. `done` or time ends the hold."""
-        hold = Hold(_place_within_bound((topic, partition_index), self._places), self._clock() + self._unsettled_s)
+        hold = Hold(_place_within_bound((topic, partition_index), self._places), self._clock() + self.unsettled_s)
         is_new = hold.place not in self._places
         self._places.setdefault(hold.place, _Unsettled()).holds.add(hold)
         if is_new:
@@ -185,7 +185,7 @@ class InflightWrites:
             self.note_member_gone(member, ())
 
     def _mark_uncertain(self, places: Iterable[Place]) -> None:
-        until = self._clock() + self._unsettled_s
+        until = self._clock() + self.unsettled_s
         before = len(self._places)
         for place in places:
             self._places.setdefault(_place_within_bound(place, self._places), _Unsettled()).uncertain_until = until

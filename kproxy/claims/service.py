@@ -83,7 +83,7 @@ class OwnService:
         # Members with other writer groups than this one.
         self._differing: set[str] = set()
         self.admin = ClaimsAdmin(client, self.table)
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._counters = counters
         self._changes = ChangeSignal()
         self._member = OwnMember(
@@ -190,7 +190,7 @@ class OwnService:
         group = request.group
         if not group or connection.group not in (None, group):
             return self._refused(request, INVALID_REQUEST)
-        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        deadline = asyncio.get_running_loop().time() + self.timeout_s
         while not self.is_ready:
             if not await self._changes.wait(deadline):
                 return self._refused(request, COORDINATOR_NOT_AVAILABLE)

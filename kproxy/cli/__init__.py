@@ -20,7 +20,7 @@ import click
 from click.shell_completion import get_completion_class
 
 from kproxy.errors import StartupError
-from kproxy.runtime.interrupts import INTERRUPTED, interruptible
+from kproxy.runtime.interrupts import INTERRUPTED, hold_hangups, interruptible
 
 # name -> module, or module:attribute if that is not `command`; and the line in `kproxy --help`
 COMMANDS = {
@@ -42,6 +42,8 @@ COMMANDS = {
 INTERNAL = {"worker": "kproxy.cli.serve:worker"}
 # Commands that do not use `run_async`, and must stop something even if they are interrupted early.
 RUN_BY_THEMSELVES = ("demo", "pipeline")
+# Commands that SIGHUP never ends, as it has them read their configuration again.
+RELOAD = ("serve", "worker")
 SHELLS = ("bash", "zsh", "fish")
 NEEDS_POSIX = ("serve", "broker", "dev", "demo", "pipeline")
 
@@ -129,6 +131,8 @@ def cli(context: click.Context, debug: bool, log_level: str | None, log_format: 
     """
     if context.invoked_subcommand in RUN_BY_THEMSELVES:
         interruptible()
+    if context.invoked_subcommand in RELOAD:
+        hold_hangups()
     if context.invoked_subcommand in NEEDS_POSIX and sys.platform == "win32":
         raise StartupError(
             f"kproxy {context.invoked_subcommand} runs on Linux and macOS: on Windows run it in WSL 2 (wsl --install)."

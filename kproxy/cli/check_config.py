@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -72,31 +70,14 @@ def command(config: Path | None, as_json: bool) -> None:
 
 
 def _try_files(config: ProxyConfig) -> list[str]:
-    """Check the files of users, tokens, events and the trail as a start does; return the warnings.
+    """Check further files as a start does; return the warnings. Raises StartupError."""
+    # Imported here, because it needs all of the proxy.
+    from kproxy.proxy.reload import try_files
 
-    Raises StartupError.
-    """
-    # Imported here, because only SASL needs the code that verifies tokens and passwords.
-    from kproxy.security.events import check_events_file
-    from kproxy.security.files import SecurityFiles
-    from kproxy.security.reloading import Reloads
-    from kproxy.trail.file_sinks import check_directory
-
-    if config.audit.directory is not None:
-        check_directory(config.audit.directory)
-    if config.events is not None:
-        check_events_file(config.events)
-
-    async def read() -> SecurityFiles:
-        # Keys from a URL need an event loop, even though no key is fetched here.
-        return SecurityFiles(config.sasl, None, None, Reloads(), counters=Counter())
-
-    security = asyncio.run(read())
-    if config.sasl is None or security.lacks_users is None:
+    lacks_users = try_files(config)
+    if config.sasl is None or lacks_users is None:
         return []
-    return [
-        f"sasl.users {config.sasl.users} has no users, so nobody can log in with a password: {security.lacks_users}."
-    ]
+    return [f"sasl.users {config.sasl.users} has no users, so nobody can log in with a password: {lacks_users}."]
 
 
 def _state(setting: Setting, settings: Mapping[str, Setting]) -> str:

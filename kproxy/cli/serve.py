@@ -23,7 +23,8 @@ from kproxy.runtime.process import PARENT_FD, ParentPipe, end_with_parent, raise
 @click.command(
     "serve",
     epilog="Prints one line when it serves: `ready kafka=H:P admin=H:P etcd=URL`. On SIGTERM and Ctrl-C it answers "
-    "what it has read and ends; with --drain-delay it serves on for that long before, unless it is told twice.",
+    "what it has read and ends; with --drain-delay it serves on for that long before, unless it is told twice. On "
+    "SIGHUP it reads the file again; the log names keys that need a restart.",
 )
 @click.option("--config", metavar="FILE", type=click.Path(path_type=Path), help="The TOML file with options.")
 @config_flags()
@@ -45,9 +46,12 @@ def command(
       kproxy serve --etcd http://127.0.0.1:2379 --audit-sink topic
       kproxy serve --config kproxy.toml --listen 0.0.0.0:9092 --advertise kafka.example.org:9092
     """
+    from kproxy.observe.logging import set_level
+
     start_logging(context)
     raise_open_file_limit()
-    options = load_proxy_config(config, flags=flags)
+    options = load_proxy_config(config, flags={"log_level": context.find_root().params["log_level"], **flags})
+    set_level(options.log_level)
     if options.given is not None:
         tell_of_exposed(secret_files(options, options.given.settings))
     end_with_parent()

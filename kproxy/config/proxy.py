@@ -15,9 +15,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -127,6 +126,7 @@ def _share(total: int, number: int, workers: int) -> int:
 ENV_PREFIX = "KPROXY_"
 DEFAULT_PREFIX = "/kafscale"
 OWNERSHIP_SOURCES = ("etcd", "kafka", "static")
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class ListenSection(msgspec.Struct, kw_only=True):
@@ -156,6 +156,12 @@ class FleetSection(msgspec.Struct, kw_only=True):
 
     alone: bool = False
     lease_ttl: Annotated[int, Meta(ge=1, le=3_600)] = 10
+
+
+class LogSection(msgspec.Struct, kw_only=True):
+    """`[log]`."""
+
+    level: LogLevel = "info"
 
 
 class ProduceSection(msgspec.Struct, kw_only=True):
@@ -189,6 +195,7 @@ class Options(msgspec.Struct, kw_only=True):
     admin: AdminOptions = msgspec.field(default_factory=AdminOptions)
     metrics: MetricsSection = NOTHING_NAMED
     limits: Limits = msgspec.field(default_factory=Limits)
+    log: LogSection = msgspec.field(default_factory=LogSection)
 
 
 SECTIONS: dict[str, type[msgspec.Struct]] = {each.name: each.type for each in msgspec.structs.fields(Options)}
@@ -222,7 +229,6 @@ _INNER_SECTIONS = {path.rpartition(".")[0] for path in KEYS} - SECTIONS.keys()
 SECRETS = frozenset(path for path, (kind, _) in KEYS.items() if kind is Secret)
 # Sections without keys of their own: the static table, several listeners, the rules of access, and quotas.
 TABLES = (*STATIC_TABLE_SECTIONS, LISTENERS, ACLS, QUOTAS)
-_READ_AGAIN = (*STATIC_TABLE_SECTIONS, ACLS, QUOTAS)
 
 
 def flag_of(path: str) -> str:
@@ -257,19 +263,13 @@ class Given:
     def is_default(self, path: str) -> bool:
         return self.settings[path].source == "default"
 
-    def changed(self) -> list[str]:
-        """Read the file and the environment again; return the options that only a new start would apply.
+    def again(self) -> ProxyConfig:
+        """Read the file and the environment again. Raises StartupError."""
+        return load_proxy_config(self.file, flags=self.flags)
 
-        Raises StartupError if a start would refuse the options. Tables that a serving proxy reads again are left out.
-        """
-        now = load_settings(self.file, flags=self.flags)
-        build_proxy_config(now)
-        paths = dict.fromkeys([*self.settings, *now])
-        return [path for path in paths if path not in _READ_AGAIN and _value(self.settings, path) != _value(now, path)]
-
-
-def _value(settings: Mapping[str, Setting], path: str) -> object:
-    return settings[path].value if path in settings else None
+    def checked(self) -> ProxyConfig:
+        """Return the configuration of these options. Raises StartupError."""
+        return replace(build_proxy_config(self.settings), given=self)
 
 
 @dataclass(frozen=True)
@@ -314,12 +314,8 @@ class ProxyConfig:
     events: Path | None = None
     admin_options: AdminOptions = field(default_factory=AdminOptions)
     metrics: MetricsSection = NOTHING_NAMED
+    log_level: LogLevel = "info"
     given: Given | None = field(default=None, repr=False, compare=False)
-
-    @property
-    def counts_use(self) -> bool:
-        """Whether limits on clients apply to all workers together."""
-        return self.quotas is not None or self.limits.max_connections_per_address > 0
 
     @property
     def listen(self) -> Address:
@@ -342,8 +338,7 @@ def load_proxy_config(
 
     Values that are None count as not given.
     """
-    settings = load_settings(file, flags=flags, environ=environ)
-    return replace(build_proxy_config(settings), given=Given(file, flags or {}, settings))
+    return Given(file, flags or {}, load_settings(file, flags=flags, environ=environ)).checked()
 
 
 def load_settings(
@@ -393,7 +388,7 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
     share_limits(given.limits, workers)
     audit = audit_options(given.audit, sources)
     tls_to_brokers = given.broker_tls.checked(of_section(sources, "broker_tls"))
-    owners = _owners(given.ownership.table, sources) if source_of_owners == "static" else None
+    owners = _owners(given.ownership.table, settings, sources) if source_of_owners == "static" else None
     writer_groups = _writer_groups(given, sources["own.writer_group"])
     refuse_unwritable_trail(audit, sources["audit.sink"], owners, writer_groups)
     for path, is_set in (
@@ -437,6 +432,7 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
         events=None if given.access.events is None else Path(given.access.events),
         admin_options=given.admin,
         metrics=given.metrics,
+        log_level=given.log.level,
     )
 
 
@@ -529,7 +525,7 @@ def _bootstrap(given: OwnershipSection, source: str) -> tuple[Address, ...]:
     return broker_addresses(given.bootstrap, source)
 
 
-def _owners(table: Path | None, sources: Mapping[str, str]) -> Owners:
+def _owners(table: Path | None, settings: Mapping[str, Setting], sources: Mapping[str, str]) -> Owners:
     inline = [section for section in STATIC_TABLE_SECTIONS if section in sources]
     if table is not None and inline:
         raise StartupError(
@@ -543,14 +539,7 @@ def _owners(table: Path | None, sources: Mapping[str, str]) -> Owners:
             "--ownership static needs its table: name a file with --table, or write [brokers] and [[topics]] into the "
             "configuration file."
         )
-    return _inline_table(Path(sources[inline[0]].rpartition(" in ")[2]))
-
-
-def _inline_table(file: Path) -> Owners:
-    """Return the static table in a configuration file. Raises StartupError."""
-    values = _file_values(file)
-    sections = {section: values[section] for section in STATIC_TABLE_SECTIONS if section in values}
-    return parse_owners(sections, str(file), partial(_inline_table, file))
+    return parse_owners({each: settings[each].value for each in inline}, sources[inline[0]].rpartition(" in ")[2])
 
 
 def _refuse_what_does_not_fit(ownership: str, sources: Mapping[str, str]) -> None:

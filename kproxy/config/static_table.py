@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -29,21 +28,20 @@ class TopicOwners(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Owners:
     """A static table, checked: every owner is one of `brokers`.
 
-    `where` is the table's file; `read_again` reads the table again, and raises StartupError.
+    `where` is the table's file.
     """
 
     brokers: Mapping[int, Address]
     topics: tuple[TopicOwners, ...]
     where: str
-    read_again: Callable[[], Owners]
 
 
 def read_table(file: Path) -> Owners:
     """Read a file that has only a static table. Raises StartupError."""
-    return parse_owners(read_toml(file, "--table"), str(file), partial(read_table, file))
+    return parse_owners(read_toml(file, "--table"), str(file))
 
 
-def parse_owners(sections: Mapping[str, object], where: str, read_again: Callable[[], Owners]) -> Owners:
+def parse_owners(sections: Mapping[str, object], where: str) -> Owners:
     """Parse `brokers`, which maps ids to "host:port", and `topics`, each with a name and owners.
 
     Raises StartupError, which names the fault and `where`.
@@ -76,4 +74,4 @@ def parse_owners(sections: Mapping[str, object], where: str, read_again: Callabl
                     f"topic {topic.name!r} in {where} gives partition {partition_index} to broker {owner}, which is "
                     f"not in [brokers]: there are {', '.join(map(str, sorted(brokers)))}."
                 )
-    return Owners(brokers, topics, where, read_again)
+    return Owners(brokers, topics, where)

@@ -116,6 +116,9 @@ LEVELS = ("debug", "info", "warning", "error")
 _OF_STRUCTLOG: Final = frozenset({"exc_info", "stack_info", "_record", "_from_structlog"})
 _PLAIN: Final = frozenset({str, int, float, bool, type(None)})
 
+# The class of all loggers; each keeps its object. `set_level` replaces the methods.
+_Logger: Final = type("_Logger", (structlog.make_filtering_bound_logger(logging.INFO),), {})
+
 # Marks the line that says how many were left out, which is always logged.
 _TOLD: Final = "_told"
 
@@ -139,7 +142,7 @@ def configure_logging(level: str, log_format: str | None = None) -> None:
     )
     structlog.configure(
         processors=[*opening, _Bounded(bound), *shaping, *rendering],
-        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
+        wrapper_class=_Logger,
         logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
         cache_logger_on_first_use=True,
     )
@@ -151,8 +154,18 @@ def configure_logging(level: str, log_format: str | None = None) -> None:
         )
     )
     handler.addFilter(lambda record: bound.admits(record.levelname.lower(), str(record.msg)))
-    logging.basicConfig(handlers=[handler], level=max(logging.WARNING, getattr(logging, level.upper())))
+    logging.basicConfig(handlers=[handler])
+    set_level(level)
     atexit.register(bound.tell, at_once=True)
+
+
+def set_level(level: str) -> None:
+    """Log `level` and above from now on, also by loggers that are in use."""
+    number = getattr(logging, level.upper())
+    for name, method in vars(structlog.make_filtering_bound_logger(number)).items():
+        if not name.startswith("_"):
+            setattr(_Logger, name, method)
+    logging.getLogger().setLevel(max(logging.WARNING, number))
 
 
 class _Bounded:

@@ -466,6 +466,17 @@ def reloads(counters: Mapping[str, int]) -> Metric:
     return _by("outcome", _OUTCOMES, "kproxy_tls_reloads", text, counters, "tls.reloads.")
 
 
+def config_reloads(counters: Mapping[str, int]) -> Iterable[Metric]:
+    """Yield the counters and gauges of reloads of the configuration; none in a worker, whose supervisor has them."""
+    if "config.since" in counters:
+        text = "Readings of the configuration again (SIGHUP), by outcome."
+        yield _by("outcome", _OUTCOMES, "kproxy_config_reloads", text, counters, "config.reloads.")
+        text = "Whether the last reading of the configuration succeeded: 1, else 0."
+        yield gauge("kproxy_config_last_reload_successful", text, counters["config.successful"])
+        text = "When the configuration in force was read, as Unix time."
+        yield gauge("kproxy_config_last_reload_success_timestamp_seconds", text, counters["config.since"])
+
+
 def events_lost(counters: Mapping[str, int]) -> Metric:
     """Return the counter of lost security events."""
     text = "Security events that could not be written to access.events."
@@ -490,6 +501,7 @@ def _handshakes(name: str, text: str, counters: Mapping[str, int], counted_as: s
 
 def _tls(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric]:
     yield expiry(vitals.certificates)
+    yield from config_reloads(counters)
     yield reloads(counters)
     yield from page_connections(counters)
     text = "Attempts to fetch the keys of tokens from their issuer."

@@ -1,7 +1,7 @@
 """Take owners from a fixed table in the configuration: brokers by id, owners by topic and partition.
 
 It serves sidecars whose brokers seldom move, and measurements. A topic that the table does not name has no owner.
-SIGHUP reads the table again; if it is invalid, the last valid table stays in force.
+A reload of the configuration brings another table (`load`).
 
 Invariant: a revision is the number of the reading that changed an entry. Revisions only grow.
 """
@@ -21,12 +21,13 @@ class StaticTable:
         self._topology = topology
         self._owners = owners
         self._readings = 0
-        self._load(owners)
+        self.load(owners)
 
     age_s = 0.0
     stale = False
 
-    def _load(self, owners: Owners) -> None:
+    def load(self, owners: Owners) -> None:
+        """Use another table."""
         self._owners = owners
         self._readings += 1
         topology = self._topology
@@ -54,8 +55,6 @@ class StaticTable:
         """Do nothing: the table does not change by itself."""
 
     async def reload(self) -> str:
-        """Read the table's file again. Raises StartupError if it is invalid."""
-        owners = await asyncio.to_thread(self._owners.read_again)
-        self._load(owners)
-        partitions = sum(len(topic.owners) for topic in owners.topics)
-        return f"{partitions} partitions and {len(owners.brokers)} brokers, from {owners.where}"
+        """Return which table is in force, as `load` has taken it."""
+        partitions = sum(len(topic.owners) for topic in self._owners.topics)
+        return f"{partitions} partitions and {len(self._owners.brokers)} brokers, from {self._owners.where}"

@@ -185,6 +185,12 @@ class AnswerMemory:
         if more < 0:
             self.wake()
 
+    def follow_total(self) -> None:
+        """Follow a change of the budget's total."""
+        self._half = self._budget.total // 2
+        self.change(0, True)
+        self.wake()
+
     def wake(self) -> None:
         """Schedule room for waiters that may have it; also call it periodically, as clients become proven."""
         if self._waiting and not self._is_waking:

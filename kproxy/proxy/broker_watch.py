@@ -332,6 +332,13 @@ class Brokers:
         self.on_open: Callable[[Address], None] = lambda address: None
         self.on_lost: Callable[[], None] = lambda: None
 
+    def change(self, limits: Limits) -> None:
+        """Use other limits."""
+        self.limits = limits
+        for watch in self._watches.values():
+            if watch not in self.asking:
+                watch.breaker = Breaker(limits.probe_timeout_s)
+
     # The topology
 
     def at(self, owner: int, address: Address) -> BrokerWatch:

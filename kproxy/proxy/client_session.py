@@ -468,8 +468,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
             self._judge_taking(now)
         if self._gate is not None and not self.closed and not is_late:
             self._gate.look(now)
-        if self._access is not None and self._access.has_changed():
-            self._forget_routes()
+        self.follow_rules()
         if self._meter is not None:
             self._meter.look()
         else:
@@ -489,6 +488,11 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
     @property
     def _is_claimant(self) -> bool:
         return self._fanout.claims.has_claims or self._control.is_claiming
+
+    def follow_rules(self) -> None:
+        """Forget the routes of the compiled path if the client's permissions have changed."""
+        if self._access is not None and self._access.has_changed():
+            self._forget_routes()
 
     def _forget_routes(self) -> None:
         if self._compiled is not None:

@@ -107,6 +107,18 @@ class ProxyContext:
         self.budget = Budget(self.limits.max_in_flight_bytes_total)
         self.answer_memory = AnswerMemory(self.budget, self.clock)
 
+    def change(self, limits: Limits) -> None:
+        """Use other limits; those of one connection hold for later ones."""
+        self.limits = limits
+        self.brokers.change(limits)
+        self.budget.total = limits.max_in_flight_bytes_total
+        self.answer_memory.follow_total()
+        if self.trail is not None:
+            self.trail.deadline_cap_ms = limits.deadline_cap_ms
+        if self.own is not None:
+            self.own.timeout_s = limits.own_timeout_s
+            self.own.unsettled.unsettled_s = limits.own_unsettled_s
+
     @property
     def coordinators(self) -> Coordinators | LeasedCoordinators:
         """By leases where the proxy itself tells clients of coordinators, or else as brokers say."""

@@ -136,7 +136,7 @@ class TableTimes:
 class ProxyObserver:
     """`vitals`, `table`, `readiness`, `shipping` return what they are called; `claims` their number, if there are any.
 
-    `events` are shown once this observes.
+    `events` are shown once this observes. `facts` returns more of these for the page.
     """
 
     def __init__(
@@ -152,9 +152,11 @@ class ProxyObserver:
         counters: Mapping[str, int],
         events: SecurityEvents,
         name: str,
+        facts: Callable[[], Mapping[str, str]] = dict,
         clock: Callable[[], float] = time.monotonic,
         wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
     ) -> None:
+        self._facts = facts
         self._listener = listener
         self._table = table
         self._readiness = readiness
@@ -328,7 +330,7 @@ class ProxyObserver:
             brokers_total=len(brokers) - gone,
             proxies=[ProxyLine(each.id, str(Address(each.host, each.port)), each.this) for each in view.proxies][:200],
             limits=_limits(vitals, self._shipping()),
-            facts=_facts(vitals, view),
+            facts={**_facts(vitals, view), **self._facts()},
             events=self._timeline.latest,
         )
 

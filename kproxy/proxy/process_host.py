@@ -27,6 +27,7 @@ from kproxy.observe.table import ClaimsQuery, FreeOrder, TableQuery, TableView, 
 from kproxy.observe.tally import Tally
 from kproxy.proxy.admission import OpenConnections
 from kproxy.proxy.overview import ProxyObserver
+from kproxy.proxy.reload import Read, ReloadStatus, read_again
 from kproxy.runtime.notify import say_ready, say_stopping, say_waiting
 from kproxy.security.events import SecurityEvents
 from kproxy.security.quotas import Accounts
@@ -113,7 +114,10 @@ class OwnPages:
 
 
 class ProcessHost:
-    """The reports of one process that serves alone. `worker`: its number, if others listen on the same port."""
+    """The reports of one process that serves alone, and its configurations.
+
+    `worker`: its number, if others listen on the same port.
+    """
 
     worker: int | None = None
 
@@ -126,6 +130,14 @@ class ProcessHost:
         """Show `pages` on the admin page, if there is a `site`. Raises StartupError."""
         if site is not None:
             self._admin, self._said = await site.start(AdminPage(pages, self._replicas, site.guard))
+
+    def configurations(self, hangup: asyncio.Event) -> tuple[asyncio.Event, Read]:
+        """Return what is set when another configuration is to be read, and what reads it."""
+        return hangup, read_again
+
+    def status(self, counters: Counter[str], events: SecurityEvents) -> ReloadStatus:
+        """Return what tells of reloads; called once, at the start."""
+        return ReloadStatus(counters, events)
 
     def waits(self, sentence: str) -> None:
         """Report the reason why startup waits; called when it changes, and periodically."""

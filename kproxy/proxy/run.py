@@ -2,8 +2,8 @@
 
 It has listeners, an ownership source and an admin page. A proxy may start before its source is up: it reports the
 reason why it waits, also on `/readyz`, and serves once its table, and users and rules in etcd, are loaded. On SIGHUP it
-reads the source again, and the files of TLS, users, keys, rules and quotas. On SIGTERM and SIGINT it leaves the fleet,
-continues to serve for `drain_delay` or until a second signal, and drains.
+reads its configuration, the files that this names and the source again (kproxy.proxy.reload). On SIGTERM and SIGINT it
+leaves the fleet, continues to serve for `drain_delay` or until a second signal, and drains.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import secrets
-import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from random import Random
@@ -25,7 +23,7 @@ import structlog
 
 from kproxy.claims.admin import ClaimsAdmin
 from kproxy.claims.service import OwnService
-from kproxy.config import Address, ProxyConfig
+from kproxy.config import Address, AuditOptions, ProxyConfig
 from kproxy.config.listeners import ListenerConfig, advertised_listeners, ready_listeners
 from kproxy.config.principal_rules import DEFAULT_MAPPING
 from kproxy.config.tls import BrokerTls, ListenerTls, Loaded, load_broker_tls
@@ -40,10 +38,12 @@ from kproxy.proxy import descriptors
 from kproxy.proxy.access import AccessControl
 from kproxy.proxy.admission import Admission, OpenConnections
 from kproxy.proxy.apis import NO_RANGES
+from kproxy.proxy.audit import Audit
 from kproxy.proxy.claims import attach, open_own
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.overview import ProxyObserver
 from kproxy.proxy.process_host import AdminSite, OwnPages, ProcessHost
+from kproxy.proxy.reload import ConfigReload, Serving
 from kproxy.proxy.server import Listener
 from kproxy.proxy.sources import OpenSource, Source, open_source
 from kproxy.routing.topology import Topology
@@ -59,9 +59,6 @@ from kproxy.security.mechanisms import servers
 from kproxy.security.reloading import Reloading, Reloads
 from kproxy.security.sasl import SASL_APIS, SASL_WITHOUT_V0, Times
 from kproxy.security.tls_acceptor import load_for_acceptor
-from kproxy.trail.overlaps import Overlap
-from kproxy.trail.shipper import Shipper, ShipperVitals
-from kproxy.trail.sink import make_sink
 from kproxy.trail.trail import Trail
 
 # For gc.set_threshold: net allocations before the youngest objects are collected, and rounds before older ones are.
@@ -70,8 +67,6 @@ COLLECTOR_THRESHOLDS = (20_000, 50, 100)
 KEPT_BYTES = 32 << 20
 # How long another thread may hold Python's lock, in seconds (Python's default: 5 ms). Threads read long requests.
 SWITCH_S = 0.001
-# How long the rest of the audit trail may take to ship at the end, in seconds.
-SHIP_REST_S = 5.0
 
 log = structlog.get_logger(__name__)
 
@@ -100,11 +95,12 @@ class _Proxy:
         self._events = SecurityEvents(config.events, self._counters, worker=host.worker)
         self._reminders = Reminders(time.monotonic)
         self._random = Random()  # noqa: S311 -- spreads retries, guards nothing
-        self._reloads = Reloads(config.given if host.worker is None else None, self._events)
+        self._reloads = Reloads(self._events)
+        self._certificates: dict[str, Reloading[Loaded]] = {}
         self._connections = OpenConnections()
         self._site: AdminSite | None = None
-        self._audit_access = self._open_audit_access()
         self._access = self._open_access()
+        self._status = host.status(self._counters, self._events)
 
     async def serve(self) -> None:
         """Serve until cancelled; then drain."""
@@ -142,7 +138,9 @@ class _Proxy:
             # Between the end of the last client and of the listener: the rest of the trail may go through this proxy.
             await stack.enter_async_context(audit.keep())
             stack.push_async_callback(self._listener.drain)
-            await self._listener.serve(context, fleets=membership.by_listener, admissions=self._admissions(security))
+            await self._listener.serve(
+                context, fleets=membership.by_listener, admissions=self._admissions(config, security)
+            )
             if self._host.worker in (None, 1):
                 log.info("plain path chosen", kind="Python" if compiled is None else "compiled")
                 _warn_about_fd_limit(config)
@@ -167,7 +165,18 @@ class _Proxy:
             running += [task for task in (fetching, sharing) if task is not None]
             if own is not None and own.running is not None:
                 running.append(own.running)
-            await unless_failed(_reload_at(self._signals.hangup, opened.source, self._reloads), running)
+            wanted, read = self._host.configurations(self._signals.hangup)
+            serving = Serving(
+                listener=self._listener,
+                source=opened.source,
+                security=security,
+                audit=audit,
+                reloads=self._reloads,
+                certificates=self._certificates,
+                admissions=lambda changed: self._admissions(changed, security),
+            )
+            reload = ConfigReload(config, self._reloads, read=read, prepare=serving.prepare, tell=self._status.tell)
+            await unless_failed(reload.run(wanted, lambda: _reload_source(opened.source)), running)
 
     async def _linger(self, kind: type[BaseException] | None, *_: object) -> None:
         """Continue to serve for a while after a stop signal, but not after a failure."""
@@ -185,6 +194,7 @@ class _Proxy:
             tls = None
             if listener.tls is not None:
                 tls = self._reloads.add(self._reloading(listener, listener.tls))
+                self._certificates[listener.name] = tls
             ports.append(
                 await self._listener.bind_for(
                     listener,
@@ -209,26 +219,24 @@ class _Proxy:
         """Make the access to brokers. Raises StartupError."""
         options = self._config.broker_tls
         tls = self._reloading_towards(options, "TLS towards brokers")
+        self._reloads.replace(None, tls)
         return BrokerAuth(options, tls, self._config.broker_sasl, random=self._random)
 
-    def _open_audit_access(self) -> BrokerAuth:
-        """The access to the cluster that the audit trail is shipped to. Raises StartupError."""
-        options = self._config.audit.tls
-        tls = self._reloading_towards(options, "TLS towards the cluster of the audit trail")
-        return BrokerAuth(options, tls, self._config.audit.sasl, random=self._random, needs_tls="set audit.tls")
+    def _audit_access(self, options: AuditOptions) -> BrokerAuth:
+        """Make the access to the cluster that the audit trail is shipped to. Raises StartupError."""
+        tls = self._reloading_towards(options.tls, "TLS towards the cluster of the audit trail")
+        return BrokerAuth(options.tls, tls, options.sasl, random=self._random, needs_tls="set audit.tls")
 
     def _reloading_towards(self, options: BrokerTls | None, named: str) -> Reloading[Loaded] | None:
-        """Load a context for connections, and follow its files. Raises StartupError."""
+        """Load a context for connections. Raises StartupError."""
         if options is None:
             return None
-        return self._reloads.add(
-            Reloading(
-                named,
-                options.files,
-                lambda: load_broker_tls(options),
-                counters=self._counters,
-                tells=self._host.worker in (None, 1),
-            )
+        return Reloading(
+            named,
+            options.files,
+            lambda: load_broker_tls(options),
+            counters=self._counters,
+            tells=self._host.worker in (None, 1),
         )
 
     def _open_site(self) -> AdminSite | None:
@@ -238,7 +246,8 @@ class _Proxy:
 
     async def _vitals(self) -> Vitals:
         vitals = await self._listener.vitals()
-        towards = {"broker": self._access.expires_at, "audit": self._audit_access.expires_at}
+        of_audit = self._audit.expires_at if self._audit is not None else None
+        towards = {"broker": self._access.expires_at, "audit": of_audit}
         ours = {(use, ""): ends_at for use, ends_at in towards.items() if ends_at is not None}
         page = self._site.certificates if self._site is not None else {}
         return replace(vitals, certificates={**vitals.certificates, **ours, **page})
@@ -261,7 +270,7 @@ class _Proxy:
         worker = self._host.worker
         name = str(Address(*self._advertised(port))) + ("" if worker is None else f"/{worker}")
         dial = self._listener.connect_inside
-        return Audit(self._config, name, self._counters, self._random, dial, self._audit_access)
+        return Audit(self._config, name, self._counters, self._random, dial, self._audit_access, self._reloads)
 
     def _access_in_etcd(self) -> AccessInEtcd | None:
         config = self._config
@@ -294,20 +303,21 @@ class _Proxy:
             events=self._events,
         )
 
-    def _admissions(self, security: SecurityFiles) -> dict[str, Admission]:
+    def _admissions(self, config: ProxyConfig, security: SecurityFiles) -> dict[str, Admission]:
         """The requirements for clients, by listener; a listener that is not named has none."""
-        config = self._config
         for_all = config.access is not None or config.quotas is not None or config.limits.max_connections_per_address
         admissions = {}
         for listener in config.listeners:
             mechanisms = config.sasl.offered(listener) if config.sasl is not None else ()
             shows_certificates = listener.tls is not None and listener.tls.client_ca is not None
             if mechanisms or shows_certificates or for_all:
-                admissions[listener.name] = self._admission(listener, mechanisms, security)
+                admissions[listener.name] = self._admission(config, listener, mechanisms, security)
         return admissions
 
-    def _admission(self, listener: ListenerConfig, mechanisms: tuple[str, ...], security: SecurityFiles) -> Admission:
-        config, sasl = self._config, self._config.sasl
+    def _admission(
+        self, config: ProxyConfig, listener: ListenerConfig, mechanisms: tuple[str, ...], security: SecurityFiles
+    ) -> Admission:
+        sasl = config.sasl
         carries = sasl is not None and bool(mechanisms) and sasl.carries(listener)
         offered = servers(
             mechanisms,
@@ -364,7 +374,7 @@ class _Proxy:
             own=own,
             sasl_apis=of_sasl if sasl is not None else NO_RANGES,
             access=self._access_control(security),
-            quotas=(lambda: security.quotas) if self._config.quotas is not None else None,
+            quotas=lambda: security.quotas,
             trail=trail,
             limits=self._config.limits,
             clock=time.monotonic,
@@ -390,6 +400,7 @@ class _Proxy:
             counters=self._counters,
             events=self._events,
             name=f"kproxy at {Address(*self._advertised(port))}",
+            facts=self._status.facts,
         )
         return OwnPages(
             observer=observer,
@@ -429,18 +440,11 @@ class _Proxy:
         )
 
 
-async def _reload_at(hangup: asyncio.Event, source: Source, reloads: Reloads) -> None:
-    while True:
-        await hangup.wait()
-        hangup.clear()
-        await reloads.reload()
-        reported = ""
-        try:
-            log.info("ownership reloaded", outcome=await source.reload())
-        except StartupError as error:
-            reported = str(error)
-            log.error("ownership not reloaded", consequence="the known owners stay in force", reason=reported)
-        await reloads.report_options(reported)
+async def _reload_source(source: Source) -> None:
+    try:
+        log.info("ownership reloaded", outcome=await source.reload())
+    except StartupError as error:
+        log.error("ownership not reloaded", consequence="the known owners stay in force", reason=str(error))
 
 
 def _warn_about_fd_limit(config: ProxyConfig) -> None:
@@ -472,78 +476,3 @@ def _tune_memory() -> None:
     gc.set_threshold(*COLLECTOR_THRESHOLDS)
     if compiled is not None:
         compiled.keep_freed(KEPT_BYTES)
-
-
-class Audit:
-    """The audit trail of this process while it serves, under the name `proxy`.
-
-    `keep` begins the trail before the first client is served and ends it when the last one is gone. `ship` is called
-    once the proxy serves, as the trail may pass through the proxy itself, which `dial` connects to. The rest is shipped
-    at the end. `access` is that to the brokers of another cluster, if it is shipped there. An offset that is assigned
-    twice is logged and counted. Raises StartupError for a sink that cannot be used.
-    """
-
-    def __init__(
-        self,
-        config: ProxyConfig,
-        proxy: str,
-        counters: Counter[str],
-        random: Random,
-        dial: Callable[[], socket.socket],
-        access: BrokerAuth,
-    ) -> None:
-        options, incarnation = config.audit, secrets.token_hex(8)
-        self._counters = counters
-        self._shipper: Shipper | None = None
-        sink = make_sink(options, incarnation, _wall_ms(), dial, access)
-        if sink is not None:
-            self._shipper = Shipper(
-                sink, max_bytes=options.max_bytes, counters=counters, clock=time.monotonic, random=random
-            )
-        self.trail = Trail(
-            proxy,
-            incarnation,
-            clock=time.monotonic,
-            wall_ms=_wall_ms,
-            deadline_cap_ms=config.limits.deadline_cap_ms,
-            interval_s=options.interval_s,
-            offer=self._shipper.offer if self._shipper is not None else None,
-            key=options.key,
-            left_out={options.topic.encode()},
-            on_overlap=self._count,
-        )
-
-    @property
-    def shipping(self) -> ShipperVitals | None:
-        """The state of the shipping; None without a sink."""
-        return self._shipper.vitals if self._shipper is not None else None
-
-    def _count(self, overlap: Overlap) -> None:
-        self._counters["audit.overlaps"] += 1
-        self._counters["audit.overlapping_records"] += overlap.last_offset - overlap.first_offset + 1
-
-    @contextlib.asynccontextmanager
-    async def keep(self) -> AsyncIterator[None]:
-        """Run the trail; then end it, and ship as much as its sink accepts."""
-        if self._shipper is not None:
-            self.trail.begin()
-        looking = asyncio.create_task(self.trail.keep_looking())
-        try:
-            yield
-        finally:
-            await cancel(looking)
-            try:
-                self.trail.end()
-            except Exception:  # the boundary: its rows are shipped, and their missing end shows the failure
-                log.exception("audit trail not closed")
-            if self._shipper is not None:
-                await self._shipper.close(SHIP_REST_S)
-
-    def ship(self) -> None:
-        """Begin to ship; call it once the proxy serves."""
-        if self._shipper is not None:
-            self._shipper.start()
-
-
-def _wall_ms() -> int:
-    return time.time_ns() // 1_000_000

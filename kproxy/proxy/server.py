@@ -268,6 +268,17 @@ class Listener:
             acceptor.open(server)
         self._ticker = asyncio.get_running_loop().create_task(self._watch_deadlines(context))
 
+    def change(self, limits: Limits, admissions: Mapping[str, Admission]) -> None:
+        """Use other limits, and other requirements for new clients; have all follow the current rules."""
+        self._limits = limits
+        self._admissions = admissions
+        for acceptor, _ in self._acceptors:
+            acceptor.max_half_open = limits.max_half_open
+        if self._context is not None:
+            self._context.change(limits)
+        # Soon, not only at the next tick.
+        self._each(self._sessions, ClientSession.follow_rules, "new rules")
+
     @property
     def watching(self) -> asyncio.Task[None]:
         """Watch deadlines; ends only by an error, after which nothing may be served."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from types import FrameType
 
 INTERRUPTED = 130
@@ -27,6 +28,12 @@ def interruptible() -> None:
     """Restore Python's own handler: Ctrl-C raises KeyboardInterrupt, or an event loop handles it."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def hold_hangups() -> None:
+    """Keep SIGHUP until kproxy.runtime.signals takes it: it must not end a command that is starting."""
+    if sys.platform != "win32":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
 
 
 def _end(number: int, frame: FrameType | None) -> None:

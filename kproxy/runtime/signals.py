@@ -51,6 +51,8 @@ class Signals:
         loop.add_signal_handler(signal.SIGTERM, self._on_stop)
         loop.add_signal_handler(signal.SIGINT, self._on_stop)
         loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
+        # Held back since the start of the command (kproxy.runtime.interrupts).
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -127,7 +127,8 @@ class BrokerAuth:
         needs_tls: str = "set broker_tls",
     ) -> None:
         self._options = options
-        self._tls = tls
+        # What follows the files of TLS; None without TLS.
+        self.tls = tls
         self._sasl = sasl
         self._identity = identity
         # The remedy if a broker speaks TLS and these connections do not.
@@ -147,12 +148,12 @@ class BrokerAuth:
 
     def carrying(self, identity: Identity) -> BrokerAuth:
         """Return the same access with a client's identity."""
-        return BrokerAuth(self._options, self._tls, identity=identity, random=self._random)
+        return BrokerAuth(self._options, self.tls, identity=identity, random=self._random)
 
     @property
     def is_plain(self) -> bool:
         """Whether connections have neither TLS nor SASL."""
-        return self._tls is None and not self._has_sasl
+        return self.tls is None and not self._has_sasl
 
     @property
     def _has_sasl(self) -> bool:
@@ -172,12 +173,12 @@ class BrokerAuth:
     @property
     def expires_at(self) -> float | None:
         """When the client certificate expires, in seconds since the epoch; None without one."""
-        certificate = self._tls.current.certificate if self._tls is not None else None
+        certificate = self.tls.current.certificate if self.tls is not None else None
         return None if certificate is None else certificate.expires_at
 
     def context(self) -> ssl.SSLContext | None:
         """Return the present TLS context; None for plain text."""
-        return None if self._tls is None else self._tls.current.context
+        return None if self.tls is None else self.tls.current.context
 
     def server_name(self, host: str) -> str | None:
         """Return the name that the certificate of the broker at `host` must have; None for plain text."""

@@ -46,37 +46,23 @@ class SecurityFiles:
         in_etcd: AccessInEtcd | None = None,
         events: SecurityEvents = NO_EVENTS,
     ) -> None:
-        self._users = self._tokens = self._acls = self._quotas = None
+        self._users = self._tokens = None
+        self._acls: Reloading[list[Acl]] | None = None
+        self._quotas: Reloading[Quotas] | None = None
         self._in_etcd = in_etcd
+        self._reloads = reloads
+        self._counters = counters
         self._tells = tells
         # The owner of this object runs the key server.
         self.key_server: KeyServer | None = None
-        self.accounts = Accounts(quotas.share if quotas is not None else 1.0)
+        self.accounts = Accounts()
         self._add_users = "add one with `kproxy user add --etcd`"
-
-        def follow(
-            named: str,
-            file: Path,
-            read: Callable[[Path], Content],
-            on_change: Callable[[Content], None] = lambda content: None,
-            entries: Callable[[Content], Mapping[str, object]] = lambda content: {},
-        ) -> Reloading[Content]:
-            return reloads.add(
-                Reloading(
-                    named,
-                    [file],
-                    lambda: read(file),
-                    counters=counters,
-                    tells=tells,
-                    on_change=on_change,
-                    entries=entries,
-                )
-            )
-
         if sasl is not None and sasl.users is not None:
             self._add_users = f"add one with `kproxy user add --users {sasl.users} NAME`"
-            self._users = follow(
-                "users", sasl.users, read_users, lambda users: self.tell_of_no_users(), lambda users: users.by_name
+            self._users = reloads.add(
+                self._follow(
+                    "users", sasl.users, read_users, lambda users: self.tell_of_no_users(), lambda users: users.by_name
+                )
             )
         if sasl is not None and sasl.oauth is not None:
             token_options, jwks = _token_options(sasl.oauth), str(sasl.oauth.jwks)
@@ -90,21 +76,60 @@ class SecurityFiles:
                     events=events,
                 )
             else:
-                self._tokens = follow("keys of tokens", Path(jwks), lambda file: read_verifier(file, token_options))
-        if access is not None and access.file is not None:
-            self._acls = follow(
+                self._tokens = reloads.add(
+                    self._follow("keys of tokens", Path(jwks), lambda file: read_verifier(file, token_options))
+                )
+        if in_etcd is not None:
+            in_etcd.on_acls = self._combine
+        # Each change of the rules makes another object, which open connections compare with theirs.
+        self.rules = Rules([])
+        self.prepare(access, quotas)()
+
+    def prepare(self, access: AccessOptions | None, quotas: QuotaOptions | None) -> Callable[[], None]:
+        """Read the files of rules and quotas, unless they are followed; return what follows them from now on.
+
+        Raises StartupError.
+        """
+        acls, limits = self._acls, self._quotas
+        if acls is None and access is not None and access.file is not None:
+            acls = self._follow(
                 "acls",
                 access.file,
                 lambda file: acls_of(read_acls(file)),
                 lambda acls: self._combine(),
                 lambda acls: {str(acl): acl for acl in acls},
             )
-        if in_etcd is not None:
-            in_etcd.on_acls = self._combine
-        # Each change of the rules makes another object, which open connections compare with theirs.
-        self.rules = Rules(self._all_acls())
-        if quotas is not None:
-            self._quotas = follow("quotas", quotas.file, lambda file: Quotas(read_quotas(file), self.accounts))
+        if limits is None and quotas is not None:
+            limits = self._follow("quotas", quotas.file, lambda file: Quotas(read_quotas(file), self.accounts))
+
+        def follow() -> None:
+            if quotas is not None:
+                self.accounts.part = quotas.share
+            if limits is not None and limits is not self._quotas:
+                self._quotas = self._reloads.add(limits)
+            if acls is not None and acls is not self._acls:
+                self._acls = self._reloads.add(acls)
+                self._combine()
+
+        return follow
+
+    def _follow(
+        self,
+        named: str,
+        file: Path,
+        read: Callable[[Path], Content],
+        on_change: Callable[[Content], None] = lambda content: None,
+        entries: Callable[[Content], Mapping[str, object]] = lambda content: {},
+    ) -> Reloading[Content]:
+        return Reloading(
+            named,
+            [file],
+            lambda: read(file),
+            counters=self._counters,
+            tells=self._tells,
+            on_change=on_change,
+            entries=entries,
+        )
 
     @property
     def quotas(self) -> Quotas:

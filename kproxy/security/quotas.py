@@ -125,7 +125,7 @@ class Accounts:
     """
 
     def __init__(self, part: float = 1.0) -> None:
-        self._part = part
+        self.part = part
         self._accounts: dict[tuple[str, str], Account] = {}
         # These accounts, and forgotten ones that connections still use.
         self._by_digest: WeakValueDictionary[bytes, Account] = WeakValueDictionary()
@@ -146,7 +146,7 @@ class Accounts:
         account = self._by_digest.get(digest)
         if account is not None:
             return account
-        account = self._by_digest[digest] = Account(*(None if rate is None else rate * self._part for rate in rates))
+        account = self._by_digest[digest] = Account(*(None if rate is None else rate * self.part for rate in rates))
         for kind in range(len(_KINDS)):
             parts = self._parts.get(digest + bytes((kind,)))
             if parts is not None:

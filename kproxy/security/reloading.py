@@ -8,7 +8,7 @@ Transitions
   settled  -> changing   a check finds the files changed
   changing -> changing   the next check finds them changed again
   changing -> settled    the next check finds them unchanged, and they are loaded
-  any      -> settled    `reload` (SIGHUP) loads them at once
+  any      -> settled    `reload`, or a reload of the configuration (kproxy.proxy.reload), loads them at once
 
 Invariants
 1. `current` is always a value that was loaded whole. An invalid file leaves the value as it is; each attempt is
@@ -27,7 +27,6 @@ from typing import Any, Final, Generic, TypeVar
 
 import structlog
 
-from kproxy.config.proxy import Given
 from kproxy.errors import StartupError
 from kproxy.security.events import NO_EVENTS, SecurityEvents
 
@@ -37,6 +36,10 @@ log = structlog.get_logger(__name__)
 LOOK_S: Final = 2.0
 
 T = TypeVar("T")
+Source = tuple[Sequence[Path], Callable[[], T]]
+"""Files, and what makes a value of them."""
+Take = Callable[[SecurityEvents], Callable[[], None]]
+"""Takes a loaded value, on the event loop, and returns what tells of its changes, on any thread: it may take long."""
 _Print = tuple[tuple[int, int, int] | None, ...]
 
 
@@ -77,9 +80,9 @@ class Reloading(Generic[T]):
 
     async def reload(self, events: SecurityEvents = NO_EVENTS) -> bool:
         """Load the files now, and record it in `events`; return whether they could be loaded."""
-        self._attempted = self._seen = await asyncio.to_thread(_print_of, self._files)
+        await asyncio.to_thread(self.pass_over)
         try:
-            value = await asyncio.to_thread(self._load)
+            take = await asyncio.to_thread(self.prepare)
         except StartupError as error:
             self._failed(str(error), events)
             return False
@@ -87,65 +90,103 @@ class Reloading(Generic[T]):
             log.exception("files not loaded", what=self.named)
             self._failed("an internal error", events)
             return False
-        before, self.current = self.current, value
-        self._counters["tls.reloads.done"] += 1
-        if self._tells:
-            log.info("reloaded", what=self.named)
-        self._on_change(value)
-        if self._tells:
-            events.tell("reloaded", what=self.named)
-            # This runs on a thread, as there may be many users.
-            entries = self._entries
-            await asyncio.to_thread(lambda: events.tell_changes(self.named, entries(before), entries(value)))
+        await asyncio.to_thread(take(events))
         return True
 
+    def prepare(self, source: Source[T] | None = None) -> Take:
+        """Load the files, or those of another `source` from now on, on any thread. Raises StartupError."""
+        files, load = source or (self._files, self._load)
+        seen, value = _print_of(files), load()
+
+        def take(events: SecurityEvents) -> Callable[[], None]:
+            self._files, self._load, self._attempted, self._seen = tuple(files), load, seen, seen
+            before, self.current = self.current, value
+            self._counters["tls.reloads.done"] += 1
+            self._on_change(value)
+            if not self._tells:
+                return lambda: None
+            log.info("reloaded", what=self.named)
+            events.tell("reloaded", what=self.named)
+            entries = self._entries
+            return lambda: events.tell_changes(self.named, entries(before), entries(value))
+
+        return take
+
+    def reads(self, file: Path) -> bool:
+        """Whether the value is made from this file."""
+        return file in self._files
+
+    def pass_over(self) -> None:
+        """Do not load the files as they are now."""
+        self._attempted = self._seen = _print_of(self._files)
+
     def _failed(self, reason: str, events: SecurityEvents) -> None:
-        self._counters["tls.reloads.failed"] += 1
         if self._tells:
             log.error("reload failed", consequence="the last valid files stay in force", what=self.named, reason=reason)
+        self.tell_failed(reason, events)
+
+    def tell_failed(self, reason: str, events: SecurityEvents) -> None:
+        """Count an attempt that failed, and record it in `events`."""
+        self._counters["tls.reloads.failed"] += 1
+        if self._tells:
             events.tell("not_reloaded", what=self.named, reason=reason)
 
 
 class Reloads:
-    """All values of one process that are loaded from files.
+    """All values of one process that are loaded from files. Who holds `turn` changes them."""
 
-    `given` has the options as given, for `report_options`; None if another process reports them.
-    """
-
-    def __init__(self, given: Given | None = None, events: SecurityEvents = NO_EVENTS) -> None:
-        self._given = given
-        self._events = events
+    def __init__(self, events: SecurityEvents = NO_EVENTS) -> None:
+        self.events = events
         self._values: list[Reloading[Any]] = []
-        self._turn = asyncio.Lock()
+        self.turn = asyncio.Lock()
 
     def add(self, value: Reloading[T]) -> Reloading[T]:
         self._values.append(value)
         return value
 
+    def replace(self, before: Reloading[Any] | None, after: Reloading[Any] | None) -> None:
+        """Follow the files of one value instead of another's; either may be None."""
+        self._values = [each for each in self._values if each is not before] + ([after] if after is not None else [])
+
     async def run(self) -> None:
         """Check the files at intervals, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
-            async with self._turn:
+            async with self.turn:
                 for value in self._values:
-                    await value.look(self._events)
+                    await value.look(self.events)
 
     async def reload(self) -> None:
         """Load all files now."""
-        async with self._turn:
+        async with self.turn:
             for value in self._values:
-                await value.reload(self._events)
+                await value.reload(self.events)
 
-    async def report_options(self, reported: str = "") -> None:
-        """Log the changed options that only a new start applies, or why it would fail, unless that is `reported`."""
-        try:
-            changed = await asyncio.to_thread(self._given.changed) if self._given is not None else []
-        except StartupError as error:
-            if str(error) != reported:
-                log.error("configuration not usable", consequence="a new start would fail", reason=str(error))
-            return
-        if changed:
-            log.warning("options changed", consequence="a new start applies them", options=", ".join(changed))
+    def prepare(self, changed: Mapping[Reloading[Any], Source[Any]]) -> Callable[[], Callable[[], None]]:
+        """Load all files, those of `changed` values from elsewhere from now on, on any thread; return as a Take.
+
+        Raises StartupError, which names the value that cannot be loaded.
+        """
+        takes = []
+        for value in self._values:
+            try:
+                takes.append(value.prepare(changed.get(value)))
+            except StartupError as error:
+                value.pass_over()
+                value.tell_failed(str(error), self.events)
+                raise StartupError(f"{value.named}: {error}") from error
+
+        def take() -> Callable[[], None]:
+            tells = [each(self.events) for each in takes]
+            return lambda: [tell() for tell in tells].clear()
+
+        return take
+
+    def pass_over(self, file: Path) -> None:
+        """Do not load this file as it is now: it was refused."""
+        for value in self._values:
+            if value.reads(file):
+                value.pass_over()
 
 
 def _print_of(files: Sequence[Path]) -> _Print:

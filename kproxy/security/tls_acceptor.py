@@ -297,7 +297,7 @@ class TlsAcceptor(Generic[Session]):
         self._tls = tls
         self._proxy_protocol = proxy_protocol
         self._proxy_senders = proxy_senders
-        self._max_half_open = max_half_open
+        self.max_half_open = max_half_open
         self._refuses = refuses
         self._session = session
         self._welcome = welcome
@@ -380,7 +380,7 @@ class TlsAcceptor(Generic[Session]):
             await asyncio.sleep(0)
 
     def _begin(self, connection: socket.socket, peer: str) -> None:
-        if len(self._half_open) >= self._max_half_open:
+        if len(self._half_open) >= self.max_half_open:
             oldest = next(iter(self._half_open))
             self._evicted[oldest] = self._half_open.pop(oldest)
             oldest.cancel()

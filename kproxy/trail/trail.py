@@ -8,6 +8,7 @@ States
 Transitions
   not begun -> running   `begin`: the process serves
   running   -> ended     `end`: its last client is gone
+  any       -> running   `go_on_as`: a trail of another incarnation, for another sink
 
 Invariants
 1. The next look (`look`), at most LOOK_S later, judges acknowledged offsets, whether anything is shipped or not.
@@ -93,7 +94,7 @@ class Trail:
         self._encoded_stamp = encode_stamp(proxy, incarnation)
         self._clock = clock
         self._wall_ms = wall_ms
-        self._deadline_cap_ms = deadline_cap_ms
+        self.deadline_cap_ms = deadline_cap_ms
         self._interval_s = interval_s
         self._offer = offer
         self._key = key
@@ -123,7 +124,8 @@ class Trail:
 
     def seconds_since(self, asked: Asked) -> float:
         """The time since the first byte of a request."""
-        return self._clock() - asked.deadline + deadline_s(asked.timeout_ms, self._deadline_cap_ms)
+        # The cap may be another one than when the request came.
+        return max(0.0, self._clock() - asked.deadline + deadline_s(asked.timeout_ms, self.deadline_cap_ms))
 
     def begin(self) -> None:
         """Write the first row: the process serves from now on."""
@@ -146,6 +148,17 @@ class Trail:
         self._close(End(**self._stamp()))
         self._running = False
         self._offer_page()
+
+    def go_on_as(
+        self, incarnation: str, *, interval_s: float, offer: OfferPage | None, key: bytes | None, left_out: set[bytes]
+    ) -> None:
+        """End the trail, and begin another one, if there is an `offer`: that of another sink."""
+        self.end()
+        self.left_out = frozenset(left_out)
+        self._incarnation, self._encoded_stamp = incarnation, encode_stamp(self._proxy, incarnation)
+        self._interval_s, self._offer, self._key, self._sequence = interval_s, offer, key, 0
+        if offer is not None:
+            self.begin()
 
     def look(self) -> None:
         """Judge the acknowledgements since the last look, and close due rows."""

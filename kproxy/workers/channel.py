@@ -3,8 +3,9 @@
 The supervisor's first frame is an Assignment. The worker sends Waits at intervals and when the reason for its wait
 changes, and then Ready. Instead of any of these it may send Failed. Its admin page is on a socket of its own. If use is
 limited over all workers (kproxy.workers.shares), the worker also sends Usage, once a second at most and only if it has
-changed. After Ready the supervisor sends Shares, one at a time: the worker answers with Applied. A frame is its length
-in four bytes and a body. A frame longer than its reader's limit ends the channel.
+changed. After Ready the supervisor sends Shares, one at a time: the worker answers with Applied. It also sends
+Reload, which has no answer. A frame is its length in four bytes and a body. A frame longer than its
+reader's limit ends the channel.
 """
 
 from __future__ import annotations
@@ -98,9 +99,16 @@ class Shares(msgspec.Struct, frozen=True, tag=True):
     elsewhere: _Counts
 
 
+class Reload(msgspec.Struct, frozen=True, tag=True):
+    """Another configuration for the worker, pickled; empty: the file has been refused."""
+
+    config: bytes
+
+
+SupervisorMessage = Shares | Reload
 WorkerMessage = Waits | Ready | Failed | Usage | Applied
 _MESSAGE: Final[msgspec.msgpack.Decoder[WorkerMessage]] = msgspec.msgpack.Decoder(WorkerMessage)
-_SHARES: Final = msgspec.msgpack.Decoder(Shares)
+_ORDER: Final[msgspec.msgpack.Decoder[SupervisorMessage]] = msgspec.msgpack.Decoder(SupervisorMessage)
 _Message = TypeVar("_Message")
 
 
@@ -144,7 +152,7 @@ class Channel:
         self._writer.transport.abort()
 
 
-def encode(message: WorkerMessage | Shares) -> bytes:
+def encode(message: WorkerMessage | SupervisorMessage) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
@@ -153,9 +161,9 @@ async def next_message(channel: Channel) -> WorkerMessage:
     return _decoded(_MESSAGE, await channel.receive(MAX_MESSAGE_BYTES))
 
 
-async def next_shares(channel: Channel) -> Shares:
-    """Receive a worker's next shares. Raises ChannelClosed, ChannelMisused."""
-    return _decoded(_SHARES, await channel.receive(MAX_MESSAGE_BYTES))
+async def next_order(channel: Channel) -> SupervisorMessage:
+    """Receive a worker's next order. Raises ChannelClosed, ChannelMisused."""
+    return _decoded(_ORDER, await channel.receive(MAX_ASSIGNMENT_BYTES))
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[_Message], frame: bytes) -> _Message:
@@ -171,11 +179,13 @@ def assign(channel: Channel, assignment: Assignment) -> None:
 
 
 async def next_assignment(channel: Channel) -> Assignment:
-    """Receive the assignment. Raises ChannelClosed.
+    """Receive the assignment. Raises ChannelClosed."""
+    return unpickled(await channel.receive(MAX_ASSIGNMENT_BYTES), Assignment)
 
-    This unpickles only bytes that the parent process sent, over a socket that no other process ever held.
-    """
-    assignment = pickle.loads(await channel.receive(MAX_ASSIGNMENT_BYTES))  # noqa: S301 -- see above
-    if not isinstance(assignment, Assignment):
-        raise ChannelMisused(f"{type(assignment).__name__} where an assignment is expected")
-    return assignment
+
+def unpickled(body: bytes, kind: type[_Message]) -> _Message:
+    """Unpickle only bytes that the parent process sent, over a socket that no other process ever held."""
+    thing = pickle.loads(body)  # noqa: S301 -- see above
+    if not isinstance(thing, kind):
+        raise ChannelMisused(f"{type(thing).__name__} where {kind.__name__} is expected")
+    return thing

@@ -32,6 +32,7 @@ from kproxy.observe.http_page import HttpPage, Readiness
 from kproxy.observe.metrics import (
     ProcessesCollector,
     WorkersCollector,
+    config_reloads,
     events_lost,
     expiry,
     page_connections,
@@ -62,7 +63,7 @@ NO_VERDICT = Verdict("bad", "no worker answers")
 class WorkerPages:
     """Serves pages of the workers in `slots`; `registration` returns the state of their common entry.
 
-    `certificates`, `counters` and `events` are those of this process's own page.
+    `certificates`, `counters` and `events` are those of this process's own page; `facts` returns more for it.
     """
 
     def __init__(
@@ -74,8 +75,10 @@ class WorkerPages:
         certificates: Callable[[], Mapping[tuple[str, str], float]],
         counters: Mapping[str, int],
         events: SecurityEvents,
+        facts: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         self._slots = slots
+        self._facts = facts
         self._replicas = replicas
         self._timeline = Timeline(lambda: time.time_ns() // 1_000_000)
         self._restarts = {slot.number: 0 for slot in slots}
@@ -134,12 +137,14 @@ class WorkerPages:
         else:
             now = time.time_ns() // 1_000_000
             folded = Overview(kind="proxy", name="kproxy", version=version(), at=now, started=now, verdict=NO_VERDICT)
-        verdict = folded.verdict
+        verdict, facts = folded.verdict, {**folded.facts, **self._facts()}
         if self._drains or not readiness.ready:
             verdict = Verdict("bad", (await self.readiness()).text)
         elif readiness.text != READY:
             verdict = Verdict("warn", f"serving, {readiness.text.removeprefix('ready, ')}")
-        return await self._replicas.complete(msgspec.structs.replace(folded, verdict=verdict, workers=lines))
+        return await self._replicas.complete(
+            msgspec.structs.replace(folded, verdict=verdict, workers=lines, facts=facts)
+        )
 
     async def _get_partitions(self, request: web.Request) -> web.Response:
         answer = await self._pass_on(request)
@@ -174,7 +179,12 @@ class WorkerPages:
         for slot, answers in zip(asked, await asyncio.gather(*(slot.ask_counts() for slot in asked)), strict=True):
             up[slot.number] = answers
         ours = [registered(self._registration()), expiry(self._certificates())]
-        ours += [reloads(self._counters), events_lost(self._counters), *page_connections(self._counters)]
+        ours += config_reloads(self._counters)
+        ours += [
+            reloads(self._counters),
+            events_lost(self._counters),
+            *page_connections(self._counters),
+        ]
         families = of_known_brokers(merge([*(slot.counts(is_up=up[slot.number]) for slot in self._slots), ours]))
         pids = {str(slot.number): slot.pid for slot in self._slots if slot.pid} | {"supervisor": os.getpid()}
         restarts = sum(slot.restarts for slot in self._slots)

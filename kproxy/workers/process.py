@@ -32,7 +32,7 @@ Invariants
    more until it has answered, so that a worker that hangs delays the admin page only once.
 4. The counts in a process's last answer are kept after its end, so that a sum over workers never shrinks. Otherwise a
    rate over the sum would show the whole count at once.
-5. A process gets SIGHUP only once it serves; earlier the signal would end it.
+5. A process gets another configuration only once it serves, and if it has read its earlier messages.
 6. The ledger of shares learns of a process's end after it was reaped and its last message read, and before the next
    process starts.
 """
@@ -42,6 +42,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import pickle
 import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +53,7 @@ import aiohttp
 import structlog
 from prometheus_client.core import Metric
 
-from kproxy.config import Owners
+from kproxy.config import ProxyConfig
 from kproxy.errors import StartupError
 from kproxy.observe.exposition import growing, merge, parse
 from kproxy.runtime.process import send_signal, spawn
@@ -65,6 +66,7 @@ from kproxy.workers.channel import (
     ChannelMisused,
     Failed,
     Ready,
+    Reload,
     Shares,
     Usage,
     Waits,
@@ -209,6 +211,14 @@ class WorkerProcess:
         if self._channel is not None:
             self._channel.send(encode(shares))
 
+    def follow(self, config: ProxyConfig | None) -> None:
+        """Send the worker a configuration, if it takes one and has another; None: the file has been refused."""
+        if config is self._assignment.config or not self.serves or self._channel is None or self._channel.is_behind:
+            return
+        self._channel.send(encode(Reload(b"" if config is None else pickle.dumps(config))))
+        if config is not None:
+            self._assignment = dataclasses.replace(self._assignment, config=config)
+
     async def ask(self, page: str, order: Order | None = None) -> Answer:
         """Get `page`, or send it an `order`. Raises NoAnswer."""
         if self._page is None or self._listening is None or self._listening.done():
@@ -280,7 +290,7 @@ def exit_text(status: int) -> str:
 class Slot:
     """Restarts a worker. `clock` is in seconds; `on_wait` is called with the reason why the worker waits.
 
-    `ledger` shares the limits that hold over all workers; None if there are none.
+    `ledger` shares the limits that hold over all workers.
     """
 
     def __init__(
@@ -290,7 +300,7 @@ class Slot:
         *,
         clock: Callable[[], float],
         on_wait: Callable[[str], None],
-        ledger: Ledger | None = None,
+        ledger: Ledger,
     ) -> None:
         self.number = assignment.number
         self.first: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
@@ -340,9 +350,7 @@ class Slot:
 
     async def _run_one(self) -> tuple[str, str]:
         """Run one process. Return how it ended, and why it could not start, or an empty text."""
-        assignment = self._assignment
-        if self._ledger is not None:
-            assignment = dataclasses.replace(assignment, parts=self._ledger.begin(self.number - 1))
+        assignment = dataclasses.replace(self._assignment, parts=self._ledger.begin(self.number - 1))
         process = self._process = WorkerProcess(assignment, self._launch, self._on_wait, self._on_use)
         process.ready.add_done_callback(self._on_ready)
         # The start is shielded, as a half-started process could not be ended.
@@ -359,20 +367,17 @@ class Slot:
 
     def _end(self) -> None:
         self._process = None
-        if self._ledger is not None:
-            self._ledger.end(self.number - 1)
+        self._ledger.end(self.number - 1)
 
     def _on_ready(self, ready: asyncio.Future[Ready]) -> None:
         if ready.cancelled() or ready.exception() is not None:
             return
-        if self._ledger is not None and self._process is not None and self._process.ready is ready:
+        if self._process is not None and self._process.ready is ready:
             self._ledger.serve(self.number - 1)
         if not self.first.done():
             self.first.set_result(ready.result())
 
     def _on_use(self, message: Usage | Applied) -> None:
-        if self._ledger is None:
-            return
         if isinstance(message, Applied):
             self._ledger.applied(self.number - 1, message.number)
         else:
@@ -383,16 +388,14 @@ class Slot:
         if self._process is not None:
             self._process.tell(shares)
 
-    def reload(self, owners: Owners | None) -> None:
-        """Have the process reload its source; later processes start with `owners`."""
-        config = dataclasses.replace(self._assignment.config, owners=owners)
+    def reload(self, config: ProxyConfig) -> None:
+        """Have the present process, by `follow`, and later ones take another configuration."""
         self._assignment = dataclasses.replace(self._assignment, config=config)
-        if self._process is not None:
-            self._process.ready.add_done_callback(self._forward_hangup)
 
-    def _forward_hangup(self, ready: asyncio.Future[Ready]) -> None:
-        if self._process is not None and self._process.ready is ready and self._process.serves:
-            self._process.signal(signal.SIGHUP)
+    def follow(self, *, refused: bool = False) -> None:
+        """Send the process the latest configuration as soon as it takes it: call this often. `refused`: say so."""
+        if self._process is not None:
+            self._process.follow(None if refused else self._assignment.config)
 
     async def ask(self, page: str, order: Order | None = None) -> Answer:
         """Get `page`, or send it an `order`. Raises NoAnswer."""

@@ -17,8 +17,9 @@ Invariants
 1. A socket that never listens, and so takes no connections, holds each port; port 0 is one port for all workers.
 2. Workers do not outlive this process, however it ends (kproxy.runtime.process).
 3. Limits of all client connections hold for all workers together (kproxy.config.share_limits). So do quotas, by shares
-   that follow the use (kproxy.workers.shares), which are kept only with quotas or limits by address.
-4. The workers' common address has one entry among the proxies in etcd. This process registers it when all workers serve
+   that follow the use (kproxy.workers.shares).
+4. This process alone reads the configuration again. An invalid one reaches no worker.
+5. The workers' common address has one entry among the proxies in etcd. This process registers it when all workers serve
    and removes it before they drain; replacing a worker does not change it.
 """
 
@@ -38,8 +39,10 @@ from kproxy.config import Address, ProxyConfig, share_limits
 from kproxy.config.listeners import ListenerConfig, advertised_listeners, ready_listeners
 from kproxy.errors import StartupError
 from kproxy.fleet.membership import Membership
+from kproxy.observe.logging import set_level
 from kproxy.observe.page import ReplicaPages
 from kproxy.proxy.process_host import AdminSite
+from kproxy.proxy.reload import Apply, ConfigReload, ReloadStatus, read_again, try_files
 from kproxy.runtime.notify import Reminders, say_ready, say_stopping, say_waiting
 from kproxy.runtime.signals import Signals, until_stopped
 from kproxy.runtime.sockets import bind, bound_port
@@ -71,23 +74,25 @@ class _Supervisor:
         self._launch = launch
         self._signals = signals
         self._slots: list[Slot] = []
-        self._ledger = Ledger(config.workers) if config.counts_use else None
+        self._ports: list[int] = []
+        self._ledger = Ledger(config.workers)
         self._reminders = Reminders(time.monotonic)
         # The counters, events and files of the admin page; each worker has its own.
         self._counters = Counter[str]()
         self._events = SecurityEvents(config.events, self._counters)
-        self._reloads = Reloads(config.given, self._events)
+        self._reloads = Reloads(self._events)
+        self._status = ReloadStatus(self._counters, self._events)
 
     async def serve(self) -> None:
         """Serve until cancelled; then drain the workers."""
         config = self._config
         async with contextlib.AsyncExitStack() as stack:
-            ports = []
+            ports = self._ports
             for listener in config.listeners:
                 held = await _hold(listener)
                 stack.callback(held.close)
                 ports.append(bound_port(held))
-            self._slots = self._make_slots(ports)
+            self._slots = self._make_slots()
             await stack.enter_async_context(self._events)
             membership = Membership(
                 config,
@@ -107,6 +112,7 @@ class _Supervisor:
                 events=self._events,
                 certificates=lambda: site.certificates if site is not None else {},
                 counters=self._counters,
+                facts=self._status.facts,
             )
             admin = ""
             if site is not None:
@@ -114,9 +120,8 @@ class _Supervisor:
                 stack.push_async_callback(page.stop)
             stack.push_async_callback(self._stop)
             keepers = [slot.keep() for slot in self._slots]
-            if self._ledger is not None:
-                keepers.append(asyncio.create_task(self._share_rates(self._ledger), name="shares of rates"))
-                stack.push_async_callback(cancel, keepers[-1])
+            keepers.append(asyncio.create_task(self._share_rates(), name="shares of rates"))
+            stack.push_async_callback(cancel, keepers[-1])
             ready, *_ = await unless_failed(asyncio.gather(*(slot.first for slot in self._slots)), keepers)
             await stack.enter_async_context(membership)
             stack.push_async_callback(membership.leave)
@@ -129,58 +134,63 @@ class _Supervisor:
             stack.push_async_callback(cancel, following)
             looking = asyncio.create_task(self._reloads.run())
             stack.push_async_callback(cancel, looking)
-            await unless_failed(self._forward_hangups(), [*keepers, following, looking])
+            reload = ConfigReload(config, self._reloads, read=read_again, prepare=self._prepare, tell=self._tell)
+            await unless_failed(reload.run(self._signals.hangup), [*keepers, following, looking])
 
-    def _make_slots(self, ports: Sequence[int]) -> list[Slot]:
+    def _divide(self, config: ProxyConfig) -> list[ProxyConfig]:
+        """Return the configuration of each worker, on the ports that are held. Raises StartupError."""
+        workers = self._config.workers
         listeners = tuple(
             dataclasses.replace(each, listen=Address(each.listen.host, port))
-            for each, port in zip(self._config.listeners, ports, strict=True)
+            for each, port in zip(config.listeners, self._ports, strict=True)
         )
-        config = dataclasses.replace(self._config, listeners=listeners, admin=None, workers=1)
-        if config.quotas is not None:
-            quotas = dataclasses.replace(config.quotas, share=1 / self._config.workers)
-            config = dataclasses.replace(config, quotas=quotas)
-        shares = share_limits(self._config.limits, self._config.workers)
+        quotas = dataclasses.replace(config.quotas, share=1 / workers) if config.quotas is not None else None
+        of_all = dataclasses.replace(config, listeners=listeners, admin=None, workers=1, quotas=quotas)
+        return [dataclasses.replace(of_all, limits=limits) for limits in share_limits(config.limits, workers)]
+
+    def _make_slots(self) -> list[Slot]:
         return [
             Slot(
-                Assignment(number, dataclasses.replace(config, limits=limits)),
+                Assignment(number, config),
                 self._launch,
                 clock=time.monotonic,
                 on_wait=self._wait,
                 ledger=self._ledger,
             )
-            for number, limits in enumerate(shares, 1)
+            for number, config in enumerate(self._divide(self._config), 1)
         ]
 
-    async def _share_rates(self, ledger: Ledger) -> None:
+    def _prepare(self, config: ProxyConfig) -> list[Apply]:
+        """Check for all workers; return what hands the configuration to them. Raises StartupError."""
+        try_files(config)
+        configs, take = self._divide(config), self._reloads.prepare({})
+
+        def hand_over() -> None:
+            self._config = config
+            set_level(config.log_level)
+            for slot, each in zip(self._slots, configs, strict=True):
+                slot.reload(each)
+                slot.follow()
+
+        return [take, hand_over]
+
+    def _tell(self, reason: str, changed: Sequence[str], restart: Sequence[str]) -> None:
+        self._status.tell(reason, changed, restart)
+        for slot in self._slots if reason else ():
+            slot.follow(refused=True)
+
+    async def _share_rates(self) -> None:
         while True:
             await asyncio.sleep(ROUND_S)
-            for worker, changes in ledger.round().items():
+            for slot in self._slots:
+                slot.follow()
+            for worker, changes in self._ledger.round().items():
                 self._slots[worker].tell(Shares(changes.number, changes.parts, changes.elsewhere))
 
     def _wait(self, sentence: str) -> None:
         """Report a wait once, as all workers wait for the same."""
         if self._reminders.is_due(sentence):
             say_waiting(sentence)
-
-    async def _forward_hangups(self) -> None:
-        owners = self._config.owners
-        while True:
-            await self._signals.hangup.wait()
-            self._signals.hangup.clear()
-            await self._reloads.reload()
-            if owners is not None:
-                # An invalid source is reported once, here, and reaches no worker.
-                try:
-                    owners = await asyncio.to_thread(owners.read_again)
-                except StartupError as error:
-                    reason = str(error)
-                    log.error("ownership not reloaded", consequence="the known owners stay in force", reason=reason)
-                    await self._reloads.report_options(reason)
-                    continue
-            await self._reloads.report_options()
-            for slot in self._slots:
-                slot.reload(owners)
 
     async def _stop(self) -> None:
         limits = self._config.limits

@@ -12,15 +12,20 @@ import asyncio
 import dataclasses
 import socket
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
+from kproxy.config import ProxyConfig
 from kproxy.errors import StartupError
+from kproxy.observe.logging import set_level
 from kproxy.observe.page import AdminPage
 from kproxy.proxy.admission import OpenConnections
 from kproxy.proxy.process_host import AdminSite, OwnPages, ProcessHost
+from kproxy.proxy.reload import Read, ReloadStatus
 from kproxy.proxy.run import run_proxy
 from kproxy.runtime.tasks import cancel
+from kproxy.security.events import NO_EVENTS, SecurityEvents
 from kproxy.security.quotas import Accounts
 from kproxy.workers.channel import (
     Applied,
@@ -29,11 +34,14 @@ from kproxy.workers.channel import (
     ChannelClosed,
     Failed,
     Ready,
+    Reload,
+    Shares,
     Usage,
     Waits,
     encode,
     next_assignment,
-    next_shares,
+    next_order,
+    unpickled,
 )
 from kproxy.workers.shares import MOST_CHANGES, ROUND_S
 
@@ -51,6 +59,7 @@ async def run_worker(channel_fd: int, page: Path | None) -> int:
     channel = await Channel.over(socket.socket(fileno=channel_fd))
     try:
         assignment = await next_assignment(channel)
+        set_level(assignment.config.log_level)
         await run_proxy(assignment.config, WorkerHost(assignment, channel, page))
     except ChannelClosed:
         # The supervisor has gone before it sent the assignment: nobody reads a message.
@@ -70,10 +79,11 @@ class WorkerHost(ProcessHost):
         # The supervisor, which shows the replicas, reads them itself.
         super().__init__(dataclasses.replace(assignment.config, etcd=()))
         self.worker = assignment.number
-        self._counts_use = assignment.config.counts_use
         self._parts = assignment.parts
         self._channel = channel
         self._page = page
+        self._config = b""
+        self._handed = asyncio.Event()
 
     async def open(self, pages: OwnPages, site: AdminSite | None) -> None:
         pages.readiness_s = READINESS_S
@@ -85,12 +95,51 @@ class WorkerHost(ProcessHost):
         self._channel.send(encode(Waits(sentence)))
 
     def share(self, accounts: Accounts, connections: OpenConnections) -> asyncio.Task[None] | None:
-        if not self._counts_use:
-            return None
         accounts.set_parts(self._parts, time.monotonic())
-        return asyncio.create_task(
-            keep_shares(self._channel, accounts, connections, time.monotonic), name="shares of rates"
-        )
+        return asyncio.create_task(self._report(accounts, connections), name="shares of rates")
+
+    async def _report(self, accounts: Accounts, connections: OpenConnections) -> None:
+        """Report use every ROUND_S, and follow the supervisor, until it has gone. Raises ChannelMisused."""
+        following = asyncio.create_task(self._follow(accounts, connections))
+        last = Usage([], {})
+        try:
+            while not following.done():
+                await asyncio.wait((following,), timeout=ROUND_S)
+                usage = Usage(accounts.uses(time.monotonic(), MOST_CHANGES), connections.counts(MOST_CHANGES))
+                if usage != last and not self._channel.is_behind:
+                    self._channel.send(encode(usage))
+                    last = usage
+            following.result()
+        finally:
+            await cancel(following)
+
+    async def _follow(self, accounts: Accounts, connections: OpenConnections) -> None:
+        """Apply the shares that the supervisor sends, and hand over its configurations."""
+        try:
+            while True:
+                match await next_order(self._channel):
+                    case Shares(number, parts, elsewhere):
+                        accounts.set_parts(parts, time.monotonic())
+                        connections.elsewhere = elsewhere
+                        self._channel.send(encode(Applied(number)))
+                    case Reload(config):
+                        self._config = config
+                        self._handed.set()
+        except ChannelClosed:
+            # The supervisor has gone, and this process will soon be ended.
+            return
+
+    def configurations(self, hangup: asyncio.Event) -> tuple[asyncio.Event, Read]:
+        # The supervisor reads the file, once for all workers.
+        return self._handed, lambda _: self._take()
+
+    def _take(self) -> tuple[ProxyConfig, Sequence[str]]:
+        if not self._config:
+            raise StartupError("")
+        return unpickled(self._config, ProxyConfig), ()
+
+    def status(self, counters: Counter[str], events: SecurityEvents) -> ReloadStatus:
+        return _WorkerStatus(Counter(), NO_EVENTS)
 
     def ready(self, kafka: str, source: str) -> None:
         self._channel.send(encode(Ready(source)))
@@ -99,36 +148,9 @@ class WorkerHost(ProcessHost):
         """Do nothing, as the supervisor asked for the stop, and reports it for all workers."""
 
 
-async def keep_shares(
-    channel: Channel, accounts: Accounts, connections: OpenConnections, clock: Callable[[], float]
-) -> None:
-    """Report use every ROUND_S, and apply the shares that the supervisor sends, until it has gone.
+class _WorkerStatus(ReloadStatus):
+    """Tells only that this worker could not take what its supervisor could; an empty reason: that refused the file."""
 
-    Raises ChannelMisused.
-    """
-    applying = asyncio.create_task(_apply_shares(channel, accounts, connections, clock))
-    last = Usage([], {})
-    try:
-        while not applying.done():
-            await asyncio.wait((applying,), timeout=ROUND_S)
-            usage = Usage(accounts.uses(clock(), MOST_CHANGES), connections.counts(MOST_CHANGES))
-            if usage != last and not channel.is_behind:
-                channel.send(encode(usage))
-                last = usage
-        applying.result()
-    finally:
-        await cancel(applying)
-
-
-async def _apply_shares(
-    channel: Channel, accounts: Accounts, connections: OpenConnections, clock: Callable[[], float]
-) -> None:
-    try:
-        while True:
-            shares = await next_shares(channel)
-            accounts.set_parts(shares.parts, clock())
-            connections.elsewhere = shares.elsewhere
-            channel.send(encode(Applied(shares.number)))
-    except ChannelClosed:
-        # The supervisor has gone, and this process will soon be ended.
-        return
+    def tell(self, reason: str, changed: Sequence[str], restart: Sequence[str]) -> None:
+        if reason:
+            super().tell(reason, changed, restart)

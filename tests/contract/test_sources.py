@@ -17,6 +17,7 @@ import pytest
 from kproxy.config import ProxyConfig, load_proxy_config
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import EtcdClient, TxnOp, delete_op, put_op
+from kproxy.ownership.static_table import StaticTable
 from kproxy.proxy.sources import OpenSource, open_source
 from kproxy.routing.topology import NO_OWNER, Address, Topology
 from kproxy_codec.api_keys import FETCH, OFFSET_COMMIT, OFFSET_FETCH, PRODUCE
@@ -330,7 +331,7 @@ async def test_reload_reads_what_has_changed(world: World) -> None:
         await reloaded_to_truth(world, source, topology, before)
         # Nothing has changed since, so no route is doubted.
         version = topology.version
-        await asyncio.wait_for(source.source.reload(), PATIENCE_S)
+        await reload(world, source)
         assert topology.version == version
 
 
@@ -343,15 +344,23 @@ async def reloaded_to_truth(world: World, source: OpenSource, topology: Topology
 
     async with asyncio.timeout(PATIENCE_S):
         while (owners(topology, world.topic), topology.brokers) != await world.truth() or not are_later():
-            assert await source.source.reload()
+            assert await reload(world, source)
             await asyncio.sleep(0.05)
 
 
-async def reloaded(source: OpenSource, condition: Callable[[], bool]) -> None:
+async def reload(world: World, source: OpenSource) -> str:
+    """A table comes with the configuration; every other source is asked."""
+    config = world.config
+    if isinstance(source.source, StaticTable) and config.owners is not None:
+        source.source.load(config.owners)
+    return await asyncio.wait_for(source.source.reload(), PATIENCE_S)
+
+
+async def reloaded(world: World, source: OpenSource, condition: Callable[[], bool]) -> None:
     """Reload until the condition holds: changes may take a moment to reach the source."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
-        assert await asyncio.wait_for(source.source.reload(), PATIENCE_S)
+        assert await reload(world, source)
         if condition():
             return
         assert time.monotonic() < deadline
@@ -364,11 +373,11 @@ async def test_deleted_topic_has_no_owners_and_recreated_differs(world: World) -
         name, old_id = world.topic.encode(), await world.topic_id()
         revisions = {index: topology.owner_revision(name, index) for index in range(PARTITIONS)}
         await world.delete()
-        await reloaded(source, lambda: owners(topology, world.topic) == {} and name not in topology.topic_ids)
+        await reloaded(world, source, lambda: owners(topology, world.topic) == {} and name not in topology.topic_ids)
         for topic in (name, old_id or name):
             assert topology.owner(topic, 0) == NO_OWNER
         await world.make_again()
-        await reloaded(source, lambda: len(owners(topology, world.topic)) == PARTITIONS)
+        await reloaded(world, source, lambda: len(owners(topology, world.topic)) == PARTITIONS)
         # A refusal from the first topic's time is older than the present state.
         await reloaded_to_truth(world, source, topology, revisions)
         new_id = await world.topic_id()

@@ -318,7 +318,9 @@ async def test_reference_brokers_and_etcd_raise_alarms(tmp_path: Path) -> None:
                 return stack.enter_context(serving(arguments, tmp_path / name))
 
             taken = ("--advertise", f"127.0.0.1:{free_port()}")
-            proxy = serve("first", "--workers", "2")
+            config = tmp_path / "kproxy.toml"
+            config.write_text("")
+            proxy = serve("first", "--workers", "2", "--config", str(config))
             proxies = [proxy, serve("named", *taken), serve("not-named", *taken)]
             jobs = {"kproxy": [each.admin for each in proxies], "brokers": [broker.admin for broker in brokers]}
             alarms = stack.enter_context(prometheus(tmp_path / "prometheus", jobs))
@@ -338,6 +340,10 @@ async def test_reference_brokers_and_etcd_raise_alarms(tmp_path: Path) -> None:
                 writer.close()
 
             await alarms.until("KproxyWritesRefusedToNonOwners", lambda: write("gated"))
+
+            config.write_text("[")
+            proxy.signal(signal.SIGHUP)
+            await alarms.until("KproxyConfigNotReloaded", instance=proxy.admin)
 
             worker = proxy.children()[-1]
             worker.suspend()

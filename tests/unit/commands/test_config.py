@@ -310,28 +310,27 @@ def test_a_static_table_is_read_from_either_place(tmp_path: Path) -> None:
     for config in (inline, load(flags={"ownership": "static", "table": str(table)})):
         owners = config.owners
         assert owners is not None
-        for read in (owners, owners.read_again()):
-            assert (read.brokers, read.topics) == (brokers, topics)
-            assert Path(read.where).parent == tmp_path
+        assert (owners.brokers, owners.topics) == (brokers, topics)
+        assert Path(owners.where).parent == tmp_path
 
 
 def test_reloaded_static_table_is_validated_again(tmp_path: Path) -> None:
     toml = '[brokers]\n1 = "a:1"\n[[topics]]\nname = "t"\nowners = [1]\n'
     table = tmp_path / "owners.toml"
     table.write_text(toml)
-    alone = load(flags={"ownership": "static", "table": str(table)}).owners
-    inline = load(toml, tmp_path, flags={"ownership": "static"}).owners
-    assert alone is not None
-    assert inline is not None
+    alone = load(flags={"ownership": "static", "table": str(table)})
+    inline = load(toml, tmp_path, flags={"ownership": "static"})
     # An invalid source would leave every topic without owners.
     misspelt = toml.replace("topics", "topic")
-    for owners in (alone, inline):
-        Path(owners.where).write_text(misspelt)
+    for config in (alone, inline):
+        assert config.given is not None
+        assert config.owners is not None
+        Path(config.owners.where).write_text(misspelt)
         with pytest.raises(StartupError, match=r"unknown key"):
-            owners.read_again()
-        Path(owners.where).unlink()
+            config.given.again()
+        Path(config.owners.where).unlink()
         with pytest.raises(StartupError, match=r"cannot be read"):
-            owners.read_again()
+            config.given.again()
 
 
 def test_kafka_cluster_is_named_by_its_brokers(tmp_path: Path) -> None:

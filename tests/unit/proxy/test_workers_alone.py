@@ -34,7 +34,7 @@ from kproxy.workers.channel import (
     Usage,
     encode,
     next_message,
-    next_shares,
+    next_order,
 )
 from kproxy.workers.pages import combine_readiness
 from kproxy.workers.shares import MOST_CHANGES
@@ -249,7 +249,7 @@ async def test_longest_reports_fit_a_frame() -> None:
     assert await next_message(supervisor) == usage
     shares = Shares(7, {key: PARTS << 20 for key, _, _ in uses[1:]}, usage.connections)
     supervisor.send(encode(shares))
-    assert await next_shares(worker) == shares
+    assert await next_order(worker) == shares
     wrong_uses = ([(b"short", 1, True)], [(uses[0][0], -1, True)], uses)
     for wrong in (Usage([], counts), *(Usage(each, {}) for each in wrong_uses)):
         worker.send(encode(wrong))
