@@ -21,6 +21,7 @@ from bench.consume import consume
 from bench.floods import floods
 from bench.opening import OPENED_GB, opening
 from bench.own import own
+from bench.page import page
 from bench.partitions import REPLICATED_PARTITIONS, partitions
 from bench.paths import paths
 from bench.pipeline import pipeline, sink_alone, trail_alone
@@ -34,8 +35,8 @@ from bench.tls import ROUNDS as TLS_ROUNDS
 from bench.tls import tls
 
 SECTIONS = (
-    "quick, plain, connections, consume, paths, tls, access, floods, table, partitions, opening, acks, acks0, own, "
-    "pipeline, trail, sink"
+    "quick, plain, connections, consume, paths, tls, access, floods, page, table, partitions, opening, acks, acks0, "
+    "own, pipeline, trail, sink"
 )
 
 
@@ -91,6 +92,7 @@ def main() -> None:
         "tls": lambda: tls(console, arguments.rounds),
         "access": lambda: access(console, arguments.rounds),
         "floods": lambda: floods(console),
+        "page": lambda: page(console),
         "table": lambda: table(console, arguments.partitions),
         "partitions": lambda: partitions(console, arguments.replicated_partitions),
         "opening": lambda: opening(console, arguments.opened_gb),

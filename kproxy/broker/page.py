@@ -35,9 +35,9 @@ from kproxy.observe.overview import (
     PartitionsPage,
     Timeline,
     Verdict,
-    in_portions,
     shown,
 )
+from kproxy.runtime.tasks import in_portions
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,10 @@ def ask(
         if answer.status in (401, 403):
             reason = answer.read(1_000).decode(errors="replace").strip()
             remedy = f": name the file with its token in {TOKEN_FILE_VARIABLE}" if answer.status == 401 else ""
+            if headers and answer.status == 401:
+                source = TOKEN_FILE_VARIABLE if os.environ.get(TOKEN_FILE_VARIABLE) else TOKEN_VARIABLE
+                reason = f"the token of {source} is not the page's"
+                remedy = ": give the one of its admin.token_file"
             raise NoAnswer(f"the admin page at {place} refuses this ({reason}){remedy}.")
         body = answer.read(MAX_ANSWER_BYTES)
         if answer.status == 400 and body.decode(errors="replace").strip() == SPEAKS_TLS:

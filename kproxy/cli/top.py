@@ -28,7 +28,17 @@ from kproxy.cli.options import AdminPlace, Asked, admin_option, admin_place
 from kproxy.cli.table import echo_columns
 from kproxy.cli.table_sources import NoAnswer, ask, not_ours
 from kproxy.errors import StartupError
-from kproxy.observe.overview import ClientsPage, Event, Overview, PartitionLine, PartitionsPage
+from kproxy.observe.overview import (
+    CLIENT_ORDERS,
+    TOPIC_ORDERS,
+    ClientsPage,
+    Event,
+    Overview,
+    PartitionLine,
+    PartitionsPage,
+    TopicLine,
+    TopicsPage,
+)
 
 EVERY_S: Final = 1.0
 FRAME_LINES: Final = 8
@@ -36,7 +46,15 @@ FRAME_LINES: Final = 8
 PRINTED_ROWS: Final = 100
 MAX_SEARCH: Final = 200
 MAX_KEPT: Final = 24
-_STYLES: Final = {"good": "green", "warn": "yellow", "bad": "red", "up": "green", "down": "red", "hung": "red"}
+_STYLES: Final = {
+    "good": "green",
+    "warn": "yellow",
+    "bad": "red",
+    "up": "green",
+    "slow": "yellow",
+    "down": "red",
+    "hung": "red",
+}
 _NONE, _ESCAPE, _BACKSPACE, _INTERRUPT = "-", "\x1b", ("\x7f", "\b"), ("\x03", "\x04")
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
@@ -85,6 +103,15 @@ def _in_sync(line: PartitionLine) -> str:
     return f"{text} without {','.join(map(str, missing))}" if missing else text
 
 
+def _owners(line: TopicLine) -> str:
+    owned = [f"{broker} ({count:,})" for broker, count in line.owners.items()]
+    return ", ".join([*owned, *([f"nobody ({line.unowned:,})"] if line.unowned else [])])
+
+
+def _bytes(heading: str, name: str) -> Column:
+    return Column(heading, attrgetter(name), lambda value: _NONE if value is None else in_bytes(value), is_number=True)
+
+
 VIEWS: Final[dict[str, Sequence[Column]]] = {
     "brokers": (
         _number("broker", "id"),
@@ -114,11 +141,12 @@ VIEWS: Final[dict[str, Sequence[Column]]] = {
         _text("principal", "principal"),
         _text("address", "address"),
         _number("requests/s", "requests"),
-        Column("received/s", attrgetter("received_bytes"), in_bytes, is_number=True),
-        Column("sent/s", attrgetter("sent_bytes"), in_bytes, is_number=True),
+        _bytes("received/s", "received_bytes"),
+        _bytes("sent/s", "sent_bytes"),
         _number("in flight", "in_flight"),
         _number("oldest", "oldest_s", " s"),
         Column("at broker", attrgetter("oldest_at"), lambda value: _NONE if value < 0 else str(value), is_number=True),
+        Column("slow", lambda each: f"{each.slow_s:.1f} s {each.slow_at}" if each.slow_at else _NONE),
     ),
     "lately": (
         Column("time", attrgetter("at"), _clock),
@@ -133,8 +161,19 @@ VIEWS: Final[dict[str, Sequence[Column]]] = {
         Column("share", lambda each: 100 * each.used / each.limit, lambda value: _some(value, " %"), is_number=True),
         _text("key", "key"),
     ),
+    "topics": (
+        _text("topic", "topic"),
+        _number("parts", "partitions"),
+        Column("owners (parts)", _owners),
+        _number("produce/s", "requests"),
+        _bytes("received/s", "received_bytes"),
+        _number("moves", "moves"),
+        _number("errors", "errors"),
+    ),
 }
-ORDERS: Final = ("rate", "oldest")
+# Views whose rows the page sorts.
+ORDERS: Final = {"clients": tuple(CLIENT_ORDERS), "topics": tuple(TOPIC_ORDERS)}
+NOT_COUNTED: Final = "requests and bytes of topics are not counted: start kproxy serve with --metrics-topics 100"
 
 
 class Shown(NamedTuple):
@@ -144,6 +183,7 @@ class Shown(NamedTuple):
     overview: Overview
     rows: Sequence[Any]
     total: int
+    hint: str = ""
 
     @property
     def cells(self) -> list[list[str]]:
@@ -156,7 +196,7 @@ class Screen:
 
     def __init__(self, view: str, order: str, search: str) -> None:
         self.view = view
-        # Of clients; the others are sorted by `column`, None: as they come.
+        # Of topics and clients; the others are sorted by `column`, None: as they come.
         self.order = order
         self.column: int | None = None
         self.search = search
@@ -189,12 +229,18 @@ class Screen:
             self.typed = (typed + key)[:MAX_SEARCH]
 
     def _sort(self) -> None:
-        if self.view == "clients":
-            self.order = ORDERS[(ORDERS.index(self.order) + 1) % len(ORDERS)]
+        if self.view in ORDERS:
+            orders = ORDERS[self.view]
+            self.order = orders[(orders.index(self._ordered) + 1) % len(orders)]
             return
         last = -1 if self.column is None else self.column
         numbers = (place for place, column in enumerate(VIEWS[self.view]) if column.is_number and place > last)
         self.column = next(numbers, None)
+
+    @property
+    def _ordered(self) -> str:
+        """The order, as far as the view has it."""
+        return self.order if self.order in ORDERS[self.view] else ORDERS[self.view][0]
 
     def read(self, place: AdminPlace, most: int) -> Shown:
         """Ask the page for at most `most` rows. Raises NoAnswer; blocks."""
@@ -202,9 +248,13 @@ class Screen:
         if view == "partitions":
             partitions = _asked(place, "/partitions", PartitionsPage, search=search, limit=str(most)).partitions
             return Shown(view, overview, self._sorted(partitions), overview.partitions or 0)
-        if view == "clients" and overview.kind == "proxy":
-            page = _asked(place, "/clients", ClientsPage, search=search, limit=str(most), order=self.order)
-            return Shown(view, overview, page.clients, page.total)
+        if view in ORDERS and overview.kind == "proxy":
+            query = {"search": search, "limit": str(most), "order": self._ordered}
+            if view == "clients":
+                page = _asked(place, "/clients", ClientsPage, **query)
+                return Shown(view, overview, page.clients, page.total)
+            topics = _asked(place, "/topics", TopicsPage, **query)
+            return Shown(view, overview, topics.topics, topics.total, "" if topics.is_counted else NOT_COUNTED)
         every: dict[str, Any] = {"brokers": overview.brokers, "lately": overview.events, "limits": overview.limits}
         known, wanted = Shown(view, overview, every.get(view) or [], 0), search.lower()
         found = [row for row, cells in zip(known.rows, known.cells, strict=True) if wanted in " ".join(cells).lower()]
@@ -229,15 +279,15 @@ class Screen:
             style = _STYLES.get(row.level if isinstance(row, Event) else "", "")
             grid.add_row(*(Text(cell, style=_STYLES.get(cell, style)) for cell in cells))
         tabs = [Text(f" {n} {name} ", "reverse" if name == shown.view else "") for n, name in enumerate(VIEWS, 1)]
-        order = f", by {self.order}" if shown.view == "clients" else ""
+        order = f", by {self._ordered}" if shown.view in ORDERS else ""
         found = f"{len(shown.rows):,} of {shown.total:,}{order}{f', with {self.search!r}' if self.search else ''}"
-        keys = "1-5 view   s sort   / filter   Esc all   q quit" if self.typed is None else f"filter: {self.typed}_"
+        keys = "1-6 view   s sort   / filter   Esc all   q quit" if self.typed is None else f"filter: {self.typed}_"
         return Group(
             Text(problem or overview.verdict.text, _STYLES["bad" if problem else overview.verdict.level]),
             Text(summary(overview), "dim"),
             Text(" ").join(tabs),
             grid,
-            Text(found, "dim"),
+            Text(found + (f"; {shown.hint}" if shown.hint else ""), "dim"),
             Text(keys, "dim" if self.typed is None else ""),
         )
 
@@ -264,13 +314,17 @@ def _asked(place: AdminPlace, path: str, kind: type[_Struct], **query: str) -> _
     raise not_ours(place, f"{path} has status {status}: it is an older kproxy, or another server")
 
 
-@click.command("top", epilog="Keys: 1 to 5 choose the view, s the order, / filters, Esc shows all, q ends.")
+@click.command("top", epilog="Keys: 1 to 6 choose the view, s the order, / filters, Esc shows all, q ends.")
 @admin_option("Ask the proxy, or the reference broker, with this admin page.")
 @click.option(
     "--view", type=click.Choice(list(VIEWS)), default="brokers", show_default=True, help="What to show first."
 )
 @click.option(
-    "--order", type=click.Choice(ORDERS), default="rate", show_default=True, help="The order of clients: busiest first."
+    "--order",
+    type=click.Choice(list(dict.fromkeys([*CLIENT_ORDERS, *TOPIC_ORDERS]))),
+    default="rate",
+    show_default=True,
+    help="The order of clients (rate, oldest, slow) or of topics (rate, moves, errors, name).",
 )
 @click.option("--search", metavar="TEXT", default="", help="Only rows with this text.")
 @click.option("--once", is_flag=True, help="Print once, also on a terminal, and end.")
@@ -278,12 +332,13 @@ def _asked(place: AdminPlace, path: str, kind: type[_Struct], **query: str) -> _
 def command(
     context: click.Context, /, admin: Asked, view: str, order: str, search: str, *, once: bool, **access: Any
 ) -> int:
-    """Show brokers, partitions, clients, what changed lately, and limits, as they are now.
+    """Show brokers, topics, partitions, clients, what changed lately, and limits, as they are now.
 
     It shows what the admin page shows, and the page says so beside each view. Without a terminal it prints once.
 
     \b
       kproxy top
+      kproxy top --view topics
       kproxy top --view clients --order oldest
       kproxy top --admin https://proxy-0.example.org:9644 --admin-ca ca.pem
     """
@@ -298,7 +353,8 @@ async def _print(place: AdminPlace, screen: Screen) -> int:
         shown = await asyncio.to_thread(screen.read, place, PRINTED_ROWS)
     except NoAnswer as problem:
         raise StartupError(str(problem)) from problem
-    click.echo(f"# {shown.overview.verdict.text}\n# {summary(shown.overview)}")
+    said = [shown.overview.verdict.text, summary(shown.overview), *([shown.hint] if shown.hint else [])]
+    click.echo("\n".join(f"# {each}" for each in said))
     echo_columns([column.heading for column in VIEWS[shown.view]], shown.cells)
     return 1 if shown.overview.verdict.level == "bad" else 0
 

@@ -120,6 +120,7 @@ class ClusterDir:
 MAX_BROKERS = 100
 DEFAULT_REPLICATION_FACTOR = 3
 DEFAULT_LEASE_TTL_S = 10
+NAMED_TOPICS = 100
 READY_TIMEOUT_S = 60.0
 # The proxy drains for up to 10 s and ships the rest of its audit trail for up to 5 s, a broker syncs its logs to the
 # disk; a process that takes longer hangs.
@@ -432,6 +433,9 @@ class DevCluster:
             arguments += ["--config", str(self._proxy_config)]
         if admin is not None:
             arguments += ["--admin", str(admin)]
+            if self._proxy_config is None:
+                # So that the page shows what it can.
+                arguments += ["--metrics-topics", str(NAMED_TOPICS)]
         if self._audit:
             arguments += ["--audit-sink", "topic", "--audit-interval-s", str(AUDIT_INTERVAL_S)]
         for topic, group in self._writer_groups.items():

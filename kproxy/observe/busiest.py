@@ -100,6 +100,10 @@ class Busiest:
                 self._shown[name] = [0, 0, 0]
         return tracked.use
 
+    def uses(self) -> dict[bytes, tuple[int, int]]:
+        """Return requests and received bytes by the first part of each tracked name."""
+        return {name[0]: (each.use.requests, each.use.received_bytes) for name, each in self._tracked.items()}
+
     def read(self) -> list[tuple[Name, tuple[int, ...]]]:
         """Return requests, received and sent bytes of each shown name, and of the others."""
         for name, tracked in self._tracked.items():

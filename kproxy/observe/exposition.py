@@ -26,6 +26,7 @@ FOLDS: Final[Mapping[str, Callable[[float, float], float]]] = {
     "kproxy_broker_oldest_request_age_seconds": max,
     "kproxy_broker_up": min,
     "kproxy_build_info": max,
+    "kproxy_client_id_slow_seconds": max,
     "kproxy_connection_in_flight_bytes_limit": max,
     "kproxy_connection_in_flight_bytes_max": max,
     "kproxy_connection_in_flight_requests_limit": max,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
@@ -45,14 +46,25 @@ class BrokerVitals:
     in_flight_bytes: int = 0
 
 
+class SlowClient(NamedTuple):
+    """A client connection that keeps the proxy waiting; the fields are those of overview.ClientLine."""
+
+    slow_s: float
+    slow_at: str
+    client_id: str
+    principal: str
+    address: str
+
+
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """The state at this moment. `sent_bytes` are those of open connections.
+    """The state at this moment.
 
     `brokers` has, by id, the brokers of the table, and those that have left it lately; `upstream_connections` the
     number of open connections to a broker.
 
-    `most_requests` and `most_bytes` are in flight of one client connection, the one with the most.
+    `most_requests` and `most_bytes` are in flight of one client connection, the one with the most. `slow`: the slowest
+    clients, the slowest first.
 
     `own_claims` are held by clients of this process, `own_members` are the processes that can hold claims, and
     `own_unsettled` the partitions whose claims wait for writes of earlier claimants through this process.
@@ -65,8 +77,8 @@ class Vitals:
     in_flight_bytes: int = 0
     most_requests: int = 0
     most_bytes: int = 0
+    slow: Sequence[SlowClient] = ()
     limits: Limits = field(default_factory=Limits)
-    sent_bytes: int = 0
     brokers: Mapping[int, BrokerVitals] = field(default_factory=dict)
     draining: bool = False
     half_open_connections: int = 0
@@ -115,6 +127,8 @@ class ProxyCollector(Collector):
         yield from _outcomes(self._tally, self._counters, self._vitals.brokers)
         yield from _named("topic", self._tally.topics, "Produce requests that name a topic", _TOPIC_BYTES)
         yield from _named("client_id", self._tally.clients, "Requests of a client", _CLIENT_BYTES)
+        if self._tally.clients is not None:
+            yield _slow(self._vitals.slow)
         yield from _connections(self._vitals, self._counters)
         yield from _tls(self._vitals, self._counters)
         yield from _table(self._table)
@@ -166,6 +180,14 @@ def own_process() -> Iterable[Collector]:
     return *this_process(), WorkersCollector({1: True}, 0)
 
 
+DENIED: Final = "principal.denied."
+
+
+def denials_of(counters: Mapping[str, int]) -> dict[str, int]:
+    """Return the operations that ACLs deny, by principal."""
+    return {key.removeprefix(DENIED): count for key, count in list(counters.items()) if key.startswith(DENIED)}
+
+
 @cache
 def build_info() -> Metric:
     """Return the gauge that tells what runs; the first call may take a moment."""
@@ -202,7 +224,7 @@ def _traffic(tally: Tally, vitals: Vitals) -> Iterable[Metric]:
         )
     yield requests
     yield counter("kproxy_client_received_bytes", "Bytes received from clients.", tally.received_bytes)
-    yield counter("kproxy_client_sent_bytes", "Bytes sent to clients.", tally.sent_bytes + vitals.sent_bytes)
+    yield counter("kproxy_client_sent_bytes", "Bytes sent to clients.", tally.sent_bytes)
     yield gauge("kproxy_in_flight_requests", "Requests that are not answered yet.", vitals.in_flight_requests)
     yield gauge(
         "kproxy_in_flight_bytes",
@@ -292,6 +314,16 @@ def _named(of: str, busiest: Busiest | None, requests: str, more: Mapping[str, t
         for labels, counts in rows:
             family.add_metric(labels, counts[place])
         yield family
+
+
+def _slow(clients: Sequence[SlowClient]) -> Metric:
+    text = "For how long a client has kept the proxy waiting, by sending a request or not reading answers: the slowest."
+    family = GaugeMetricFamily("kproxy_client_id_slow_seconds", text, labels=["client_id", "principal", "at"])
+    # Of each name, the slowest.
+    worst = {(each.client_id, each.principal, each.slow_at): each.slow_s for each in reversed(clients)}
+    for labels, slow_s in worst.items():
+        family.add_metric(labels, slow_s)
+    return family
 
 
 def _broker(broker: int) -> str:
@@ -604,6 +636,14 @@ def _security(counters: Mapping[str, int]) -> Iterable[Metric]:
             _, outcome, operation, resource = parts
             denials.add_metric([resource, operation, str(outcome == "denied").lower()], count)
     yield denials
+    by_principal = CounterMetricFamily(
+        "kproxy_principal_denials",
+        "The same by principal; after the first 100 all others are other.",
+        labels=["principal"],
+    )
+    for principal, count in sorted(denials_of(counters).items()):
+        by_principal.add_metric([principal], count)
+    yield by_principal
     yield events_lost(counters)
     yield counter(
         "kproxy_throttled_requests",

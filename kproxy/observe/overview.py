@@ -1,4 +1,4 @@
-"""What the admin page shows of a process, as JSON: its state at one moment, what changed lately, and pages of clients.
+"""What the admin page shows of a process, as JSON: its state now, what changed lately, pages of topics and clients.
 
 One module for the proxy, its workers and the reference broker: what a process does not have is None, and left out. The
 fields are documented in docs/metrics.md. `fold` joins the overviews of several workers into one.
@@ -10,7 +10,8 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from heapq import nlargest
-from typing import Final, Literal, TypeVar
+from itertools import chain
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
@@ -23,12 +24,15 @@ MAX_EVENTS: Final = 100
 ONE_LINE_MS: Final = 60_000
 # Events that several workers see of the same thing, within this time, are one; in ms.
 SAME_MS: Final = 5_000
-MAX_CLIENT_ROWS: Final = 1_000
+# Of clients and of topics.
+MAX_ROWS: Final = 1_000
 MAX_PARTITION_ROWS: Final = 1_000
 # The longest text that a client chooses, in characters.
 MAX_TEXT: Final = 100
-# Work on many things is done for this time in a turn of the event loop, in seconds.
-PORTION_S: Final = 0.001
+# Things that the verdict names.
+MAX_NAMED: Final = 4
+# Rows that are sorted in a step.
+_SORTED_AT_ONCE: Final = 500
 
 SECURITY: Final[Mapping[str, tuple[str, Level]]] = {
     "denied": ("denial", "warn"),
@@ -59,11 +63,19 @@ class Rates(msgspec.Struct, frozen=True):
     sent_bytes: float = 0.0
 
 
-State = Literal["up", "down", "hung", "gone"]
+class Note(msgspec.Struct, frozen=True):
+    """Whom the verdict names besides brokers: a client, a principal or a topic, and what it `does`."""
+
+    about: str
+    does: str
+
+
+State = Literal["up", "slow", "down", "hung", "gone"]
 
 
 class BrokerLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One broker. `state`: up, down, hung (it takes requests and does not answer) or gone (it has left the table).
+    """One broker. `state`: up, slow (a Produce request takes SLOW_MS or more on average), down, hung (it takes requests
+    and does not answer) or gone (it has left the table).
 
     `partitions` is how many it owns. `latency_ms` (mean) and `slowest_ms` (an upper bound of 99 %) are of the Produce
     requests of the last ten seconds. `errors` of the last minute: partitions that it refused and connections that
@@ -136,6 +148,7 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     at: int
     started: int
     verdict: Verdict
+    notes: list[Note] = []
     source: str | None = None
     table_age_s: float | None = None
     rates: Rates | None = None
@@ -181,7 +194,8 @@ class ClientLine(msgspec.Struct, frozen=True, kw_only=True):
 
     `requests`, `received_bytes` and `sent_bytes` are per second: since the last reading of the page, if that was in the
     last ten seconds, else since the connection was made. `oldest_s`: for how long its oldest request has been the next
-    to be answered by a broker, `oldest_at` that broker, -1: none.
+    to be answered by a broker, `oldest_at` that broker, -1: none. `slow_s`: for how long the client has kept the proxy
+    waiting, `slow_at` with what: it is still `sending` a request, or not `reading` its answers.
     """
 
     address: str
@@ -195,6 +209,8 @@ class ClientLine(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int
     oldest_s: float
     oldest_at: int
+    slow_s: float = 0.0
+    slow_at: str = ""
     worker: int | None = None
 
 
@@ -205,36 +221,103 @@ class ClientsPage(msgspec.Struct, frozen=True):
     total: int
 
 
-Order = Literal["rate", "oldest"]
+class TopicLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A topic. `owners`: how many partitions each broker owns, of those that own most; `unowned`: those that none owns.
+
+    `moves` as in PartitionLine. `errors`: partitions that were answered with an error, since the process began.
+    `requests` (Produce) and `received_bytes` (their batches) are per second over the last ten, None: not counted.
+    """
+
+    topic: str
+    partitions: int
+    owners: dict[int, int]
+    unowned: int
+    moves: int
+    errors: int
+    requests: float | None = None
+    received_bytes: float | None = None
 
 
-class ClientsQuery(msgspec.Struct, frozen=True):
-    """`limit` clients after the first `skip`, which match `search`. Together at most MAX_CLIENT_ROWS."""
+class TopicsPage(msgspec.Struct, frozen=True):
+    """The first topics in the order that was asked for. `is_counted`: `metrics.topics` is on."""
 
-    order: Order = "rate"
+    topics: list[TopicLine]
+    total: int
+    is_counted: bool = False
+
+
+class RowsQuery(msgspec.Struct, frozen=True):
+    """`limit` topics or clients after the first `skip`, which match `search`. Together at most MAX_ROWS."""
+
+    order: str = "rate"
     search: str = ""
     skip: int = 0
     limit: int = 50
 
-    def check(self) -> None:
+    def check(self, orders: Iterable[str]) -> None:
         """Raise ValueError if it is out of bounds."""
-        if self.order not in ("rate", "oldest"):
-            raise ValueError("order must be rate or oldest")
-        if self.skip < 0 or self.limit < 1 or self.skip + self.limit > MAX_CLIENT_ROWS:
-            raise ValueError(f"skip and limit together must be a number from 1 to {MAX_CLIENT_ROWS}: search instead")
+        if self.order not in orders:
+            raise ValueError(f"order must be one of {', '.join(orders)}")
+        if self.skip < 0 or self.limit < 1 or self.skip + self.limit > MAX_ROWS:
+            raise ValueError(f"skip and limit together must be a number from 1 to {MAX_ROWS}: search instead")
 
 
-def rank_of(order: Order) -> Callable[[ClientLine], tuple[float, float]]:
-    """Return the key that orders clients, the largest first."""
-    if order == "rate":
-        return lambda line: (line.received_bytes + line.sent_bytes + 1024 * line.requests, line.oldest_s)
-    return lambda line: (line.oldest_s, float(line.in_flight))
+CLIENT_ORDERS: Final[Mapping[str, Callable[[ClientLine], tuple[float, float]]]] = {
+    "rate": lambda line: (line.received_bytes + line.sent_bytes + 1024 * line.requests, line.oldest_s),
+    "oldest": lambda line: (line.oldest_s, float(line.in_flight)),
+    "slow": lambda line: (line.slow_s, line.oldest_s),
+}
+"""The keys by which clients are ordered, the largest first."""
+TOPIC_ORDERS: Final[Mapping[str, Callable[[TopicLine], float]]] = {
+    "rate": lambda line: line.received_bytes or 0.0,
+    "moves": lambda line: line.moves,
+    "errors": lambda line: line.errors,
+    "name": lambda line: 0.0,
+}
+"""The same for topics, which are in the order of their names otherwise."""
 
 
-def merge_clients(pages: Sequence[ClientsPage], query: ClientsQuery) -> ClientsPage:
+def merge_clients(pages: Sequence[ClientsPage], query: RowsQuery) -> ClientsPage:
     """Join the first `skip + limit` clients of several workers."""
-    lines = nlargest(query.skip + query.limit, (line for page in pages for line in page.clients), rank_of(query.order))
-    return ClientsPage(lines[query.skip :], sum(page.total for page in pages))
+    rows = nlargest(
+        query.skip + query.limit, (line for page in pages for line in page.clients), CLIENT_ORDERS[query.order]
+    )
+    return ClientsPage(rows[query.skip :], sum(page.total for page in pages))
+
+
+def merge_topics(pages: Sequence[TopicsPage], query: RowsQuery) -> TopicsPage:
+    """Join the first `skip + limit` topics of several workers: each counts its own requests and errors."""
+    merged: dict[str, TopicLine] = {}
+    for line in sorted((line for page in pages for line in page.topics), key=lambda line: line.topic):
+        known = merged.get(line.topic)
+        merged[line.topic] = line if known is None else _fold_topic(known, line)
+    rows = nlargest(query.skip + query.limit, merged.values(), TOPIC_ORDERS[query.order])
+    is_counted = any(page.is_counted for page in pages)
+    return TopicsPage(rows[query.skip :], max((page.total for page in pages), default=0), is_counted)
+
+
+def _fold_topic(one: TopicLine, other: TopicLine) -> TopicLine:
+    def both(name: str) -> Any:
+        values = [value for line in (one, other) if (value := getattr(line, name)) is not None]
+        return sum(values) if values else None
+
+    return msgspec.structs.replace(
+        one,
+        moves=max(one.moves, other.moves),
+        **{name: both(name) for name in ("errors", "requests", "received_bytes")},
+    )
+
+
+async def first_of(things: AsyncIterator[_Thing], most: int, rank: Callable[[_Thing], Any]) -> tuple[list[_Thing], int]:
+    """Return the `most` things of the highest rank, and the number of all. It sorts a few at a time."""
+    best, some, total = list[_Thing](), list[_Thing](), 0
+    async for thing in things:
+        total += 1
+        some.append(thing)
+        if len(some) == _SORTED_AT_ONCE:
+            best, some = nlargest(most, chain(best, some), rank), []
+            await asyncio.sleep(0)
+    return nlargest(most, chain(best, some), rank), total
 
 
 class Timeline:
@@ -260,22 +343,48 @@ class Timeline:
         return list(reversed(self._events))
 
 
-async def in_portions(things: Iterable[_Thing], clock: Callable[[], float]) -> AsyncIterator[_Thing]:
-    """Yield things; other work on the event loop runs after each PORTION_S."""
-    began = clock()
-    for thing in things:
-        yield thing
-        if clock() - began > PORTION_S:
-            await asyncio.sleep(0)
-            began = clock()
-
-
 def worst(levels: Iterable[Level]) -> Level:
     """Return the worst level; good if there is none."""
     return max(levels, key=_WORST.index, default="good")
 
 
-_TROUBLE: Final = {"hung": 0, "down": 1, "gone": 2, "up": 3}
+_TROUBLE: Final = {"hung": 0, "down": 1, "gone": 2, "slow": 3, "up": 4}
+# The mean time of a broker's Produce requests from which it is called slow.
+SLOW_MS: Final = 500.0
+
+
+def state_of(state: State, latency_ms: float | None) -> State:
+    """Return the state of a broker that takes so long."""
+    return "slow" if state == "up" and (latency_ms or 0.0) >= SLOW_MS else state
+
+
+def serving(
+    brokers: Sequence[BrokerLine], total: int, table_age_s: float | None, notes: Sequence[Note], problem: str = ""
+) -> Verdict:
+    """Return the verdict on a proxy that serves `total` brokers, `problem` being the reason why it is degraded."""
+    troubled = [line for line in brokers if line.state != "up"]
+    named = [
+        f"broker {line.id} is {line.state}{f': {in_time(line.latency_ms or 0.0)}' if line.state == 'slow' else ''}"
+        for line in sorted(troubled, key=lambda line: _TROUBLE[line.state])
+    ]
+    level: Level = "warn" if troubled or problem else "good"
+    text = f"serving, {problem or f'{total} broker{_s(total)}'}"
+    text += f", but {_some(named, ', ')}" if named else ""
+    text += f", table {table_age_s:.1f} s old" if table_age_s is not None else ""
+    return Verdict(level, _some([text, *(f"{note.about} {note.does}" for note in notes)], "; "))
+
+
+def _s(count: int) -> str:
+    return "" if count == 1 else "s"
+
+
+def _some(texts: Sequence[str], between: str) -> str:
+    return between.join(texts[:MAX_NAMED]) + (f"{between}..." if len(texts) > MAX_NAMED else "")
+
+
+def in_time(ms: float) -> str:
+    """Return a duration in the unit that suits it."""
+    return f"{ms / 1000:.1f} s" if ms >= 1000 else f"{ms:.0f} ms"
 
 
 def shown(brokers: Iterable[BrokerLine]) -> list[BrokerLine]:
@@ -285,10 +394,7 @@ def shown(brokers: Iterable[BrokerLine]) -> list[BrokerLine]:
 
 
 def fold(overviews: Sequence[Overview], events: Iterable[Event]) -> Overview:
-    """Join the overviews of several workers, of which there is at least one; `events` are those of their supervisor.
-
-    The verdict is the first worker's.
-    """
+    """Join the overviews of several workers, of which there is at least one; `events` are those of their supervisor."""
     first = overviews[0]
     by_broker: dict[int, list[BrokerLine]] = {}
     for overview in overviews:
@@ -299,12 +405,17 @@ def fold(overviews: Sequence[Overview], events: Iterable[Event]) -> Overview:
         known = limits.get(each.key, msgspec.structs.replace(each, used=0.0, limit=0.0))
         limits[each.key] = _fold_limit(known, each)
     rates = [overview.rates or Rates() for overview in overviews]
+    brokers = [_fold_broker(lines) for _, lines in sorted(by_broker.items())][:MAX_SHOWN]
+    table_age_s = max((each.table_age_s for each in overviews if each.table_age_s is not None), default=None)
+    notes = list({note.about: note for overview in overviews for note in overview.notes}.values())
     return msgspec.structs.replace(
         first,
-        table_age_s=max((each.table_age_s for each in overviews if each.table_age_s is not None), default=None),
+        verdict=serving(brokers, first.brokers_total, table_age_s, notes),
+        notes=notes,
+        table_age_s=table_age_s,
         rates=Rates(*(sum(values) for values in zip(*map(msgspec.structs.astuple, rates), strict=True))),
         clients=sum(overview.clients or 0 for overview in overviews),
-        brokers=[_fold_broker(lines) for _, lines in sorted(by_broker.items())][:MAX_SHOWN],
+        brokers=brokers,
         limits=list(limits.values()),
         events=_fold_events([*events, *(event for overview in overviews for event in overview.events)]),
     )
@@ -324,13 +435,11 @@ def _fold_broker(lines: Sequence[BrokerLine]) -> BrokerLine:
     """Join what several workers know of one broker: sums of each one's own, the worst of the rest."""
     requests = sum(line.requests or 0.0 for line in lines)
     timed = [line for line in lines if line.latency_ms is not None]
-    weights = [line.requests or 0.0 for line in timed]
+    weighted = sum((line.requests or 0.0) * (line.latency_ms or 0.0) for line in timed)
     return msgspec.structs.replace(
         min(lines, key=lambda line: _TROUBLE[line.state]),
         requests=round(requests, 1),
-        latency_ms=sum(w * (line.latency_ms or 0.0) for w, line in zip(weights, timed, strict=True)) / sum(weights)
-        if sum(weights)
-        else None,
+        latency_ms=weighted / requests if requests else None,
         slowest_ms=max((line.slowest_ms for line in timed if line.slowest_ms is not None), default=None),
         in_flight=sum(line.in_flight or 0 for line in lines),
         oldest_s=max(line.oldest_s or 0.0 for line in lines),

@@ -4,7 +4,8 @@
 | --- | --- |
 | `/table` | JSON of the routing table: `?topic=`, `?after=`, `?limit=`; follow `next` for more; `?worker=` |
 | `/partitions` | JSON of single partitions: `?search=`, `?owner=` (-1: without one), `?after=`, `?limit=` |
-| `/clients` | JSON of the first clients: `?order=rate` or `oldest`, `?search=`, `?skip=`, `?limit=` |
+| `/topics` | JSON of the first topics: `?order=rate`, `moves`, `errors`, `name`, `?search=`, `?skip=`, `?limit=` |
+| `/clients` | JSON of the first clients: `?order=rate`, `oldest`, `slow`, `?search=`, `?skip=`, `?limit=` |
 | `/own` | JSON of the claims of the Own API: `?group=`, `?after=`, `?limit=`; 501 if it is not offered |
 | `/own/free` | POST `{"group": "g", "resources": ["t/0"]}`, null: all of the group; their claimants are severed |
 | `/replication` | JSON of reference brokers' replicas: `?topic=`, `?after=`, `?limit=`; 501 if there is no etcd |
@@ -17,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -26,7 +27,7 @@ from aiohttp import web
 from kproxy.config import ProxyConfig
 from kproxy.etcd import EtcdError
 from kproxy.observe.http_page import HttpPage, VitalPages
-from kproxy.observe.overview import ClientsPage, ClientsQuery, Overview, PartitionsPage, in_portions
+from kproxy.observe.overview import ClientsPage, Overview, PartitionsPage, RowsQuery, TopicsPage
 from kproxy.observe.page_guard import PageGuard
 from kproxy.observe.table import (
     MAX_CLAIM_ROWS,
@@ -40,6 +41,7 @@ from kproxy.observe.table import (
     replication_page,
 )
 from kproxy.ownership.replication import ReplicationReader
+from kproxy.runtime.tasks import in_portions
 
 # Replicas that the live page shows are as old as this, in seconds, or as old as COSTS times the time to read them.
 REPLICAS_S = 5.0
@@ -65,7 +67,11 @@ class Pages(VitalPages, Protocol):
         """Return a page of partitions. Raises ValueError for an invalid query."""
         ...
 
-    async def clients(self, query: ClientsQuery) -> ClientsPage:
+    async def topics(self, query: RowsQuery) -> TopicsPage:
+        """Return a page of topics. Raises ValueError for an invalid query."""
+        ...
+
+    async def clients(self, query: RowsQuery) -> ClientsPage:
         """Return a page of clients. Raises ValueError for an invalid query."""
         ...
 
@@ -95,7 +101,8 @@ class AdminPage(HttpPage):
             [
                 web.get("/table", self._get_table),
                 web.get("/partitions", self._get_partitions),
-                web.get("/clients", self._get_clients),
+                web.get("/topics", lambda request: self._get_rows(request, self._pages.topics)),
+                web.get("/clients", lambda request: self._get_rows(request, self._pages.clients)),
                 replication_route(replicas),
                 web.get("/own", self._get_claims),
                 web.post("/own/free", self._free),
@@ -126,9 +133,10 @@ class AdminPage(HttpPage):
 
         return await _json(page())
 
-    async def _get_clients(self, request: web.Request) -> web.Response:
+    @staticmethod
+    async def _get_rows(request: web.Request, ask: Callable[[RowsQuery], Awaitable[msgspec.Struct]]) -> web.Response:
         async def page() -> bytes:
-            return msgspec.json.encode(await self._pages.clients(clients_query(request)))
+            return msgspec.json.encode(await ask(rows_query(request)))
 
         return await _json(page())
 
@@ -238,10 +246,10 @@ class ReplicaPages:
             await self._reader.close()
 
 
-def clients_query(request: web.Request) -> ClientsQuery:
-    """Return the query of a request for `/clients`. Raises ValueError."""
+def rows_query(request: web.Request) -> RowsQuery:
+    """Return the query of a request for `/topics` or `/clients`. Raises ValueError."""
     try:
-        return msgspec.convert(dict(request.query), type=ClientsQuery, strict=False)
+        return msgspec.convert(dict(request.query), type=RowsQuery, strict=False)
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from error
 

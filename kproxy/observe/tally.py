@@ -120,8 +120,8 @@ class ProduceCounts:
 
     def __init__(self, requests: Counter[int], key_shift: int, bounds: tuple[float, ...]) -> None:
         self.requests = requests
-        # On client connections that have ended; sessions count the bytes of open ones.
         self.received_bytes = 0
+        # Open client connections tell theirs when they are asked.
         self.sent_bytes = 0
         # Requests sent on the plain path.
         self.plain_requests = 0
@@ -158,6 +158,7 @@ class Tally(ProduceCounts):
         "probe_seconds",
         "probes",
         "retries",
+        "topic_errors",
         "topics",
         "unconfirmed",
     )
@@ -178,6 +179,8 @@ class Tally(ProduceCounts):
         self.delays = Durations(DELAY_BOUNDS_S)
         # By topic and error_code: acks=0 batches that were lost.
         self.drops: dict[bytes, Counter[int]] = {}
+        # By topic: partitions that were answered with an error.
+        self.topic_errors: Counter[bytes] = Counter()
         self.topics = Busiest(("topic",), named.topics, clock) if named.topics else None
         self.clients = Busiest(("client_id", "principal"), named.clients, clock) if named.clients else None
         # By topic: acks=0 batches that had left when a broker's connection ended.
@@ -209,6 +212,12 @@ class Tally(ProduceCounts):
         They were last sent to `broker`.
         """
         self.errors[api_key, error_code, self._counted(broker)] += partitions
+
+    def topic_error(self, topic: bytes) -> None:
+        """Count a partition answered with an error; its topic is in the table. Bounded as in `drop`."""
+        if topic not in self.topic_errors and len(self.topic_errors) >= MAX_DROP_TOPICS:
+            topic = OTHER_TOPICS
+        self.topic_errors[topic] += 1
 
     def retry(self, event: int, broker: int) -> None:
         """Count a partition to be sent again after an attempt at `broker`."""

@@ -19,6 +19,7 @@ from typing import Final, Self
 
 import structlog
 
+from kproxy.observe.metrics import DENIED
 from kproxy.routing.split import NOTHING_REFUSED, Entry
 from kproxy.security.acls import CLUSTER_NAME, Operation, Permissions, Resource, Rules
 from kproxy.security.events import NO_EVENTS, SecurityEvents
@@ -43,6 +44,8 @@ ERRORS: Final[Mapping[Resource, int]] = {
     Resource.CLUSTER: CLUSTER_AUTHORIZATION_FAILED,
 }
 _LOGGED_A_MINUTE: Final = 5
+# Principals that are counted by name; the others count as one.
+_MOST_NAMED: Final = 100
 
 
 class AccessControl:
@@ -60,6 +63,7 @@ class AccessControl:
         self._rules = rules
         self._counters = counters
         self._dry_run = dry_run
+        self._named: set[str] = set()
         kind = "dry_run" if dry_run else "denied"
         self._counted = {
             (operation, resource): f"access.{kind}.{operation.value}.{resource.value}"
@@ -87,6 +91,11 @@ class AccessControl:
     ) -> bool:
         """Count and log a refusal; return whether it is one."""
         self._counters[self._counted[operation, resource]] += 1
+        if not self._dry_run:
+            named = str(principal)
+            if len(self._named) < _MOST_NAMED:
+                self._named.add(named)
+            self._counters[DENIED + (named if named in self._named else "other")] += 1
         if not is_logged:
             return not self._dry_run
         told = {

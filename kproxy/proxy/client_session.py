@@ -119,6 +119,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         "_principal",
         "_share",
         "_tally",
+        "_told_bytes",
         "_waiting",
         "_wanted_throttle_ms",
         "client_id",
@@ -142,6 +143,8 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         # Of the first request that does not take the plain path, and of its ApiVersions request: for the admin page.
         self.client_id: str | None = None
         self.software = ""
+        # Of the bytes sent, those that the tally has.
+        self._told_bytes = 0
         self._answers = AnswerOrder(context, self)
         # How long the client of the delayed request is throttled: its account is charged once.
         self._wanted_throttle_ms = 0
@@ -422,8 +425,14 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes sent to the client while the connection is open; later the tally has them."""
+        """Bytes sent to the client, while the connection is open."""
         return 0 if self._answers.outbox is None else self._answers.outbox.written_bytes
+
+    def tell_sent(self) -> None:
+        """Add the bytes sent since the last call to the tally; the rest follow when the connection ends."""
+        if self._answers.outbox is not None:
+            self._tally.sent_bytes += self.sent_bytes - self._told_bytes
+            self._told_bytes = self.sent_bytes
 
     @property
     def _all_connections(self) -> Sequence[Connections]:
@@ -615,7 +624,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         if outbox is not None:
             outbox.flush_all()
             self._forget_use(outbox)
-            self._tally.sent_bytes += outbox.written_bytes
+            self._tally.sent_bytes += outbox.written_bytes - self._told_bytes
         if self._transport is not None and not (lingers and self._half_close(self._transport)):
             self._transport.close()
         if self._meter is not None:

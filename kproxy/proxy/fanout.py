@@ -343,6 +343,13 @@ class FanoutShell:
         if self.acks is not None:
             self.acks.note(*action)
 
+    def _failed(self, action: actions.Failed) -> None:
+        tally, (*counted, topic) = self._context.tally, action
+        tally.error(*counted)
+        # Clients may invent topics that the table does not have.
+        if self._topology.partition_indexes(topic):
+            tally.topic_error(self._topology.name_of(topic) or topic)
+
     def _wake_at(self, action: actions.WakeAt) -> None:
         if self._is_closed:
             return
@@ -416,6 +423,6 @@ _CARRY_OUT: Final[Mapping[type[Action], Callable[[FanoutShell, Any], None]]] = {
     actions.Undeliverable: lambda shell, action: shell._client.undeliverable(*action),
     actions.Unconfirmed: lambda shell, action: shell._context.tally.leave_unconfirmed(*action),
     actions.Retried: lambda shell, action: shell._context.tally.retry(*action),
-    actions.Failed: lambda shell, action: shell._context.tally.error(*action),
+    actions.Failed: FanoutShell._failed,
     actions.Counted: lambda shell, action: shell._context.counters.update({action.counter: action.amount}),
 }

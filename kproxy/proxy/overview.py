@@ -5,8 +5,9 @@ of a second ago, notes what changed as events, and keeps what rates are made fro
 is requested, in portions.
 
 Invariants
-1. `sample` looks at brokers and at counters, which are bounded, and never at clients or requests. It counts the owners
-   of all partitions only when the table has changed, in portions, for at most a twentieth of the time.
+1. `sample` looks at brokers and at counters, which are bounded, and never at requests; in portions, it adds up what was
+   sent to clients, and counts the owners of all partitions when the table has changed, for at most a twentieth of the
+   time.
 2. The clients are looked at once a second at most, however many pages are requested. Their lines are dropped when
    nobody has asked for them for WINDOW_S.
 """
@@ -23,38 +24,45 @@ from itertools import accumulate
 from math import inf, isfinite
 from typing import Final, TypeVar
 
-import msgspec
-
 from kproxy.address import Address
 from kproxy.installed import version
 from kproxy.observe.http_page import Readiness
-from kproxy.observe.metrics import BrokerVitals, Vitals
+from kproxy.observe.metrics import BrokerVitals, Vitals, denials_of
 from kproxy.observe.overview import (
+    CLIENT_ORDERS,
+    MAX_NAMED,
     MAX_PARTITION_ROWS,
     SECURITY,
+    TOPIC_ORDERS,
     BrokerLine,
     ClientLine,
     ClientsPage,
-    ClientsQuery,
     Level,
     LimitLine,
+    Note,
     Overview,
     PartitionLine,
     PartitionsPage,
     ProxyLine,
     Rates,
+    RowsQuery,
     State,
     Timeline,
+    TopicLine,
+    TopicsPage,
     Verdict,
-    in_portions,
-    merge_clients,
+    first_of,
+    in_time,
+    serving,
     shown,
+    state_of,
 )
 from kproxy.observe.table import TableView, parse_place
 from kproxy.observe.tally import BROKER_BOUNDS_S, BROKER_ERRORS, OTHER_BROKERS, Tally
 from kproxy.proxy.server import Listener
 from kproxy.routing.retry import event_name
 from kproxy.routing.topology import NO_OWNER, Topology
+from kproxy.runtime.tasks import in_portions
 from kproxy.security.events import SecurityEvents
 from kproxy.trail.shipper import ShipperVitals
 from kproxy_codec import api_keys, error_codes
@@ -68,8 +76,11 @@ ERRORS_EVERY: Final = 5
 MAX_TIMES: Final = 4_000
 # Rows looked at in a step.
 STEP_ROWS: Final = 10_000
-MAX_NAMED: Final = 4
-SORTED_AT_ONCE: Final = 500
+# Brokers of a topic that are shown, those with most of its partitions.
+MAX_OWNERS: Final = 10
+# A topic is named if it has this share of all bytes of two topics or more, and this many bytes a second.
+HOT_SHARE: Final = 0.8
+HOT_BYTES: Final = 100_000
 _COUNTERS: Final[Mapping[str, tuple[str, Level, str]]] = {
     "deadlines": ("error", "warn", "requests were answered at their deadline"),
     "clients.too_many": ("denial", "warn", "clients were refused: too many connections"),
@@ -81,6 +92,7 @@ _COUNTERS: Final[Mapping[str, tuple[str, Level, str]]] = {
     "audit.rows_dropped": ("audit", "bad", "rows of the audit trail were lost"),
     "audit.overlaps": ("audit", "bad", "offsets were assigned twice"),
 }
+_WAITS: Final = {"sending": "has been sending a request for", "reading": "has not read its answers for"}
 _Key = TypeVar("_Key", bound=Hashable)
 
 
@@ -174,12 +186,16 @@ class ProxyObserver:
         self._timeline = Timeline(wall_ms)
         self._samples: deque[_Sample] = deque(maxlen=WINDOW_S + 1)
         self._sampled = 0
-        self._errors: deque[Counter[int]] = deque([Counter()], maxlen=ERROR_SPANS)
+        # By broker, and denials by principal.
+        self._errors: deque[Counter[int | str]] = deque([Counter()], maxlen=ERROR_SPANS)
+        # Requests and bytes of each topic at the ends of spans.
+        self._topics: deque[tuple[float, Mapping[bytes, tuple[int, int]]]] = deque(maxlen=WINDOW_S // ERRORS_EVERY)
         self._times = TableTimes()
         self._before_errors: dict[tuple[int, int, int], int] = {}
         self._before_retries: dict[tuple[int, int], int] = {}
         self._before_kinds: dict[tuple[int, str], int] = {}
         self._before_counters: dict[str, int] = {}
+        self._before_denials: dict[str, int] = {}
         self._brokers: dict[int, tuple[State, str]] | None = None
         self._proxies: dict[int, str] | None = None
         self._is_stale = False
@@ -200,18 +216,21 @@ class ProxyObserver:
         self._times.note(view.topology.version, self._wall_ms())
         if self._sampled % ERRORS_EVERY == 0:
             self._errors.append(Counter())
+            if self._tally.topics is not None:
+                self._topics.append((now, self._tally.topics.uses()))
         self._sampled += 1
         self._note_brokers(view.topology, context.brokers.vitals())
         self._note_counts()
         self._note_others(view)
         await self._note_owners(view.topology)
+        await self._listener.tell_sent()
         tally = self._tally
         self._samples.append(
             _Sample(
                 now,
                 sum(tally.requests.values()),
                 tally.received_bytes,
-                tally.sent_bytes + self._listener.sent_bytes,
+                tally.sent_bytes,
                 {
                     broker: _Timed(list(counts.produce.buckets), counts.produce.seconds)
                     for broker, counts in tally.by_broker.items()
@@ -261,6 +280,8 @@ class ProxyObserver:
             self._timeline.add("error", "warn", f"connection errors: {kind}{_by(broker)}", count)
         for name, count in _grown(self._before_counters, {name: self._counters.get(name, 0) for name in _COUNTERS}):
             self._timeline.add(*_COUNTERS[name], count)
+        for name, count in _grown(self._before_denials, denials_of(self._counters)):
+            errors[name] += count
         for name, text in self._events.take_shown():
             if name in SECURITY:
                 self._timeline.add(*SECURITY[name], f"{name.replace('_', ' ')}: {text}")
@@ -287,11 +308,7 @@ class ProxyObserver:
         owned: Counter[int] = Counter()
         names = topology.names
         async for topic in in_portions(names, self._clock):
-            last = len(topology.partition_indexes(topic))
-            for first in range(0, last, STEP_ROWS):
-                owned.update(topology.count_owned(topic, first, first + STEP_ROWS))
-                if last > STEP_ROWS:
-                    await asyncio.sleep(0)
+            owned.update(await self._owners(topology, topic))
         owned.pop(NO_OWNER, None)
         self._count_due = self._clock() + 20 * (self._clock() - began)
         before, self._owned = self._owned, owned
@@ -312,14 +329,21 @@ class ProxyObserver:
         readiness, topology = await self._readiness(), view.topology
         table_age_s = round(view.age_s, 1) if isfinite(view.age_s) and view.source != "static" else None
         brokers = [self._broker(topology, broker, vitals) for broker in vitals.brokers]
-        gone = sum(line.state == "gone" for line in brokers)
+        total = sum(line.state != "gone" for line in brokers)
+        notes, problem = self._notes(vitals), readiness.text.removeprefix("ready").removeprefix(", ")
+        if view.stale and problem and table_age_s:
+            problem += f" ({view.source} has been silent for {table_age_s:.0f} s)"
+        verdict = Verdict("bad", readiness.text)
+        if readiness.ready:
+            verdict = serving(brokers, total, None if problem else table_age_s, notes, problem)
         return Overview(
             kind="proxy",
             name=self._name,
             version=version(),
             at=self._wall_ms(),
             started=self._started,
-            verdict=_verdict(readiness, brokers, table_age_s),
+            verdict=verdict,
+            notes=notes,
             source=view.source,
             table_age_s=table_age_s,
             rates=self._rates(),
@@ -327,7 +351,7 @@ class ProxyObserver:
             partitions=topology.owned_count,
             claims=self._claims(),
             brokers=shown(brokers),
-            brokers_total=len(brokers) - gone,
+            brokers_total=total,
             proxies=[ProxyLine(each.id, str(Address(each.host, each.port)), each.this) for each in view.proxies][:200],
             limits=_limits(vitals, self._shipping()),
             facts={**_facts(vitals, view), **self._facts()},
@@ -343,12 +367,13 @@ class ProxyObserver:
         )
         slowest_s = (*BROKER_BOUNDS_S, 2 * BROKER_BOUNDS_S[-1])[past_most]
         address = _address(topology, broker) or (self._brokers or {}).get(broker, ("gone", ""))[1]
+        latency_ms = round(1000 * timed.seconds / requests, 2) if requests else None
         return BrokerLine(
             id=broker,
             address=address,
-            state=_state(topology, broker, known),
+            state=state_of(_state(topology, broker, known), latency_ms),
             partitions=self._owned[broker] if self._owned is not None else None,
-            latency_ms=round(1000 * timed.seconds / requests, 2) if requests else None,
+            latency_ms=latency_ms,
             slowest_ms=1000 * slowest_s if requests else None,
             requests=round(requests / span_s, 1),
             in_flight=known.in_flight,
@@ -377,18 +402,101 @@ class ProxyObserver:
             round((last.sent_bytes - first.sent_bytes) / span_s),
         )
 
-    async def clients(self, query: ClientsQuery) -> ClientsPage:
+    def _notes(self, vitals: Vitals) -> list[Note]:
+        """Name the clients, principals and topics that stand out."""
+        notes = [
+            Note(
+                f"client {each.client_id or '?'} at {each.address}",
+                f"{_WAITS[each.slow_at]} {in_time(1000 * each.slow_s)}",
+            )
+            for each in vitals.slow
+        ]
+        denied = sum(self._errors, Counter[int | str]())
+        notes += [
+            Note(name, f"was denied {count:,} times within a minute")
+            for name, count in denied.most_common()
+            if isinstance(name, str)
+        ]
+        rates = self._topic_rates()
+        total = sum(received for _, received in rates.values())
+        if len(rates) > 1 and total >= HOT_BYTES:
+            topic, (_, most) = max(rates.items(), key=lambda item: item[1][1])
+            if most >= HOT_SHARE * total:
+                notes.append(Note(f"topic {_text(topic)}", f"has {int(100 * most / total)} % of the bytes"))
+        return notes[:MAX_NAMED]
+
+    def _topic_rates(self) -> dict[bytes, tuple[float, float]]:
+        """Return requests and bytes per second of the topics that were used lately."""
+        if self._tally.topics is None or not self._topics:
+            return {}
+        (since, before), now = self._topics[0], self._tally.topics.uses()
+        span_s = max(1.0, self._clock() - since)
+        rates = {}
+        for topic, counts in now.items():
+            # A topic that was not used for a while is counted from 0 again.
+            was = before.get(topic, (0, 0))
+            requests, received = (new - old if new >= old else new for new, old in zip(counts, was, strict=True))
+            if requests:
+                rates[topic] = (requests / span_s, received / span_s)
+        return rates
+
+    async def topics(self, query: RowsQuery) -> TopicsPage:
         """Return the page that was asked for. Raises ValueError."""
-        query.check()
-        wanted, first = query.search.lower(), msgspec.structs.replace(query, skip=0, limit=query.skip + query.limit)
-        best, chunk = ClientsPage([], 0), list[ClientLine]()
-        async for line in in_portions(await self._clients.lines(), self._clock):
-            if not wanted or wanted in f"{line.client_id} {line.software} {line.principal} {line.address}".lower():
-                chunk.append(line)
-            if len(chunk) == SORTED_AT_ONCE:
-                best, chunk = merge_clients([best, ClientsPage(chunk, len(chunk))], first), []
+        query.check(TOPIC_ORDERS)
+        topology, wanted, is_counted = (
+            self._table().topology,
+            query.search.lower().encode(),
+            self._tally.topics is not None,
+        )
+        rates, errors = self._topic_rates(), self._tally.topic_errors
+        ranks: Mapping[str, Callable[[bytes], float]] = {
+            "rate": lambda topic: rates.get(topic, (0.0, 0.0))[1],
+            "moves": topology.topic_moves,
+            "errors": lambda topic: errors[topic],
+            "name": lambda _: 0.0,
+        }
+        matching = (topic async for topic in in_portions(topology.names, self._clock) if wanted in topic.lower())
+        names, total = await first_of(matching, query.skip + query.limit, ranks[query.order])
+        lines = []
+        for topic in names[query.skip :]:
+            owned = await self._owners(topology, topic)
+            unowned = owned.pop(NO_OWNER, 0)
+            requests, received = rates.get(topic, (0.0, 0.0))
+            lines.append(
+                TopicLine(
+                    topic=_text(topic),
+                    partitions=owned.total() + unowned,
+                    owners=dict(owned.most_common(MAX_OWNERS)),
+                    unowned=unowned,
+                    moves=topology.topic_moves(topic),
+                    errors=errors[topic],
+                    requests=round(requests, 1) if is_counted else None,
+                    received_bytes=round(received) if is_counted else None,
+                )
+            )
+        return TopicsPage(lines, total, is_counted)
+
+    @staticmethod
+    async def _owners(topology: Topology, topic: bytes) -> Counter[int]:
+        """Count the partitions of a topic by owner, STEP_ROWS in a turn of the event loop."""
+        owned, last = Counter[int](), len(topology.partition_indexes(topic))
+        for first in range(0, last, STEP_ROWS):
+            owned.update(topology.count_owned(topic, first, first + STEP_ROWS))
+            if last > STEP_ROWS:
                 await asyncio.sleep(0)
-        return merge_clients([best, ClientsPage(chunk, len(chunk))], query)
+        return owned
+
+    async def clients(self, query: RowsQuery) -> ClientsPage:
+        """Return the page that was asked for. Raises ValueError."""
+        query.check(CLIENT_ORDERS)
+        wanted = query.search.lower()
+        matching = (
+            line
+            async for line in in_portions(await self._clients.lines(), self._clock)
+            if wanted in f"{line.client_id} {line.software} {line.principal} {line.address}".lower()
+        )
+        rows, total = await first_of(matching, query.skip + query.limit, CLIENT_ORDERS[query.order])
+        return ClientsPage(rows[query.skip :], total)
 
     async def partitions(self, search: str, owner: int | None, after: str | None, limit: int) -> PartitionsPage:
         """Return partitions whose `topic` or `topic/partition` has `search` in it, of one owner if named (-1: of none).
@@ -422,7 +530,7 @@ class ProxyObserver:
 
     def _partition(self, topology: Topology, topic: bytes, index: int, owner: int) -> PartitionLine:
         return PartitionLine(
-            topic.decode("utf-8", "replace"),
+            _text(topic),
             index,
             owner,
             topology.owner_revision(topic, index),
@@ -466,6 +574,7 @@ class _Clients:
             oldest_s, oldest_at = max(
                 ((age_s, broker) for broker, _, _, age_s in session.unanswered(now)), default=(0, -1)
             )
+            slow_s, slow_at = session.slow(now)
             lines.append(
                 ClientLine(
                     address=session.peer,
@@ -479,6 +588,8 @@ class _Clients:
                     in_flight=session.open_requests,
                     oldest_s=round(oldest_s, 1),
                     oldest_at=oldest_at,
+                    slow_s=round(slow_s, 1),
+                    slow_at=slow_at,
                 )
             )
         self._seen, self._lines, self._walked_at = seen, lines, now
@@ -495,6 +606,10 @@ def _address(topology: Topology, broker: int) -> str:
     return "" if address is None else str(address)
 
 
+def _text(topic: bytes) -> str:
+    return topic.decode("utf-8", "replace")
+
+
 def _by(broker: int) -> str:
     return "" if broker == NO_OWNER else " (other brokers)" if broker == OTHER_BROKERS else f" (broker {broker})"
 
@@ -507,22 +622,6 @@ def _spread(before: Counter[int], now: Counter[int]) -> str:
     )
     words = [f"broker {broker}: {before[broker]} → {now[broker]}" for broker in changed[:MAX_NAMED]]
     return ", ".join(words) + (", ..." if len(changed) > MAX_NAMED else "") or "each broker has as many as before"
-
-
-def _verdict(readiness: Readiness, brokers: list[BrokerLine], table_age_s: float | None) -> Verdict:
-    text = readiness.text
-    if not readiness.ready:
-        return Verdict("bad", text)
-    here = [line for line in brokers if line.state != "gone"]
-    troubled = [line for line in brokers if line.state != "up"]
-    count = f"{len(here)} broker{'s' if len(here) != 1 else ''}"
-    age = f", table {table_age_s:.1f} s old" if table_age_s is not None else ""
-    if text != "ready":
-        return Verdict("warn", f"serving, {text.removeprefix('ready, ')}{age}")
-    if troubled:
-        named = ", ".join(f"broker {line.id} is {line.state}" for line in troubled[:MAX_NAMED])
-        return Verdict("warn", f"serving, {count}, but {named}{age}")
-    return Verdict("good", f"serving, {count}{age}")
 
 
 def _limits(vitals: Vitals, shipping: ShipperVitals | None) -> list[LimitLine]:

@@ -33,6 +33,7 @@ class PacedReader(RequestReader):
         "_control",
         "_draining",
         "_pauses",
+        "_pressed_at",
         "_requests",
         "_rests",
         "_takes_backlog",
@@ -50,6 +51,7 @@ class PacedReader(RequestReader):
         self._draining = False
         self._broker_pressure = 0
         self._client_pressure = False
+        self._pressed_at = 0.0
         self._takes_backlog = False
         # Partitions of the backlog's first request, if it waits for room for them.
         self._wanted_partitions = 0
@@ -59,7 +61,7 @@ class PacedReader(RequestReader):
         self._pauses = 0
 
     def pause_writing(self) -> None:
-        self._client_pressure = True
+        self._client_pressure, self._pressed_at = True, self._clock()
         if self._answers.outbox is not None:
             self._answers.outbox.pause()
         self.adjust_reading()
@@ -69,6 +71,12 @@ class PacedReader(RequestReader):
         if self._answers.outbox is not None:
             self._answers.outbox.resume()
         self.adjust_reading()
+
+    def slow(self, now: float) -> tuple[float, str]:
+        """For how long the client has kept the proxy waiting, and with what: as in overview.ClientLine."""
+        if self._client_pressure:
+            return now - self._pressed_at, "reading"
+        return (now - self._first_byte_at, "sending") if self.is_amid_frame and self._reading else (0.0, "")
 
     def broker_presses(self, slow: bool) -> None:
         """Stop reading while a broker accepts no more, then resume."""

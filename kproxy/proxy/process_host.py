@@ -61,6 +61,7 @@ class OwnPages:
         self.sample = observer.sample
         self.overview = observer.overview
         self.partitions = observer.partitions
+        self.topics = observer.topics
         self.clients = observer.clients
         self._table = table
         self._claims = claims

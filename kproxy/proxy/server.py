@@ -39,6 +39,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Set
 from dataclasses import replace
 from functools import partial
+from heapq import nlargest
 from types import MappingProxyType
 
 import structlog
@@ -47,7 +48,7 @@ from kproxy.config import Limits
 from kproxy.config.listeners import ListenerConfig
 from kproxy.config.tls import Loaded
 from kproxy.observe.http_page import Readiness
-from kproxy.observe.metrics import Vitals
+from kproxy.observe.metrics import SlowClient, Vitals
 from kproxy.observe.table import TableView
 from kproxy.proxy.admission import Admission
 from kproxy.proxy.apis import Ranges
@@ -58,7 +59,7 @@ from kproxy.routing.fleet import Fleet
 from kproxy.routing.topology import Address
 from kproxy.runtime.process import open_file_limit
 from kproxy.runtime.sockets import accept_from, bind, bound_port
-from kproxy.runtime.tasks import TURN_S, cancel
+from kproxy.runtime.tasks import cancel, in_portions
 from kproxy.security.events import NO_EVENTS, SecurityEvents
 from kproxy.security.proxy_protocol import Source
 from kproxy.security.reloading import Reloading
@@ -71,6 +72,9 @@ NO_FLEETS: Mapping[str, Fleet] = MappingProxyType({})
 NO_ADMISSIONS: Mapping[str, Admission] = MappingProxyType({})
 # If a tick is later than this, in seconds, clients are not blamed for unfinished work.
 LATE_S = 0.5
+# Clients that keep the proxy waiting for so long are named, the slowest of them.
+SLOW_S = 1.0
+MOST_SLOW = 10
 
 
 class Listener:
@@ -120,15 +124,13 @@ class Listener:
         return Readiness(ready=True, text="ready")
 
     async def vitals(self) -> Vitals:
-        """The current values for the metrics. Clients have their turns while sessions are counted.
-
-        `sent_bytes` is of the turn in which it returns: the tally has the bytes of sessions that end later.
-        """
+        """The current values for the metrics, and the tally's sent bytes. Clients have their turns meanwhile."""
         in_flight_requests = most_requests = most_bytes = 0
         requests: Counter[int] = Counter()
         bytes_of: Counter[int] = Counter()
         connections: Counter[int] = Counter()
         oldest_s: defaultdict[int, float] = defaultdict(float)
+        slow: list[SlowClient] = []
         context = self._context
         if context is not None:
             now = context.clock()
@@ -137,6 +139,10 @@ class Listener:
                 in_flight_requests += open_requests
                 most_requests = max(most_requests, open_requests)
                 most_bytes = max(most_bytes, session.in_flight_bytes)
+                session.tell_sent()
+                slow_s, slow_at = session.slow(now)
+                if slow_s >= SLOW_S:
+                    slow.append(SlowClient(slow_s, slow_at, session.client_id or "", session.principal, session.peer))
                 connections.update(session.connected_brokers)
                 for broker, count, size, age_s in session.unanswered(now):
                     requests[broker] += count
@@ -151,9 +157,9 @@ class Listener:
             in_flight_bytes=self._in_flight_bytes,
             most_requests=most_requests,
             most_bytes=most_bytes,
+            slow=nlargest(MOST_SLOW, slow),
             limits=self._limits,
             paused_connections=len(context.budget.waiting) if context is not None else 0,
-            sent_bytes=self.sent_bytes,
             brokers={
                 broker: replace(
                     vitals, in_flight=requests[broker], in_flight_bytes=bytes_of[broker], oldest_s=oldest_s[broker]
@@ -178,10 +184,11 @@ class Listener:
         """What the sessions share; None until `serve`."""
         return self._context
 
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes sent to clients by now, if it is read in the same turn as the tally's."""
-        return sum(session.sent_bytes for session in self._sessions)
+    async def tell_sent(self) -> None:
+        """Have the tally count the bytes sent to clients by now."""
+        if self._context is not None:
+            async for session in self._in_portions(self._context):
+                session.tell_sent()
 
     async def clients(self) -> AsyncIterator[ClientSession]:
         """The sessions of clients, in portions."""
@@ -431,12 +438,8 @@ class Listener:
             self._context.turns.take(partial(take, session))
 
     async def _in_portions(self, context: ProxyContext) -> AsyncIterator[ClientSession]:
-        """The sessions, for TURN_S in each turn of the event loop, without those that ended meanwhile."""
-        began = context.clock()
-        for session in list(self._sessions):
-            if context.clock() - began > TURN_S:
-                await asyncio.sleep(0)
-                began = context.clock()
+        """The sessions, without those that ended meanwhile."""
+        async for session in in_portions(list(self._sessions), context.clock):
             if session in self._sessions:
                 yield session
 

@@ -209,11 +209,15 @@ class Retried(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """Count a partition that is answered with an error; `broker` is the last one that received it."""
+    """Count a partition that is answered with an error; `broker` is the last one that received it.
+
+    `topic` is its name or id.
+    """
 
     api_key: int
     error_code: int
     broker: int
+    topic: bytes
 
 
 class Counted(NamedTuple):

@@ -117,7 +117,8 @@ class OpenExchanges:
             exchange.take(entry, b"")
             self._actions.add_last(Undeliverable(exchange.partition(entry)[0], final))
             return
-        self._actions.add(Failed(exchange.api.api_key, final, exchange.sent_to(entry)))
+        topic = exchange.partition(entry)[0]
+        self._actions.add(Failed(exchange.api.api_key, final, exchange.sent_to(entry), topic))
         if exchange.is_ordered and retry.comes_again(final) and (place := place_of(exchange, entry)) is not None:
             self._refused.note(lane_key(exchange, entry), place)
         if result is not None and final == error_code:

@@ -63,9 +63,10 @@ class Ownership(NamedTuple):
 class _TopicOwners:
     """Owner, revision, version and moves by partition index, 24 bytes per partition."""
 
-    __slots__ = ("moves", "owners", "revisions", "versions")
+    __slots__ = ("all_moves", "moves", "owners", "revisions", "versions")
 
     def __init__(self) -> None:
+        self.all_moves = 0
         self.owners = array("i")
         self.revisions = array("q")
         self.versions = array("q")
@@ -138,6 +139,11 @@ class Topology:
         if topic_owners is None or not 0 <= partition_index < len(topic_owners.moves):
             return 0
         return topic_owners.moves[partition_index]
+
+    def topic_moves(self, topic: bytes) -> int:
+        """The same for all partitions of a topic."""
+        topic_owners = self._topics.get(topic)
+        return topic_owners.all_moves if topic_owners is not None else 0
 
     def count_owned(self, topic: bytes, first: int, last: int) -> Counter[int]:
         """Count the partitions of a topic in [first, last) by owner; NO_OWNER is one of them."""
@@ -256,6 +262,7 @@ class Topology:
         owners = topic_owners.owners
         if owner not in (NO_OWNER, owners[partition_index]) and topic_owners.versions[partition_index]:
             topic_owners.moves[partition_index] += 1
+            topic_owners.all_moves += 1
             counted = self.owner_changes
             name = topic if topic in counted or len(counted) < MAX_COUNTED_TOPICS else OTHER_TOPICS
             counted[name] = counted.get(name, 0) + 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 # In one turn of the event loop, one client's requests or answers are handled for this time, in seconds, plus one more.
@@ -13,6 +13,17 @@ TURN_S = 0.0005
 MOST_STEPS = 8
 
 _Result = TypeVar("_Result")
+_Thing = TypeVar("_Thing")
+
+
+async def in_portions(things: Iterable[_Thing], clock: Callable[[], float]) -> AsyncIterator[_Thing]:
+    """Yield things for TURN_S in each turn of the event loop."""
+    began = clock()
+    for thing in things:
+        if clock() - began > TURN_S:
+            await asyncio.sleep(0)
+            began = clock()
+        yield thing
 
 
 async def cancel(task: asyncio.Task[Any]) -> None:

@@ -4,7 +4,7 @@
 | --- | --- |
 | `/metrics` | merged by kproxy.observe.exposition; process metrics by worker |
 | `/overview` | folded by kproxy.observe.overview, with a line for each worker |
-| `/clients` | the first clients of all workers |
+| `/topics`, `/clients` | the first ones of all workers |
 | `/table` | of the first worker that serves and answers, or of the one that `?worker=` names |
 | `/partitions`, `/own` | of the first worker that serves and answers: every worker knows all |
 | `/replication` | of etcd, which this process reads itself: no worker knows more |
@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 from urllib.parse import urlencode
 
@@ -40,23 +40,29 @@ from kproxy.observe.metrics import (
     reloads,
 )
 from kproxy.observe.overview import (
+    CLIENT_ORDERS,
     SECURITY,
+    TOPIC_ORDERS,
     ClientsPage,
     Overview,
     PartitionsPage,
+    RowsQuery,
     Timeline,
+    TopicsPage,
     Verdict,
     WorkerLine,
     fold,
     merge_clients,
+    merge_topics,
 )
-from kproxy.observe.page import ReplicaPages, clients_query, replication_route
+from kproxy.observe.page import ReplicaPages, replication_route, rows_query
 from kproxy.observe.page_guard import PageGuard
 from kproxy.observe.table import TablePage
 from kproxy.security.events import SecurityEvents
 from kproxy.workers.process import NoAnswer, Order, Slot
 
 READY = "ready"
+_Page = TypeVar("_Page", bound=msgspec.Struct)
 NO_VERDICT = Verdict("bad", "no worker answers")
 
 
@@ -94,6 +100,7 @@ class WorkerPages:
         routes = [
             web.get("/table", self._get_table),
             web.get("/partitions", self._get_partitions),
+            web.get("/topics", self._get_topics),
             web.get("/clients", self._get_clients),
             replication_route(self._replicas),
             web.get("/own", self._pass_on),
@@ -153,22 +160,35 @@ class WorkerPages:
             answer.body = msgspec.json.encode(await self._replicas.complete_partitions(page))
         return answer
 
+    async def _get_topics(self, request: web.Request) -> web.Response:
+        return await self._get_rows(request, TopicsPage, TOPIC_ORDERS, lambda page, _: page, merge_topics)
+
     async def _get_clients(self, request: web.Request) -> web.Response:
+        def of(page: ClientsPage, worker: int) -> ClientsPage:
+            return ClientsPage([msgspec.structs.replace(line, worker=worker) for line in page.clients], page.total)
+
+        return await self._get_rows(request, ClientsPage, CLIENT_ORDERS, of, merge_clients)
+
+    async def _get_rows(
+        self,
+        request: web.Request,
+        kind: type[_Page],
+        orders: Iterable[str],
+        of: Callable[[_Page, int], _Page],
+        merge: Callable[[Sequence[_Page], RowsQuery], _Page],
+    ) -> web.Response:
+        """Join the first rows of all workers; `of` adds the worker to a page."""
         try:
-            query = clients_query(request)
-            query.check()
+            query = rows_query(request)
+            query.check(orders)
         except ValueError as error:
             return _refused(400, str(error))
         first = {"order": query.order, "search": query.search, "limit": str(query.skip + query.limit)}
-        page = f"/clients?{urlencode(first)}"
-        pages = []
-        for slot, each in zip(
-            self._slots, await asyncio.gather(*(_asked(s, page, ClientsPage) for s in self._slots)), strict=True
-        ):
-            if each is not None:
-                lines = [msgspec.structs.replace(line, worker=slot.number) for line in each.clients]
-                pages.append(ClientsPage(lines, each.total))
-        return web.Response(body=msgspec.json.encode(merge_clients(pages, query)), content_type="application/json")
+        asked = await asyncio.gather(
+            *(_asked(slot, f"{request.path}?{urlencode(first)}", kind) for slot in self._slots)
+        )
+        pages = [of(each, slot.number) for slot, each in zip(self._slots, asked, strict=True) if each is not None]
+        return web.Response(body=msgspec.json.encode(merge(pages, query)), content_type="application/json")
 
     async def summary(self) -> str:
         return f"kproxy, {len(self._slots)} workers"
@@ -239,9 +259,6 @@ class WorkerPages:
 
 def _refused(status: int, reason: str) -> web.Response:
     return web.Response(status=status, text=f"{reason}\n")
-
-
-_Page = TypeVar("_Page", bound=msgspec.Struct)
 
 
 async def _asked(slot: Slot, path: str, kind: type[_Page]) -> _Page | None:

@@ -62,7 +62,7 @@ const wide = (heading, cell) => ({ heading, cell, class: "wide" });
 
 // The parts of the overview. Each returns a section with `update(overview)`, or nothing if the process has no such thing.
 
-const LEVELS = { up: "good", down: "bad", hung: "bad", gone: "warn" };
+const LEVELS = { up: "good", slow: "warn", down: "bad", hung: "bad", gone: "warn" };
 
 function brokers(overview) {
   const isProxy = overview.kind === "proxy";
@@ -73,7 +73,7 @@ function brokers(overview) {
     number("partitions", (each) => count(each.partitions)),
     ...(isProxy ? [
       number("produce/s", (each) => rate(each.requests)),
-      number("latency", (each) => millis(each.latency_ms)),
+      number("latency", (each) => each.state === "slow" ? tag("warn", millis(each.latency_ms)) : millis(each.latency_ms)),
       number("99 % below", (each) => millis(each.slowest_ms)),
       number("in flight", (each) => count(each.in_flight)),
       number("oldest", (each) => each.oldest_s ? `${each.oldest_s.toFixed(1)} s` : "–"),
@@ -84,7 +84,7 @@ function brokers(overview) {
   ], "No broker is known.");
   const more = h("p", { class: "muted" });
   const explains = isProxy ? "Latency is from the hand-over of a produce request to the broker's answer, over the last 10 s." : "The cluster as this broker sees it in etcd.";
-  const element = section("Brokers", explains, "/overview", isProxy ? "kproxy top" : "kproxy top", shown, more);
+  const element = section("Brokers", explains, "/overview", "kproxy top", shown, more);
   element.update = (latest) => {
     shown.show(latest.brokers);
     const left = latest.brokers_total - latest.brokers.filter((each) => each.state !== "gone").length;
@@ -113,9 +113,9 @@ function limits(overview) {
   if (!overview.limits) return undefined;
   const size = (line, value) => line.unit === "B" ? bytes(value) : count(value);
   const shown = table("Limits", [
-    text("limit", (each) => each.name), number("used", (each) => size(each, each.used)), number("of", (each) => size(each, each.limit)),
-    text("share", (each) => h("span", {}, h("meter", { min: 0, max: each.limit, low: 0.7 * each.limit, high: 0.9 * each.limit, optimum: 0, value: each.used, "aria-label": each.name }), ` ${Math.round(100 * each.used / each.limit)} %`)),
-    text("key", (each) => h("code", {}, each.key)),
+    wide("limit", (each) => each.name), number("used", (each) => size(each, each.used)), number("of", (each) => size(each, each.limit)),
+    wide("share", (each) => h("span", {}, h("meter", { min: 0, max: each.limit, low: 0.7 * each.limit, high: 0.9 * each.limit, optimum: 0, value: each.used, "aria-label": each.name }), ` ${Math.round(100 * each.used / each.limit)} %`)),
+    wide("key", (each) => h("code", {}, each.key)),
   ], "");
   const element = section("Limits beside their use", "", "/overview", "kproxy top --view limits", shown);
   element.update = (latest) => shown.show(latest.limits ?? []);
@@ -156,7 +156,7 @@ function paged(title, explains, twin, command, shown, tools, path, read) {
     if (typeof answer === "string") { note.textContent = answer; return; }
     const page = read(answer, cursors.at(-1));
     next = page.next;
-    shown.show(page.rows);
+    shown.show(page.rows, page.page);
     note.textContent = page.note;
     before.disabled = cursors.length === 1;
     after.disabled = next === undefined || next === null;
@@ -186,30 +186,57 @@ function partitions(overview) {
     return missing.length ? tag(each.isr.length < (each.min_insync_replicas ?? 0) ? "bad" : "warn", words) : words;
   };
   const shown = table("Partitions", [
-    { heading: "topic", cell: (each) => each.topic, class: "wrap" }, number("partition", (each) => each.partition), number("owner", (each) => each.owner < 0 ? tag("bad", "nobody") : each.owner),
-    ...(isProxy ? [text("since", (each) => each.since ? `${clock(each.since)} (${ago(each.since)} ago)` : "the start"), number("moves", (each) => each.moves ?? 0)] : []),
+    { heading: "topic", cell: (each) => each.topic, class: "wrap" }, { heading: "partition", cell: (each) => each.partition, class: "n id" }, number("owner", (each) => each.owner < 0 ? tag("bad", "nobody") : each.owner),
+    ...(isProxy ? [wide("since", (each) => each.since ? `${clock(each.since)} (${ago(each.since)} ago)` : "the start"), number("moves", (each) => each.moves ?? 0)] : []),
     number("revision", (each) => each.revision), text("in sync", inSync),
   ], "No partition matches.");
   return paged("Partitions", "", "/partitions", isProxy ? "kproxy table" : "kproxy top --view partitions", shown, [search, owner],
     (after) => query("/partitions", { search: search.value.trim(), owner: owner.value, after, limit: 50 }),
     (page) => ({ rows: page.partitions, next: page.next, note: `${count(page.partitions.length)} of ${count(state.overview.partitions)} shown` }));
 }
+
+// The first topics or clients in an order: a page begins after `skip` rows.
+
+function firsts(title, path, explains, command, shown, [label, placeholder], orders, names) {
+  const search = field(label, placeholder), order = choice("Order", orders), size = 50;
+  return paged(title, explains, path, command, shown, [search, order],
+    (skip) => query(path, { order: order.value, search: search.value.trim(), skip: skip ?? 0, limit: size }),
+    (page, skip) => {
+      const rows = page[path.slice(1)], first = skip ?? 0, last = first + rows.length;
+      const next = rows.length === size && last < Math.min(page.total, 1000) ? last : undefined;
+      return { rows, next, note: `${count(first + Math.min(1, rows.length))} to ${count(last)} of ${count(page.total)} ${names}`, page };
+    });
+}
+function topics() {
+  const owners = (each) => [...Object.entries(each.owners).map(([id, owned]) => `broker ${id} (${count(owned)})`),
+    ...(each.partitions > each.unowned + Object.values(each.owners).reduce((sum, owned) => sum + owned, 0) ? ["…"] : []),
+  ].join(", ");
+  const shown = table("Topics", [
+    { heading: "topic", cell: (each) => each.topic, class: "wrap" }, number("partitions", (each) => count(each.partitions)),
+    { heading: "owners (partitions)", class: "wrap", cell: (each) => h("span", {}, owners(each), " ", each.unowned ? tag("bad", `nobody (${count(each.unowned)})`) : "") },
+    number("produce/s", (each) => rate(each.requests)), number("received/s", (each) => bytes(each.received_bytes)),
+    number("moves", (each) => count(each.moves)), number("errors", (each) => each.errors ? h("span", { class: "tag warn" }, count(each.errors)) : 0),
+  ], "No topic matches.");
+  const off = h("p", { class: "hint", hidden: true }, "Requests and bytes of topics are not counted. ", h("code", {}, "kproxy serve --metrics-topics 100"),
+    " counts them and names the 100 busiest on /metrics; in the configuration it is ", h("code", {}, "metrics.topics = 100"), ".");
+  const whole = h("div", {}, off, shown);
+  whole.say = shown.say;
+  whole.show = (rows, page) => { off.hidden = page.is_counted; shown.show(rows); };
+  return firsts("Topics", "/topics", "Produce requests and their bytes are of the last seconds. Moves (a partition gets another owner) and errors (a partition is answered with one) are since the start.",
+    "kproxy top --view topics", whole, ["Search topics", "topic"],
+    [["rate", "the busiest first"], ["moves", "most moves first"], ["errors", "most errors first"], ["name", "by name"]], "topics");
+}
 function clients(overview) {
-  const search = field("Search clients", "client id, software, principal, address");
-  const order = choice("Order", [["rate", "the busiest first"], ["oldest", "the oldest request first"]]);
   const shown = table("Clients", [
     { heading: "client id", cell: (each) => each.client_id || "–", class: "wrap" }, { heading: "software", cell: (each) => each.software || "–", class: "wrap" }, text("principal", (each) => each.principal || "–"), wide("address", (each) => each.address),
     number("requests/s", (each) => rate(each.requests)), number("received/s", (each) => bytes(each.received_bytes)), number("sent/s", (each) => bytes(each.sent_bytes)), number("in flight", (each) => count(each.in_flight)),
     number("oldest request", (each) => each.oldest_s ? h("span", { class: each.oldest_s >= 1 ? "tag warn" : "" }, `${each.oldest_s.toFixed(1)} s at broker ${each.oldest_at}`) : "–"),
+    number("slow", (each) => each.slow_s ? h("span", { class: each.slow_s >= 1 ? "tag warn" : "" }, `${each.slow_s.toFixed(1)} s ${each.slow_at}`) : "–"),
     number("connected", (each) => ago(each.since)), ...(overview.workers ? [number("worker", (each) => each.worker)] : []),
   ], "No client matches.");
-  const size = 50;
-  return paged("Clients", "", "/clients", "kproxy top --view clients", shown, [search, order],
-    (skip) => query("/clients", { order: order.value, search: search.value.trim(), skip: skip ?? 0, limit: size }),
-    (page, skip) => {
-      const last = (skip ?? 0) + page.clients.length;
-      return { rows: page.clients, next: page.clients.length === size && last < Math.min(page.total, 1000) ? last : undefined, note: `${count((skip ?? 0) + Math.min(1, page.clients.length))} to ${count(last)} of ${count(page.total)} connections` };
-    });
+  return firsts("Clients", "/clients", "A client is slow while it keeps the proxy waiting: it is still sending a request, or is not reading its answers.",
+    "kproxy top --view clients", shown, ["Search clients", "id, software, principal, address"],
+    [["rate", "the busiest first"], ["oldest", "the oldest request first"], ["slow", "the slowest first"]], "connections");
 }
 function claims() {
   const group = field("Group", "the whole name of a group");
@@ -219,13 +246,14 @@ function claims() {
   ], "Nobody has a claim.");
   return paged("Claims", "Partitions that single writers have claimed by the Own API.", "/own", "kproxy own list", shown, [group],
     (after) => query("/own", { group: group.value.trim(), after, limit: 50 }),
-    (page) => ({ rows: page.claims, next: page.next, note: `${count(page.members.length)} proxies hold claims for clients` }));
+    (page) => ({ rows: page.claims, next: page.next, note: `${count(page.members.length)} ${page.members.length === 1 ? "proxy holds" : "proxies hold"} claims for clients` }));
 }
 
 // Views by the fragment of the address. A view's sections are made when it is opened, and updated every second.
 
 const VIEWS = {
   overview: { name: "Overview", sections: (latest) => [brokers(latest), workers(latest), timeline(8), limits(latest), proxies(latest), facts(latest)] },
+  topics: { name: "Topics", sections: () => [topics()], has: (latest) => latest.kind === "proxy" },
   partitions: { name: "Partitions", sections: (latest) => [partitions(latest)] },
   clients: { name: "Clients", sections: (latest) => [clients(latest)], has: (latest) => latest.kind === "proxy" },
   claims: { name: "Claims", sections: (latest) => [claims(latest)], has: (latest) => latest.claims !== undefined && latest.claims !== null },

@@ -213,6 +213,39 @@ def test_refused_command_names_the_remedy(signer: Signer, mutual: KproxyProcess,
     assert done.stderr.count("\n") == 1
 
 
+def test_top_shows_a_page_with_tls_and_token(signer: Signer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = [tmp_path / "token", tmp_path / "another"]
+    for number, file in enumerate(tokens):
+        file.write_text(f"the-token-number-{number}\n")
+    options = rooms(signer.issue("watched", "127.0.0.1"), f'token_file = "{tokens[0]}"')
+    theirs = Signer(tmp_path / "theirs").ca
+    with proxy(tmp_path, options) as process:
+
+        def top(ca: Path, *more: str) -> tuple[int, str]:
+            done = run_kproxy("top", "--admin", f"https://{process.admin}", "--admin-ca", ca, *more)
+            assert done.stderr.count("\n") == (done.status == 2)
+            return done.status, done.stderr if done.status == 2 else done.stdout
+
+        assert top(signer.ca) == (
+            2,
+            f"kproxy: the admin page at https://{process.admin} refuses this (this page needs its token: "
+            f"Authorization: Bearer TOKEN): name the file with its token in KPROXY_ADMIN_TOKEN_FILE.\n",
+        )
+        monkeypatch.setenv("KPROXY_ADMIN_TOKEN_FILE", str(tokens[1]))
+        assert top(signer.ca) == (
+            2,
+            f"kproxy: the admin page at https://{process.admin} refuses this (the token of KPROXY_ADMIN_TOKEN_FILE is "
+            f"not the page's): give the one of its admin.token_file.\n",
+        )
+        monkeypatch.setenv("KPROXY_ADMIN_TOKEN_FILE", str(tokens[0]))
+        status, said = top(theirs)
+        assert (status, "by the authorities in --admin-ca" in said) == (2, True)
+        for view, heading in (("brokers", "produce/s"), ("topics", "owners (parts)"), ("clients", "slow")):
+            status, said = top(signer.ca, "--view", view)
+            # Its broker is down.
+            assert (status, heading in said) == (1, True)
+
+
 def refused_by_client(listening: socket.socket, context: ssl.SSLContext) -> None:
     listening.settimeout(PATIENCE_S)
     with listening.accept()[0] as connection, contextlib.suppress(OSError):

@@ -22,6 +22,7 @@ from tests.support.clients.browser import CHROMIUM, Tab, browser
 from tests.support.processes.dev import KproxyProcess, dev_arguments, serving
 from tests.support.processes.ports import free_port
 from tests.support.processes.served import beside, static_proxy
+from tests.support.security.tls_files import Signer, pin_of
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -29,7 +30,7 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium (Debian's package `chromium`)"),
 ]
-VIEWS: Final = ("overview", "partitions", "clients", "claims", "lately")
+VIEWS: Final = ("overview", "topics", "partitions", "clients", "claims", "lately")
 TOPIC: Final = "orders"
 TOKEN: Final = "a-token-of-the-operators"
 SHOWN: Final = "document.querySelectorAll('#panels section').length > 0"
@@ -89,6 +90,9 @@ async def test_each_view_shows_what_runs(cluster: KproxyProcess, tab: Tab) -> No
         assert words in text
     await show(tab, cluster.admin, "clients", "document.body.innerText.includes('till-7')")
     assert "rdkafka" in await tab.text()
+    await show(tab, cluster.admin, "topics", f"document.body.innerText.includes('{TOPIC}')")
+    await tab.until("document.querySelector('td[data-label=\"received/s\"]').innerText.endsWith('B')")
+    assert await tab.value("document.querySelector('.hint').hidden")
     await show(tab, cluster.admin, "partitions", ROWS)
     await tab.value("document.querySelector('input[type=search]').focus()")
     await tab.type(f"{TOPIC}/")
@@ -124,7 +128,7 @@ async def test_views_fit_any_width(cluster: KproxyProcess, tab: Tab, width: int,
 async def test_keyboard_reaches_all(cluster: KproxyProcess, tab: Tab) -> None:
     await show(tab, cluster.admin, "overview")
     focused = "document.activeElement.innerText || document.activeElement.placeholder || ''"
-    for wanted in ("Overview", "Partitions"):
+    for wanted in ("Overview", "Topics", "Partitions"):
         await tab.press("Tab")
         assert await tab.value(focused) == wanted
     await tab.press("Enter", "\r")
@@ -162,6 +166,36 @@ async def test_login_opens_the_page(tmp_path: Path, tab: Tab) -> None:
         assert TOKEN not in await tab.value("location.href")
         await tab.value("document.querySelector('#logout').click()")
         await tab.until("!document.querySelector('#login').hidden")
+
+
+async def test_page_opens_over_tls(tmp_path: Path) -> None:
+    signer = Signer(tmp_path / "ours")
+    pair = signer.issue("page", "127.0.0.1")
+    rooms = f'[admin]\ntoken = "{TOKEN}"\ntls.cert = "{pair.cert}"\ntls.key = "{pair.key}"\n'
+    process = static_proxy(tmp_path, {1: free_port()}, rooms=rooms)
+    async with beside(process) as proxy:
+        # It trusts this key alone, as a browser does that knows the authority.
+        async with browser(f"--ignore-certificate-errors-spki-list={pin_of(pair)}") as tab:
+            await tab.look(1280)
+            await tab.goto(f"https://{proxy.admin}/")
+            await tab.until("document.activeElement.id == 'token'")
+            await tab.type(TOKEN)
+            await tab.press("Enter", "\r")
+            await tab.until(SHOWN)
+            heard = await tab.value("state.heard")
+            await tab.until(f"state.heard > {heard} + 1500 && state.source.readyState == EventSource.OPEN")
+            assert f"kproxy top --admin https://{proxy.admin}" in await tab.text()
+            await tab.goto(f"https://{proxy.admin}/#topics")
+            await tab.until("document.querySelector('.hint').innerText.includes('kproxy serve --metrics-topics 100')")
+            assert tab.errors == []
+            cookies = (await tab.call("Network.getCookies"))["cookies"]
+            assert [(each["httpOnly"], each["secure"], each["sameSite"]) for each in cookies] == [
+                (True, True, "Strict")
+            ]
+        async with browser() as stranger:
+            # A browser that does not know the authority shows nothing of the page.
+            await stranger.goto(f"https://{proxy.admin}/")
+            assert "CERT_AUTHORITY_INVALID" in await stranger.text()
 
 
 async def test_page_of_workers_names_each(tmp_path: Path, tab: Tab) -> None:

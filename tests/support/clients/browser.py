@@ -131,13 +131,14 @@ class Tab:
 
 
 @asynccontextmanager
-async def browser() -> AsyncIterator[Tab]:
-    """Start a browser, and open a page in it."""
+async def browser(*flags: str) -> AsyncIterator[Tab]:
+    """Start a browser with more `flags`, and open a page in it."""
     assert CHROMIUM is not None, "there is no Chromium: install the package `chromium`"
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         process = await asyncio.create_subprocess_exec(
             CHROMIUM,
             *_FLAGS,
+            *flags,
             f"--user-data-dir={profile}",
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,

@@ -67,7 +67,7 @@ class Rules:
                     assert at not in self._noted, f"{at} is noted twice"
                     assert exchange.sequence not in self._ended, f"{at} is noted after its answer"
                     self._noted[at] = base_offset_of(result)
-                case actions.Failed(_, code, _):
+                case actions.Failed(_, code, _, _):
                     self._failed[code] += 1
                 case actions.Respond(sequence, answer):
                     self._end(sequence)

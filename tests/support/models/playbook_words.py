@@ -236,7 +236,7 @@ _WORDS: dict[type, Callable[..., str]] = {
     actions.Undeliverable: lambda topic, code: f"undeliverable {name_of(topic)}={code}",
     actions.Unconfirmed: lambda topic, batches: f"unconfirmed {name_of(topic)} {batches}",
     actions.Retried: lambda event, broker: f"retried {event_name(event)} of {broker_text(broker)}",
-    actions.Failed: lambda api_key, code, broker: f"failed {NAMES[api_key]} {code} of {broker_text(broker)}",
+    actions.Failed: lambda api_key, code, broker, _: f"failed {NAMES[api_key]} {code} of {broker_text(broker)}",
     actions.Counted: lambda counter, amount: f"count {counter} {amount}",
 }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import datetime
+import hashlib
 import ssl
 from collections.abc import Sequence
 from pathlib import Path
@@ -103,6 +105,13 @@ class Signer:
         signed = builder.sign(self._key(), hashes.SHA256())
         file.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
         return file
+
+
+def pin_of(pair: Pair) -> str:
+    """What identifies the key of a certificate, as in HTTP public key pinning (RFC 7469)."""
+    key = x509.load_pem_x509_certificate(pair.cert.read_bytes()).public_key()
+    info = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    return base64.b64encode(hashlib.sha256(info).digest()).decode()
 
 
 def client_context(ca: Path | None, pair: Pair | None = None, *, check_name: bool = True) -> ssl.SSLContext:

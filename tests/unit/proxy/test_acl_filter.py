@@ -15,6 +15,7 @@ from uuid import UUID
 import pytest
 from structlog.testing import capture_logs
 
+from kproxy.observe.metrics import denials_of
 from kproxy.proxy import acl_filter, long_answers
 from kproxy.proxy.access import AccessControl, ClientAccess
 from kproxy.proxy.acl_filter import AclFilter, Filtered
@@ -76,7 +77,19 @@ def test_first_denial_is_logged_and_all_are_counted(is_enforced: bool) -> None:
         refused = client.refused_writes(parsed)
     assert len(refused) == (4_096 if is_enforced else 0)
     assert [line["name"] for line in lines] == ["t0"]
-    assert counters == {f"access.{'denied' if is_enforced else 'dry_run'}.write.topic": 4_096}
+    by_name = {"principal.denied.User:ANONYMOUS": 4_096} if is_enforced else {}
+    assert counters == {f"access.{'denied' if is_enforced else 'dry_run'}.write.topic": 4_096, **by_name}
+
+
+def test_denials_name_a_hundred_principals() -> None:
+    counters = Counter[str]()
+    control = AccessControl(lambda: Rules([]), counters)
+    for number in [*range(150), 0]:
+        client = control.client()
+        client.authenticated(Principal(f"p{number}"))
+        client.allows(Operation.WRITE, Resource.TOPIC, "t")
+    found = denials_of(counters)
+    assert (len(found), found["other"], found["User:p0"], found["User:p99"]) == (101, 50, 2, 1)
 
 
 @pytest.mark.parametrize(("owned", "code"), [("x", None), ("y", 53)])
@@ -106,7 +119,7 @@ async def test_first_denial_of_control_request_is_logged() -> None:
         screened = await screen.screen(frame, parse_request_header(frame))
     assert screened.answer is not None
     assert [line["name"] for line in lines] == ["t0"]
-    assert counters == {"access.denied.delete.topic": 10}
+    assert counters == {"access.denied.delete.topic": 10, "principal.denied.User:ANONYMOUS": 10}
 
 
 def test_permissions_change_only_for_affected_clients() -> None:

@@ -12,20 +12,25 @@ from typing import Any, Final, cast
 
 import pytest
 
+from kproxy.config.metrics import MetricsSection
 from kproxy.observe.http_page import Readiness
 from kproxy.observe.metrics import BrokerVitals, Vitals
 from kproxy.observe.overview import (
     MAX_EVENTS,
     MAX_SHOWN,
     BrokerLine,
-    ClientsQuery,
     Event,
     LimitLine,
+    Note,
     Overview,
     Rates,
+    RowsQuery,
     Timeline,
+    TopicLine,
+    TopicsPage,
     Verdict,
     fold,
+    merge_topics,
     shown,
 )
 from kproxy.observe.page_guard import MOST_SESSIONS, SESSION_S, _Sessions
@@ -52,7 +57,10 @@ class Session:
         self.peer = f"10.0.0.1:{number}"
         self.opened_at = 0.0
         self.begun_requests = self.received_bytes = self.sent_bytes = 0
-        self.waits_s = 0.0
+        self.waits_s = self.slow_s = 0.0
+
+    def slow(self, now: float) -> tuple[float, str]:
+        return self.slow_s, "sending" if self.slow_s else ""
 
     def unanswered(self, now: float) -> list[tuple[int, int, int, float]]:
         return [(2, 1, 100, self.waits_s)] if self.waits_s else []
@@ -61,17 +69,19 @@ class Session:
 class Site:
     """An observer of a topology and of sessions that the test changes, with its clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, topics: int = 0) -> None:
         self.now = 100.0
         self.topology = Topology()
         self.sessions: list[Session] = []
         self.vitals: dict[int, BrokerVitals] = {}
-        self.tally = Tally()
+        self.tally = Tally(MetricsSection(topics=topics), self.clock)
         self.counters = Counter[str]()
         self.events = SecurityEvents(None, self.counters)
         self.stale = False
         brokers = SimpleNamespace(vitals=lambda: self.vitals)
-        listener = SimpleNamespace(context=SimpleNamespace(brokers=brokers), sent_bytes=0, clients=self.clients)
+        listener = SimpleNamespace(
+            context=SimpleNamespace(brokers=brokers), tell_sent=self.nothing, clients=self.clients
+        )
         self.observer = ProxyObserver(
             listener=cast(Listener, listener),
             table=lambda: TableView(self.topology, 0.2, self.stale),
@@ -96,6 +106,9 @@ class Site:
             yield session
             if number % 100 == 99:
                 await asyncio.sleep(0)
+
+    async def nothing(self) -> None:
+        pass
 
     async def readiness(self) -> Readiness:
         return Readiness(True, "ready")
@@ -181,15 +194,69 @@ async def test_latency_is_of_the_last_seconds() -> None:
 async def test_clients_come_by_rate_or_by_age() -> None:
     site = Site()
     site.sessions = [Session(number) for number in range(3)]
-    assert (await site.observer.clients(ClientsQuery())).total == 3
+    assert (await site.observer.clients(RowsQuery())).total == 3
     site.now += 2.0
     site.sessions[1].begun_requests = 20
     site.sessions[2].waits_s = 3.0
-    busiest = (await site.observer.clients(ClientsQuery(limit=1))).clients[0]
+    busiest = (await site.observer.clients(RowsQuery(limit=1))).clients[0]
     assert (busiest.address, busiest.requests) == ("10.0.0.1:1", pytest.approx(10, abs=0.1))
-    oldest = (await site.observer.clients(ClientsQuery(order="oldest"))).clients[0]
+    oldest = (await site.observer.clients(RowsQuery(order="oldest"))).clients[0]
     assert (oldest.address, oldest.oldest_s, oldest.oldest_at) == ("10.0.0.1:2", 3.0, 2)
-    assert (await site.observer.clients(ClientsQuery(search="10.0.0.1:2"))).total == 1
+    assert (await site.observer.clients(RowsQuery(search="10.0.0.1:2"))).total == 1
+
+
+async def test_topics_come_in_their_order() -> None:
+    site = Site(topics=5)
+    site.place(1, 0, 1)
+    site.place(2, 2)
+    site.topology.set_owner(b"zoo", 0, 1, 10)
+    site.topology.set_owner(b"zoo", 1, NO_OWNER, 11)
+    site.topology.set_owner(b"zoo", 0, 2, 12)
+    await site.second()
+    site.now += 4.0
+    assert site.tally.topics is not None
+    use = site.tally.topics.find((b"t",))
+    use.requests, use.received_bytes = 50, 5_000_000
+    site.tally.topics.find((b"zoo",)).requests = 5
+    site.tally.topic_error(b"zoo")
+    await site.second()
+    page = await site.observer.topics(RowsQuery())
+    assert (page.total, page.is_counted) == (2, True)
+    hot, cold = page.topics
+    assert (hot.topic, hot.partitions, hot.owners, hot.unowned, hot.moves) == ("t", 3, {1: 2, 2: 1}, 0, 0)
+    assert (cold.topic, cold.partitions, cold.owners, cold.unowned, cold.moves) == ("zoo", 2, {2: 1}, 1, 1)
+    assert (hot.received_bytes, hot.requests, cold.errors) == (pytest.approx(1e6, rel=0.1), pytest.approx(10, 0.1), 1)
+    assert [each.topic for each in (await site.observer.topics(RowsQuery(order="name"))).topics] == ["t", "zoo"]
+    for order in ("moves", "errors"):
+        assert [each.topic for each in (await site.observer.topics(RowsQuery(order=order))).topics] == ["zoo", "t"]
+    assert [each.topic for each in (await site.observer.topics(RowsQuery(skip=1))).topics] == ["zoo"]
+    assert (await site.observer.topics(RowsQuery(search="ZO"))).total == 1
+    with pytest.raises(ValueError, match="order must be one of rate, moves, errors, name"):
+        await site.observer.topics(RowsQuery(order="oldest"))
+    assert (await site.observer.overview()).notes == [Note("topic t", "has 100 % of the bytes")]
+    for _ in range(12):
+        await site.second()
+    assert (await site.observer.overview()).notes == []
+
+
+def test_topics_of_workers_are_joined() -> None:
+    def of(topic: str, received_bytes: float | None, moves: int = 0) -> TopicLine:
+        return TopicLine(
+            topic=topic, partitions=2, owners={1: 2}, unowned=0, moves=moves, errors=1, received_bytes=received_bytes
+        )
+
+    pages = [
+        TopicsPage([of("a", 30, 4), of("b", 20)], 7, is_counted=True),
+        TopicsPage([of("b", 25, 2), of("c", 5)], 7, is_counted=True),
+    ]
+    joined = merge_topics(pages, RowsQuery(limit=2))
+    assert [(each.topic, each.received_bytes, each.moves, each.errors) for each in joined.topics] == [
+        ("b", 45, 2, 2),
+        ("a", 30, 4, 1),
+    ]
+    assert joined.total == 7
+    assert [each.topic for each in merge_topics(pages, RowsQuery(order="name", skip=1)).topics] == ["b", "c"]
+    assert merge_topics([TopicsPage([of("a", None)], 1)] * 2, RowsQuery()).topics[0].received_bytes is None
 
 
 async def longest_turn(work: Any) -> float:
@@ -221,8 +288,9 @@ async def test_many_partitions_and_clients_stall_nobody() -> None:
         "sample": await longest_turn(observer.sample()),
         "search": await longest_turn(observer.partitions("t99/999", None, None, 100)),
         "owner": await longest_turn(observer.partitions("", 7, None, 1000)),
-        "clients": await longest_turn(observer.clients(ClientsQuery(limit=1000))),
-        "no client": await longest_turn(observer.clients(ClientsQuery(search="nobody"))),
+        "topics": await longest_turn(observer.topics(RowsQuery(limit=1000))),
+        "clients": await longest_turn(observer.clients(RowsQuery(limit=1000))),
+        "no client": await longest_turn(observer.clients(RowsQuery(search="nobody"))),
     }
     assert max(turns.values()) < LONGEST_TURN_S, turns
 
@@ -261,6 +329,8 @@ def test_brokers_in_trouble_are_shown_first() -> None:
 
 
 def test_workers_are_folded() -> None:
+    notes = [Note("User:eve", "was denied")] * 6 + [Note("User:max", "waits")]
+
     def of(latency_ms: float, requests: float, state: Any, used: int, event: Event) -> Overview:
         broker = BrokerLine(
             id=1, address="", state=state, latency_ms=latency_ms, requests=requests, in_flight=1, errors=2
@@ -272,7 +342,7 @@ def test_workers_are_folded() -> None:
         verdict = Verdict("good", "")
         return Overview(
             kind="proxy", name="", version="", at=0, started=0, verdict=verdict, rates=Rates(1, 2, 3), clients=2,
-            brokers=[broker], limits=limits, events=[event],
+            brokers=[broker], limits=limits, events=[event], notes=notes[used:] or notes[:1],
         )  # fmt: skip
 
     moves = [Event(at=at, since=at, kind="moves", level="warn", text="moved", count=4) for at in (1_000, 2_000)]
@@ -283,6 +353,9 @@ def test_workers_are_folded() -> None:
     assert folded.clients == 4
     assert [(each.used, each.limit) for each in folded.limits or []] == [(12, 200), (7, 9)]
     assert [each.count for each in folded.events] == [4]
+    assert folded.verdict == Verdict(
+        "warn", "serving, 0 brokers, but broker 1 is down; User:eve was denied; User:max waits"
+    )
     errors = [Event(at=1, since=1, kind="error", level="warn", text="e", count=4)] * 2
     assert [each.count for each in fold([of(1, 1, "up", 1, errors[0]), of(1, 1, "up", 1, errors[1])], []).events] == [8]
 
