@@ -23,7 +23,7 @@ from kproxy.pipeline.ingest.options import (
     IngestOptions,
     parse_pair,
 )
-from kproxy.pipeline.preflight import check_reachable
+from kproxy.pipeline.preflight import check_kafka
 from kproxy.pipeline.spark import SparkFailed, pyspark_home
 
 MAX_SCHEMA_BYTES = 1 << 20
@@ -118,9 +118,9 @@ def command(context: click.Context, /, bootstrap: Asked, metrics: str | None, **
     options = IngestOptions(bootstrap=bootstrap.text, **given)
     options.check()
     pyspark_home()
-    check_reachable(options.bootstrap, bootstrap.source)
+    check_kafka(options.bootstrap, bootstrap.source, options.kafka_options)
     if options.reads_kafka:
-        check_reachable(options.source_bootstrap, "--from-bootstrap")
+        check_kafka(options.source_bootstrap, "--from-bootstrap", options.source_kafka_options)
     session = session_options("kproxy ingest", **spark)
     check_master(session)
     try:

@@ -43,7 +43,7 @@ from kproxy.pipeline.ingest.sources import (
     files_there,
     records_behind,
 )
-from kproxy.pipeline.preflight import check_reachable
+from kproxy.pipeline.preflight import check_kafka
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure, cause_in
 
@@ -75,6 +75,8 @@ def start(
     job = settle(known, asked, options.checkpoint)
     if job.schema is None and options.reads_files:
         job = replace(job, schema=sources.infer_schema(ours, options).json(), schema_inferred=True)
+    elif known is None:
+        sources.check_lines(ours, options)
     schema = None if job.schema is None else sources.parse_schema(job.schema)
     tasks = options.tasks or ours.sparkContext.defaultParallelism
     writer = BatchWriter(options, job.job_id, tasks=tasks, schema=schema, on_batch=on_batch, stopping=stopping)
@@ -111,9 +113,8 @@ def _ask_clusters(session: SparkSession, options: IngestOptions, asked: Job) -> 
         room = cluster.partitions(options.topic) if options.keep_partitions and options.topic is not None else None
     if not options.reads_kafka:
         return asked
-    where, prefix = options.source_bootstrap, "kafka."
-    client = {name.removeprefix(prefix): v for name, v in options.source_options.items() if name.startswith(prefix)}
-    with asking(session, where, "--from-bootstrap", client) as cluster:
+    where = options.source_bootstrap
+    with asking(session, where, "--from-bootstrap", options.source_kafka_options) as cluster:
         for topic in options.topics:
             count = cluster.partitions(topic)
             if count is None:
@@ -182,9 +183,9 @@ class Cluster:
 def asking(session: SparkSession, bootstrap: str, flag: str, options: Mapping[str, str]) -> Iterator[Cluster]:
     """Connect to the cluster at `bootstrap`; `options` are Kafka's.
 
-    Raise StartupError if nothing listens there or Spark has no Kafka connector, SparkFailed if it is not Kafka.
+    Raise StartupError if no Kafka answers there or Spark has no Kafka connector, SparkFailed if it is not Kafka.
     """
-    check_reachable(bootstrap, flag)
+    check_kafka(bootstrap, flag, options)
     jvm: Any = session._jvm
     settings = jvm.java.util.Properties()
     limits = {"default.api.timeout.ms": REQUEST_TIMEOUT_S * 1000, "request.timeout.ms": REQUEST_TIMEOUT_S * 1000}

@@ -27,6 +27,7 @@ ALL_HEADERS: Final = "*"
 MAX_NAME: Final = 249
 _JSON_LETTERS: Final = "json:"
 _TOPIC_LETTERS: Final = "topic:"
+_KAFKAS: Final = "kafka."
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,12 @@ class IngestOptions:
     @property
     def source_bootstrap(self) -> str:
         return self.from_bootstrap or self.bootstrap
+
+    @property
+    def source_kafka_options(self) -> dict[str, str]:
+        """The options of Kafka's clients for a Kafka source."""
+        given = self.source_options.items()
+        return {name.removeprefix(_KAFKAS): value for name, value in given if name.startswith(_KAFKAS)}
 
     @property
     def processing_time(self) -> str | None:

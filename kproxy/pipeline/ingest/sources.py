@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 from urllib.parse import unquote
 
@@ -88,12 +88,10 @@ def parse_schema(text: str) -> StructType:
 
 def infer_schema(session: SparkSession, options: IngestOptions) -> StructType:
     """Infer the schema from SAMPLE_FILES of the existing files. Raise StartupError if none can be found."""
-    where, paths = options.where, sorted(files_there(session, options))
+    where, sample = options.where, _sample(session, options)
     with_hint = f"give --schema, or put a file there that has the columns ({where})"
-    if not paths:
+    if not sample:
         raise StartupError(f"there are no files yet to infer a schema from: {with_hint}.")
-    # Files evenly spread over the sorted names, including the last.
-    sample = paths[:: -math.ceil(len(paths) / SAMPLE_FILES)]
     settings = {
         "inferSchema": "true",
         # By default Spark infers a time without a date as TIMESTAMP, and no row would have a valid value.
@@ -133,11 +131,30 @@ def infer_schema(session: SparkSession, options: IngestOptions) -> StructType:
             f"the header of a file in {where} has the name {twice} twice, and Spark does not tell ID from id: "
             "give a --schema with other names, in the order of the columns, and --source-option enforceSchema=true."
         )
-    if options.format == "json" and [text.strip() for text in first] in [[text] for text in PRETTY]:
-        raise StartupError(f"a file in {where} has {OVER_LINES}.")
+    _refuse_over_lines(options, first)
     if not schema.fields:
         raise StartupError(f"no column can be found in the files that are there: {with_hint}.")
     return schema
+
+
+def _sample(session: SparkSession, options: IngestOptions) -> list[str]:
+    """Return at most SAMPLE_FILES of the existing files, evenly spread over the sorted names, with the last."""
+    paths = sorted(files_there(session, options))
+    return paths[:: -math.ceil(len(paths) / SAMPLE_FILES)] if paths else []
+
+
+def check_lines(session: SparkSession, options: IngestOptions) -> None:
+    """Raise StartupError if the existing files have JSON over several lines, which would be corrupt line by line."""
+    settings = reader_options(options)
+    if options.format == "json" and (sample := _sample(session, options)):
+        reader = session.read.options(**settings, __globPaths__="false")
+        with as_spark_failure(f"The files in {options.where} cannot be read"):
+            _refuse_over_lines(options, _first_line(reader, settings, options.format, sample))
+
+
+def _refuse_over_lines(options: IngestOptions, first: Sequence[str]) -> None:
+    if options.format == "json" and [text.strip() for text in first] in [[text] for text in PRETTY]:
+        raise StartupError(f"a file in {options.where} has {OVER_LINES}.")
 
 
 def _first_line(reader: DataFrameReader, settings: Mapping[str, str], kind: str, paths: list[str]) -> list[str]:
