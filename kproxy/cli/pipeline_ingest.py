@@ -16,10 +16,11 @@ from kproxy.config import parse_address
 from kproxy.config.parsing import read_file
 from kproxy.errors import StartupError
 from kproxy.pipeline.ingest.options import (
-    DEFAULT_FILES,
     DEFAULT_MESSAGE_BYTES,
     DEFAULT_OFFSETS,
     DEFAULT_ROWS_PER_SECOND,
+    FILES_PER_CORE,
+    SPARKS,
     IngestOptions,
     parse_pair,
 )
@@ -50,7 +51,8 @@ def _choice(name: str, default: str, choices: str, text: str) -> Callable[[F], F
     "ingest",
     epilog="Exit status 0 when all rows were written or the job was stopped, 1 if it failed, 2 if it did not start.",
 )
-@_flag("--from source", "FORMAT:WHERE", "csv:, json: or parquet:DIR, kafka:TOPIC, rate.", required=True)
+@_flag("--from source", "FORMAT:WHERE", "csv:, json: or parquet:DIR, kafka:TOPIC, rate. With --format: a path.")
+@_flag("--format spark_format", "NAME", "Another streaming source of Spark's, such as delta, which loads --from.")
 @_flag("--topic", "NAME", "The topic to write to.")
 @_flag("--topic-column", "COLUMN", "Or: the column that names the topic of each row.")
 @_flag("--checkpoint", "DIR", "The directory for the job's progress, used by no other job.", required=True)
@@ -81,7 +83,7 @@ def _choice(name: str, default: str, choices: str, text: str) -> Callable[[F], F
 @_flag("--from-bootstrap", "H:P[,H:P...]", "From kafka: its cluster. [--bootstrap]")
 @_choice("--starting-offsets", "earliest", "earliest latest", "From kafka: where a new job starts.")
 @_flag("--trigger", "WHEN", "available-now, or an interval such as 10s. [available-now; of rate 1s]")
-@_number("--max-files-per-trigger", DEFAULT_FILES, "The most files in a micro-batch.")
+@_flag("--max-files-per-trigger", "N", f"The most files in a micro-batch. [{FILES_PER_CORE} for each core]", type=int)
 @_number("--max-offsets-per-trigger", DEFAULT_OFFSETS, "From kafka: the most records in a micro-batch.")
 @_number("--rows-per-second", DEFAULT_ROWS_PER_SECOND, "From rate.")
 @_flag("--dead-letters", "json:DIR|topic:NAME", "Where to put rows that cannot be written. [none: the job fails]")
@@ -112,6 +114,10 @@ def command(context: click.Context, /, bootstrap: Asked, metrics: str | None, **
     given["kafka_options"] = kafka_options(given.pop("kafka_option"), given.pop("command_config"))
     given["headers"] = tuple(parse_pair(text, "--header") for text in given["headers"])
     given["source_options"] = dict(parse_pair(text, "--source-option") for text in given["source_options"])
+    if (spark_format := given.pop("spark_format")) is not None:
+        given["source"] = ":".join(filter(None, (SPARKS, spark_format, given["source"])))
+    elif given["source"] is None:
+        raise StartupError("--from is missing: name the source, such as csv:DIR.")
     given["schema"] = _read_schema(given["schema"])
     for name in ("key", "value"):
         given[name] = tuple(column.strip() for column in (given[name] or "").split(",") if column.strip())

@@ -21,7 +21,7 @@ from kproxy.pipeline.audit.columns import BOUNDS, LOG, ddl
 from kproxy.pipeline.audit.log_client import LogClient, Offsets, TopicPartition, Unread
 from kproxy.pipeline.audit.logs import bounds_now, ends_behind, ends_of, existing, plan
 from kproxy.pipeline.audit.report_facts import TRAIL_READ, Facts
-from kproxy.pipeline.audit.report_gather import gather
+from kproxy.pipeline.audit.report_gather import Limits, gather
 from kproxy.pipeline.audit.report_text import utc
 from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS, AuditJob, about, there, trail_offsets
 from kproxy.pipeline.audit.spark_tasks import PAGES, Pieces
@@ -34,8 +34,8 @@ from kproxy.pipeline.audit.tables import (
 from kproxy.pipeline.audit.trail import read_files, rows_of
 from kproxy.pipeline.audit.trail_place import TOPIC
 from kproxy.pipeline.progress import JobsProgress, Report
-from kproxy.pipeline.session import SessionOptions, open_session
-from kproxy.pipeline.spark import as_spark_failure, on_this_machine
+from kproxy.pipeline.session import SessionOptions, open_session, ship_package
+from kproxy.pipeline.spark import as_spark_failure, cloned, in_one_process, on_this_machine
 
 # Spark ignores names that begin with `_`, so a reader of the results does not read intermediate tables.
 _WORK = "_work"
@@ -69,7 +69,18 @@ def _check_output(job: AuditJob, master: str) -> None:
         )
 
 
-def audit_in(session: Any, job: AuditJob, display: Report) -> Facts:
+def audit_in_copy(session: Any, job: AuditJob, display: Report, limits: Limits) -> Facts:
+    """Audit in a copy of a program's session, whose settings stay as they are. Errors are those of `audit_on_spark`."""
+    if not hasattr(session, "_jsparkSession"):
+        raise StartupError("an audit needs a session with its own driver, not Spark Connect: leave the session out.")
+    where = session.sparkContext.master
+    _check_output(job, where)
+    if not in_one_process(where):
+        ship_package(session)
+    return audit_in(cloned(session), job, display, limits)
+
+
+def audit_in(session: Any, job: AuditJob, display: Report, limits: Limits | None = None) -> Facts:
     """Audit in an open session. Errors are those of `audit_on_spark`.
 
     Intermediate tables are in a directory beside the results until the end.
@@ -91,7 +102,7 @@ def audit_in(session: Any, job: AuditJob, display: Report) -> Facts:
         words = {**about(job), TRAIL_READ: f"{utc(read_at_ms)} UTC"}
         with fitted(session, rows.count() + log.count()):
             write_results(audit_tables(rows, log, bounds, job.rules(read_at_ms), land, unread=unread), output, words)
-            facts = gather(read_results(session, output), words)
+            facts = gather(read_results(session, output), words, limits)
     stage.finish(f"{facts.sums.acked:,} acknowledged records")
     return facts
 

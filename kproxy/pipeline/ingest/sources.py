@@ -10,17 +10,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 from urllib.parse import unquote
 
+from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, DataFrameReader, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 from pyspark.sql.types import StructType
 
 from kproxy.errors import StartupError
+from kproxy.pipeline.data_sources import SOURCES
 from kproxy.pipeline.ingest import csv_values
 from kproxy.pipeline.ingest.csv_values import TIMESTAMP_FORMAT
 from kproxy.pipeline.ingest.documents import opened
-from kproxy.pipeline.ingest.options import ALL_HEADERS, IngestOptions
-from kproxy.pipeline.ingest.transforms import BLOCK, CORRUPT, FILE, MODIFIED, TEXT, quoted
-from kproxy.pipeline.spark import SparkFailed, as_spark_failure, cause_in
+from kproxy.pipeline.ingest.options import ALL_HEADERS, FILES_PER_CORE, SPARKS, IngestOptions
+from kproxy.pipeline.ingest.transforms import BLOCK, CORRUPT, FILE, MODIFIED, ORDER, ROW, TEXT, quoted
+from kproxy.pipeline.spark import SparkFailed, as_spark_failure, cause_in, cloned
 
 # A partition of the stream is one block. Lines are counted within it (`transforms.placed`), so it must not depend on
 # the number of cores. Smaller files are a block each.
@@ -51,7 +53,7 @@ _LAST: Final = (1 << 63) - 1
 def own_session(session: SparkSession) -> SparkSession:
     """Clone `session` with the settings that rows are counted by, so that the caller's stay as they are."""
     with as_spark_failure("Spark did not take the job"):
-        ours = SparkSession(session.sparkContext, session._jsparkSession.cloneSession())
+        ours = cloned(session)
         # So that block boundaries depend neither on the number of cores nor on the number of files.
         ours.conf.set("spark.sql.files.maxPartitionBytes", str(BLOCK_BYTES))
         ours.conf.set("spark.sql.files.openCostInBytes", str(BLOCK_BYTES))
@@ -61,8 +63,6 @@ def own_session(session: SparkSession) -> SparkSession:
         ours.conf.set("spark.sql.sources.parallelPartitionDiscovery.parallelism", cores)
         # Spark has no type for timestamps with nanoseconds. As numbers they keep their digits.
         ours.conf.set("spark.sql.legacy.parquet.nanosAsLong", "true")
-        # Use the V2 Kafka sink, as streams do: with the V1 sink observations report nothing.
-        ours.conf.set("spark.sql.sources.useV1SourceList", "avro,csv,json,orc,parquet,text")
     return ours
 
 
@@ -186,7 +186,10 @@ def read(session: SparkSession, options: IngestOptions, schema: StructType | Non
                 return _records(session, options)
             if schema is not None and options.reads_files:
                 return _files(session, options, schema)
-            return session.readStream.format("rate").option("rowsPerSecond", options.rows_per_second).load()
+            if options.format == SPARKS:
+                return _of_sparks(session, options, schema)
+            numbers = session.readStream.format("rate").option("rowsPerSecond", options.rows_per_second).load()
+            return numbers.withColumns({ROW: F.col("value").cast("string"), ORDER: F.struct("value")})
     except SparkFailed as error:
         if options.reads_files and "PATH_NOT_FOUND" in str(error):
             raise StartupError(
@@ -197,7 +200,8 @@ def read(session: SparkSession, options: IngestOptions, schema: StructType | Non
 
 def _files(session: SparkSession, options: IngestOptions, schema: StructType) -> DataFrame:
     settings, where = reader_options(options), options.where
-    reader = session.readStream.options(**settings).option("maxFilesPerTrigger", options.max_files_per_trigger)
+    most = options.max_files_per_trigger or FILES_PER_CORE * session.sparkContext.defaultParallelism
+    reader = session.readStream.options(**settings).option("maxFilesPerTrigger", most)
     if options.format == "json":
         wholetext = settings.get("multiline", "false")
         lines = _placed(reader.format("text").option("wholetext", wholetext).load(where))
@@ -206,6 +210,20 @@ def _files(session: SparkSession, options: IngestOptions, schema: StructType) ->
         return _placed(reader.format("parquet").schema(schema).load(where))
     texts = reader.options(**{**csv_values.READER_OPTIONS, **settings}).schema(csv_values.texts_of(schema))
     return csv_values.valued(_placed(texts.format("csv").load(where)), schema, settings)
+
+
+def _of_sparks(session: SparkSession, options: IngestOptions, schema: StructType | None) -> DataFrame:
+    name, _, path = options.where.partition(":")
+    for source in SOURCES:
+        if name == source.name():
+            session.dataSource.register(source)
+    reader = session.readStream.format(name).options(**options.source_options)
+    rows = (reader if schema is None else reader.schema(schema)).load(path or None)
+    try:
+        return _placed(rows)
+    except AnalysisException:
+        # Only sources of files tell where a row is from.
+        return rows
 
 
 def _placed(rows: DataFrame) -> DataFrame:

@@ -137,6 +137,8 @@ def test_invalid_options_are_refused_by_name(changes: dict[str, Any], said: str)
     ("arguments", "said"),
     [
         (["--from", "csv:in/", "--topic", "t"], "--checkpoint"),
+        (["--topic", "t", "--checkpoint", "c"], "--from is missing"),
+        (["--format", "rate", "--topic", "t", "--checkpoint", "c", "--bootstrap", "x"], "--bootstrap"),
         (["--from", "xml:in/", "--topic", "t", "--checkpoint", "c"], "--from xml:in/ is not a source"),
         (["--from", "csv:in/", "--topic", "t", "--checkpoint", "c", "--schema", "@/nowhere/x"], "--schema /nowhere/x"),
         (["--from", "csv:in/", "--topic", "t", "--checkpoint", "c", "--header", "x"], "--header x: give NAME=VALUE"),
