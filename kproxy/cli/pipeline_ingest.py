@@ -19,7 +19,10 @@ from kproxy.pipeline.ingest.options import (
     DEFAULT_MESSAGE_BYTES,
     DEFAULT_OFFSETS,
     DEFAULT_ROWS_PER_SECOND,
+    FILE_FORMATS,
     FILES_PER_CORE,
+    KAFKA,
+    RATE,
     SPARKS,
     IngestOptions,
     parse_pair,
@@ -115,7 +118,8 @@ def command(context: click.Context, /, bootstrap: Asked, metrics: str | None, **
     given["headers"] = tuple(parse_pair(text, "--header") for text in given["headers"])
     given["source_options"] = dict(parse_pair(text, "--source-option") for text in given["source_options"])
     if (spark_format := given.pop("spark_format")) is not None:
-        given["source"] = ":".join(filter(None, (SPARKS, spark_format, given["source"])))
+        is_ours = spark_format in (*FILE_FORMATS, KAFKA, RATE)
+        given["source"] = ":".join(filter(None, ("" if is_ours else SPARKS, spark_format, given["source"])))
     elif given["source"] is None:
         raise StartupError("--from is missing: name the source, such as csv:DIR.")
     given["schema"] = _read_schema(given["schema"])

@@ -11,6 +11,7 @@ from kproxy.config.parsing import duration_ms, is_topic_name
 from kproxy.errors import StartupError
 
 FILE_FORMATS: Final = ("csv", "json", "parquet")
+KAFKA: Final = "kafka"
 RATE: Final = "rate"
 # A source that Spark has by another name (`spark:NAME` or `spark:NAME:PATH`), and rows that a program has already.
 SPARKS: Final = "spark"
@@ -83,7 +84,7 @@ class IngestOptions:
 
     @property
     def format(self) -> str:
-        """One of FILE_FORMATS, `kafka`, RATE, SPARKS or FRAME."""
+        """One of FILE_FORMATS, KAFKA, RATE, SPARKS or FRAME."""
         return self.source.partition(":")[0]
 
     @property
@@ -97,7 +98,7 @@ class IngestOptions:
 
     @property
     def reads_kafka(self) -> bool:
-        return self.format == "kafka"
+        return self.format == KAFKA
 
     @property
     def topics(self) -> tuple[str, ...]:

@@ -138,7 +138,8 @@ def test_invalid_options_are_refused_by_name(changes: dict[str, Any], said: str)
     [
         (["--from", "csv:in/", "--topic", "t"], "--checkpoint"),
         (["--topic", "t", "--checkpoint", "c"], "--from is missing"),
-        (["--format", "rate", "--topic", "t", "--checkpoint", "c", "--bootstrap", "x"], "--bootstrap"),
+        (["--format", "csv", "--topic", "t", "--checkpoint", "c"], "--from csv is not a source"),
+        (["--format", "delta", "--from", "in", "--topic", "t", "--checkpoint", "c", "--bootstrap", "h:1:1"], "h:1:1"),
         (["--from", "xml:in/", "--topic", "t", "--checkpoint", "c"], "--from xml:in/ is not a source"),
         (["--from", "csv:in/", "--topic", "t", "--checkpoint", "c", "--schema", "@/nowhere/x"], "--schema /nowhere/x"),
         (["--from", "csv:in/", "--topic", "t", "--checkpoint", "c", "--header", "x"], "--header x: give NAME=VALUE"),
