@@ -50,8 +50,8 @@ class Piece(InputPartition):  # type: ignore[misc]
     ranges: Sequence[LogRange]
 
 
-class _Reader(DataSourceReader, DataSourceStreamReader):  # type: ignore[misc]
-    """Read a log's offsets, of a table or of a stream."""
+class _Reader:
+    """Read logs, for a table or a stream."""
 
     most: int | None = None
 
@@ -72,10 +72,6 @@ class _Reader(DataSourceReader, DataSourceStreamReader):  # type: ignore[misc]
     def _client(self) -> LogClient:
         return LogClient(self._bootstrap, self._kafka)
 
-    def _ends(self) -> Offsets:
-        with self._client() as client:
-            return ends_of(client, self._topics)
-
     def _pieces(self, starts: Offsets, ends: Offsets) -> list[Piece]:
         """Plan the reading; `starts` lacks the partitions that are read from their beginning."""
         for which, start in starts.items():
@@ -91,18 +87,17 @@ class _Reader(DataSourceReader, DataSourceStreamReader):  # type: ignore[misc]
             for piece in cut({**begins, **starts}, ends, self.most)
         ]
 
-    def partitions(self, start: Ends | None = None, end: Ends | None = None) -> list[Piece]:
-        """Return the pieces of a table, or of a stream's micro-batch."""
-        pieces = self._pieces({} if start is None else _offsets(start), self._ends() if end is None else _offsets(end))
+    def pieces(self, start: Ends, end: Ends) -> list[Piece]:
         # Spark 4.0 reads no table without a partition.
-        return pieces or [Piece(())]
+        return self._pieces(_offsets(start), _offsets(end)) or [Piece(())]
 
-    def initialOffset(self) -> Ends:  # noqa: N802 - Spark's name
+    def first(self) -> Ends:
         """Return where a stream begins."""
-        return _as_json(self._ends()) if self._starts_late else {}
+        return self.last() if self._starts_late else {}
 
-    def latestOffset(self) -> Ends:  # noqa: N802 - Spark's name
-        return _as_json(self._ends())
+    def last(self) -> Ends:
+        with self._client() as client:
+            return _as_json(ends_of(client, self._topics))
 
     def read(self, partition: Piece) -> Iterator[Any]:
         """Yield Arrow batches. Raise LogReadFailed."""
@@ -131,6 +126,34 @@ class _TrailReader(_Reader):
             yield pa.RecordBatch.from_pylist(chunk, TRAIL_SCHEMA)
 
 
+@dataclass
+class _Table(DataSourceReader):  # type: ignore[misc]
+    log: _Reader
+
+    def partitions(self) -> list[Piece]:
+        return self.log.pieces({}, self.log.last())
+
+    def read(self, partition: Piece) -> Iterator[Any]:
+        return self.log.read(partition)
+
+
+@dataclass
+class _Stream(DataSourceStreamReader):  # type: ignore[misc]
+    log: _Reader
+
+    def initialOffset(self) -> Ends:  # noqa: N802 - Spark's name
+        return self.log.first()
+
+    def latestOffset(self) -> Ends:  # noqa: N802 - Spark's name
+        return self.log.last()
+
+    def partitions(self, start: Ends, end: Ends) -> list[Piece]:
+        return self.log.pieces(start, end)
+
+    def read(self, partition: Piece) -> Iterator[Any]:
+        return self.log.read(partition)
+
+
 def _as_json(ends: Offsets) -> Ends:
     found: Ends = {}
     # Sorted: Spark compares offsets by their JSON.
@@ -157,11 +180,11 @@ class KproxyLog(DataSource):  # type: ignore[misc]
     def schema(self) -> StructType:
         return from_arrow_schema(self.arrow)
 
-    def reader(self, schema: StructType) -> _Reader:
-        return self.kind(self.options, self.topics)
+    def reader(self, schema: StructType) -> _Table:
+        return _Table(self.kind(self.options, self.topics))
 
-    def streamReader(self, schema: StructType) -> _Reader:  # noqa: N802 - Spark's name
-        return self.kind(self.options, self.topics)
+    def streamReader(self, schema: StructType) -> _Stream:  # noqa: N802 - Spark's name
+        return _Stream(self.kind(self.options, self.topics))
 
 
 class KproxyTrail(KproxyLog):

@@ -21,7 +21,7 @@ from kproxy.pipeline.ingest import csv_values
 from kproxy.pipeline.ingest.csv_values import TIMESTAMP_FORMAT
 from kproxy.pipeline.ingest.documents import opened
 from kproxy.pipeline.ingest.options import ALL_HEADERS, FILES_PER_CORE, SPARKS, IngestOptions
-from kproxy.pipeline.ingest.transforms import BLOCK, CORRUPT, FILE, MODIFIED, ORDER, ROW, TEXT, quoted
+from kproxy.pipeline.ingest.transforms import BLOCK, CORRUPT, FILE, MODIFIED, TEXT, numbered, quoted
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure, cause_in, cloned
 
 # A partition of the stream is one block. Lines are counted within it (`transforms.placed`), so it must not depend on
@@ -188,8 +188,7 @@ def read(session: SparkSession, options: IngestOptions, schema: StructType | Non
                 return _files(session, options, schema)
             if options.format == SPARKS:
                 return _of_sparks(session, options, schema)
-            numbers = session.readStream.format("rate").option("rowsPerSecond", options.rows_per_second).load()
-            return numbers.withColumns({ROW: F.col("value").cast("string"), ORDER: F.struct("value")})
+            return numbered(session.readStream.format("rate").option("rowsPerSecond", options.rows_per_second).load())
     except SparkFailed as error:
         if options.reads_files and "PATH_NOT_FOUND" in str(error):
             raise StartupError(

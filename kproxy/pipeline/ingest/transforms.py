@@ -111,8 +111,13 @@ def placed(rows: DataFrame) -> DataFrame:
     if record is not None:
         found = [record.getField(each) for each in place]
         return rows.withColumn(ROW, F.concat_ws("/", *found[:3])).withColumn(ORDER, F.struct(*found))
-    numbered = F.struct(F.monotonically_increasing_id().alias("number"))
-    return rows.withColumn(ROW, F.lit(None).cast("string")).withColumn(ORDER, numbered)
+    number = F.struct(F.monotonically_increasing_id().alias("number"))
+    return rows.withColumn(ROW, F.lit(None).cast("string")).withColumn(ORDER, number)
+
+
+def numbered(rows: DataFrame) -> DataFrame:
+    """Add ROW and ORDER to rows whose `value` is their number."""
+    return rows.withColumns({ROW: F.col("value").cast("string"), ORDER: F.struct("value")})
 
 
 def encoded(rows: DataFrame, options: IngestOptions, *, batch: str) -> DataFrame:
