@@ -20,7 +20,7 @@ from typing import Final
 
 REPOSITORY: Final = Path(__file__).parents[1]
 FILE: Final = "budgets.toml"
-FOLDERS: Final = ("kproxy", "codec", "tests", "bench", "scripts", "examples")
+FOLDERS: Final = ("kproxy", "kproxy_spark", "codec", "tests", "bench", "scripts", "examples")
 SUFFIXES: Final = frozenset({".py", ".pyx", ".pxi", ".h", ".c"})
 # Cython writes it.
 GENERATED: Final = frozenset({"kproxy/plain/_plain.c"})

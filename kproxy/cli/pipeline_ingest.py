@@ -16,14 +16,18 @@ from kproxy.config import parse_address
 from kproxy.config.parsing import read_file
 from kproxy.errors import StartupError
 from kproxy.pipeline.ingest.options import (
-    DEFAULT_FILES,
     DEFAULT_MESSAGE_BYTES,
     DEFAULT_OFFSETS,
     DEFAULT_ROWS_PER_SECOND,
+    FILE_FORMATS,
+    FILES_PER_CORE,
+    KAFKA,
+    RATE,
+    SPARKS,
     IngestOptions,
     parse_pair,
 )
-from kproxy.pipeline.preflight import check_reachable
+from kproxy.pipeline.preflight import check_kafka
 from kproxy.pipeline.spark import SparkFailed, pyspark_home
 
 MAX_SCHEMA_BYTES = 1 << 20
@@ -50,7 +54,8 @@ def _choice(name: str, default: str, choices: str, text: str) -> Callable[[F], F
     "ingest",
     epilog="Exit status 0 when all rows were written or the job was stopped, 1 if it failed, 2 if it did not start.",
 )
-@_flag("--from source", "FORMAT:WHERE", "csv:, json: or parquet:DIR, kafka:TOPIC, rate.", required=True)
+@_flag("--from source", "FORMAT:WHERE", "csv:, json: or parquet:DIR, kafka:TOPIC, rate. With --format: a path.")
+@_flag("--format spark_format", "NAME", "Another streaming source of Spark's, such as delta, which loads --from.")
 @_flag("--topic", "NAME", "The topic to write to.")
 @_flag("--topic-column", "COLUMN", "Or: the column that names the topic of each row.")
 @_flag("--checkpoint", "DIR", "The directory for the job's progress, used by no other job.", required=True)
@@ -81,7 +86,7 @@ def _choice(name: str, default: str, choices: str, text: str) -> Callable[[F], F
 @_flag("--from-bootstrap", "H:P[,H:P...]", "From kafka: its cluster. [--bootstrap]")
 @_choice("--starting-offsets", "earliest", "earliest latest", "From kafka: where a new job starts.")
 @_flag("--trigger", "WHEN", "available-now, or an interval such as 10s. [available-now; of rate 1s]")
-@_number("--max-files-per-trigger", DEFAULT_FILES, "The most files in a micro-batch.")
+@_flag("--max-files-per-trigger", "N", f"The most files in a micro-batch. [{FILES_PER_CORE} for each core]", type=int)
 @_number("--max-offsets-per-trigger", DEFAULT_OFFSETS, "From kafka: the most records in a micro-batch.")
 @_number("--rows-per-second", DEFAULT_ROWS_PER_SECOND, "From rate.")
 @_flag("--dead-letters", "json:DIR|topic:NAME", "Where to put rows that cannot be written. [none: the job fails]")
@@ -112,15 +117,20 @@ def command(context: click.Context, /, bootstrap: Asked, metrics: str | None, **
     given["kafka_options"] = kafka_options(given.pop("kafka_option"), given.pop("command_config"))
     given["headers"] = tuple(parse_pair(text, "--header") for text in given["headers"])
     given["source_options"] = dict(parse_pair(text, "--source-option") for text in given["source_options"])
+    if (spark_format := given.pop("spark_format")) is not None:
+        is_ours = spark_format in (*FILE_FORMATS, KAFKA, RATE)
+        given["source"] = ":".join(filter(None, ("" if is_ours else SPARKS, spark_format, given["source"])))
+    elif given["source"] is None:
+        raise StartupError("--from is missing: name the source, such as csv:DIR.")
     given["schema"] = _read_schema(given["schema"])
     for name in ("key", "value"):
         given[name] = tuple(column.strip() for column in (given[name] or "").split(",") if column.strip())
     options = IngestOptions(bootstrap=bootstrap.text, **given)
     options.check()
     pyspark_home()
-    check_reachable(options.bootstrap, bootstrap.source)
+    check_kafka(options.bootstrap, bootstrap.source, options.kafka_options)
     if options.reads_kafka:
-        check_reachable(options.source_bootstrap, "--from-bootstrap")
+        check_kafka(options.source_bootstrap, "--from-bootstrap", options.source_kafka_options)
     session = session_options("kproxy ingest", **spark)
     check_master(session)
     try:

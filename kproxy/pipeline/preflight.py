@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 from kproxy.config import parse_address, split_list
 from kproxy.errors import StartupError
+from kproxy.pipeline.audit.log_client import LogClient, LogReadFailed
 
 CONNECT_TIMEOUT_S: Final = 5.0
+KAFKA_TIMEOUT_S: Final = 20.0
+_PLAIN: Final = "PLAINTEXT"
 START_OR_ADDRESS: Final = "start it (`kproxy dev`), or give its address"
 
 
@@ -24,6 +28,21 @@ def check_reachable(bootstrap: str, flag: str, way_out: str = START_OR_ADDRESS) 
         except OSError as error:
             why = error.strerror or str(error)
     raise StartupError(f"nothing answers at {flag} {bootstrap} ({why}): {way_out}.")
+
+
+def check_kafka(bootstrap: str, flag: str, options: Mapping[str, str]) -> None:
+    """Raise StartupError if nothing at `bootstrap` speaks Kafka's protocol; `options` are those of Kafka's clients.
+
+    Of a port of etcd or of an admin page Kafka's own client says, after a while, only that it got no answer.
+    """
+    check_reachable(bootstrap, flag)
+    if options.get("security.protocol", _PLAIN).upper() != _PLAIN:
+        return
+    try:
+        with LogClient(bootstrap, timeout_s=KAFKA_TIMEOUT_S, patience_s=KAFKA_TIMEOUT_S) as client:
+            client.partitions(())
+    except LogReadFailed as error:
+        raise StartupError(f"No Kafka answers at {flag} {bootstrap}: {error}") from error
 
 
 def check_report(path: Path | None) -> None:

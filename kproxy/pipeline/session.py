@@ -151,7 +151,7 @@ def _taken(options: SessionOptions) -> Any:
             f"Spark was started without its Kafka connector: start it with --packages {kafka_connector()}."
         )
     if not in_one_process(session.sparkContext.master):
-        _ship_package(session)
+        ship_package(session)
     return session
 
 
@@ -170,7 +170,7 @@ def _has_connector(session: Any) -> bool:
     return True
 
 
-def _ship_package(session: Any) -> None:
+def ship_package(session: Any) -> None:
     """Add the archive to the session. Executors fetch it with their first task, so it stays until Spark stops."""
     from pyspark import SparkFiles
 
@@ -198,7 +198,7 @@ def _own_session(options: SessionOptions) -> Iterator[OpenSession]:
                     context.setLogLevel("WARN")
                     session = SparkSession(context)
                 if not in_one_process(master):
-                    _ship_package(session)
+                    ship_package(session)
                 has_started = True
                 yield OpenSession(session, java, gateway.proc)
         except SparkFailed as error:

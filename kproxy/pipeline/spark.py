@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator
 from importlib import util
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from kproxy.errors import StartupError
 from kproxy.installed import install_command
@@ -46,6 +46,13 @@ def on_this_machine(master: str) -> bool:
 def in_one_process(master: str) -> bool:
     """Whether the driver's JVM is also the executor, so that tasks find the driver's files and packages."""
     return master == "local" or master.startswith("local[")
+
+
+def cloned(session: Any) -> Any:
+    """Return a session of the same Spark whose settings are its own."""
+    from pyspark.sql import SparkSession
+
+    return SparkSession(session.sparkContext, session._jsparkSession.cloneSession())
 
 
 @contextlib.contextmanager

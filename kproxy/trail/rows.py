@@ -1,7 +1,8 @@
 """The rows of an audit trail and their JSON: the acknowledged records.
 
 Each serving process has one trail. Its rows have a `sequence` from 0 on, one more with every row of any kind, so a row
-that was never written, or is lost, leaves a gap. A row is one line of JSON. A page is some rows with newlines between
+that was never written, or is lost, leaves a gap. A row is one line of JSON, which ends in the digest of the row before
+it and, with a key, in a mac (kproxy.trail.signature). A page is some rows with newlines between
 them: the value of one Kafka message, or a part of a file.
 
 Times are milliseconds since the epoch by the proxy's clock; `at` is when a row was closed, and never decreases in a

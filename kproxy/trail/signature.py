@@ -1,4 +1,9 @@
-"""Sign the rows of a trail, so that an audit can tell them from rows that somebody else wrote to the same place.
+"""Chain the rows of a trail, and sign them.
+
+A row names the row before it by its digest (`previous`): the first DIGEST_BYTES of the SHA-256 of that whole line, in
+hexadecimal. So an audit sees that one was altered later, unless all rows behind it were made anew.
+
+With a key, an audit can tell rows of proxies from rows that somebody else wrote to the same place.
 
 A signed row ends in its `mac`: the first MAC_BYTES of the HMAC-SHA256 of the row without it, in hexadecimal. The row
 names its proxy, incarnation and sequence number, so that it counts once and nowhere else, and a removed one leaves a
@@ -7,14 +12,26 @@ gap. Proxies and audits share the key: who has it can write any trail.
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 from collections.abc import Sequence
 from typing import Final
 
+DIGEST_BYTES: Final = 16
 MAC_BYTES: Final = 16
 _BEGIN: Final = b',"mac":"'
 _END: Final = b'"}'
 _LENGTH: Final = len(_BEGIN) + 2 * MAC_BYTES + len(_END)
+
+
+def digest(row: bytes) -> str:
+    """Return what the next row of the trail has as `previous`."""
+    return hashlib.sha256(row).hexdigest()[: 2 * DIGEST_BYTES]
+
+
+def chained(row: bytes, previous: str) -> bytes:
+    """Return a row, a line of JSON, with the digest of the row before it; "" for none."""
+    return b'%b,"previous":"%b"}' % (row[:-1], previous.encode())
 
 
 def signed(row: bytes, key: bytes) -> bytes:

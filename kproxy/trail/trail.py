@@ -13,8 +13,9 @@ Transitions
 Invariants
 1. The next look (`look`), at most LOOK_S later, judges acknowledged offsets, whether anything is shipped or not.
 2. An acknowledgement is in a row that is closed at most `interval_s` later; LATE_S is allowed for a late event loop.
-3. Rows get sequence numbers in the order in which they are closed, each once. An acknowledgement that fits no row also
-   takes a number, which is not shipped. So every gap means that something is missing.
+3. Rows get sequence numbers in the order in which they are closed, each once, and the digest of the row before. An
+   acknowledgement that fits no row also takes a number, which is not shipped. So every gap means that something is
+   missing.
 4. While the trail runs a row comes at least every MARK_S, and a mark within `interval_s` of the last row. Durations are
    measured on the monotonic clock; the wall clock only dates rows.
 5. Memory is bounded: MAX_OPEN_ROWS rows with twice MAX_SPANS spans each, and the acknowledgements between two looks.
@@ -33,7 +34,7 @@ from kproxy.routing.topology import Topology
 from kproxy.trail.acknowledgements import Acked, Asked, ConnectionAcks
 from kproxy.trail.overlaps import Overlap, OverlapDetector
 from kproxy.trail.rows import Begin, End, Mark, Row, encode_range, encode_row, encode_stamp
-from kproxy.trail.signature import signed
+from kproxy.trail.signature import chained, digest, signed
 from kproxy.trail.spans import Chunk, OpenRow
 
 log = structlog.get_logger(__name__)
@@ -111,6 +112,7 @@ class Trail:
         self._page_bytes = 0
         self._page_from = 0
         self._sequence = 0
+        self._previous = ""
         self._running = False
         # Whether a row of acknowledgements was closed since the last mark.
         self._has_told = False
@@ -156,7 +158,8 @@ class Trail:
         self.end()
         self.left_out = frozenset(left_out)
         self._incarnation, self._encoded_stamp = incarnation, encode_stamp(self._proxy, incarnation)
-        self._interval_s, self._offer, self._key, self._sequence = interval_s, offer, key, 0
+        self._interval_s, self._offer, self._key = interval_s, offer, key
+        self._sequence, self._previous = 0, ""
         if offer is not None:
             self.begin()
 
@@ -314,8 +317,10 @@ class Trail:
         self._put(encode_row(row))
 
     def _put(self, line: bytes) -> None:
+        line = chained(line, self._previous)
         if self._key is not None:
             line = signed(line, self._key)
+        self._previous = digest(line)
         if self._page_bytes + len(line) + 1 > MAX_PAGE_BYTES:
             self._offer_page()
         if not self._lines:

@@ -99,6 +99,7 @@ def test_wheel_contains_only_code_commit_and_man_pages(built: Built) -> None:
     assert {top for top in tops if not re.match(r"kproxy_kafka-.*\.(dist-info|data)$", top)} == {
         "kproxy",
         "kproxy_codec",
+        "kproxy_spark",
     }
     assert {"kproxy/_commit.txt", "kproxy/py.typed"} <= set(names)
     assert any(name.endswith("/share/man/man1/kproxy-serve.1") for name in names)

@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from kproxy.pipeline.audit.in_process import Results
+from kproxy.pipeline.audit.log_client import TopicPartition
 from kproxy.pipeline.audit.report_gather import Limits, gather
 from kproxy.pipeline.audit.rules import AuditRules
 from kproxy.pipeline.audit.run import SPARK, AuditJob, run_audit_job
@@ -41,6 +42,11 @@ FIRST_SEED = secrets.randbelow(1 << 31)
 SEEDS = range(FIRST_SEED, FIRST_SEED + examples(40))
 # Few bits, so that cases and histories meet the boundaries of buckets.
 BITS = 5
+# A whole partition, one of a deleted topic, and one of the random ones.
+UNREAD: dict[TopicPartition, str] = {
+    TopicPartition(topic, 0): "it has no leader"
+    for topic in ("interleaved", "declared-made-anew", f"seed-{FIRST_SEED}")
+}
 
 
 def inputs() -> tuple[list[Row], list[Row], list[Row], AuditRules]:
@@ -57,7 +63,7 @@ def inputs() -> tuple[list[Row], list[Row], list[Row], AuditRules]:
 
 @pytest.fixture(scope="module")
 def here() -> Results:
-    return judged_here(*inputs())
+    return judged_here(*inputs(), UNREAD)
 
 
 def keep(_: str, frame: Any) -> Any:
@@ -68,7 +74,7 @@ def keep(_: str, frame: Any) -> Any:
 def on_spark(spark: Any) -> Tables:
     rows, log, limits, rules = inputs()
     frames = trail_frame(spark, rows), log_frame(spark, log), bounds_frame(spark, limits)
-    tables = audit_tables(*(keep("", frame) for frame in frames), rules, keep, BITS)
+    tables = audit_tables(*(keep("", frame) for frame in frames), rules, keep, BITS, UNREAD)
     return Tables(*(keep(name, getattr(tables, name)) for name in NAMES))
 
 

@@ -30,7 +30,7 @@ def long_trail(proxy: str, rows: int) -> Trail:
 
 
 def told(frame: Any) -> list[Row]:
-    return sorted((row.asDict() for row in frame.collect()), key=lambda row: row["sequence"])
+    return sorted(({**row.asDict(), "digest": None} for row in frame.collect()), key=lambda row: row["sequence"])
 
 
 def whole(rows: list[Row]) -> list[Row]:

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.java, pytest.mark.timeout(600)]
 
 @pytest.mark.long
 def test_programs_of_the_page_write_and_read(spark: Any, tmp_path: Path) -> None:
-    batch, stream, read = blocks("spark.md", "python")
+    batch, stream, read, write, write_stream, audit, tables = blocks("spark.md", "python")
     names: dict[str, Any] = {"spark": spark}
 
     def run(text: str, dev: KproxyProcess) -> None:
@@ -34,6 +34,16 @@ def test_programs_of_the_page_write_and_read(spark: Any, tmp_path: Path) -> None
             wait_for(lambda: any(each["numInputRows"] for each in query.recentProgress), what="rows are written")
         finally:
             query.stop()
+        run(write.text, dev)
+        assert names["done"].written == 1000
+        (tmp_path / "payments-in").mkdir()
+        (tmp_path / "payments-in" / "a.json").write_text('{"id":1,"amount":2.5}\n{"id":2}\n')
+        run(write_stream.text, dev)
+        run(tables.text, dev)
+        assert names["log"].groupBy().sum("record_count").collect() == [(1002,)]
+        run(audit.text, dev)
+        assert sum(end for _, end in names["audited"].extents.values()) == 1002
+        assert names["audited"].counts.lost == 0
 
 
 def test_connector_is_named_as_spark_needs_it() -> None:

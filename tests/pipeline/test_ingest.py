@@ -203,7 +203,11 @@ def test_file_of_any_age_is_read_or_named(job: Job, tmp_path: Path) -> None:
     assert sorted(value["id"] for value in values(job.written(at_least=2))) == [1, 2]
 
 
-def test_small_files_share_tasks_and_keep_their_numbers(job: Job, tmp_path: Path) -> None:
+def test_small_files_share_tasks_and_keep_their_numbers(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # By default, micro-batches have this many for each of the two cores.
+    monkeypatch.setattr("kproxy.pipeline.ingest.sources.FILES_PER_CORE", 10)
     # More files than Spark lists without a job.
     files = 40
     for number in range(files):
@@ -222,6 +226,7 @@ def test_small_files_share_tasks_and_keep_their_numbers(job: Job, tmp_path: Path
     tasks = [tracker.getStageInfo(stage).numTasks for stage in set(stages)]
     assert tasks
     assert max(tasks) < files // 2, f"Spark's stages had {tasks} tasks"
+    assert len([*(tmp_path / "checkpoint" / "commits").glob("[0-9]*")]) == 2
 
     found = {}
     for record in job.written(at_least=2 * files):

@@ -114,10 +114,13 @@ def test_value_is_exact_or_the_row_is_corrupt(spark: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("text", ['{\n  "id": 1\n}\n', '[\n  {"id": 1},\n  {"id": 2}\n]\n'])
-def test_json_over_several_lines_infers_no_schema(spark: Any, tmp_path: Path, text: str) -> None:
+def test_json_over_several_lines_is_named_at_once(spark: Any, tmp_path: Path, text: str) -> None:
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(StartupError, match="has JSON over several lines: give --source-option multiLine=true"):
         infer(spark, f"json:{tmp_path}")
+    with pytest.raises(StartupError, match="has JSON over several lines"):
+        sources.check_lines(spark, options_of(f"json:{tmp_path}", "id INT"))
+    sources.check_lines(spark, options_of(f"json:{tmp_path}", "id INT", source_options={"multiLine": "true"}))
     found = infer(spark, f"json:{tmp_path}", multiLine="true")
     assert found.names == ["id"]
 

@@ -26,11 +26,13 @@ OPTIONS = IngestOptions("csv:in", "ck", topic="flights")
 @pytest.fixture
 def rows(spark: Any) -> Any:
     """Two rows as from the rate source, with a `value`. They need no task."""
-    return spark.sql(
-        "select * from values"
-        " (1, 'a', X'ff00', timestamp_seconds(0), array('x'), 10L),"
-        " (2, null, null, null, null, 11L)"
-        " as t(id, name, raw, at, tags, value)"
+    return transforms.numbered(
+        spark.sql(
+            "select * from values"
+            " (1, 'a', X'ff00', timestamp_seconds(0), array('x'), 10L),"
+            " (2, null, null, null, null, 11L)"
+            " as t(id, name, raw, at, tags, value)"
+        )
     )
 
 
@@ -241,7 +243,7 @@ def test_rows_of_a_key_keep_order(spark: Any) -> None:
     # Descending numbers, in several tasks: the sink must restore the order.
     table = spark.range(2_000, 0, -1, 6).selectExpr("id as value", "if(id % 2 = 0, cast(id % 10 as string), null) as k")
     options = replace(OPTIONS, key=("k",), value_column="value")
-    encoded = transforms.encoded(transforms.placed(table), options, batch="b")
+    encoded = transforms.encoded(transforms.placed(transforms.numbered(table)), options, batch="b")
     tasks = transforms.messages(encoded, tasks=4, options=options).rdd.glom().collect()
 
     home: dict[bytes, int] = {}

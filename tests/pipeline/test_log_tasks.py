@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from typing import Any
 
@@ -18,7 +19,6 @@ from kproxy.pipeline.audit.run_spark import read_log
 from kproxy.pipeline.audit.spark_tasks import Pieces
 from kproxy.pipeline.audit.trail_place import parse_trail
 from kproxy.pipeline.kafka_access import NO_OPTIONS
-from kproxy.pipeline.spark import SparkFailed, as_spark_failure
 from kproxy_codec.partitioned import TOPIC_ID_BYTES
 from tests.support.clients.kafka_io import TIMEOUT_S, create_topic, produce
 from tests.support.processes.dev import KproxyProcess
@@ -87,9 +87,10 @@ def test_log_bounds_name_topic_and_compaction(dev_cluster: KproxyProcess) -> Non
     assert len(bytes.fromhex(topic_id or "")) == TOPIC_ID_BYTES
 
 
-def test_failed_task_is_reported_in_one_sentence(spark: Any, dev_cluster: KproxyProcess, topic: str) -> None:
+def test_partition_that_cannot_be_read_is_a_row(spark: Any, dev_cluster: KproxyProcess, topic: str) -> None:
     wanted = LogRange(TopicPartition(topic, 0), 0, 1, is_first=True)
     read = Pieces(f"127.0.0.1:{free_port()}", NO_OPTIONS, [[wanted]], {}, patience_s=0.1)
     frame = spark.range(0, 1, 1, 1).mapInArrow(lambda numbers: read.headers(numbers), ddl(LOG))
-    with pytest.raises(SparkFailed, match=r"^x: .*cannot be reached .*given up after"), as_spark_failure("x"):
-        frame.collect()
+    (row,) = frame.collect()
+    assert (row.topic, row.partition, row.base_offset) == (topic, 0, None)
+    assert re.search(r"cannot be reached .*given up after", row.unread)

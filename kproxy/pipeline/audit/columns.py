@@ -15,7 +15,8 @@ from kproxy.pipeline.audit.report_facts import SUMMED, Finding
 Columns = Mapping[str, str]
 """Names of columns, with their types in Spark's words. All may be null: foreign files may lack any value."""
 
-# One row for each batch header in the log; the records themselves are not read.
+# One row for each batch header in the log; the records themselves are not read. `unread`: why the rest of the partition
+# cannot be read; such a row has no batch.
 LOG: Final[Columns] = {
     "topic": "string",
     "partition": "int",
@@ -27,6 +28,7 @@ LOG: Final[Columns] = {
     "base_sequence": "int",
     "is_control": "boolean",
     "crc_ok": "boolean",
+    "unread": "string",
 }
 
 # One row for each partition, read after its log. `topic_id` is in hex, or null if brokers have none.

@@ -336,7 +336,12 @@ def _unread(topic: str, partition: int, part: PartitionPart, reason: str) -> Row
 def of_unproven(unproven: Unproven) -> Row:
     """Return the finding of a gap or a tail."""
     proxy, missing = unproven.proxy, unproven.missing
-    if unproven.kind == GAP:
+    if unproven.kind == GAP and not missing:
+        detail = (
+            f"Row {unproven.sequence} of the trail of {proxy}, or the row after it, was altered after the proxy wrote "
+            f"it: the two do not fit each other."
+        )
+    elif unproven.kind == GAP:
         rows = "A row is" if missing == 1 else f"{missing} rows are"
         detail = (
             f"{rows} missing from the trail of {proxy}: the trail may lack records that the proxy acknowledged then."

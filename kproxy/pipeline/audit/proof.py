@@ -30,18 +30,27 @@ TrailName = tuple[str, str]
 
 
 class Stamp(NamedTuple):
-    """The fields that all rows of a trail have, and those that only its first row has: `interval_ms` and `mark_ms`."""
+    """The fields that all rows of a trail have, and those that only its first row has: `interval_ms` and `mark_ms`.
+
+    `previous`: the digest of the row before it, None in rows of older releases. `digest`: its own, None where its line
+    is not kept.
+    """
 
     sequence: int
     at: int
     kind: str
     interval_ms: int | None
     mark_ms: int | None
+    previous: str | None = None
+    digest: str | None = None
 
 
 @dataclass(slots=True)
 class Gap:
-    """Rows missing from `sequence` on; `before_at` and `behind_at`: when the rows before and after were closed."""
+    """Rows missing from `sequence` on; `before_at` and `behind_at`: when the rows before and after were closed.
+
+    None missing: the row after it does not have the digest of row `sequence`, so one of the two was altered.
+    """
 
     sequence: int
     missing: int
@@ -51,7 +60,10 @@ class Gap:
 
 @dataclass(slots=True)
 class TrailPart:
-    """Rows of one trail. `last_mark` and `end`: the sequence numbers of the last mark and the last end."""
+    """Rows of one trail. `last_mark` and `end`: the sequence numbers of the last mark and the last end.
+
+    `previous`: the first row's; `digest`: the last row's, None if it is not known, or if it is not in a chain.
+    """
 
     first: int
     last: int
@@ -63,6 +75,8 @@ class TrailPart:
     last_mark: int | None = None
     end: int | None = None
     gaps: list[Gap] = field(default_factory=list)
+    previous: str | None = None
+    digest: str | None = None
 
     def _miss(self, gap: Gap) -> None:
         if len(self.gaps) < _MOST_GAPS:
@@ -75,9 +89,11 @@ class TrailPart:
         """Add the rows that follow."""
         if later.first > self.last + 1:
             self._miss(Gap(self.last + 1, later.first - self.last - 1, self.last_at, later.first_at))
+        elif later.first == self.last + 1 and self.digest != later.previous:
+            self._miss(Gap(self.last, 0, min(self.last_at, later.first_at), max(self.last_at, later.first_at)))
         for gap in later.gaps:
             self._miss(gap)
-        self.last, self.last_at = later.last, later.last_at
+        self.last, self.last_at, self.digest = later.last, later.last_at, later.digest
         for name in ("begin_at", "interval_ms", "mark_ms", "last_mark", "end"):
             if getattr(later, name) is not None:
                 setattr(self, name, getattr(later, name))
@@ -87,12 +103,13 @@ def trail_part(stamps: Iterable[Stamp]) -> TrailPart:
     """Summarize at least one row of a trail. Rows may be in any order, and may occur twice."""
     part: TrailPart | None = None
     for stamp in sorted(stamps, key=lambda stamp: stamp[:2]):
-        sequence, at, kind, interval_ms, mark_ms = stamp
+        sequence, at, kind, interval_ms, mark_ms, previous, digest = stamp
         if part is not None and sequence == part.last:
             continue
         begin_at = at if kind == "begin" else None
         mark, end = (sequence if kind == wanted else None for wanted in ("mark", "end"))
         new = TrailPart(sequence, sequence, at, at, begin_at, interval_ms, mark_ms, mark, end)
+        new.previous, new.digest = previous, None if previous is None else digest
         if part is None:
             part = new
         else:

@@ -45,7 +45,7 @@ from kproxy.pipeline.audit.logs import (
     read_headers,
 )
 from kproxy.pipeline.audit.report_facts import TRAIL_READ, UNSIGNED, Facts
-from kproxy.pipeline.audit.report_gather import gather
+from kproxy.pipeline.audit.report_gather import Limits, gather
 from kproxy.pipeline.audit.report_html import write_report
 from kproxy.pipeline.audit.report_machine import as_json, write_metrics
 from kproxy.pipeline.audit.report_text import show_table, utc
@@ -166,10 +166,10 @@ def run_audit_job(job: AuditJob, spark: SessionOptions, *, display: Report | Non
     return status
 
 
-def audit(job: AuditJob, spark: SessionOptions | None, display: Report) -> Facts:
+def audit(job: AuditJob, spark: SessionOptions | None, display: Report, limits: Limits | None = None) -> Facts:
     """Audit here, or on Spark if the audit is large or a cluster is named. Errors are those of `run_audit_job`.
 
-    `spark` None: the engine is LOCAL.
+    `spark` None: the engine is LOCAL. `limits` bounds what is listed.
     """
     if _begins_here(job, spark):
         stage = display.stage("audit", "reading the trail")
@@ -180,7 +180,7 @@ def audit(job: AuditJob, spark: SessionOptions | None, display: Report) -> Facts
         else:
             if job.output is not None:
                 audited.results.write(job.output, audited.about)
-            facts = gather(audited.results, audited.about)
+            facts = gather(audited.results, audited.about, limits)
             stage.finish(f"{facts.sums.acked:,} acknowledged records")
             return facts
     assert spark is not None  # noqa: S101 - as above

@@ -18,10 +18,10 @@ from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own docu
 
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.columns import BOUNDS, LOG, ddl
-from kproxy.pipeline.audit.log_client import LogClient, Offsets, TopicPartition
+from kproxy.pipeline.audit.log_client import LogClient, Offsets, TopicPartition, Unread
 from kproxy.pipeline.audit.logs import bounds_now, ends_behind, ends_of, existing, plan
 from kproxy.pipeline.audit.report_facts import TRAIL_READ, Facts
-from kproxy.pipeline.audit.report_gather import gather
+from kproxy.pipeline.audit.report_gather import Limits, gather
 from kproxy.pipeline.audit.report_text import utc
 from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS, AuditJob, about, there, trail_offsets
 from kproxy.pipeline.audit.spark_tasks import PAGES, Pieces
@@ -34,12 +34,13 @@ from kproxy.pipeline.audit.tables import (
 from kproxy.pipeline.audit.trail import read_files, rows_of
 from kproxy.pipeline.audit.trail_place import TOPIC
 from kproxy.pipeline.progress import JobsProgress, Report
-from kproxy.pipeline.session import SessionOptions, open_session
-from kproxy.pipeline.spark import as_spark_failure, on_this_machine
+from kproxy.pipeline.session import SessionOptions, open_session, ship_package
+from kproxy.pipeline.spark import as_spark_failure, cloned, in_one_process, on_this_machine
 
 # Spark ignores names that begin with `_`, so a reader of the results does not read intermediate tables.
 _WORK = "_work"
 _BEHIND_LAST: Final = "element_at(spans, -2) + element_at(spans, -1)"
+_UNREAD: Final = ("topic", "partition", "unread")
 _SHUFFLE_PARTITIONS: Final = "spark.sql.shuffle.partitions"
 # About 60 MB, with two endpoints for each row.
 _ROWS_PER_TASK: Final = 300_000
@@ -68,7 +69,18 @@ def _check_output(job: AuditJob, master: str) -> None:
         )
 
 
-def audit_in(session: Any, job: AuditJob, display: Report) -> Facts:
+def audit_in_copy(session: Any, job: AuditJob, display: Report, limits: Limits) -> Facts:
+    """Audit in a copy of a program's session, whose settings stay as they are. Errors are those of `audit_on_spark`."""
+    if not hasattr(session, "_jsparkSession"):
+        raise StartupError("an audit needs a session with its own driver, not Spark Connect: leave the session out.")
+    where = session.sparkContext.master
+    _check_output(job, where)
+    if not in_one_process(where):
+        ship_package(session)
+    return audit_in(cloned(session), job, display, limits)
+
+
+def audit_in(session: Any, job: AuditJob, display: Report, limits: Limits | None = None) -> Facts:
     """Audit in an open session. Errors are those of `audit_on_spark`.
 
     Intermediate tables are in a directory beside the results until the end.
@@ -86,11 +98,11 @@ def audit_in(session: Any, job: AuditJob, display: Report) -> Facts:
         read_at_ms = int(time.time() * 1000)
         rows = land("rows", _read_trail(session, job))
         with LogClient(job.bootstrap, job.kafka) as client:
-            log, bounds = _read_logs(session, client, job, rows, land)
+            log, bounds, unread = _read_logs(session, client, job, rows, land)
         words = {**about(job), TRAIL_READ: f"{utc(read_at_ms)} UTC"}
         with fitted(session, rows.count() + log.count()):
-            write_results(audit_tables(rows, log, bounds, job.rules(read_at_ms), land), output, words)
-            facts = gather(read_results(session, output), words)
+            write_results(audit_tables(rows, log, bounds, job.rules(read_at_ms), land, unread=unread), output, words)
+            facts = gather(read_results(session, output), words, limits)
     stage.finish(f"{facts.sums.acked:,} acknowledged records")
     return facts
 
@@ -115,27 +127,35 @@ def _numbers(session: Any, pieces: Pieces) -> DataFrame:
 
 def _read_logs(
     session: Any, client: LogClient, job: AuditJob, rows: DataFrame, land: Land
-) -> tuple[DataFrame, DataFrame]:
+) -> tuple[DataFrame, DataFrame, Unread]:
     """Return the logs' headers and bounds; topics deleted since the trail was written have none."""
+    unread: Unread = {}
     if job.topics:
         topics = there(client, job)
     else:
         named = rows.where("topic is not null").select("topic").distinct().collect()
         topics = existing(client, {row.topic for row in named})
     if not topics:
-        return session.createDataFrame([], ddl(LOG)), session.createDataFrame([], ddl(BOUNDS))
-    ends = ends_behind(acknowledged_by_one(rows), lambda: ends_of(client, topics))
+        return session.createDataFrame([], ddl(LOG)), session.createDataFrame([], ddl(BOUNDS)), unread
+    ends = ends_behind(acknowledged_by_one(rows), lambda: ends_of(client, topics, unread))
     first = None if job.from_ms is None else first_acknowledged(rows, job.from_ms - LOG_LOOKBACK_MS)
-    log = land("log", read_log(session, client, job, first, ends))
-    bounds = bounds_now(client, topics, job.compacted)
-    return log, session.createDataFrame([(*which, *each) for which, each in bounds.items()], ddl(BOUNDS))
+    log = land("log", read_log(session, client, job, first, ends, unread=unread))
+    unread |= {TopicPartition(*row[:2]): row[2] for row in log.where("unread is not null").select(*_UNREAD).collect()}
+    bounds = bounds_now(client, topics, job.compacted, unread)
+    return log, session.createDataFrame([(*which, *each) for which, each in bounds.items()], ddl(BOUNDS)), unread
 
 
 def read_log(
-    session: Any, client: LogClient, job: AuditJob, first: Offsets | None, ends: Offsets, most: int | None = None
+    session: Any,
+    client: LogClient,
+    job: AuditJob,
+    first: Offsets | None,
+    ends: Offsets,
+    most: int | None = None,
+    unread: Unread | None = None,
 ) -> DataFrame:
     """Return LOG: the headers of the batches that `plan` names, read by a task for each piece."""
-    pieces = Pieces(job.bootstrap, job.kafka, plan(client, first, ends, most), client.leaders)
+    pieces = Pieces(job.bootstrap, job.kafka, plan(client, first, ends, most, unread), client.leaders)
     return _numbers(session, pieces).mapInArrow(lambda numbers: pieces.headers(numbers), ddl(LOG))
 
 

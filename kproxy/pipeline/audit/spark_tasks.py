@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final
 
-from kproxy.pipeline.audit.columns import DELETED, GONE, LOG, WINDOWS, arrow_schema, ddl
+from kproxy.pipeline.audit.columns import DELETED, GONE, LOG, UNREAD, WINDOWS, arrow_schema, ddl
 from kproxy.pipeline.audit.findings import sum_up, window_row
 from kproxy.pipeline.audit.judge import (
     Amounts,
@@ -26,7 +26,7 @@ from kproxy.pipeline.audit.judge import (
     judge_log,
     repeats,
 )
-from kproxy.pipeline.audit.log_client import PATIENCE_S, LogClient, TopicPartition
+from kproxy.pipeline.audit.log_client import PATIENCE_S, LogClient, LogReadFailed, TopicPartition, Unread
 from kproxy.pipeline.audit.log_reader import LogRange, RangeReader, records_in
 from kproxy.pipeline.audit.logs import crc_check
 from kproxy.pipeline.audit.proof import Stamp, Unproven, is_unproven, trail_part
@@ -36,13 +36,14 @@ from kproxy.routing.topology import Address
 from kproxy.trail.signature import Signatures
 
 TRAIL_PARTS: Final = "proxy string, incarnation string, first long, part binary"
-REPEATS: Final = f"{ddl(LOG)}, first_base_offset long"
+REPEATS: Final = f"{ddl({name: kind for name, kind in LOG.items() if name != 'unread'})}, first_base_offset long"
 # A part of a window of time, or, where that is null, of a partition. `copy`: the base offset of a repeated batch of
 # which a copy was acknowledged in the window; such a row has no part.
 PARTS: Final = "topic string, partition int, window_ms long, copy long, records long, part binary"
 # The values of a topic's records, and their timestamps.
 PAGES: Final = "shipped_at long, page binary"
 _PAGES_PER_CHUNK: Final = 100
+_NO_BATCH: Final = (None,) * len(Batch._fields)
 FLOWS: Final = "window_ms long, owner int, records long, bytes long"
 JUDGED: Final = (
     "topic string, partition int, row binary, findings binary, found binary, owners binary, changes map<bigint,bigint>"
@@ -82,11 +83,14 @@ class Pieces:
                 yield client, wanted
 
     def headers(self, numbers: Iterable[Any]) -> Iterator[Any]:
-        """Yield LOG. Raise LogReadFailed."""
+        """Yield LOG."""
         check = crc_check()
         for client, wanted in self._ranges(numbers):
-            for headers in RangeReader(client, wanted, check).headers():
-                yield from _table(ddl(LOG), [(*wanted.which, *each) for each in headers]).to_batches()
+            try:
+                for headers in RangeReader(client, wanted, check).headers():
+                    yield from _table(ddl(LOG), [(*wanted.which, *each, None) for each in headers]).to_batches()
+            except LogReadFailed as error:
+                yield from _table(ddl(LOG), [(*wanted.which, *_NO_BATCH, str(error))]).to_batches()
 
     def pages(self, numbers: Iterable[Any]) -> Iterator[Any]:
         """Yield PAGES. Raise LogReadFailed."""
@@ -145,13 +149,13 @@ class BucketJudge:
     bits: int
 
     def __call__(self, key: tuple[Any, ...], trail: Any, log: Any) -> Any:
-        """Return PARTS. `gone` in the key is empty but for rows of a deleted topic, then "=" and its id, if any."""
+        """Return PARTS. `gone` in the key: "=" and a deleted topic's id, if any; UNREAD; empty for all other rows."""
         topic, partition, gone, bucket = (each.as_py() for each in key)
         rows = map(Range._make, _rows(trail, Range._fields))
         span = {"start": bucket << self.bits, "end": (bucket + 1) << self.bits}
         copies: Mapping[int, tuple[int, int]] = {}
         if gone:
-            kind = DELETED if topic in self.deleted else GONE
+            kind = UNREAD if gone == UNREAD else DELETED if topic in self.deleted else GONE
             windows, part = judge_gone(rows, gone[1:] or None, self.rules, kind, **span)
         else:
             batches, probes = [], []
@@ -179,6 +183,7 @@ class PartitionSum:
     bounds: Mapping[tuple[str, int], Bounds]
     deleted: frozenset[str]
     is_unproven: bool
+    unread: Unread
 
     def __call__(self, key: tuple[Any, ...], table: Any) -> Any:
         """Return JUDGED."""
@@ -188,8 +193,9 @@ class PartitionSum:
         for _, part in parts:
             whole.add(part, self.rules.max_findings)
         bounds = self.bounds.get((topic, partition))
+        why = self.unread.get(TopicPartition(topic, partition))
         row, findings, found, owners, changes = sum_up(
-            topic, partition, whole, bounds, self.deleted, self.rules, unproven=self.is_unproven
+            topic, partition, whole, bounds, self.deleted, self.rules, unproven=self.is_unproven, unread=why
         )
         packed = (pickle.dumps(each) for each in (row, findings, found, owners))
         return _table(JUDGED, [(topic, partition, *packed, list(changes.items()))])

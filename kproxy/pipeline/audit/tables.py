@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import reduce
 from operator import or_
@@ -19,9 +19,10 @@ from typing import Any, Final
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 
-from kproxy.pipeline.audit.columns import ABOUT, FINDINGS, OWNERS, PARTITIONS, THROUGHPUT, WINDOWS, ddl
+from kproxy.pipeline.audit.columns import ABOUT, FINDINGS, OWNERS, PARTITIONS, THROUGHPUT, UNREAD, WINDOWS, ddl
 from kproxy.pipeline.audit.findings import Findings, of_unproven
 from kproxy.pipeline.audit.judge import Batch, Bounds, PartitionPart, Range
+from kproxy.pipeline.audit.log_client import Unread
 from kproxy.pipeline.audit.proof import Stamp, TrailName, TrailPart
 from kproxy.pipeline.audit.rules import AuditRules
 from kproxy.pipeline.audit.spark_tasks import (
@@ -54,22 +55,30 @@ _BATCHES_PER_TASK: Final = 200_000
 
 
 def audit_tables(
-    rows: DataFrame, log: DataFrame, bounds: DataFrame, rules: AuditRules, land: Land, bits: int = BUCKET_BITS
+    rows: DataFrame,
+    log: DataFrame,
+    bounds: DataFrame,
+    rules: AuditRules,
+    land: Land,
+    bits: int = BUCKET_BITS,
+    unread: Unread | None = None,
 ) -> Tables:
     """Audit a whole trail.
 
     `rows` have TRAIL and `shipped_at`, in any order; `log` and `bounds` have their schemas. Rows and log are
-    read several times. `land` stores intermediate tables that are read several times.
+    read several times. `land` stores intermediate tables that are read several times. `unread`: partitions whose logs
+    could not be read, and why.
     """
-    session = rows.sparkSession
+    session, unread = rows.sparkSession, unread or {}
+    not_read = session.createDataFrame([(*which, True) for which in unread], "topic string, partition int, out boolean")
     judge, missing = rules.prove(_trail_parts(rows))
     limits = {
         (each.topic, each.partition): Bounds(*(each[name] for name in Bounds._fields)) for each in bounds.collect()
     }
     deleted = frozenset(rules.deleted_topics)
-    judged = _judged_rows(rows, rules, {topic: each.topic_id for (topic, _), each in limits.items()})
+    judged = _judged_rows(rows, rules, {topic: each.topic_id for (topic, _), each in limits.items()}, not_read)
     claims = judged.withColumn("bucket", F.explode(_buckets(bits)))
-    batches = log.select(*PARTITION, *Batch._fields)
+    batches = log.select(*PARTITION, *Batch._fields).join(F.broadcast(not_read), [*PARTITION], "left_anti")
     again = land("repeats", _repeats(batches, log.count()))
     of_buckets = BucketJudge(judge, limits, deleted, bits)
     parts = land(
@@ -77,9 +86,9 @@ def audit_tables(
         claims.groupBy(*_BUCKET)
         .cogroup(_in_log(batches, again, bits).groupBy(*_BUCKET))
         .applyInArrow(lambda key, trail, log: of_buckets(key, trail, log), PARTS)
-        .unionByName(_empty_parts(session, limits)),
+        .unionByName(_empty_parts(session, limits.keys() | unread.keys())),
     )
-    of_partitions = PartitionSum(judge, limits, deleted, bool(missing))
+    of_partitions = PartitionSum(judge, limits, deleted, bool(missing), unread)
     sums = land(
         "sums",
         parts.where("window_ms is null")
@@ -119,8 +128,10 @@ def _trail_parts(rows: DataFrame) -> dict[TrailName, TrailPart]:
     return parts
 
 
-def _judged_rows(rows: DataFrame, rules: AuditRules, living: Mapping[str, str | None]) -> DataFrame:
-    """Return the rows to judge; `gone` is empty but for rows of deleted topics, as `AuditRules.is_gone` says."""
+def _judged_rows(
+    rows: DataFrame, rules: AuditRules, living: Mapping[str, str | None], not_read: DataFrame
+) -> DataFrame:
+    """Return the rows to judge; `gone` as BucketJudge has it, by `AuditRules.is_gone`."""
     judged = F.col("kind") == "range"
     if rules.topics:
         judged &= F.col("topic").isin(*rules.topics)
@@ -132,9 +143,11 @@ def _judged_rows(rows: DataFrame, rules: AuditRules, living: Mapping[str, str | 
     there = session.createDataFrame(list(living.items()), "topic string, now string")
     there = there.withColumn("lives", F.lit(True))
     known = rows.where(judged).join(F.broadcast(there), "topic", "left")
+    known = known.join(F.broadcast(not_read), [*PARTITION], "left")
     is_gone = F.coalesce(F.col("topic_id") != F.col("now"), F.lit(False))
     is_gone |= F.col("lives").isNull() & F.col("topic").isin(*rules.deleted_topics)
-    gone = F.when(is_gone, F.concat(F.lit("="), F.coalesce("topic_id", F.lit("")))).otherwise("")
+    gone = F.when(is_gone, F.concat(F.lit("="), F.coalesce("topic_id", F.lit(""))))
+    gone = gone.when(F.col("out"), UNREAD).otherwise("")
     return known.select(*PARTITION, *Range._fields, gone.alias("gone"))
 
 
@@ -171,10 +184,10 @@ def _in_log(batches: DataFrame, again: DataFrame, bits: int) -> DataFrame:
     return headers.unionByName(probes).withColumn("gone", F.lit(""))
 
 
-def _empty_parts(session: SparkSession, limits: Mapping[tuple[str, int], Bounds]) -> DataFrame:
+def _empty_parts(session: SparkSession, partitions: Iterable[tuple[str, int]]) -> DataFrame:
     """Return a part for each partition that exists: even one without rows and batches has a row in the results."""
     empty = bytearray(pickle.dumps((0, PartitionPart())))
-    rows = [(topic, partition, None, None, None, empty) for topic, partition in limits]
+    rows = [(topic, partition, None, None, None, empty) for topic, partition in partitions]
     return session.createDataFrame(rows, PARTS)
 
 

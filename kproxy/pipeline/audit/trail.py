@@ -18,6 +18,7 @@ from kproxy.errors import StartupError
 from kproxy.pipeline.audit.spark_tasks import SignedLines, rows_of_proxies
 from kproxy.pipeline.audit.trail_place import JSON, TrailPlace
 from kproxy.trail.parquet_sink import SCHEMA
+from kproxy.trail.signature import DIGEST_BYTES
 
 
 def read_files(session: Any, place: TrailPlace, *, from_ms: int | None = None) -> DataFrame:
@@ -35,7 +36,8 @@ def read_files(session: Any, place: TrailPlace, *, from_ms: int | None = None) -
             # Fails if there are no files. Its schema is unused: other files may have more columns, or wider numbers.
             files.parquet(place.name)
             read = files.schema(from_arrow_schema(SCHEMA)).parquet(place.name)
-            rows = _checked(read.withColumn("shipped_at", F.lit(None).cast("long")))
+            nothing = {"shipped_at": "long", "previous": "string", "digest": "string"}
+            rows = _checked(read.withColumns({name: F.lit(None).cast(kind) for name, kind in nothing.items()}))
     except AnalysisException as error:
         raise StartupError(
             f"There is no audit trail in {place.name}: is it the directory of `--audit-sink`?"
@@ -53,8 +55,10 @@ def _rows_in(lines: DataFrame, keys: Sequence[bytes]) -> DataFrame:
     """Return the rows in lines, with `keys` only the signed ones."""
     if keys:
         lines = lines.mapInArrow(SignedLines(tuple(keys)), lines.schema)
-    parsed = lines.select(F.from_json("line", from_arrow_schema(SCHEMA)).alias("row"), "shipped_at")
-    return _checked(parsed.select("row.*", "shipped_at"))
+    schema = from_arrow_schema(SCHEMA).add("previous", "string")
+    digest = F.substring(F.sha2(F.encode("line", "utf-8"), 256), 1, 2 * DIGEST_BYTES).alias("digest")
+    parsed = lines.select(F.from_json("line", schema).alias("row"), "shipped_at", digest)
+    return _checked(parsed.select("row.*", "shipped_at", "digest"))
 
 
 def _checked(rows: DataFrame) -> DataFrame:

@@ -56,7 +56,7 @@ def _parquet_rows(file: Path) -> Iterator[TrailRow]:
         raise StartupError("A trail in Parquet files needs pyarrow: pip install 'kproxy-kafka[parquet]'.") from error
     from kproxy.trail.parquet_sink import SCHEMA
 
-    names = [name for name in TrailRow.__slots__ if name != "shipped_at"]
+    names = [name for name in TrailRow.__slots__ if name in SCHEMA.names]
     try:
         # Files of other releases may lack columns, or have more columns or narrower numbers.
         opened = pyarrow.parquet.ParquetFile(file)

@@ -8,13 +8,13 @@ audit reports as a gap.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
 from kproxy.pipeline.audit.judge import Range
 from kproxy.pipeline.audit.proof import Stamp
-from kproxy.trail.signature import Signatures
+from kproxy.trail.signature import Signatures, digest
 
 if TYPE_CHECKING:
     import msgspec
@@ -57,10 +57,12 @@ class TrailRow:
     last_acked_at: int | None = None
     spans: list[int] | None = None
     latency_us: list[int] | None = None
+    previous: str | None = None
     shipped_at: int | None = None
+    digest: str | None = field(default=None, compare=False)
 
     def stamp(self) -> Stamp:
-        return Stamp(self.sequence, self.at, self.kind, self.interval_ms, self.mark_ms)
+        return Stamp(self.sequence, self.at, self.kind, self.interval_ms, self.mark_ms, self.previous, self.digest)
 
     def acknowledged(self) -> Range:
         """Return the row as the judge's Range. Only for a valid row of kind `range`."""
@@ -94,7 +96,7 @@ def rows_in(page: bytes, shipped_at: int | None = None, signatures: Signatures |
             row = decode(line)
         except ValueError:
             continue
-        row.shipped_at = shipped_at
+        row.shipped_at, row.digest = shipped_at, digest(line)
         if is_row(row):
             yield row
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 from pyspark.sql import SparkSession
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.ingest.options import IngestOptions
+from kproxy.pipeline.ingest.options import RATE, IngestOptions
 from kproxy.pipeline.spark import as_spark_failure
 
 FILE_NAME: Final = "kproxy-ingest.json"
@@ -112,8 +112,10 @@ def source_in_words(session: SparkSession, options: IngestOptions) -> str:
     """Describe the source; the same for all spellings of its path. Raise SparkFailed if it cannot be resolved."""
     if options.reads_kafka:
         return f"topic {', '.join(sorted(options.topics))}"
-    if not options.reads_files:
+    if options.format == RATE:
         return f"numbers, {options.rows_per_second} a second"
+    if not options.reads_files:
+        return options.source
     with as_spark_failure(f"{options.where} cannot be used"):
         return f"{options.format} files in {_qualified(session, options.where)[1]}"
 

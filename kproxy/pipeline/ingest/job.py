@@ -24,14 +24,14 @@ from typing import Any, Final
 
 from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming import StreamingQuery
 from pyspark.sql.types import StructType
 
 from kproxy.errors import StartupError
 from kproxy.pipeline.ingest import sources
 from kproxy.pipeline.ingest.checkpoint import Checkpoint, Job, settle, source_in_words
-from kproxy.pipeline.ingest.options import RATE, IngestOptions
+from kproxy.pipeline.ingest.options import FRAME, RATE, IngestOptions
 from kproxy.pipeline.ingest.progress import Display, Metrics, Tally
 from kproxy.pipeline.ingest.sink import NEW_IN_FILE, REFUSED, BatchDone, BatchWriter, Stopped, add_timestamp_interceptor
 from kproxy.pipeline.ingest.sources import (
@@ -43,7 +43,7 @@ from kproxy.pipeline.ingest.sources import (
     files_there,
     records_behind,
 )
-from kproxy.pipeline.preflight import check_reachable
+from kproxy.pipeline.preflight import check_kafka
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure, cause_in
 
@@ -55,14 +55,18 @@ def start(
     on_batch: Callable[[BatchDone], None] = lambda done: None,
     say: Callable[[str], None] = lambda sentence: None,
     stopping: Callable[[], bool] = lambda: False,
+    rows: DataFrame | None = None,
 ) -> StreamingQuery:
     """Start the job in `session` and return the running query, which the caller awaits and stops.
 
+    `rows`: a stream, if the source is FRAME.
     `on_batch` is called after each micro-batch, and `stopping` before each, on another thread; if it returns True, the
     query ends with an error and nothing of that micro-batch is written. `say` gets sentences for the user. Blocks for
     seconds, longer if a schema is inferred. Raise StartupError if the user can fix it, else SparkFailed.
     """
     options.check()
+    if not options.checkpoint or (rows is None) == (options.source == FRAME):
+        raise StartupError("a stream needs a checkpoint: name a directory of its own that will be there next time.")
     ours = sources.own_session(session)
     checkpoint = Checkpoint(ours, options.checkpoint)
     known = checkpoint.job()
@@ -75,12 +79,14 @@ def start(
     job = settle(known, asked, options.checkpoint)
     if job.schema is None and options.reads_files:
         job = replace(job, schema=sources.infer_schema(ours, options).json(), schema_inferred=True)
+    elif known is None:
+        sources.check_lines(ours, options)
     schema = None if job.schema is None else sources.parse_schema(job.schema)
     tasks = options.tasks or ours.sparkContext.defaultParallelism
     writer = BatchWriter(options, job.job_id, tasks=tasks, schema=schema, on_batch=on_batch, stopping=stopping)
     if options.keeps_timestamps:
         add_timestamp_interceptor(ours)
-    rows = sources.read(ours, options, schema)
+    rows = sources.read(ours, options, schema) if rows is None else rows
     with as_spark_failure("The rows cannot be made into messages"):
         # Resolve the columns now, so that a missing one is an error before anything is written.
         writer.encode(rows, 0).schema  # noqa: B018 - asking for it has Spark resolve every column
@@ -94,6 +100,20 @@ def start(
         if options.processing_time is None:
             return named.trigger(availableNow=True).start()
         return named.trigger(processingTime=options.processing_time).start()
+
+
+def write(rows: DataFrame, options: IngestOptions) -> BatchDone:
+    """Write a DataFrame that is no stream, once: again after an error. Raise StartupError, else SparkFailed."""
+    options.check()
+    session, done = rows.sparkSession, list[BatchDone]()
+    job = _ask_clusters(session, options, Job(uuid.uuid4().hex, options.source, options.target))
+    tasks = options.tasks or session.sparkContext.defaultParallelism
+    writer = BatchWriter(options, job.job_id, tasks=tasks, schema=None, on_batch=done.append, stopping=lambda: False)
+    try:
+        writer(rows, 0)
+    except (Py4JError, PySparkException) as error:
+        raise SparkFailed(f"The rows were not all written: {why(error, options)}") from error
+    return done[0]
 
 
 def _ask_clusters(session: SparkSession, options: IngestOptions, asked: Job) -> Job:
@@ -111,9 +131,8 @@ def _ask_clusters(session: SparkSession, options: IngestOptions, asked: Job) -> 
         room = cluster.partitions(options.topic) if options.keep_partitions and options.topic is not None else None
     if not options.reads_kafka:
         return asked
-    where, prefix = options.source_bootstrap, "kafka."
-    client = {name.removeprefix(prefix): v for name, v in options.source_options.items() if name.startswith(prefix)}
-    with asking(session, where, "--from-bootstrap", client) as cluster:
+    where = options.source_bootstrap
+    with asking(session, where, "--from-bootstrap", options.source_kafka_options) as cluster:
         for topic in options.topics:
             count = cluster.partitions(topic)
             if count is None:
@@ -182,9 +201,9 @@ class Cluster:
 def asking(session: SparkSession, bootstrap: str, flag: str, options: Mapping[str, str]) -> Iterator[Cluster]:
     """Connect to the cluster at `bootstrap`; `options` are Kafka's.
 
-    Raise StartupError if nothing listens there or Spark has no Kafka connector, SparkFailed if it is not Kafka.
+    Raise StartupError if no Kafka answers there or Spark has no Kafka connector, SparkFailed if it is not Kafka.
     """
-    check_reachable(bootstrap, flag)
+    check_kafka(bootstrap, flag, options)
     jvm: Any = session._jvm
     settings = jvm.java.util.Properties()
     limits = {"default.api.timeout.ms": REQUEST_TIMEOUT_S * 1000, "request.timeout.ms": REQUEST_TIMEOUT_S * 1000}

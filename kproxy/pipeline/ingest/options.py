@@ -11,10 +11,14 @@ from kproxy.config.parsing import duration_ms, is_topic_name
 from kproxy.errors import StartupError
 
 FILE_FORMATS: Final = ("csv", "json", "parquet")
+KAFKA: Final = "kafka"
 RATE: Final = "rate"
+# A source that Spark has by another name (`spark:NAME` or `spark:NAME:PATH`), and rows that a program has already.
+SPARKS: Final = "spark"
+FRAME: Final = "a DataFrame"
 AVAILABLE_NOW: Final = "available-now"
 # Default bounds of a micro-batch, which is written again after a kill.
-DEFAULT_FILES: Final = 100
+FILES_PER_CORE: Final = 100
 DEFAULT_OFFSETS: Final = 500_000
 DEFAULT_ROWS_PER_SECOND: Final = 100
 # The default limit of Kafka's producers and brokers.
@@ -27,14 +31,16 @@ ALL_HEADERS: Final = "*"
 MAX_NAME: Final = 249
 _JSON_LETTERS: Final = "json:"
 _TOPIC_LETTERS: Final = "topic:"
+_KAFKAS: Final = "kafka."
 
 
 @dataclass(frozen=True, slots=True)
 class IngestOptions:
     """One job, by the flags of the command. A job started again with the same `checkpoint` continues.
 
-    source:         `csv:`, `json:` or `parquet:` and a directory or pattern, `kafka:` and topics, or `rate`.
-    schema:         DDL or Spark's JSON; None: that of files is inferred once, that of records is Spark's own.
+    source:         `csv:`, `json:` or `parquet:` and a directory or pattern, `kafka:` and topics, `rate`, or SPARKS;
+                    FRAME for rows that are given to `job.start`.
+    schema:         DDL or Spark's JSON; None: that of files is inferred once, others are Spark's own.
     source_options: of Spark's reader.
     from_bootstrap: of a Kafka source; None: `bootstrap`.
     select:         SQL expressions that replace the source's columns; empty: these as they are.
@@ -44,6 +50,7 @@ class IngestOptions:
     trigger:        an interval ("10s"): until stopped; AVAILABLE_NOW: read what exists, then end. None: the latter, and
                     of `rate` 1 s.
     dead_letters:   `json:DIR` or `topic:NAME`; None: a row that cannot be written ends the job.
+    max_files_per_trigger: None: FILES_PER_CORE for each of Spark's cores.
     tasks:          how many tasks write; None: as many as Spark has cores.
     kafka_options:  for the producer and the admin client, with Kafka's names.
     """
@@ -58,7 +65,7 @@ class IngestOptions:
     source_options: Mapping[str, str] = field(default_factory=dict)
     from_bootstrap: str | None = None
     starting_offsets: Literal["earliest", "latest"] = "earliest"
-    max_files_per_trigger: int = DEFAULT_FILES
+    max_files_per_trigger: int | None = None
     max_offsets_per_trigger: int = DEFAULT_OFFSETS
     rows_per_second: int = DEFAULT_ROWS_PER_SECOND
     select: tuple[str, ...] = ()
@@ -77,12 +84,12 @@ class IngestOptions:
 
     @property
     def format(self) -> str:
-        """One of FILE_FORMATS, `kafka` or RATE."""
+        """One of FILE_FORMATS, KAFKA, RATE, SPARKS or FRAME."""
         return self.source.partition(":")[0]
 
     @property
     def where(self) -> str:
-        """The files' directory or pattern, or the topics."""
+        """The files' directory or pattern, the topics, or the name of Spark's source and its path."""
         return self.source.partition(":")[2]
 
     @property
@@ -91,7 +98,7 @@ class IngestOptions:
 
     @property
     def reads_kafka(self) -> bool:
-        return self.format == "kafka"
+        return self.format == KAFKA
 
     @property
     def topics(self) -> tuple[str, ...]:
@@ -101,6 +108,12 @@ class IngestOptions:
     @property
     def source_bootstrap(self) -> str:
         return self.from_bootstrap or self.bootstrap
+
+    @property
+    def source_kafka_options(self) -> dict[str, str]:
+        """The options of Kafka's clients for a Kafka source."""
+        given = self.source_options.items()
+        return {name.removeprefix(_KAFKAS): value for name, value in given if name.startswith(_KAFKAS)}
 
     @property
     def processing_time(self) -> str | None:
@@ -142,10 +155,11 @@ class IngestOptions:
 
     def check(self) -> None:
         """Raise StartupError for options that are wrong; Spark is not needed."""
-        if not ((self.reads_files or self.reads_kafka) and self.where) and self.source != RATE:
+        has_place = (self.reads_files or self.reads_kafka or self.format == SPARKS) and self.where
+        if not has_place and self.source not in (RATE, FRAME):
             raise StartupError(
                 f"--from {self.source} is not a source: give csv:DIR, json:DIR, parquet:DIR, kafka:TOPIC or rate "
-                "(DIR is a directory or a pattern of files)."
+                "(DIR is a directory or a pattern of files), or name another source of Spark's with --format."
             )
         self._check_numbers()
         addresses = _addresses(self.bootstrap, "--bootstrap")
@@ -166,7 +180,7 @@ class IngestOptions:
                 self.topic is None and self.topic_column is None
             ),
             "--checkpoint is needed: name a directory of this job's own that will be there next time.": (
-                not self.checkpoint
+                not self.checkpoint and self.source != FRAME
             ),
             "--value is JSON of columns and --value-column one column as it is: give one of them.": (
                 self.value and self.value_column is not None

@@ -13,9 +13,10 @@ Spark's Parquet reader silently ignores columns of a file that the schema lacks;
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Final
@@ -43,8 +44,10 @@ JAR: Final = "keep_timestamps.jar"
 TASKS_PER_CORE: Final = 4
 OBSERVED_TIMEOUT_S: Final = 10.0
 _POLL_S: Final = 0.005
+_V1_SINKS: Final = "spark.sql.sources.useV1SourceList"
 # The length of invalid JSON that an error shows.
 _BEGINNING: Final = 10
+_ROW_BEGINNING: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,10 @@ class BatchWriter:
         if self._stopping():
             raise Stopped
         began = time.monotonic()
+        with _v2_sink(batch.sparkSession):
+            self._on_batch(self._write(batch, number, began))
+
+    def _write(self, batch: DataFrame, number: int, began: float) -> BatchDone:
         self._check_files(batch.sparkSession, number)
         rows = self.encode(batch, number)
         counts = self._write_messages(rows)
@@ -104,7 +111,7 @@ class BatchWriter:
         if dead:
             self._write_dead_letters(rows, number)
         written = counts["rows"] - sum(dead.values())
-        self._on_batch(BatchDone(number, counts["rows"], written, dead, time.monotonic() - began))
+        return BatchDone(number, counts["rows"], written, dead, time.monotonic() - began)
 
     def encode(self, batch: DataFrame, number: int) -> DataFrame:
         """Add the messages to the rows. Raise StartupError for a column that does not exist."""
@@ -149,6 +156,17 @@ class BatchWriter:
 
     def _to_kafka(self, messages: DataFrame) -> None:
         messages.write.format("kafka").mode("append").options(**sink_options(self._options)).save()
+
+
+@contextlib.contextmanager
+def _v2_sink(session: SparkSession) -> Iterator[None]:
+    """Use the V2 Kafka sink, as streams do: with the V1 sink observations report nothing."""
+    before = str(session.conf.get(_V1_SINKS))
+    session.conf.set(_V1_SINKS, ",".join(name for name in before.split(",") if name != "kafka"))
+    try:
+        yield
+    finally:
+        session.conf.set(_V1_SINKS, before)
 
 
 def _observed(observation: Observation) -> dict[str, int] | None:
@@ -196,7 +214,9 @@ def _refuse(rows: DataFrame, reasons: Sequence[str]) -> Column:
     if NEW in rows.columns:
         named = F.array_join(NEW, ", ")
         named = F.when(F.col(REASON) == "corrupt", F.substring(F.btrim(CORRUPT), 1, _BEGINNING)).otherwise(named)
-    told = (F.col(REASON), F.col(ROW), F.translate(F.coalesce(named, F.lit("")), "|", " "))
+    # Rows without a name are told by their beginning.
+    name = F.coalesce(F.col(ROW), F.substring(transforms.record_of(rows), 1, _ROW_BEGINNING))
+    told = (F.col(REASON), *(F.translate(each, "|", " ") for each in (name, F.coalesce(named, F.lit("")))))
     said = F.concat(F.lit(REFUSED), *(F.concat(F.lit("|"), each) for each in told), F.lit("|"))
     refused = F.coalesce(F.col(REASON).isin(*reasons), F.lit(False))
     return F.when(~refused, F.lit(True)).otherwise(F.raise_error(said).isNull())

@@ -6,21 +6,23 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 from urllib.parse import unquote
 
+from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, DataFrameReader, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 from pyspark.sql.types import StructType
 
 from kproxy.errors import StartupError
+from kproxy.pipeline.data_sources import SOURCES
 from kproxy.pipeline.ingest import csv_values
 from kproxy.pipeline.ingest.csv_values import TIMESTAMP_FORMAT
 from kproxy.pipeline.ingest.documents import opened
-from kproxy.pipeline.ingest.options import ALL_HEADERS, IngestOptions
-from kproxy.pipeline.ingest.transforms import BLOCK, CORRUPT, FILE, MODIFIED, TEXT, quoted
-from kproxy.pipeline.spark import SparkFailed, as_spark_failure, cause_in
+from kproxy.pipeline.ingest.options import ALL_HEADERS, FILES_PER_CORE, SPARKS, IngestOptions
+from kproxy.pipeline.ingest.transforms import BLOCK, CORRUPT, FILE, MODIFIED, TEXT, numbered, quoted
+from kproxy.pipeline.spark import SparkFailed, as_spark_failure, cause_in, cloned
 
 # A partition of the stream is one block. Lines are counted within it (`transforms.placed`), so it must not depend on
 # the number of cores. Smaller files are a block each.
@@ -51,7 +53,7 @@ _LAST: Final = (1 << 63) - 1
 def own_session(session: SparkSession) -> SparkSession:
     """Clone `session` with the settings that rows are counted by, so that the caller's stay as they are."""
     with as_spark_failure("Spark did not take the job"):
-        ours = SparkSession(session.sparkContext, session._jsparkSession.cloneSession())
+        ours = cloned(session)
         # So that block boundaries depend neither on the number of cores nor on the number of files.
         ours.conf.set("spark.sql.files.maxPartitionBytes", str(BLOCK_BYTES))
         ours.conf.set("spark.sql.files.openCostInBytes", str(BLOCK_BYTES))
@@ -61,8 +63,6 @@ def own_session(session: SparkSession) -> SparkSession:
         ours.conf.set("spark.sql.sources.parallelPartitionDiscovery.parallelism", cores)
         # Spark has no type for timestamps with nanoseconds. As numbers they keep their digits.
         ours.conf.set("spark.sql.legacy.parquet.nanosAsLong", "true")
-        # Use the V2 Kafka sink, as streams do: with the V1 sink observations report nothing.
-        ours.conf.set("spark.sql.sources.useV1SourceList", "avro,csv,json,orc,parquet,text")
     return ours
 
 
@@ -88,12 +88,10 @@ def parse_schema(text: str) -> StructType:
 
 def infer_schema(session: SparkSession, options: IngestOptions) -> StructType:
     """Infer the schema from SAMPLE_FILES of the existing files. Raise StartupError if none can be found."""
-    where, paths = options.where, sorted(files_there(session, options))
+    where, sample = options.where, _sample(session, options)
     with_hint = f"give --schema, or put a file there that has the columns ({where})"
-    if not paths:
+    if not sample:
         raise StartupError(f"there are no files yet to infer a schema from: {with_hint}.")
-    # Files evenly spread over the sorted names, including the last.
-    sample = paths[:: -math.ceil(len(paths) / SAMPLE_FILES)]
     settings = {
         "inferSchema": "true",
         # By default Spark infers a time without a date as TIMESTAMP, and no row would have a valid value.
@@ -133,11 +131,30 @@ def infer_schema(session: SparkSession, options: IngestOptions) -> StructType:
             f"the header of a file in {where} has the name {twice} twice, and Spark does not tell ID from id: "
             "give a --schema with other names, in the order of the columns, and --source-option enforceSchema=true."
         )
-    if options.format == "json" and [text.strip() for text in first] in [[text] for text in PRETTY]:
-        raise StartupError(f"a file in {where} has {OVER_LINES}.")
+    _refuse_over_lines(options, first)
     if not schema.fields:
         raise StartupError(f"no column can be found in the files that are there: {with_hint}.")
     return schema
+
+
+def _sample(session: SparkSession, options: IngestOptions) -> list[str]:
+    """Return at most SAMPLE_FILES of the existing files, evenly spread over the sorted names, with the last."""
+    paths = sorted(files_there(session, options))
+    return paths[:: -math.ceil(len(paths) / SAMPLE_FILES)] if paths else []
+
+
+def check_lines(session: SparkSession, options: IngestOptions) -> None:
+    """Raise StartupError if the existing files have JSON over several lines, which would be corrupt line by line."""
+    settings = reader_options(options)
+    if options.format == "json" and (sample := _sample(session, options)):
+        reader = session.read.options(**settings, __globPaths__="false")
+        with as_spark_failure(f"The files in {options.where} cannot be read"):
+            _refuse_over_lines(options, _first_line(reader, settings, options.format, sample))
+
+
+def _refuse_over_lines(options: IngestOptions, first: Sequence[str]) -> None:
+    if options.format == "json" and [text.strip() for text in first] in [[text] for text in PRETTY]:
+        raise StartupError(f"a file in {options.where} has {OVER_LINES}.")
 
 
 def _first_line(reader: DataFrameReader, settings: Mapping[str, str], kind: str, paths: list[str]) -> list[str]:
@@ -169,7 +186,9 @@ def read(session: SparkSession, options: IngestOptions, schema: StructType | Non
                 return _records(session, options)
             if schema is not None and options.reads_files:
                 return _files(session, options, schema)
-            return session.readStream.format("rate").option("rowsPerSecond", options.rows_per_second).load()
+            if options.format == SPARKS:
+                return _of_sparks(session, options, schema)
+            return numbered(session.readStream.format("rate").option("rowsPerSecond", options.rows_per_second).load())
     except SparkFailed as error:
         if options.reads_files and "PATH_NOT_FOUND" in str(error):
             raise StartupError(
@@ -180,7 +199,8 @@ def read(session: SparkSession, options: IngestOptions, schema: StructType | Non
 
 def _files(session: SparkSession, options: IngestOptions, schema: StructType) -> DataFrame:
     settings, where = reader_options(options), options.where
-    reader = session.readStream.options(**settings).option("maxFilesPerTrigger", options.max_files_per_trigger)
+    most = options.max_files_per_trigger or FILES_PER_CORE * session.sparkContext.defaultParallelism
+    reader = session.readStream.options(**settings).option("maxFilesPerTrigger", most)
     if options.format == "json":
         wholetext = settings.get("multiline", "false")
         lines = _placed(reader.format("text").option("wholetext", wholetext).load(where))
@@ -189,6 +209,20 @@ def _files(session: SparkSession, options: IngestOptions, schema: StructType) ->
         return _placed(reader.format("parquet").schema(schema).load(where))
     texts = reader.options(**{**csv_values.READER_OPTIONS, **settings}).schema(csv_values.texts_of(schema))
     return csv_values.valued(_placed(texts.format("csv").load(where)), schema, settings)
+
+
+def _of_sparks(session: SparkSession, options: IngestOptions, schema: StructType | None) -> DataFrame:
+    name, _, path = options.where.partition(":")
+    for source in SOURCES:
+        if name == source.name():
+            session.dataSource.register(source)
+    reader = session.readStream.format(name).options(**options.source_options)
+    rows = (reader if schema is None else reader.schema(schema)).load(path or None)
+    try:
+        return _placed(rows)
+    except AnalysisException:
+        # Only sources of files tell where a row is from.
+        return rows
 
 
 def _placed(rows: DataFrame) -> DataFrame:

@@ -91,11 +91,14 @@ _WITH_NULLS: Final = {**_JSON, "ignoreNullFields": "false"}
 
 
 def placed(rows: DataFrame) -> DataFrame:
-    """Add ROW and ORDER to the `rows` of one micro-batch.
+    """Add ROW and ORDER to the `rows` of one micro-batch, unless they have them.
 
     Both depend only on the source, so a micro-batch that is read again has the same. Lines are counted within a block
-    of their file, so blocks have a fixed size (`sources.BLOCK_BYTES`).
+    of their file, so blocks have a fixed size (`sources.BLOCK_BYTES`). Rows that are neither of files nor records have
+    no name, and are in the order in which Spark reads them.
     """
+    if ROW in rows.columns:
+        return rows
     if FILE in rows.columns:
         # The id counts within a partition, which is one block, whatever the number of tasks is.
         counted = rows.withColumn(ORDER, F.monotonically_increasing_id().bitwiseAND(F.lit(_NUMBER_BITS)))
@@ -108,7 +111,13 @@ def placed(rows: DataFrame) -> DataFrame:
     if record is not None:
         found = [record.getField(each) for each in place]
         return rows.withColumn(ROW, F.concat_ws("/", *found[:3])).withColumn(ORDER, F.struct(*found))
-    return rows.withColumn(ROW, F.col("value").cast("string")).withColumn(ORDER, F.struct("value"))
+    number = F.struct(F.monotonically_increasing_id().alias("number"))
+    return rows.withColumn(ROW, F.lit(None).cast("string")).withColumn(ORDER, number)
+
+
+def numbered(rows: DataFrame) -> DataFrame:
+    """Add ROW and ORDER to rows whose `value` is their number."""
+    return rows.withColumns({ROW: F.col("value").cast("string"), ORDER: F.struct("value")})
 
 
 def encoded(rows: DataFrame, options: IngestOptions, *, batch: str) -> DataFrame:
@@ -160,7 +169,7 @@ def messages(rows: DataFrame, *, tasks: int, options: IngestOptions) -> DataFram
         # A task reads a partition of the source in order.
         return good.select(*columns)
     # Spread rows without a key over all tasks, rather than sending them all to one.
-    place = [F.coalesce(F.col(KEY), F.encode(ROW, "utf-8"))]
+    place = [F.coalesce(F.col(KEY), F.encode(ROW, "utf-8"), F.encode(F.to_json(ORDER), "utf-8"))]
     if options.keep_partitions:
         place = [F.col(ORDER)["topic"], F.col(ORDER)["partition"]]
     return good.repartition(tasks, *place).sortWithinPartitions(ORDER).select(*columns)
@@ -173,7 +182,7 @@ def dead_letters(rows: DataFrame, *, excerpt: int | None = None) -> DataFrame:
     `excerpt` characters if given.
     """
     dead = rows.where(F.col(REASON).isNotNull())
-    record = _whole(rows)
+    record = record_of(rows)
     cut = F.lit(False) if excerpt is None else F.length(record) > excerpt
     return dead.select(
         F.col(REASON).alias("reason"),
@@ -355,7 +364,8 @@ def _length(column: Column) -> Column:
     return F.coalesce(F.octet_length(column), F.lit(0))
 
 
-def _whole(rows: DataFrame) -> Column:
+def record_of(rows: DataFrame) -> Column:
+    """Return the source's text of rows that could not be parsed, else their columns as JSON."""
     texts = [F.col(name) for name in (CORRUPT, DOCUMENT) if name in rows.columns]
     if NEW in rows.columns:
         # The columns are the fields of the schema.

@@ -74,7 +74,11 @@ def rows_in(pages: Iterable[bytes]) -> list[Row]:
 
 def rows_in_files(directory: Path) -> list[Row]:
     """The rows of files of JSON lines, in the order of the files' names."""
-    return rows_in(file.read_bytes() for file in sorted(directory.glob("*.jsonl")))
+    pages = [file.read_bytes() for file in sorted(directory.glob("*.jsonl"))]
+    rows = rows_in(pages)
+    # The decoder takes rows without newlines between them as well.
+    assert sum(page.count(b"\n") for page in pages) == len(rows)
+    return rows
 
 
 def trails_in_topic(bootstrap: str, topic: str) -> dict[str, list[Row]]:

@@ -7,13 +7,18 @@ from typing import Any
 
 from pyspark.sql import DataFrame
 from pyspark.sql.pandas.types import from_arrow_schema
-from pyspark.sql.types import LongType, StructField, StructType
+from pyspark.sql.types import LongType, StringType, StructField, StructType
 
 from kproxy.pipeline.audit.columns import BOUNDS, LOG, ddl
 from kproxy.trail.parquet_sink import SCHEMA
 from tests.support.audit.trails import Row
 
-SHIPPED_SCHEMA = StructType([*from_arrow_schema(SCHEMA).fields, StructField("shipped_at", LongType())])
+_READ = (
+    StructField("previous", StringType()),
+    StructField("shipped_at", LongType()),
+    StructField("digest", StringType()),
+)
+SHIPPED_SCHEMA = StructType([*from_arrow_schema(SCHEMA).fields, *_READ])
 
 
 def _frame(spark: Any, rows: Iterable[Row], names: Iterable[str], schema: Any) -> DataFrame:

@@ -9,7 +9,7 @@ from typing import Any
 
 from kproxy.pipeline.audit.in_process import Results, audit_rows
 from kproxy.pipeline.audit.judge import Batch, Bounds
-from kproxy.pipeline.audit.log_client import TopicPartition
+from kproxy.pipeline.audit.log_client import TopicPartition, Unread
 from kproxy.pipeline.audit.rules import AuditRules
 from kproxy.pipeline.audit.trail_rows import TrailRow
 
@@ -153,7 +153,9 @@ def trail_rows(rows: Iterable[Row]) -> list[TrailRow]:
     return [TrailRow(**{name: value for name, value in row.items() if name in names}) for row in rows]
 
 
-def judged_here(rows: Iterable[Row], log: Iterable[Row], limits: Iterable[Row], rules: AuditRules) -> Results:
+def judged_here(
+    rows: Iterable[Row], log: Iterable[Row], limits: Iterable[Row], rules: AuditRules, unread: Unread | None = None
+) -> Results:
     """Audit in this process."""
     batches: dict[TopicPartition, list[Batch]] = defaultdict(list)
     for row in log:
@@ -162,7 +164,7 @@ def judged_here(rows: Iterable[Row], log: Iterable[Row], limits: Iterable[Row], 
         TopicPartition(row["topic"], row["partition"]): Bounds(*(row[name] for name in Bounds._fields))
         for row in limits
     }
-    return audit_rows(trail_rows(rows), batches, bounds, rules)
+    return audit_rows(trail_rows(rows), batches, bounds, rules, unread or {})
 
 
 def shared_names() -> list[Row]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import secrets
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 from kproxy.pipeline.audit.findings import of_unproven
 from kproxy.pipeline.audit.proof import TrailPart, Unproven, trail_part, trails, unproven
 from kproxy.pipeline.audit.trail_place import SHIPPING_MS, parse_place
-from tests.support.audit.trails import BEGAN_AT, INTERVAL_MS, Row, Trail, shared_names, trail_rows
+from kproxy.pipeline.audit.trail_rows import rows_in
+from kproxy.trail.signature import chained, digest
+from tests.support.audit.trails import BEGAN_AT, INTERVAL_MS, Row, Trail, page, shared_names, trail_rows
 
 READ_AT = 1_000_000
 
@@ -209,3 +212,30 @@ def test_many_gaps_are_reported_as_one() -> None:
     assert len(found) == 1_000
     assert sum(each.missing for each in found) == 2_500
     assert found[-1].to_ms == BEGAN_AT + 5_000_000
+
+
+def test_altered_row_makes_its_time_unproven() -> None:
+    lines: list[bytes] = []
+    for row in long_trail("p", 6).rows:
+        lines.append(chained(page([row]).encode(), digest(lines[-1]) if lines else ""))
+
+    def judged(*changed: bytes) -> list[tuple[Any, ...]]:
+        rows = [row for line in changed for row in rows_in(line)]
+        missing = unproven(
+            trails({("p", "p"): trail_part([row.stamp() for row in rows])}),
+            read_at_ms=BEGAN_AT + READ_AT,
+            shipping_ms=0,
+        )
+        return [(each.kind, each.sequence, each.missing, each.from_ms, each.to_ms) for each in missing]
+
+    assert judged(*lines) == []
+    for number in range(5):
+        altered = lines[number].replace(b'"at":', b'"at": ')
+        stripped = re.sub(rb',"previous":"\w*"', b"", altered)
+        for line in (altered, stripped):
+            found = judged(*lines[:number], line, *lines[number + 1 :])
+            assert gap(number, 0, number, number + 1) in found
+    # Rows of releases without digests.
+    assert judged(*(re.sub(rb',"previous":"\w*"', b"", line) for line in lines)) == []
+    (told,) = map(of_unproven, [Unproven("gap", "p", "p", 3, 0, 0, 1)])
+    assert told["detail"].startswith("Row 3 of the trail of p, or the row after it, was altered")

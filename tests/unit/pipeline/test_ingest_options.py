@@ -137,6 +137,9 @@ def test_invalid_options_are_refused_by_name(changes: dict[str, Any], said: str)
     ("arguments", "said"),
     [
         (["--from", "csv:in/", "--topic", "t"], "--checkpoint"),
+        (["--topic", "t", "--checkpoint", "c"], "--from is missing"),
+        (["--format", "csv", "--topic", "t", "--checkpoint", "c"], "--from csv is not a source"),
+        (["--format", "delta", "--from", "in", "--topic", "t", "--checkpoint", "c", "--bootstrap", "h:1:1"], "h:1:1"),
         (["--from", "xml:in/", "--topic", "t", "--checkpoint", "c"], "--from xml:in/ is not a source"),
         (["--from", "csv:in/", "--topic", "t", "--checkpoint", "c", "--schema", "@/nowhere/x"], "--schema /nowhere/x"),
         (["--from", "csv:in/", "--topic", "t", "--checkpoint", "c", "--header", "x"], "--header x: give NAME=VALUE"),

@@ -14,6 +14,7 @@ from kproxy.errors import StartupError
 from kproxy.pipeline.audit.log_client import LogClient, LogReadFailed
 from kproxy.pipeline.audit.run import check_places
 from kproxy.pipeline.audit.trail_place import parse_trail
+from kproxy.pipeline.preflight import check_kafka
 from kproxy.routing.topology import Address
 from kproxy_codec.foreign import ANSWER_TO_HTTP
 
@@ -78,7 +79,10 @@ def test_other_protocol_is_named_at_once(behaviour: Behaviour, protocol: str, mo
     began = time.monotonic()
     with listening(behaviour) as address, pytest.raises(StartupError) as raised:
         check_places(str(address), parse_trail("topic"), str(address), ())
+    with listening(behaviour) as other, pytest.raises(StartupError) as of_ingest:
+        check_kafka(str(other), "--from-bootstrap", {})
     assert str(raised.value).startswith(f"No Kafka answers at --bootstrap {address}: {address} speaks {protocol}")
+    assert str(of_ingest.value).startswith(f"No Kafka answers at --from-bootstrap {other}: {other} speaks {protocol}")
     assert time.monotonic() - began < SOON_S
 
 
