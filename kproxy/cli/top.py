@@ -103,6 +103,12 @@ def _in_sync(line: PartitionLine) -> str:
     return f"{text} without {','.join(map(str, missing))}" if missing else text
 
 
+def _busiest(topic: TopicLine) -> str:
+    if topic.busiest is None or not topic.busiest_bytes or not topic.received_bytes or topic.partitions < 2:
+        return _NONE
+    return f"{topic.busiest}: {100 * topic.busiest_bytes / topic.received_bytes:.0f} %"
+
+
 def _owners(line: TopicLine) -> str:
     owned = [f"{broker} ({count:,})" for broker, count in line.owners.items()]
     return ", ".join([*owned, *([f"nobody ({line.unowned:,})"] if line.unowned else [])])
@@ -167,6 +173,7 @@ VIEWS: Final[dict[str, Sequence[Column]]] = {
         Column("owners (parts)", _owners),
         _number("produce/s", "requests"),
         _bytes("received/s", "received_bytes"),
+        Column("hot part", _busiest),
         _number("moves", "moves"),
         _number("errors", "errors"),
     ),

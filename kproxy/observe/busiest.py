@@ -24,7 +24,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kproxy.plain import compiled
 
@@ -41,19 +41,46 @@ Name = tuple[bytes, ...]
 
 
 class Use:
-    """The use by one name; the compiled plain path has a twin of this class."""
+    """The use by one name; the compiled plain path has a twin of this class.
 
-    __slots__ = ("is_over", "received_bytes", "requests", "sent_bytes")
+    Of a topic, `partition` is the one with more than half of its bytes since `lead` was 0, if there is one: a majority
+    vote, weighted with the bytes. It has at least `partition_bytes`; -1: none was written.
+    """
+
+    __slots__ = ("is_over", "lead", "partition", "partition_bytes", "received_bytes", "requests", "sent_bytes")
 
     def __init__(self) -> None:
         self.requests = 0
         self.received_bytes = 0
         self.sent_bytes = 0
+        self.partition = -1
+        self.partition_bytes = 0
+        self.lead = 0
         self.is_over = False
+
+    def write(self, partition_index: int, nbytes: int) -> None:
+        """Count a partition's batches."""
+        self.received_bytes += nbytes
+        if partition_index == self.partition:
+            self.partition_bytes += nbytes
+            self.lead += nbytes
+        elif nbytes <= self.lead:
+            self.lead -= nbytes
+        else:
+            self.partition, self.partition_bytes, self.lead = partition_index, nbytes, nbytes - self.lead
 
 
 if not TYPE_CHECKING and compiled is not None:
     Use = compiled.Use
+
+
+class Used(NamedTuple):
+    """What a Use has counted."""
+
+    requests: int
+    received_bytes: int
+    partition: int
+    partition_bytes: int
 
 
 class _Tracked:
@@ -100,9 +127,20 @@ class Busiest:
                 self._shown[name] = [0, 0, 0]
         return tracked.use
 
-    def uses(self) -> dict[bytes, tuple[int, int]]:
-        """Return requests and received bytes by the first part of each tracked name."""
-        return {name[0]: (each.use.requests, each.use.received_bytes) for name, each in self._tracked.items()}
+    def uses(self) -> dict[bytes, Used]:
+        """Return the use of each tracked name, by its first part."""
+        uses = ((name[0], each.use) for name, each in self._tracked.items())
+        return {name: Used(use.requests, use.received_bytes, use.partition, use.partition_bytes) for name, use in uses}
+
+    def vote_anew(self) -> None:
+        """Let other partitions come first in their topics."""
+        for tracked in self._tracked.values():
+            tracked.use.lead = 0
+
+    def partitions(self) -> list[tuple[Name, int, int]]:
+        """Return the partition of each shown topic that Use tells, and its bytes."""
+        uses = [(name, self._tracked[name].use) for name in sorted(self._shown)]
+        return [(name, use.partition, use.partition_bytes) for name, use in uses if use.partition >= 0]
 
     def read(self) -> list[tuple[Name, tuple[int, ...]]]:
         """Return requests, received and sent bytes of each shown name, and of the others."""

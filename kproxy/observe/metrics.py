@@ -126,6 +126,7 @@ class ProxyCollector(Collector):
         yield from _limits(self._vitals)
         yield from _outcomes(self._tally, self._counters, self._vitals.brokers)
         yield from _named("topic", self._tally.topics, "Produce requests that name a topic", _TOPIC_BYTES)
+        yield from _busiest_partitions(self._tally.topics)
         yield from _named("client_id", self._tally.clients, "Requests of a client", _CLIENT_BYTES)
         if self._tally.clients is not None:
             yield _slow(self._vitals.slow)
@@ -314,6 +315,16 @@ def _named(of: str, busiest: Busiest | None, requests: str, more: Mapping[str, t
         for labels, counts in rows:
             family.add_metric(labels, counts[place])
         yield family
+
+
+def _busiest_partitions(topics: Busiest | None) -> Iterable[Metric]:
+    if topics is None:
+        return
+    text = "Bytes of the batches of a topic's busiest partition, since it is the busiest."
+    family = CounterMetricFamily("kproxy_topic_busiest_partition_bytes", text, labels=["topic", "partition"])
+    for (topic,), partition_index, count in topics.partitions():
+        family.add_metric([topic.decode("utf-8", "backslashreplace"), str(partition_index)], count)
+    yield family
 
 
 def _slow(clients: Sequence[SlowClient]) -> Metric:

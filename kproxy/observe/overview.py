@@ -64,7 +64,7 @@ class Rates(msgspec.Struct, frozen=True):
 
 
 class Note(msgspec.Struct, frozen=True):
-    """Whom the verdict names besides brokers: a client, a principal or a topic, and what it `does`."""
+    """Whom the verdict names besides brokers: a client, a principal, a topic or a partition, and what it `does`."""
 
     about: str
     does: str
@@ -226,6 +226,7 @@ class TopicLine(msgspec.Struct, frozen=True, kw_only=True):
 
     `moves` as in PartitionLine. `errors`: partitions that were answered with an error, since the process began.
     `requests` (Produce) and `received_bytes` (their batches) are per second over the last ten, None: not counted.
+    `busiest` is the partition that has more than half of the bytes: at least `busiest_bytes`.
     """
 
     topic: str
@@ -236,6 +237,8 @@ class TopicLine(msgspec.Struct, frozen=True, kw_only=True):
     errors: int
     requests: float | None = None
     received_bytes: float | None = None
+    busiest: int | None = None
+    busiest_bytes: float | None = None
 
 
 class TopicsPage(msgspec.Struct, frozen=True):
@@ -301,9 +304,13 @@ def _fold_topic(one: TopicLine, other: TopicLine) -> TopicLine:
         values = [value for line in (one, other) if (value := getattr(line, name)) is not None]
         return sum(values) if values else None
 
+    # As Use votes.
+    busiest = max(one, other, key=lambda line: line.busiest_bytes or 0.0)
     return msgspec.structs.replace(
         one,
         moves=max(one.moves, other.moves),
+        busiest=busiest.busiest,
+        busiest_bytes=both("busiest_bytes") if one.busiest == other.busiest else busiest.busiest_bytes,
         **{name: both(name) for name in ("errors", "requests", "received_bytes")},
     )
 

@@ -145,8 +145,26 @@ cdef Limits limits_of(tuple bounds):
 cdef class Use:
     """See kproxy.observe.busiest.Use."""
 
-    cdef public int64_t requests, received_bytes, sent_bytes
+    cdef public int64_t requests, received_bytes, sent_bytes, partition_bytes, lead
+    cdef public int32_t partition
     cdef public bint is_over
+
+    def __init__(self):
+        self.partition = -1
+
+    def write(self, int32_t partition_index, int64_t nbytes):
+        self.add(partition_index, nbytes)
+
+    cdef inline void add(self, int32_t partition_index, int64_t nbytes):
+        self.received_bytes += nbytes
+        if partition_index == self.partition:
+            self.partition_bytes += nbytes
+            self.lead += nbytes
+        elif nbytes <= self.lead:
+            self.lead -= nbytes
+        else:
+            self.partition, self.partition_bytes = partition_index, nbytes
+            self.lead = nbytes - self.lead
 
 
 cdef class BrokerCounts:
@@ -178,7 +196,7 @@ cdef class TopicUses:
 
     cdef int add(self, CompiledSlot slot) except -1:
         cdef kp_topic *topic
-        cdef uint32_t place
+        cdef uint32_t place, at
         cdef const uint8_t *data = slot.bytes()
         cdef Use use
         for place in range(slot.head.topic_count):
@@ -192,8 +210,8 @@ cdef class TopicUses:
                 found = self.uses[wire] = self.busiest.find(None if name is None else (name,))
             use = found
             use.requests += 1
-            if topic.count:
-                use.received_bytes += slot.entries[topic.first + topic.count - 1].end - slot.entries[topic.first].start
+            for at in range(topic.first, topic.first + topic.count):
+                use.add(slot.entries[at].partition_index, slot.entries[at].end - slot.entries[at].start)
         return 0
 
 

@@ -22,10 +22,11 @@ from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf, isfinite
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from kproxy.address import Address
 from kproxy.installed import version
+from kproxy.observe.busiest import Used
 from kproxy.observe.http_page import Readiness
 from kproxy.observe.metrics import BrokerVitals, Vitals, denials_of
 from kproxy.observe.overview import (
@@ -78,7 +79,8 @@ MAX_TIMES: Final = 4_000
 STEP_ROWS: Final = 10_000
 # Brokers of a topic that are shown, those with most of its partitions.
 MAX_OWNERS: Final = 10
-# A topic is named if it has this share of all bytes of two topics or more, and this many bytes a second.
+# A topic is named if it has this share of all bytes of two topics or more, and this many bytes a second. So is a
+# partition among those of its topic.
 HOT_SHARE: Final = 0.8
 HOT_BYTES: Final = 100_000
 _COUNTERS: Final[Mapping[str, tuple[str, Level, str]]] = {
@@ -111,6 +113,18 @@ class _Timed:
 
     buckets: list[int] = field(default_factory=lambda: [0] * (len(BROKER_BOUNDS_S) + 1))
     seconds: float = 0.0
+
+
+class _TopicRates(NamedTuple):
+    """The use of a topic per second, and of its `busiest` partition: `busiest_bytes` at least."""
+
+    requests: float
+    received: float
+    busiest: int
+    busiest_bytes: float
+
+
+_UNUSED: Final = _TopicRates(0.0, 0.0, -1, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +203,7 @@ class ProxyObserver:
         # By broker, and denials by principal.
         self._errors: deque[Counter[int | str]] = deque([Counter()], maxlen=ERROR_SPANS)
         # Requests and bytes of each topic at the ends of spans.
-        self._topics: deque[tuple[float, Mapping[bytes, tuple[int, int]]]] = deque(maxlen=WINDOW_S // ERRORS_EVERY)
+        self._topics: deque[tuple[float, Mapping[bytes, Used]]] = deque(maxlen=WINDOW_S // ERRORS_EVERY)
         self._times = TableTimes()
         self._before_errors: dict[tuple[int, int, int], int] = {}
         self._before_retries: dict[tuple[int, int], int] = {}
@@ -218,6 +232,7 @@ class ProxyObserver:
             self._errors.append(Counter())
             if self._tally.topics is not None:
                 self._topics.append((now, self._tally.topics.uses()))
+                self._tally.topics.vote_anew()
         self._sampled += 1
         self._note_brokers(view.topology, context.brokers.vitals())
         self._note_counts()
@@ -418,26 +433,37 @@ class ProxyObserver:
             if isinstance(name, str)
         ]
         rates = self._topic_rates()
-        total = sum(received for _, received in rates.values())
-        if len(rates) > 1 and total >= HOT_BYTES:
-            topic, (_, most) = max(rates.items(), key=lambda item: item[1][1])
-            if most >= HOT_SHARE * total:
-                notes.append(Note(f"topic {_text(topic)}", f"has {int(100 * most / total)} % of the bytes"))
+        total = sum(each.received for each in rates.values())
+        if rates and total >= HOT_BYTES:
+            topic, most = max(rates.items(), key=lambda item: item[1].received)
+            if len(rates) > 1 and most.received >= HOT_SHARE * total:
+                notes.append(Note(f"topic {_text(topic)}", f"has {int(100 * most.received / total)} % of the bytes"))
+        for topic, each in sorted(rates.items(), key=lambda item: -item[1].busiest_bytes)[:MAX_NAMED]:
+            is_one_of_many = len(self._table().topology.partition_indexes(topic)) > 1
+            if is_one_of_many and each.busiest_bytes >= max(HOT_BYTES, HOT_SHARE * each.received):
+                share = f"has {int(100 * each.busiest_bytes / each.received)} % of its topic's bytes"
+                notes.append(Note(f"partition {_text(topic)}/{each.busiest}", share))
         return notes[:MAX_NAMED]
 
-    def _topic_rates(self) -> dict[bytes, tuple[float, float]]:
-        """Return requests and bytes per second of the topics that were used lately."""
+    def _topic_rates(self) -> dict[bytes, _TopicRates]:
+        """Return the use per second of the topics that were used lately."""
         if self._tally.topics is None or not self._topics:
             return {}
         (since, before), now = self._topics[0], self._tally.topics.uses()
         span_s = max(1.0, self._clock() - since)
         rates = {}
         for topic, counts in now.items():
-            # A topic that was not used for a while is counted from 0 again.
-            was = before.get(topic, (0, 0))
-            requests, received = (new - old if new >= old else new for new, old in zip(counts, was, strict=True))
-            if requests:
-                rates[topic] = (requests / span_s, received / span_s)
+            was = before.get(topic)
+            if was is None or was.requests > counts.requests:
+                # A topic that was not used for a while is counted from 0 again.
+                was = Used(0, 0, counts.partition, 0)
+            of_busiest = counts.partition_bytes
+            if was.partition == counts.partition and was.partition_bytes <= of_busiest:
+                of_busiest -= was.partition_bytes
+            if requests := counts.requests - was.requests:
+                received = counts.received_bytes - was.received_bytes
+                busiest = (counts.partition, min(of_busiest, received) / span_s)
+                rates[topic] = _TopicRates(requests / span_s, received / span_s, *busiest)
         return rates
 
     async def topics(self, query: RowsQuery) -> TopicsPage:
@@ -450,7 +476,7 @@ class ProxyObserver:
         )
         rates, errors = self._topic_rates(), self._tally.topic_errors
         ranks: Mapping[str, Callable[[bytes], float]] = {
-            "rate": lambda topic: rates.get(topic, (0.0, 0.0))[1],
+            "rate": lambda topic: rates.get(topic, _UNUSED).received,
             "moves": topology.topic_moves,
             "errors": lambda topic: errors[topic],
             "name": lambda _: 0.0,
@@ -461,7 +487,8 @@ class ProxyObserver:
         for topic in names[query.skip :]:
             owned = await self._owners(topology, topic)
             unowned = owned.pop(NO_OWNER, 0)
-            requests, received = rates.get(topic, (0.0, 0.0))
+            used = rates.get(topic, _UNUSED)
+            has_busiest = 2 * used.busiest_bytes > used.received
             lines.append(
                 TopicLine(
                     topic=_text(topic),
@@ -470,8 +497,10 @@ class ProxyObserver:
                     unowned=unowned,
                     moves=topology.topic_moves(topic),
                     errors=errors[topic],
-                    requests=round(requests, 1) if is_counted else None,
-                    received_bytes=round(received) if is_counted else None,
+                    requests=round(used.requests, 1) if is_counted else None,
+                    received_bytes=round(used.received) if is_counted else None,
+                    busiest=used.busiest if has_busiest else None,
+                    busiest_bytes=round(used.busiest_bytes) if has_busiest else None,
                 )
             )
         return TopicsPage(lines, total, is_counted)

@@ -126,8 +126,8 @@ class PartitionedRequests:
         for topic in request.topics:
             use = topics.find((topic.name,) if self._topology.partition_indexes(topic.name) else None)
             use.requests += 1
-            if topic.starts:
-                use.received_bytes += topic.ends[-1] - topic.starts[0]
+            for partition, start, end in zip(topic.partitions, topic.starts, topic.ends, strict=True):
+                use.write(partition, end - start)
 
     def count_lost(self, frame: memoryview, ranges: Ranges) -> None:
         """Count the batches of a request that is not begun as lost if its client waits for no answer."""

@@ -215,6 +215,7 @@ function topics() {
     { heading: "topic", cell: (each) => each.topic, class: "wrap" }, number("partitions", (each) => count(each.partitions)),
     { heading: "owners (partitions)", class: "wrap", cell: (each) => h("span", {}, owners(each), " ", each.unowned ? tag("bad", `nobody (${count(each.unowned)})`) : "") },
     number("produce/s", (each) => rate(each.requests)), number("received/s", (each) => bytes(each.received_bytes)),
+    number("busiest partition", (each) => each.busiest == null || each.partitions < 2 ? "–" : `${each.busiest}: ${Math.floor(100 * each.busiest_bytes / each.received_bytes)} %`),
     number("moves", (each) => count(each.moves)), number("errors", (each) => each.errors ? h("span", { class: "tag warn" }, count(each.errors)) : 0),
   ], "No topic matches.");
   const off = h("p", { class: "hint", hidden: true }, "Requests and bytes of topics are not counted. ", h("code", {}, "kproxy serve --metrics-topics 100"),

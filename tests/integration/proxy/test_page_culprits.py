@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -119,7 +120,7 @@ async def test_slow_client_is_named(tmp_path: Path, way: str, workers: int) -> N
         assert (await metrics(site.process))[series] >= 1
 
 
-async def test_hot_topic_is_named(tmp_path: Path) -> None:
+async def test_hot_topic_and_partition_are_named(tmp_path: Path) -> None:
     cold = "".join(f'[[topics]]\nname = "cold-{number}"\nowners = [1, 2]\n' for number in range(9))
     hot = '[[topics]]\nname = "hot"\nowners = [1, 2]\n'
     async with served(tmp_path, answers_everything, answers_everything, rooms=cold + hot, more=NAMED) as site:
@@ -131,6 +132,7 @@ async def test_hot_topic_is_named(tmp_path: Path) -> None:
                 number += 1
                 client.send(produce_frame({"hot": [1]}, records=bytes(build_batch([bytes(60_000)]))))
                 await client.answer()
+                await writes(client, hot=[0])
                 await writes(client, **{f"cold-{number % 9}": [0]})
                 await asyncio.sleep(0.02)
 
@@ -139,10 +141,19 @@ async def test_hot_topic_is_named(tmp_path: Path) -> None:
         assert overview["notes"][0]["about"] == "topic hot"
         assert overview["verdict"]["level"] == "good"
         assert "topic hot has 9" in overview["verdict"]["text"]
+        (note,) = (each for each in overview["notes"] if each["about"].startswith("partition"))
+        assert note["about"] == "partition hot/1"
+        assert re.fullmatch(r"has (9\d|100) % of its topic's bytes", note["does"])
         topics = await asked(site.process, "/topics")
         assert (topics["total"], topics["is_counted"], topics["topics"][0]["topic"]) == (11, True, "hot")
         assert topics["topics"][0]["owners"] == {"1": 1, "2": 1}
-        assert highest(await metrics(site.process), "kproxy_topic_bytes_total", "topic") == "hot"
+        assert topics["topics"][0]["busiest"] == 1
+        assert topics["topics"][0]["busiest_bytes"] >= 0.9 * topics["topics"][0]["received_bytes"]
+        found = await metrics(site.process)
+        assert highest(found, "kproxy_topic_bytes_total", "topic") == "hot"
+        series = "kproxy_topic_busiest_partition_bytes_total"
+        assert highest(found, series, "topic") == "hot"
+        assert highest(found, series, "partition") == "1"
         top = await asyncio.to_thread(run_kproxy, "top", "--admin", site.process.admin, "--view", "topics")
         assert top.stdout.splitlines()[3].startswith("hot ")
         ends.set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import tracemalloc
 from collections.abc import Iterable
 from types import ModuleType
@@ -11,10 +10,10 @@ from typing import Any, cast
 
 import pytest
 
-import kproxy.plain
 from kproxy.observe.tally import Durations
 from kproxy.proxy import outbox as imported
 from kproxy.proxy.outbox import FLUSH_BYTES, LAST_PART_BYTES, PART_BYTES, Outbox, flushes_of
+from tests.support.twins import in_python
 
 OUTBOXES = 1000
 MESSAGE = bytes(100)
@@ -73,17 +72,11 @@ async def test_outboxes_write_once_a_step_with_little_memory(messages: int) -> N
 
 
 @pytest.fixture(params=["imported", "python"])
-def twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def twin(request: pytest.FixtureRequest) -> ModuleType:
     """The module in use, and one with its classes in Python."""
     if request.param == "imported":
         return imported
-    monkeypatch.setattr(kproxy.plain, "compiled", None)
-    spec = importlib.util.spec_from_file_location("kproxy.proxy.outbox_in_python", imported.__file__)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return in_python(imported)
 
 
 @pytest.mark.parametrize("paced", [False, True])
