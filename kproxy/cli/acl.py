@@ -84,9 +84,12 @@ def check(
     permissions = rules.of(Principal(principal.removeprefix(USER), frozenset(groups)))
     is_allowed = permissions.allows(Operation(operation), resource, name)
     click.echo("allowed" if is_allowed else "denied")
-    for effect, acls in permissions.reasons(Operation(operation), resource, name).items():
+    reasons = permissions.reasons(Operation(operation), resource, name)
+    for effect, acls in reasons.items():
         for acl in acls:
             click.echo(f"  {effect}: {_told(acl)}")
+    if not any(reasons.values()) and not is_allowed:
+        click.echo("  no rule allows it")
     return 0 if is_allowed else 1
 
 

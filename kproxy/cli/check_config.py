@@ -104,7 +104,7 @@ def _echo_toml(settings: Mapping[str, Setting], owners: Owners | None) -> None:
         if state == NOT_SET:
             click.echo(f"# {key} is not set")
         elif state == NOT_SHOWN:
-            click.echo(f"{f'# {key} is set and not shown':<48}# {setting.source}")
+            click.echo(f"{f'# {key} is set and not shown':<47} # {setting.source}")
         elif state == NOT_USED:
             where = (
                 f"--ownership {OF_ONE_SOURCE[path]}"
@@ -114,7 +114,7 @@ def _echo_toml(settings: Mapping[str, Setting], owners: Owners | None) -> None:
             click.echo(f"# {key} is for {where}")
         else:
             # Strings, numbers and lists of JSON are valid TOML.
-            click.echo(f"{f'{key} = {json.dumps(setting.value)}':<48}# {setting.source}")
+            click.echo(f"{f'{key} = {json.dumps(setting.value)}':<47} # {setting.source}")
     if LISTENERS in settings:
         _echo_listeners(settings[LISTENERS])
     if owners is not None:
@@ -125,7 +125,7 @@ def _echo_toml(settings: Mapping[str, Setting], owners: Owners | None) -> None:
 def _echo_listeners(setting: Setting) -> None:
     """Print `[[listeners]]` as given; `build_proxy_config` has accepted them."""
     for listener in msgspec.convert(setting.value, list[dict[str, object]]):
-        click.echo(f"\n{'[[listeners]]':<48}# {setting.source.partition(' in ')[2]}")
+        click.echo(f"\n{'[[listeners]]':<47} # {setting.source.partition(' in ')[2]}")
         for key, value in listener.items():
             lines = {f"{key}.{each}": what for each, what in value.items()} if isinstance(value, dict) else {key: value}
             for name, what in lines.items():
@@ -155,7 +155,7 @@ def _listener_as_json(listener: ListenerConfig) -> dict[str, object]:
 def _echo_owners(owners: Owners, file: str) -> None:
     """Print the static table, commented out if it has a file of its own, which the output already names."""
     mark = "" if file else "# "
-    click.echo(f"\n{f'{mark}[brokers]':<48}# {file or 'in the table'}")
+    click.echo(f"\n{f'{mark}[brokers]':<47} # {file or 'in the table'}")
     for number, address in sorted(owners.brokers.items()):
         click.echo(f"{mark}{number} = {json.dumps(str(address))}")
     for topic in owners.topics:

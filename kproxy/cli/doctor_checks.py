@@ -18,6 +18,8 @@ from contextlib import AsyncExitStack
 from types import MappingProxyType
 from typing import NamedTuple
 
+import msgspec
+
 from kproxy.cli.options import AdminPlace
 from kproxy.cli.table_sources import NoAnswer, ReplicasUnknown, ask, ask_replication
 from kproxy.config import Address
@@ -26,11 +28,14 @@ from kproxy.config.parsing import TOPIC_NAME_RULE
 from kproxy.errors import StartupError
 from kproxy.etcd import EtcdClient, EtcdDenied, EtcdError, EtcdStatus
 from kproxy.etcd.endpoints import parse_endpoints
+from kproxy.observe.overview import Overview
 from kproxy.observe.table import NO_LEADER, ReplicaRow
 from kproxy.ownership.kafka_client import (
     ANY_VERSION,
     PLAIN_ACCESS,
     WITHOUT_TOPIC_IDS,
+    BrokerGone,
+    BrokerRefused,
     BrokerUnreachable,
     KafkaConnection,
 )
@@ -79,8 +84,8 @@ _WAYS_OUT = {
         "only its claimant may write to it (--writer-group), or a policy of the cluster refuses it: name another "
         "topic with --topic"
     ),
-    codes.TOPIC_AUTHORIZATION_FAILED: "grant the right to anonymous clients, or name another topic with --topic",
-    codes.CLUSTER_AUTHORIZATION_FAILED: "grant the right to anonymous clients",
+    codes.TOPIC_AUTHORIZATION_FAILED: "grant this user the right, or name another topic with --topic",
+    codes.CLUSTER_AUTHORIZATION_FAILED: "grant this user the right",
     codes.INVALID_TOPIC_EXCEPTION: f"give --topic a valid name: {TOPIC_NAME_RULE}",
     codes.KAFKA_STORAGE_ERROR: "the broker's disk is full or broken: see its log",
 }
@@ -192,10 +197,37 @@ async def _about_clock(endpoint: str, options: EtcdOptions, clock: Callable[[], 
     return [Finding("warn", text, "etcd.clock", endpoint)]
 
 
+_TROUBLES = {
+    "hung": "takes requests and does not answer: restart it, so that others take over its partitions",
+    "down": "cannot be reached by the proxy: start it, or see `broker unreachable` in the proxy's log",
+    "gone": "has left the cluster within the last ten minutes: start it, unless it was removed on purpose",
+}
+
+
 async def examine_proxy(place: AdminPlace) -> list[Finding]:
-    """Check a proxy's admin page."""
+    """Check a proxy's admin page, and the brokers that the proxy has trouble with."""
     mark, text = await _about_page(place)
-    return [Finding(mark, text, "proxy.ready", str(place))]
+    ready = Finding(mark, text, "proxy.ready", str(place))
+    return [ready] if mark == "FAIL" else [ready, *await _about_brokers(place)]
+
+
+async def _about_brokers(place: AdminPlace) -> list[Finding]:
+    try:
+        status, body = await asyncio.to_thread(ask, place, "/overview")
+        brokers = msgspec.json.decode(body, type=Overview).brokers if status == 200 else ()
+    except (NoAnswer, msgspec.DecodeError) as error:
+        return [Finding("warn", f"the proxy's brokers are unknown: {error}", "proxy.broker", str(place))]
+    return [
+        Finding(
+            "warn",
+            f"broker {each.id} at {each.address} {_TROUBLES[each.state]}.",
+            "proxy.broker",
+            str(place),
+            {"broker": each.id, "state": each.state},
+        )
+        for each in brokers
+        if each.state in _TROUBLES
+    ]
 
 
 async def _about_page(place: AdminPlace) -> tuple[str, str]:
@@ -251,7 +283,7 @@ async def _bootstrap(stack: AsyncExitStack, address: Address, access: BrokerAuth
         told = await _ask_who(stack, address, access)
     except BrokerUnreachable as error:
         way_out = "start the server there, or name another address with --bootstrap H:P."
-        text = f"{error}: {await _if_tls(address, access) or way_out}"
+        text = f"{error}: {await _remedy(error, address, access) or way_out}"
         return Finding("FAIL", text, "kafka.bootstrap", str(address)), None
     took_ms = _ms_since(began)
     count = len(told.brokers)
@@ -268,13 +300,28 @@ async def _ask_who(stack: AsyncExitStack, address: Address, access: BrokerAuth) 
     """Connect and ask for metadata. Raises BrokerUnreachable."""
     connection = await KafkaConnection.open(address, STEP_S, CLIENT_ID, access)
     stack.push_async_callback(connection.close)
-    answer = await connection.ask(keys.METADATA, ANY_VERSION, topics=[], allow_auto_topic_creation=False)
+    try:
+        answer = await connection.ask(keys.METADATA, ANY_VERSION, topics=[], allow_auto_topic_creation=False)
+    except BrokerGone as error:
+        # Before a login a server answers the question for versions alone, and closes the connection at any other.
+        raise error if access.has_sasl else _LoginWanted(str(error)) from error
     brokers = {each.node_id: Address(each.host, each.port) for each in answer.brokers}
     return _Told(address, connection, brokers, getattr(answer, "cluster_id", None))
 
 
-async def _if_tls(address: Address, access: BrokerAuth) -> str:
-    """Return the remedy if a server was asked in plain text but speaks TLS, with any certificate; else ""."""
+class _LoginWanted(BrokerUnreachable):
+    """The server seems to want SASL."""
+
+
+async def _remedy(error: BrokerUnreachable, address: Address, access: BrokerAuth) -> str:
+    """Return the remedy if TLS or SASL is wrong, or missing where the server speaks it; else ""."""
+    if isinstance(error, _LoginWanted):
+        return (
+            "the server there probably wants SASL: give --broker-sasl-mechanism and --broker-sasl-username, and the "
+            "password in KPROXY_BROKER_SASL__PASSWORD."
+        )
+    if isinstance(error, BrokerRefused):
+        return "correct the flags --broker-tls-... and --broker-sasl-..., or their variables."
     if access.context() is not None:
         return ""
     context = ssl.create_default_context()
@@ -320,7 +367,7 @@ async def _about_one(address: Address, number: int, by: _Told, access: BrokerAut
         )
         text = (
             f"{error}, but {by.address} tells clients to connect to it, as broker {number}: "
-            f"{await _if_tls(address, access) or way_out}"
+            f"{await _remedy(error, address, access) or way_out}"
         )
         return Finding("FAIL", text, "kafka.named", at, {"broker": number})
     took_ms = _ms_since(began)

@@ -77,6 +77,10 @@ def _number(heading: str, name: str, unit: str = "") -> Column:
     return Column(heading, attrgetter(name), lambda value: _some(value, unit), is_number=True)
 
 
+def _counted(count: int | None, what: str) -> str:
+    return f"{count or 0:,} {what}{'' if count == 1 else 's'}"
+
+
 def _some(value: float | None, unit: str) -> str:
     if value is None:
         return _NONE
@@ -301,8 +305,8 @@ class Screen:
 
 def summary(overview: Overview) -> str:
     """Return a line with the counts and the rates."""
-    rates, words = overview.rates, f"{overview.name}   {overview.clients or 0:,} clients   "
-    words += f"{overview.partitions or 0:,} partitions"
+    rates, words = overview.rates, f"{overview.name}   {_counted(overview.clients, 'client')}   "
+    words += _counted(overview.partitions, "partition")
     if rates is None:
         return words
     received, sent = in_bytes(rates.received_bytes), in_bytes(rates.sent_bytes)

@@ -99,12 +99,18 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 def _grown(before: dict[_Key, int], now: Mapping[_Key, int]) -> Iterator[tuple[_Key, int]]:
-    """Yield what has grown, by how much, and note it in `before`."""
+    """Yield what has grown, by how much, and note it in `before`.
+
+    What is less than before, or missing, is of a broker that was forgotten (Tally.forget): it counts anew, from 0.
+    """
+    for key in before.keys() - now.keys():
+        del before[key]
     for key, count in list(now.items()):
-        more = count - before.get(key, 0)
-        if more:
+        was = before.get(key, 0)
+        if count != was:
             before[key] = count
-            yield key, more
+            if more := count if count < was else count - was:
+                yield key, more
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,6 +409,8 @@ class ProxyObserver:
             return _Timed(), 1.0
         first, last = self._samples[0], self._samples[-1]
         old, new = first.brokers.get(broker, _Timed()), last.brokers.get(broker, _Timed())
+        if sum(new.buckets) < sum(old.buckets):  # The broker was forgotten in between.
+            old = _Timed()
         buckets = [now - before for now, before in zip(new.buckets, old.buckets, strict=True)]
         return _Timed(buckets, new.seconds - old.seconds), last.at - first.at
 

@@ -38,7 +38,8 @@ _WITHOUT_TOPIC_IDS: Mapping[int, int] = MappingProxyType(
         OFFSET_FETCH: OFFSETS_BY_ID_FROM - 1,
     }
 )
-# A working source answers at once; a longer wait is reported. Seconds.
+# A working source answers at once; a longer wait is reported, and then again and again. Seconds.
+FIRST_PATIENCE_S = 1.0
 PATIENCE_S = 5.0
 # A lookup takes two of etcd's transactions; a Kafka cluster is asked about whole topics.
 MAX_LOOKUPS: Final = 256
@@ -176,8 +177,10 @@ async def _open_static(config: ProxyConfig, topology: Topology, stack: contextli
 
 async def _loaded(source: Source, following: asyncio.Task[None], waits: Callable[[], None]) -> None:
     """Wait until the source has its table."""
-    while not await in_time(source.wait_synced(), following, PATIENCE_S):
+    patience_s = FIRST_PATIENCE_S
+    while not await in_time(source.wait_synced(), following, patience_s):
         waits()
+        patience_s = PATIENCE_S
 
 
 def _follow(source: Source, stack: contextlib.AsyncExitStack) -> asyncio.Task[None]:

@@ -153,10 +153,11 @@ class BrokerAuth:
     @property
     def is_plain(self) -> bool:
         """Whether connections have neither TLS nor SASL."""
-        return self.tls is None and not self._has_sasl
+        return self.tls is None and not self.has_sasl
 
     @property
-    def _has_sasl(self) -> bool:
+    def has_sasl(self) -> bool:
+        """Whether connections authenticate by SASL."""
         return self._sasl is not None or self._identity is not None
 
     @property
@@ -245,7 +246,7 @@ class BrokerAuth:
             transport.resume_reading()
             # A connection that renews its session notes when it began.
             session_began: Callable[[Session], None] | None = getattr(protocol, "session_began", None)
-            if self._has_sasl and session_began is not None:
+            if self.has_sasl and session_began is not None:
                 session_began(session)
         return transport
 
@@ -255,7 +256,7 @@ class BrokerAuth:
         Raises AccessRefused, and the errors of `exchange`.
         """
         frame = await exchange(keys.API_VERSIONS, 0, b"")
-        if not self._has_sasl:
+        if not self.has_sasl:
             return Session()
         try:
             answer = decode_response(keys.API_VERSIONS, 0, _body(frame, keys.API_VERSIONS, 0))

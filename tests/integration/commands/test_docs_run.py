@@ -120,7 +120,7 @@ def test_options_of_jobs_are_valid(block: Block, files: Path) -> None:
 
 def admin_page(scheme: str) -> str:
     """The page's configuration for it."""
-    pages = [block.text for block in of_kind("toml") if "[admin]" in block.text]
+    pages = [block.text for block in of_kind("toml") if "[admin]" in block.text and "[ownership]" not in block.text]
     [page] = [text for text in pages if ("tls.cert" in text) is (scheme == "https")]
     return page
 

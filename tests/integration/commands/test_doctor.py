@@ -245,6 +245,10 @@ def test_down_broker_shows_in_its_partitions(etcd: EmbeddedEtcd, etcd_prefix: st
         assert (status, results(findings)[:2], findings[-1]["result"]) == (1, LOOKED, "fail")
         assert findings[-1]["check"] in ("kafka.topic", "kafka.write")
         assert re.search("(NOT_LEADER_OR_FOLLOWER|LEADER_NOT_AVAILABLE).*try again", findings[-1]["text"])
+        status, findings = examined("--admin", proxy.admin)
+        (trouble,) = (finding for finding in findings if finding["check"] == "proxy.broker")
+        assert (status, trouble["result"], trouble["facts"]["broker"]) == (0, "warn", partition["owner"])
+        assert f"broker {partition['owner']} at 127.0.0.1:" in trouble["text"]
         start(partition["owner"])
         deadline = time.monotonic() + PATIENCE_S
         while (found := examined("--bootstrap", proxy.kafka))[0] != 0:
@@ -262,6 +266,29 @@ def test_unwritable_topic_is_named_with_remedy(dev_cluster: KproxyProcess, tmp_p
     status, findings = examined("--bootstrap", dev_cluster.kafka, "--topic", "no such")
     assert (status, results(findings)) == (1, [*LOOKED, ("kafka.topic", "fail")])
     assert "INVALID_TOPIC_EXCEPTION" in findings[2]["text"]
+
+
+def test_missing_and_wrong_logins_are_named(tmp_path: Path) -> None:
+    users, config, password = (tmp_path / name for name in ("users.toml", "kproxy.toml", "password"))
+    password.write_text("wonderland")
+    password.chmod(0o600)
+    assert run_kproxy("user", "add", "alice", "--users", users, "--password-file", password).status == 0
+    config.write_text(
+        f"""
+        brokers.1 = "127.0.0.1:{free_port()}"
+        ownership.ownership = "static"
+        sasl = {{mechanisms = ["SCRAM-SHA-512"], users = "{users}"}}
+        """
+    )
+    with serving(["serve", "--listen", "127.0.0.1:0", "--config", str(config)], tmp_path / "serve") as proxy:
+        asked = ["--bootstrap", proxy.kafka, "--no-write"]
+        status, (finding,) = examined(*asked)
+        assert (status, "wants SASL: give --broker-sasl-mechanism" in finding["text"]) == (1, True)
+        asked += ["--broker-sasl-mechanism", "SCRAM-SHA-512", "--broker-sasl-username", "alice"]
+        status, (finding,) = examined(*asked, environ={"KPROXY_BROKER_SASL__PASSWORD": "underland"})
+        assert (status, "correct the flags --broker-tls-... and --broker-sasl-" in finding["text"]) == (1, True)
+        status, findings = examined(*asked, environ={"KPROXY_BROKER_SASL__PASSWORD": "wonderland"})
+        assert (status, results(findings)) == (0, LOOKED)
 
 
 class OneOf(ScriptedUpstream):

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from kproxy.cli.top import Screen, in_bytes
+from kproxy.cli.top import Screen, in_bytes, summary
+from kproxy.observe.overview import Overview, Verdict
 from tests.support.processes.dev import KPROXY, run_kproxy
 from tests.support.processes.ports import free_port
 from tests.support.processes.served import static_proxy
@@ -120,3 +121,9 @@ def test_screen_takes_keys() -> None:
 @pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (999, "999 B"), (1_500, "1.5 kB"), (2_500_000_000, "2.5 GB")])
 def test_bytes_are_readable(size: int, text: str) -> None:
     assert in_bytes(size) == text
+
+
+def test_counts_agree_with_their_nouns() -> None:
+    verdict = Verdict("good", "serving")
+    told = Overview(kind="proxy", name="p", version="1", at=0, started=0, verdict=verdict, clients=1, partitions=1000)
+    assert summary(told) == "p   1 client   1,000 partitions"

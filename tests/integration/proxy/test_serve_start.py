@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,8 +17,11 @@ from pathlib import Path
 import grpc
 import pytest
 
+from kproxy.config import load_proxy_config
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import EtcdClient
+from kproxy.proxy import sources
+from kproxy.routing.topology import Topology
 from tests.support.clients.raw_client import RawClient, batch, produce_frame
 from tests.support.etcd.embedded import QUICK, connected, put_many
 from tests.support.processes.dev import KPROXY, KproxyProcess
@@ -111,6 +115,18 @@ async def test_proxy_waits_for_kafka_cluster_and_names_it(tmp_path: Path, silent
         assert "--bootstrap" in said
         process.signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0
+
+
+async def test_missing_kafka_cluster_is_named_soon() -> None:
+    flags = {"ownership": "kafka", "bootstrap": f"127.0.0.1:{free_port()}"}
+    config = load_proxy_config(None, flags=flags, environ={})
+    named: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    async with asyncio.TaskGroup() as group, asyncio.timeout(PATIENCE_S):
+        began = time.monotonic()
+        opening = group.create_task(sources.open_source(config, Topology(), named.set_result).__aenter__())
+        assert "no Kafka cluster answers" in await named
+        assert time.monotonic() - began < sources.PATIENCE_S
+        opening.cancel()
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -116,9 +117,11 @@ def test_parquet_without_its_library_names_the_install_command(monkeypatch: pyte
 
 def test_check_config_shows_unset_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "kproxy.toml"
-    file.write_text('[ownership]\netcd = "http://e:1"\n[audit]\nsink = "json:trail"\n')
+    members = [f"http://etcd-{number}.example.org:2379" for number in range(3)]
+    file.write_text(f'[ownership]\netcd = {json.dumps(members)}\n[audit]\nsink = "json:trail"\n')
     assert main(["check-config", "--config", str(file)]) == 0
     shown = capsys.readouterr().out
     assert '[audit]\nsink = "json:trail"' in shown
+    assert f"etcd = {json.dumps(members)} # ownership.etcd in {file}" in shown
     assert "# bootstrap is not set" in shown
     assert "interval_s = 5.0" in shown

@@ -177,6 +177,32 @@ async def test_troubles_of_brokers_are_told() -> None:
     assert len(await site.second()) == len(told) + 1
 
 
+@pytest.mark.parametrize("is_back_at_once", [True, False])
+async def test_returning_broker_is_counted_from_zero(is_back_at_once: bool) -> None:
+    site = Site()
+    site.place(1)
+
+    def fail(times: int) -> None:
+        site.tally.error(PRODUCE, 6, 1, partitions=times)
+        site.tally.of_broker(1).errors["refused"] += times
+        for _ in range(times):
+            site.tally.of_broker(1).answered(PRODUCE, 0.004)
+
+    await site.second()
+    fail(5)
+    await site.second()
+    # As ten minutes after it has left the table.
+    site.tally.forget(1)
+    if not is_back_at_once:
+        await site.second()
+    fail(2)
+    await site.second()
+    overview = await site.observer.overview()
+    (line,) = overview.brokers
+    assert (line.errors, line.latency_ms, line.requests > 0) == (14, 4.0, True)
+    assert [each.count for each in overview.events] == [7, 7]
+
+
 async def test_latency_is_of_the_last_seconds() -> None:
     site = Site()
     site.place(1)

@@ -234,7 +234,7 @@ def test_acl_file_is_read_and_checked(tmp_path: Path) -> None:
             1,
             ["denied", "deny: Group:strangers"],
         ),
-        (["--operation", "write", "--topic", "other"], 1, ["denied"]),
+        (["--operation", "write", "--topic", "other"], 1, ["denied", "no rule allows it"]),
         (["--operation", "read", "--consumer-group", "app"], 0, ["allowed"]),
         (["--operation", "write", "--transactional-id", "x"], 1, ["denied"]),
         (["--operation", "describe", "--cluster"], 1, ["denied"]),
