@@ -58,12 +58,14 @@ def test_application_moves_to_the_proxy_and_back(real_kafka: RealKafka, tmp_path
     topic = real_kafka.create_topic("docs-kafka", 1)
     write(real_kafka.bootstrap, topic, b"before")
     with serving(arguments_of("start-kafka.md", real_kafka, "proxy.example:9092"), tmp_path / "stderr") as proxy:
-        _, doctor, look = blocks("start-kafka.md", "sh")
+        _install, _serve, doctor, look = blocks("start-kafka.md", "sh")
         said = shell(doctor.text.replace("proxy.example:9092", proxy.kafka), tmp_path)
         assert {line.split()[0] for line in said.splitlines()} == {"ok"}
         assert read_on(proxy.kafka, topic, topic) == b"before"
         write(proxy.kafka, topic, b"through")
-        said = shell(look.text.replace("127.0.0.1:9644", proxy.admin), tmp_path)
+        looks = look.text.replace("127.0.0.1:9644", proxy.admin).replace("top ", f"top --once --admin {proxy.admin} ")
+        said = shell(looks, tmp_path)
+        assert "serving, 3 brokers" in said
         assert topic in said
         assert 'kproxy_requests_total{api="PRODUCE"' in said
     # The rollback: the brokers again, and the group goes on.
