@@ -128,11 +128,11 @@ def command(context: click.Context, /, bootstrap: Asked, metrics: str | None, **
     options = IngestOptions(bootstrap=bootstrap.text, **given)
     options.check()
     pyspark_home()
+    session = session_options("kproxy ingest", **spark)
+    check_master(session)
     check_kafka(options.bootstrap, bootstrap.source, options.kafka_options)
     if options.reads_kafka:
         check_kafka(options.source_bootstrap, "--from-bootstrap", options.source_kafka_options)
-    session = session_options("kproxy ingest", **spark)
-    check_master(session)
     try:
         return _run(options, session, metrics)
     except SparkFailed as error:

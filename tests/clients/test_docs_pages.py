@@ -24,7 +24,10 @@ from tests.support.processes.dev import KproxyProcess, dev_arguments, serving
 LANGUAGES = blocks("languages.md")
 TIMEOUT_S = 300.0
 # What the page tells to type before anything else; here `kproxy dev` is started with free ports.
-PREPARES = 'make install\nexport PATH="$PWD/.venv/bin:$PATH"\nkproxy dev\n'
+PREPARES = """python3 -m venv ~/kproxy && ~/kproxy/bin/pip install '.[dev]'
+export PATH="$HOME/kproxy/bin:$PATH"
+kproxy dev
+"""
 
 
 @pytest.fixture(scope="module")

@@ -401,7 +401,7 @@ async def test_stopping_proxy_reports_unsettled_writes(site: Site) -> None:
 async def test_read_during_its_readers_claim_is_handed_over(site: Site, has_it: bool) -> None:
     reader, own = await site.client(1), site.proxies[1].context.own
     assert own is not None
-    own._timeout_s = PATIENCE_S
+    own.timeout_s = PATIENCE_S
     generation = 2 if has_it else 1
     assert (await reader.own(GROUP, [(RESOURCE, 1)] if has_it else [])).error_code == NONE
     fetched = reader.send_fetch("t", 0, 0)

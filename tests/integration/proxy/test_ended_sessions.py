@@ -26,6 +26,7 @@ from kproxy.config.quotas import parse_quotas
 from kproxy.config.tls import ListenerTls
 from kproxy.proxy import server
 from kproxy.proxy.access import AccessControl
+from kproxy.runtime import tasks
 from kproxy.security.acls import Rules, acls_of
 from kproxy.security.mechanisms import servers
 from kproxy.security.quotas import Quotas
@@ -60,7 +61,7 @@ def nothing_escapes() -> Iterator[None]:
 async def test_deadlines_are_watched_while_sessions_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tick visited sessions that had ended since it began, failed, and stopped watching deadlines."""
     # Others have their turn after a few sessions, instead of some hundreds.
-    monkeypatch.setattr(server, "TURN_S", 1e-5)
+    monkeypatch.setattr(tasks, "TURN_S", 1e-5)
     monkeypatch.setattr(server, "DEADLINE_TICK_S", 0.0)
     with nothing_escapes():
         async with staged(ANSWERS, clients=0) as s:
@@ -204,7 +205,7 @@ class Stress:
 @pytest.mark.parametrize("with_tls", [False, True])
 @both_loops
 async def test_session_may_end_at_any_moment(with_tls: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "TURN_S", 1e-5)
+    monkeypatch.setattr(tasks, "TURN_S", 1e-5)
     monkeypatch.setattr(server, "DEADLINE_TICK_S", 0.005)
     seed = int(os.environ.get("KPROXY_FIRST_SEED", secrets.randbelow(1 << 31)))
     print(f"seed {seed}")

@@ -19,7 +19,7 @@ from kproxy.broker.log import Log
 from kproxy.broker.page import BrokerPages, BrokerStatus
 from kproxy.broker.partition import Partition, ReplicaSettings
 from kproxy.etcd.lease import LeaseFence
-from kproxy.observe import overview
+from kproxy.runtime import tasks
 from tests.support.brokers.replica_group import ISR_LAG_S, TOPIC_ID, Group, append, broker_value, on_disk
 from tests.support.processes.served import samples
 
@@ -206,7 +206,7 @@ async def test_totals_cover_all_replicas(
     group: Group, page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Replicas are read in portions, over several turns of the event loop."""
-    monkeypatch.setattr(overview, "PORTION_S", -1.0)
+    monkeypatch.setattr(tasks, "TURN_S", -1.0)
     others = []
     for index in range(1, 5):
         settings = ReplicaSettings(1, group.clock)

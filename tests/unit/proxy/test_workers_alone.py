@@ -171,7 +171,7 @@ def test_invalid_topic_name_creates_no_series() -> None:
 
 def test_every_fold_names_an_existing_gauge() -> None:
     """Or what each process counts of the same events."""
-    kinds = {each.name: each.type for each in collector_of(Tally()).collect()}
+    kinds = {each.name: each.type for each in collector_of(Tally(MetricsSection(clients=1))).collect()}
     assert {name: kinds.get(name) for name in FOLDS} == {
         **dict.fromkeys(FOLDS, "gauge"),
         "kproxy_owner_changes": "counter",
