@@ -75,6 +75,7 @@ def test_stream_goes_on_from_its_checkpoint(spark: Any, dev_cluster: KproxyProce
         kproxy_spark.start(stream, checkpoint=str(tmp_path / "ck"), **{**options, "topic": f"{topic}-other"})
 
 
+@pytest.mark.long
 def test_any_source_of_spark_is_ingested(spark: Any, dev_cluster: KproxyProcess, topic: str, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("one\ntwo\n")
@@ -154,6 +155,7 @@ def test_logs_and_trails_are_tables(spark: Any, dev_cluster: KproxyProcess, topi
             spark.read.format("kproxy_log").options(**options).load().collect()
 
 
+@pytest.mark.long
 def test_log_stream_has_each_batch_once(spark: Any, dev_cluster: KproxyProcess, topic: str, tmp_path: Path) -> None:
     create_topic(dev_cluster.kafka, topic, PARTITIONS)
     kproxy_spark.register(spark)
