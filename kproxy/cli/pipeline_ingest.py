@@ -27,7 +27,7 @@ from kproxy.pipeline.ingest.options import (
     IngestOptions,
     parse_pair,
 )
-from kproxy.pipeline.preflight import check_kafka
+from kproxy.pipeline.preflight import check_kafka, check_reachable
 from kproxy.pipeline.spark import SparkFailed, pyspark_home
 
 MAX_SCHEMA_BYTES = 1 << 20
@@ -128,6 +128,7 @@ def command(context: click.Context, /, bootstrap: Asked, metrics: str | None, **
     options = IngestOptions(bootstrap=bootstrap.text, **given)
     options.check()
     pyspark_home()
+    check_reachable(options.bootstrap, bootstrap.source)
     session = session_options("kproxy ingest", **spark)
     check_master(session)
     check_kafka(options.bootstrap, bootstrap.source, options.kafka_options)
