@@ -178,7 +178,12 @@ class Reloads:
 
         def take() -> Callable[[], None]:
             tells = [each(self.events) for each in takes]
-            return lambda: [tell() for tell in tells].clear()
+
+            def tell() -> None:
+                for each in tells:
+                    each()
+
+            return tell
 
         return take
 

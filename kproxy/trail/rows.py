@@ -2,8 +2,8 @@
 
 Each serving process has one trail. Its rows have a `sequence` from 0 on, one more with every row of any kind, so a row
 that was never written, or is lost, leaves a gap. A row is one line of JSON, which ends in the digest of the row before
-it and, with a key, in a mac (kproxy.trail.signature). A page is some rows with newlines between
-them: the value of one Kafka message, or a part of a file.
+it and, with a key, in a mac (kproxy.trail.signature). A page is some rows with newlines between them: the value of one
+Kafka message, or a part of a file.
 
 Times are milliseconds since the epoch by the proxy's clock; `at` is when a row was closed, and never decreases in a
 trail.

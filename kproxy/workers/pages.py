@@ -200,11 +200,7 @@ class WorkerPages:
             up[slot.number] = answers
         ours = [registered(self._registration()), expiry(self._certificates())]
         ours += config_reloads(self._counters)
-        ours += [
-            reloads(self._counters),
-            events_lost(self._counters),
-            *page_connections(self._counters),
-        ]
+        ours += [reloads(self._counters), events_lost(self._counters), *page_connections(self._counters)]
         families = of_known_brokers(merge([*(slot.counts(is_up=up[slot.number]) for slot in self._slots), ours]))
         pids = {str(slot.number): slot.pid for slot in self._slots if slot.pid} | {"supervisor": os.getpid()}
         restarts = sum(slot.restarts for slot in self._slots)
