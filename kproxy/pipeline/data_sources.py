@@ -21,7 +21,7 @@ from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStrea
 from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import StructType
 
-from kproxy.pipeline.audit.columns import LOG, arrow_schema
+from kproxy.pipeline.audit.columns import HEADERS, arrow_schema
 from kproxy.pipeline.audit.log_client import EARLIEST, LogClient, LogReadFailed, Offsets, TopicPartition
 from kproxy.pipeline.audit.log_reader import LogRange, RangeReader, records_in
 from kproxy.pipeline.audit.logs import crc_check, cut, ends_of
@@ -30,7 +30,7 @@ from kproxy.pipeline.kafka_access import KafkaOptions
 from kproxy.trail.parquet_sink import SCHEMA
 
 DEFAULT_TRAIL: Final = "__kproxy_audit"
-LOG_SCHEMA: Final = arrow_schema({name: kind for name, kind in LOG.items() if name != "unread"})
+LOG_SCHEMA: Final = arrow_schema(HEADERS)
 _READ: Final = (("previous", pa.string()), ("shipped_at", pa.int64()), ("digest", pa.string()))
 TRAIL_SCHEMA: Final = pa.schema([*(each for each in SCHEMA if each.name in TrailRow.__slots__), *_READ])
 ROWS_PER_BATCH: Final = 5_000

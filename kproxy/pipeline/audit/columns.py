@@ -15,9 +15,8 @@ from kproxy.pipeline.audit.report_facts import SUMMED, Finding
 Columns = Mapping[str, str]
 """Names of columns, with their types in Spark's words. All may be null: foreign files may lack any value."""
 
-# One row for each batch header in the log; the records themselves are not read. `unread`: why the rest of the partition
-# cannot be read; such a row has no batch.
-LOG: Final[Columns] = {
+# One row for each batch header in the log; the records themselves are not read.
+HEADERS: Final[Columns] = {
     "topic": "string",
     "partition": "int",
     "base_offset": "long",
@@ -28,8 +27,10 @@ LOG: Final[Columns] = {
     "base_sequence": "int",
     "is_control": "boolean",
     "crc_ok": "boolean",
-    "unread": "string",
 }
+
+# The same as read on Spark. `unread`: why the rest of the partition cannot be read; such a row has no batch.
+LOG: Final[Columns] = {**HEADERS, "unread": "string"}
 
 # One row for each partition, read after its log. `topic_id` is in hex, or null if brokers have none.
 BOUNDS: Final[Columns] = {

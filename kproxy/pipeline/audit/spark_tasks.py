@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final
 
-from kproxy.pipeline.audit.columns import DELETED, GONE, LOG, UNREAD, WINDOWS, arrow_schema, ddl
+from kproxy.pipeline.audit.columns import DELETED, GONE, HEADERS, LOG, UNREAD, WINDOWS, arrow_schema, ddl
 from kproxy.pipeline.audit.findings import sum_up, window_row
 from kproxy.pipeline.audit.judge import (
     Amounts,
@@ -36,7 +36,7 @@ from kproxy.routing.topology import Address
 from kproxy.trail.signature import Signatures
 
 TRAIL_PARTS: Final = "proxy string, incarnation string, first long, part binary"
-REPEATS: Final = f"{ddl({name: kind for name, kind in LOG.items() if name != 'unread'})}, first_base_offset long"
+REPEATS: Final = f"{ddl(HEADERS)}, first_base_offset long"
 # A part of a window of time, or, where that is null, of a partition. `copy`: the base offset of a repeated batch of
 # which a copy was acknowledged in the window; such a row has no part.
 PARTS: Final = "topic string, partition int, window_ms long, copy long, records long, part binary"
