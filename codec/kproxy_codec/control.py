@@ -90,7 +90,7 @@ def is_known(api_key: int, api_version: int) -> bool:
 
 
 def response_fields(api_key: int) -> Mapping[str, Message]:
-    """The schema of each field of a response, by name, whatever the version; one's own fields are its `fields`."""
+    """Return the schemas of a response's fields by name, for all versions; `fields` of a schema has nested ones."""
     fields: Mapping[str, Message] = _RESPONSES[api_key]._struct.fields
     return fields
 

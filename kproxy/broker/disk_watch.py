@@ -48,9 +48,9 @@ class WatchedReplica(Protocol):
 
 
 class DiskWatch:
-    """Checks the replicas that `restless` yields at each call of `look`: LOOKS times in `patience_s` seconds.
+    """Checks the replicas whose disk may be in trouble, which `restless` yields.
 
-    These are all replicas whose disk may be in trouble.
+    Each call of `look` is one check; there are LOOKS in `patience_s` seconds.
     """
 
     def __init__(

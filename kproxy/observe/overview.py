@@ -361,7 +361,7 @@ SLOW_MS: Final = 500.0
 
 
 def state_of(state: State, latency_ms: float | None) -> State:
-    """Return the state of a broker that takes so long."""
+    """Return `state`, or "slow" if the broker is up and its mean latency is at least SLOW_MS."""
     return "slow" if state == "up" and (latency_ms or 0.0) >= SLOW_MS else state
 
 

@@ -383,9 +383,9 @@ class Brokers:
         return [watch for watch in self._watches.values() if watch.left_at < inf]
 
     def vitals(self) -> dict[int, BrokerVitals]:
-        """By id, whether each broker that is here is well and whether it hangs; one that is gone is not well.
+        """Whether each broker is well and whether it hangs, by its id.
 
-        What was counted of those that have been gone for GONE_FOR_S is forgotten.
+        A broker that has left is not well. After GONE_FOR_S it is not listed, and its counters are forgotten.
         """
         self.follow()
         left_after = self.clock() - GONE_FOR_S

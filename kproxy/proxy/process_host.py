@@ -71,7 +71,7 @@ class OwnPages:
         self._vitals = vitals
         self._shipping = shipping
         self._process = tuple(own_process())
-        # It asks git in a checkout: now, not when clients are served.
+        # In a checkout the first call runs git: do that before clients are served.
         build_info()
 
     async def table(self, query: TableQuery, worker: int | None = None) -> bytes:

@@ -56,8 +56,8 @@ def plan_of(
         raise ValueError(f"the generation is {generation}; it starts at 1, and 0 takes over from anybody")
     if (stand_by or reclaim) and (generation <= FIRST_GENERATION or resources is None):
         raise ValueError(
-            "stand_by and reclaim ask with a generation less by one, so as to take nothing from another owner of the "
-            "same: they need named resources and a generation of 2 or more"
+            "stand_by and reclaim need named resources and a generation of 2 or more: they first ask with the "
+            "generation before it, which takes nothing from an owner of the same generation"
         )
     return ClaimPlan(group, names, generation, stand_by, reclaim, timeout_s, check_every_s)
 
