@@ -4,7 +4,7 @@ Consumer groups and idempotent producers are offered, transactions are not.
 
 FindCoordinator, versions 0-6
 - A group's coordinator is the leader of its partition of `__consumer_offsets`, which is created for the first request:
-  the answer waits a few seconds for its leaders. Without a leader, without a lease here, or while the broker stops:
+  the answer waits a second for its leaders. Without a leader, without a lease here, or while the broker stops:
   COORDINATOR_NOT_AVAILABLE.
 - Other keys get an error and, from version 1, a sentence with the reason. With these codes clients fail at once and
   show the sentence (tried with librdkafka 2.16 and kafka-python 3.0): CLUSTER_AUTHORIZATION_FAILED for transactions,
@@ -20,13 +20,15 @@ InitProducerId, versions 0-5
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import structlog
 
 from kproxy.broker.cluster import LiveBroker
-from kproxy.broker.context import LEADERS_TIMEOUT_S, Body, Broker, Request
+from kproxy.broker.context import Body, Broker, Request
 from kproxy.broker.groups.coordinator import partition_for
 from kproxy.broker.keys import TopicValue
 from kproxy.broker.topics import CONSUMER_OFFSETS, NewTopic
@@ -39,6 +41,8 @@ _logger = structlog.get_logger(__name__)
 _BATCH_VERSION = 4
 _IDENTITY_FROM = 3
 _GROUP = 0
+# Kafka does not wait at all: clients ask again. Reads of the same client wait behind this answer, also without etcd.
+MAKING_TIMEOUT_S = 1.0
 _CODES = {1: error_codes.CLUSTER_AUTHORIZATION_FAILED}
 _REASONS = {
     1: "transactions are not offered by this broker: use an idempotent producer without a transactional id",
@@ -64,15 +68,17 @@ async def handle_find_coordinator(broker: Broker, request: Request) -> Body:
 
 
 async def _make_offsets_topic(broker: Broker, group_ids: Sequence[str]) -> None:
-    """Create the topic if it does not exist, and wait for the leaders of these groups."""
+    """Create the topic if it does not exist, and wait for the leaders of these groups, for at most MAKING_TIMEOUT_S."""
     manager = broker.replica_manager
     if CONSUMER_OFFSETS not in broker.view.topics and manager.holds_lease and not manager.stopping:
-        planned = await broker.topics.plan(NewTopic(CONSUMER_OFFSETS))
-        if isinstance(planned, TopicValue):
-            await broker.topics.create(CONSUMER_OFFSETS, planned)
-        await broker.view.wait_until(
-            lambda: all(_leader(broker, each) is not None for each in group_ids), LEADERS_TIMEOUT_S
-        )
+        with suppress(TimeoutError):
+            async with asyncio.timeout(MAKING_TIMEOUT_S):
+                planned = await broker.topics.plan(NewTopic(CONSUMER_OFFSETS))
+                if isinstance(planned, TopicValue):
+                    await broker.topics.create(CONSUMER_OFFSETS, planned)
+                await broker.view.wait_until(
+                    lambda: all(_leader(broker, each) is not None for each in group_ids), MAKING_TIMEOUT_S
+                )
 
 
 def _leader(broker: Broker, group_id: str) -> LiveBroker | None:

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from kproxy.broker.cluster import NO_OWNER, Topic
@@ -72,10 +73,12 @@ async def _create_and_describe(broker: Broker, message: control.Message, to_crea
     slots = asyncio.Semaphore(_CONCURRENT_CREATIONS)
 
     async def create(name: str) -> None:
-        async with slots:
-            planned = await broker.topics.plan(NewTopic(name))
-            if isinstance(planned, TopicValue):
-                await broker.topics.create(name, planned)
+        # Other requests of the client wait behind this answer, also while etcd is away.
+        with suppress(TimeoutError):
+            async with slots, asyncio.timeout(LEADERS_TIMEOUT_S):
+                planned = await broker.topics.plan(NewTopic(name))
+                if isinstance(planned, TopicValue):
+                    await broker.topics.create(name, planned)
 
     await asyncio.gather(*(create(name) for name in to_create))
     await broker.view.wait_until(lambda: all(map(broker.view.is_fully_owned, to_create)), LEADERS_TIMEOUT_S)

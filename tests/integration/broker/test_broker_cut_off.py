@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kproxy_codec import error_codes
+from kproxy_codec.api_keys import FIND_COORDINATOR, METADATA
 from tests.support.brokers.faulty_site import FaultyBroker, FaultySite, faulty_site
 from tests.support.brokers.reference_broker import fetch
 from tests.support.clients.attempts import Writer, judge, stored
@@ -71,6 +72,26 @@ async def test_broker_without_etcd_majority_takes_nothing_after_lease(etcd_prefi
             healed_at = time.monotonic()
             await _wait_for_acks(writers, healed_at)
         _judge_cut(site, writers, cut_at + TTL_S, healed_at)
+
+
+async def test_reads_without_etcd_wait_for_no_new_topic(site: FaultySite) -> None:
+    """A client asks for its coordinator and names a topic that is new: both would be created in etcd."""
+    await site.add({1: "silent"}, has_followers=False, lease_ttl_s=12)
+    await site.put_topic("t1", [[1]])
+    await site.led_by("t1", 0, [1])
+    await site.brokers[1].cut_off_from_etcd("silent")
+
+    def asked() -> tuple[int, int, int]:
+        with site.brokers[1].client() as client:
+            coordinator = client.request(FIND_COORDINATOR, 1, key="group", key_type=0)
+            (topic,) = client.request(METADATA, 4, topics=[{"name": "new"}], allow_auto_topic_creation=True).topics
+            return coordinator.error_code, topic.error_code, fetch(client, "t1", max_wait_ms=0).error_code
+
+    assert await asyncio.to_thread(asked) == (
+        error_codes.COORDINATOR_NOT_AVAILABLE,
+        error_codes.UNKNOWN_TOPIC_OR_PARTITION,
+        error_codes.NONE,
+    )
 
 
 async def _start_writers(site: FaultySite, stack: AsyncExitStack) -> list[Writer]:
