@@ -87,7 +87,7 @@ class Site:
         """Keep later writes unsettled for that time or, by default, until they are answered."""
         for proxy in self.proxies:
             assert proxy.context.own is not None
-            proxy.context.own.unsettled._unsettled_s = unsettled_s
+            proxy.context.own.unsettled.unsettled_s = unsettled_s
             proxy.context.limits = msgspec.structs.replace(proxy.context.limits, own_unsettled_s=unsettled_s)
 
     def unsettled(self, proxy: int = 0) -> list[tuple[str, int]]:
