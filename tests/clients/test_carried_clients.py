@@ -199,6 +199,7 @@ def test_session_renewals_lose_no_record(kafka: SecuredKafka, proxy: KproxyProce
     assert "broker connection abandoned" not in proxy.stderr()[told:]
 
 
+@pytest.mark.long
 def test_revoked_client_is_told_and_others_go_on(tmp_path: Path) -> None:
     (tmp_path / "proxy").mkdir()
     with start_secured_kafka(tmp_path / "kafka") as kafka, carrying(kafka, tmp_path / "proxy") as proxy:
@@ -226,6 +227,7 @@ def test_revoked_client_is_told_and_others_go_on(tmp_path: Path) -> None:
         assert "SASL_AUTHENTICATION_FAILED" in proxy.stderr()
 
 
+@pytest.mark.long
 def test_identity_is_forwarded_over_tls_on_both_ends(tmp_path: Path) -> None:
     """By passwords that the proxy checks first, and by tokens that the broker alone judges."""
     signer = Signer(tmp_path / "ca")

@@ -110,6 +110,7 @@ def place_on(real_kafka: RealKafka, which: TopicPartition, node_id: int) -> None
         admin.close()
 
 
+@pytest.mark.long
 def test_read_goes_on_when_its_broker_dies(real_kafka: RealKafka, client: LogClient) -> None:
     which = new_topic(real_kafka)
     write(real_kafka, which)

@@ -333,7 +333,7 @@ def expiry(site: Site, use: str) -> float:
     return counted(site.process.admin, f'kproxy_tls_certificate_expiry_timestamp_seconds{{listener="",use="{use}"}}')
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_file_exchange_under_load_fails_no_request(kafka_behind: TlsKafka, tmp_path: Path, workers: str) -> None:
     """Nobody tries again, each connection stays, and one producer after another logs in meanwhile."""

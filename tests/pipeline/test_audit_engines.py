@@ -135,6 +135,7 @@ def test_results_written_here_are_read_by_spark(spark: Any, here: Results, tmp_p
         assert comparable(getattr(read, name).collect()) == comparable(getattr(here, name)), name
 
 
+@pytest.mark.long
 def test_spark_reads_trails_and_logs_of_a_cluster(
     spark: Any, dev_cluster: KproxyProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:

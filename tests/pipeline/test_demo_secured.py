@@ -51,6 +51,7 @@ def test_foreign_cluster_keeps_its_own_security(tmp_path: Path) -> None:
 
 @pytest.mark.spark
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_secured_demo_ships_all_rows_and_audits_clean(
     tmp_path: Path, spark: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

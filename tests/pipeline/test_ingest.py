@@ -330,6 +330,7 @@ def test_unknown_parquet_columns_end_the_job(job: Job, tmp_path: Path) -> None:
     assert sorted(value["id"] for value in values(job.written(at_least=3))) == [1, 2, 3]
 
 
+@pytest.mark.long
 def test_parquet_types_may_drift_within_the_schema(job: Job, tmp_path: Path) -> None:
     for name, kind in (("a", pyarrow.int32()), ("b", pyarrow.int64())):
         table = pyarrow.table({"id": pyarrow.array([1], kind), "k": [name]})
@@ -366,6 +367,7 @@ def test_counts_are_right_without_sparks_metrics(job: Job, tmp_path: Path, monke
     assert (job.count("rows"), job.count("dead_letters", reason="corrupt")) == (2, 1)
 
 
+@pytest.mark.long
 def test_topic_of_another_cluster_is_copied_verbatim(job: Job, other_kafka: RealKafka) -> None:
     topic = other_kafka.create_topic(f"from-{uuid.uuid4().hex[:8]}", 2)
     sent = [(n % 2, f"k{n % 5}".encode(), bytes([n, 0xFF]) if n % 10 else None) for n in range(40)]

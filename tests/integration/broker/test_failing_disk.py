@@ -90,7 +90,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.long(but=3)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(("flush", "operation", "fault"), FAULTS)
 async def test_another_leads_while_leaders_disk_fails(
     etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path, flush: str, operation: str, fault: int | str

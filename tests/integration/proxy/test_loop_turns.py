@@ -586,13 +586,13 @@ async def judge(group: str, directory: Path, more: Sequence[str] = ()) -> None:
 
 
 # These repeat the measurements of PRODUCE.
-OTHERS_UNKNOWN = ("FETCH of unknown topics", "LIST_OFFSETS of unknown topics")
+REPEATED = ("PRODUCE refused by all brokers", "FETCH of unknown topics", "LIST_OFFSETS of unknown topics")
 
 
 @pytest.mark.parametrize(
     "group",
     [
-        pytest.param(each, marks=[pytest.mark.long] if each.endswith("unanswered") or each in OTHERS_UNKNOWN else [])
+        pytest.param(each, marks=[pytest.mark.long] if each.endswith("unanswered") or each in REPEATED else [])
         for each in GROUPS
         if each != "OWN"
     ],
