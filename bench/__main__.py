@@ -58,6 +58,12 @@ def main() -> None:
         "more tell more",
     )
     parser.add_argument(
+        "--this-flags",
+        metavar="FLAGS",
+        default="",
+        help="of the section `against`: serve's flags for this checkout alone: --this-flags='--metrics-topics 100'",
+    )
+    parser.add_argument(
         "--peer",
         metavar="NAME=HOST:PORT,PID",
         type=_peer,
@@ -108,7 +114,7 @@ def main() -> None:
     for section in named:
         if section == "against":
             checkout = next(named, None) or parser.error("against is followed by the path of a checkout")
-            against(console, Path(checkout), max(2, arguments.rounds or ROUNDS))
+            against(console, Path(checkout), max(2, arguments.rounds or ROUNDS), arguments.this_flags.split())
             continue
         if section not in sections:
             parser.error(f"there is no section {section!r}: {', '.join(sections)}")

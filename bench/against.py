@@ -35,8 +35,11 @@ ROUNDS = 8
 RUNS = 8
 
 
-def against(console: Console, checkout: Path, rounds: int = ROUNDS) -> None:
-    """The table that is printed; at least two rounds. SystemExit if there is no kproxy in `checkout`."""
+def against(console: Console, checkout: Path, rounds: int = ROUNDS, flags: Sequence[str] = ()) -> None:
+    """The table that is printed; at least two rounds. `flags` are this proxy's, to measure what a feature costs.
+
+    SystemExit if there is no kproxy in `checkout`.
+    """
     checkouts = {"this": CHECKOUT, "other": checkout.resolve()}
     for each in checkouts.values():
         _expect_own_code(each)
@@ -47,7 +50,12 @@ def against(console: Console, checkout: Path, rounds: int = ROUNDS) -> None:
             # The order alternates from round to round.
             names = list(checkouts)[:: -1 if number % 2 else 1]
             with contextlib.ExitStack() as stack:
-                proxies = {name: stack.enter_context(serve(brokers, checkout=checkouts[name])) for name in names}
+                proxies = {
+                    name: stack.enter_context(
+                        serve(brokers, *(flags if name == "this" else ()), checkout=checkouts[name])
+                    )
+                    for name in names
+                }
                 for load in loads:
                     for name, least in uvloop.run(_take_turns(load, proxies)).items():
                         found[load.name, name].append(least)
