@@ -34,7 +34,7 @@ from kproxy.broker.broker_lease import BrokerLease, IdInUse
 from kproxy.broker.cluster import Change, ClusterView, Kind, Topic, get_or_put
 from kproxy.broker.config import BrokerConfig, topic_settings
 from kproxy.broker.connection import ClientConnection
-from kproxy.broker.context import Body, Broker, Request
+from kproxy.broker.context import Answer, Broker, Request
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.disk_threads import DiskThreads
 from kproxy.broker.fence_keeper import FenceKeeper
@@ -425,7 +425,7 @@ class _Server:
         _logger.warning("client connection refused", connections=len(self._connections))
         return False
 
-    def _serve(self, request: Request) -> Body | Awaitable[Body | None] | None:
+    def _serve(self, request: Request) -> Answer:
         if self._broker is None:
             raise RuntimeError("no connection is accepted before the broker is assembled")
         return registry.serve(self._broker, request)

@@ -40,7 +40,7 @@ from kproxy.broker.context import LEADERS_TIMEOUT_S, Body, Broker, Request
 from kproxy.broker.keys import TopicValue
 from kproxy.broker.topics import CONSUMER_OFFSETS, NewTopic, check_name
 from kproxy_codec import control, error_codes
-from kproxy_codec.api_keys import DESCRIBE_CLUSTER, DESCRIBE_CONFIGS, DESCRIBE_TOPIC_PARTITIONS, METADATA, is_flexible
+from kproxy_codec.api_keys import METADATA, is_flexible
 from kproxy_codec.cluster import ASK_ANOTHER
 
 _TOPIC_ID_VERSION = 12
@@ -50,15 +50,17 @@ _CONCURRENT_CREATIONS = 8
 
 def handle_metadata(broker: Broker, request: Request) -> Body | Awaitable[Body]:
     """Answer Metadata at once, unless it creates topics first."""
-    message = control.decode_request(METADATA, request.header.api_version, request.body)
+    message = request.message()
     if not broker.replica_manager.holds_lease:
-        return _send_elsewhere(broker, message)
+        return _send_elsewhere(broker, request, message)
     version = message.version
     names = _names(broker, message)
     missing = [name for name in names if name not in broker.view.topics and check_name(name) is None]
     may_create = broker.config.auto_create_topics and (version < 4 or message.allow_auto_topic_creation)
     to_create = list(dict.fromkeys(missing)) if may_create and not broker.replica_manager.stopping else []
-    return _create_and_describe(broker, message, to_create) if to_create else _describe(broker, message)
+    if to_create:
+        return _create_and_describe(broker, request, message, to_create)
+    return _describe(broker, request, message)
 
 
 def _names(broker: Broker, message: control.Message) -> list[str]:
@@ -68,7 +70,9 @@ def _names(broker: Broker, message: control.Message) -> list[str]:
     return [asked.name for asked in message.topics if asked.name is not None]
 
 
-async def _create_and_describe(broker: Broker, message: control.Message, to_create: list[str]) -> Body:
+async def _create_and_describe(
+    broker: Broker, request: Request, message: control.Message, to_create: list[str]
+) -> Body:
     slots = asyncio.Semaphore(_CONCURRENT_CREATIONS)
 
     async def create(name: str) -> None:
@@ -79,10 +83,11 @@ async def _create_and_describe(broker: Broker, message: control.Message, to_crea
 
     await asyncio.gather(*(create(name) for name in to_create))
     await broker.view.wait_until(lambda: all(map(broker.view.is_fully_owned, to_create)), LEADERS_TIMEOUT_S)
-    return _describe(broker, message) if broker.replica_manager.holds_lease else _send_elsewhere(broker, message)
+    serve = _describe if broker.replica_manager.holds_lease else _send_elsewhere
+    return serve(broker, request, message)
 
 
-def _send_elsewhere(broker: Broker, message: control.Message) -> Body:
+def _send_elsewhere(broker: Broker, request: Request, message: control.Message) -> Body:
     """Refer clients to another broker.
 
     Raises CloseConnection if there is none. Closing is not enough: a Java client that knows this broker as a leader
@@ -97,11 +102,11 @@ def _send_elsewhere(broker: Broker, message: control.Message) -> Body:
         | ({"topic_id": asked.topic_id} if version >= 10 else {})
         for asked in message.topics or ()
     ]
-    response = control.build_response(METADATA, version, brokers=others, cluster_id=broker.cluster_id, topics=topics)
-    return [bytes(control.encode_response(response))[:-1] + ASK_ANOTHER]
+    (answer,) = request.answer(brokers=others, cluster_id=broker.cluster_id, topics=topics)
+    return [bytes(answer)[:-1] + ASK_ANOTHER]
 
 
-def _describe(broker: Broker, message: control.Message) -> Body:
+def _describe(broker: Broker, request: Request, message: control.Message) -> Body:
     version = message.version
     if message.topics is None or (version == 0 and not message.topics):
         topics = [_topic(broker, topic, version) for topic in broker.view.topics.values()]
@@ -114,7 +119,7 @@ def _describe(broker: Broker, message: control.Message) -> Body:
         fields["controller_id"] = controller_id(broker)
     if version >= 2:
         fields["cluster_id"] = broker.cluster_id
-    return [control.encode_response(control.build_response(METADATA, version, **fields))]
+    return request.answer(**fields)
 
 
 def _asked(broker: Broker, asked: control.Message, version: int) -> dict[str, Any]:
@@ -165,35 +170,26 @@ BROKER_SOURCE = 4
 def handle_describe_cluster(broker: Broker, request: Request) -> Body:
     """Answer DescribeCluster with the live brokers."""
     broker.check_knows_cluster()
-    version = request.header.api_version
-    message = control.decode_request(DESCRIBE_CLUSTER, version, request.body)
-    if version >= 1 and message.endpoint_type != _BROKER_ENDPOINTS:
-        response = control.build_response(
-            DESCRIBE_CLUSTER,
-            version,
+    message = request.message()
+    if request.header.api_version >= 1 and message.endpoint_type != _BROKER_ENDPOINTS:
+        is_controllers = message.endpoint_type == _CONTROLLER_ENDPOINTS
+        return request.answer(
             error_code=error_codes.MISMATCHED_ENDPOINT_TYPE
-            if message.endpoint_type == _CONTROLLER_ENDPOINTS
+            if is_controllers
             else error_codes.UNSUPPORTED_ENDPOINT_TYPE,
             error_message="only brokers can be described here",
         )
-    else:
-        response = control.build_response(
-            DESCRIBE_CLUSTER,
-            version,
-            cluster_id=broker.cluster_id,
-            controller_id=controller_id(broker),
-            brokers=describe_brokers(broker, "broker_id"),
-        )
-    return [control.encode_response(response)]
+    return request.answer(
+        cluster_id=broker.cluster_id,
+        controller_id=controller_id(broker),
+        brokers=describe_brokers(broker, "broker_id"),
+    )
 
 
 def handle_describe_configs(broker: Broker, request: Request) -> Body:
     """Answer DescribeConfigs with the configuration of each requested resource."""
     broker.check_knows_cluster()
-    version = request.header.api_version
-    message = control.decode_request(DESCRIBE_CONFIGS, version, request.body)
-    results = [_describe_resource(broker, asked) for asked in message.resources]
-    return [control.encode_response(control.build_response(DESCRIBE_CONFIGS, version, results=results))]
+    return request.answer(results=[_describe_resource(broker, asked) for asked in request.message().resources])
 
 
 def _describe_resource(broker: Broker, asked: control.Message) -> dict[str, Any]:
@@ -243,7 +239,7 @@ def _broker_values(broker: Broker) -> dict[str, str]:
 def handle_describe_topic_partitions(broker: Broker, request: Request) -> Body:
     """Answer DescribeTopicPartitions, from the cursor on."""
     broker.check_knows_cluster()
-    message = control.decode_request(DESCRIBE_TOPIC_PARTITIONS, request.header.api_version, request.body)
+    message = request.message()
     names = sorted({asked.name for asked in message.topics} or broker.view.topics)
     cursor = message.cursor
     first_index = 0
@@ -270,10 +266,7 @@ def handle_describe_topic_partitions(broker: Broker, request: Request) -> Body:
         if len(partitions) < len(indexes):
             next_cursor = {"topic_name": name, "partition_index": indexes[len(partitions)]}
             break
-    response = control.build_response(
-        DESCRIBE_TOPIC_PARTITIONS, message.version, topics=topics, next_cursor=next_cursor
-    )
-    return [control.encode_response(response)]
+    return request.answer(topics=topics, next_cursor=next_cursor)
 
 
 # Shared with CreateTopics

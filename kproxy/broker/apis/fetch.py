@@ -33,12 +33,11 @@ from typing import NamedTuple
 
 import structlog
 
-from kproxy.broker.context import Body, Broker, CloseConnection, Request
+from kproxy.broker.context import Answer, Body, Broker, CloseConnection, Request
 from kproxy.broker.partition import NO_EPOCH, Partition, leader_end_for
 from kproxy.broker.replication.open_fetches import MAX_WAIT_MS
 from kproxy.broker.segment import LogFailed, TimestampAndOffset
 from kproxy_codec import control, error_codes
-from kproxy_codec.api_keys import LIST_OFFSETS, OFFSET_FOR_LEADER_EPOCH
 from kproxy_codec.fetch import (
     FetchRequest,
     PartitionFetch,
@@ -60,21 +59,15 @@ class _Found(NamedTuple):
     is_urgent: bool
 
 
-def handle(broker: Broker, request: Request) -> Body | Awaitable[Body | None]:
+def handle(broker: Broker, request: Request) -> Answer:
     """Answer a client's fetch, at once if there is enough."""
     fetch = parse_fetch(request.frame, request.header)
     if fetch.replica_id >= 0:
         raise CloseConnection(f"Fetch with replica_id {fetch.replica_id}: followers fetch on the replication listener")
     broker.name_topics(fetch)
-    takeable = broker.takeable([(topic.name, topic.partitions) for topic in fetch.topics])
-    deadline = _deadline(fetch)
-    if takeable:
-        return broker.take_then(takeable, lambda: _serve(broker, fetch, deadline))
-    return _serve(broker, fetch, deadline)
-
-
-def _deadline(fetch: FetchRequest) -> float:
-    return asyncio.get_running_loop().time() + min(fetch.max_wait_ms, MAX_WAIT_MS) / 1000
+    deadline = asyncio.get_running_loop().time() + min(fetch.max_wait_ms, MAX_WAIT_MS) / 1000
+    wanted = [(topic.name, topic.partitions) for topic in fetch.topics]
+    return broker.take_then(wanted, lambda: _serve(broker, fetch, deadline))
 
 
 def _serve(broker: Broker, fetch: FetchRequest, deadline: float) -> Body | Awaitable[Body]:
@@ -205,17 +198,14 @@ _NOTHING = TimestampAndOffset(-1, -1)
 _logger = structlog.get_logger(__name__)
 
 
-def handle_list_offsets(broker: Broker, request: Request) -> Body | Awaitable[Body | None]:
+def handle_list_offsets(broker: Broker, request: Request) -> Answer:
     """Answer ListOffsets at once, unless a partition must be taken first."""
-    message = control.decode_request(LIST_OFFSETS, request.header.api_version, request.body)
+    message = request.message()
     wanted = [(topic.name.encode(), [each.partition_index for each in topic.partitions]) for topic in message.topics]
-    takeable = broker.takeable(wanted)
-    if takeable:
-        return broker.take_then(takeable, lambda: _list(broker, message))
-    return _list(broker, message)
+    return broker.take_then(wanted, lambda: _list(broker, request, message))
 
 
-def _list(broker: Broker, message: control.Message) -> Body:
+def _list(broker: Broker, request: Request, message: control.Message) -> Body:
     named = Counter((topic.name, each.partition_index) for topic in message.topics for each in topic.partitions)
     topics: dict[str, dict[int, dict[str, int]]] = {topic.name: {} for topic in message.topics}
     for topic in message.topics:
@@ -229,7 +219,7 @@ def _list(broker: Broker, message: control.Message) -> Body:
             )
             topics[topic.name][index] = {"partition_index": index, **listed}
     answered = [{"name": name, "partitions": list(partitions.values())} for name, partitions in topics.items()]
-    return [control.encode_response(control.build_response(LIST_OFFSETS, message.version, topics=answered))]
+    return request.answer(topics=answered)
 
 
 def _list_one(broker: Broker, topic: str, asked: control.Message, version: int) -> dict[str, int]:
@@ -274,13 +264,11 @@ def _find(partition: Partition, timestamp: int) -> TimestampAndOffset | None:
 
 def handle_offset_for_leader_epoch(broker: Broker, request: Request) -> Body:
     """Answer OffsetForLeaderEpoch."""
-    version = request.header.api_version
-    message = control.decode_request(OFFSET_FOR_LEADER_EPOCH, version, request.body)
     topics = [
         {"topic": topic.topic, "partitions": [_epoch_end(broker, topic.topic, each) for each in topic.partitions]}
-        for topic in message.topics
+        for topic in request.message().topics
     ]
-    return [control.encode_response(control.build_response(OFFSET_FOR_LEADER_EPOCH, version, topics=topics))]
+    return request.answer(topics=topics)
 
 
 def _epoch_end(broker: Broker, topic: str, asked: control.Message) -> dict[str, int]:

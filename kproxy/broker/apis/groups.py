@@ -26,18 +26,6 @@ from kproxy.broker.groups.coordinator import Commit
 from kproxy.broker.groups.group import CommittedOffset, Group, Join, Protocol, State, Sync
 from kproxy.broker.producer_state import wall_ms
 from kproxy_codec import control, error_codes
-from kproxy_codec.api_keys import (
-    DELETE_GROUPS,
-    DESCRIBE_GROUPS,
-    HEARTBEAT,
-    JOIN_GROUP,
-    LEAVE_GROUP,
-    LIST_GROUPS,
-    OFFSET_COMMIT,
-    OFFSET_DELETE,
-    OFFSET_FETCH,
-    SYNC_GROUP,
-)
 from kproxy_codec.framing import client_id
 from kproxy_codec.primitives import INT16, INT32, encode_string
 
@@ -58,11 +46,6 @@ _NO_CONSUMER_PROTOCOL = (
 )
 
 
-def _answer(request: Request, **fields: Any) -> Body:
-    header = request.header
-    return [control.encode_response(control.build_response(header.api_key, header.api_version, **fields))]
-
-
 def _since(version: int, first: int, **fields: Any) -> dict[str, Any]:
     """Return the fields if the version has them."""
     return fields if version >= first else {}
@@ -70,8 +53,8 @@ def _since(version: int, first: int, **fields: Any) -> dict[str, Any]:
 
 async def handle_join_group(broker: Broker, request: Request) -> Body:
     """Answer JoinGroup when the member's generation begins."""
-    version = request.header.api_version
-    asked = control.decode_request(JOIN_GROUP, version, request.body)
+    asked = request.message()
+    version = asked.version
     session_s = asked.session_timeout_ms / 1000
     join = Join(
         asked.member_id,
@@ -89,8 +72,7 @@ async def handle_join_group(broker: Broker, request: Request) -> Body:
         {"member_id": member_id, "metadata": metadata} | _since(version, 5, group_instance_id=instance_id)
         for member_id, instance_id, metadata in joined.members
     ]
-    return _answer(
-        request,
+    return request.answer(
         error_code=joined.error_code,
         generation_id=joined.generation,
         protocol_name=joined.protocol if version >= 7 else joined.protocol or "",
@@ -104,8 +86,8 @@ async def handle_join_group(broker: Broker, request: Request) -> Body:
 
 async def handle_sync_group(broker: Broker, request: Request) -> Body:
     """Answer SyncGroup when the leader has assigned."""
-    version = request.header.api_version
-    asked = control.decode_request(SYNC_GROUP, version, request.body)
+    asked = request.message()
+    version = asked.version
     synced = await broker.groups.sync(
         asked.group_id,
         Sync(
@@ -118,7 +100,7 @@ async def handle_sync_group(broker: Broker, request: Request) -> Body:
         ),
     )
     protocol = _since(version, 5, protocol_type=synced.protocol_type, protocol_name=synced.protocol)
-    return _answer(request, error_code=synced.error_code, assignment=synced.assignment, **protocol)
+    return request.answer(error_code=synced.error_code, assignment=synced.assignment, **protocol)
 
 
 def handle_consumer_group_heartbeat(broker: Broker, request: Request) -> Body:
@@ -128,33 +110,31 @@ def handle_consumer_group_heartbeat(broker: Broker, request: Request) -> Body:
 
 def handle_heartbeat(broker: Broker, request: Request) -> Body:
     """Answer Heartbeat."""
-    version = request.header.api_version
-    asked = control.decode_request(HEARTBEAT, version, request.body)
-    instance_id = asked.group_instance_id if version >= 3 else None
+    asked = request.message()
+    instance_id = asked.group_instance_id if asked.version >= 3 else None
     error_code = broker.groups.heartbeat(asked.group_id, asked.member_id, instance_id, asked.generation_id)
-    return _answer(request, error_code=error_code)
+    return request.answer(error_code=error_code)
 
 
 async def handle_leave_group(broker: Broker, request: Request) -> Body:
     """Answer LeaveGroup, of one member or (from version 3) several."""
-    version = request.header.api_version
-    asked = control.decode_request(LEAVE_GROUP, version, request.body)
-    if version < 3:
+    asked = request.message()
+    if asked.version < 3:
         error_code, codes = await broker.groups.leave(asked.group_id, [(asked.member_id, None)])
-        return _answer(request, error_code=error_code or codes[0])
+        return request.answer(error_code=error_code or codes[0])
     leaving = [(each.member_id, each.group_instance_id) for each in asked.members]
     error_code, codes = await broker.groups.leave(asked.group_id, leaving)
     members = [
         {"member_id": member_id, "group_instance_id": instance_id, "error_code": code}
         for (member_id, instance_id), code in zip(leaving, codes, strict=False)
     ]
-    return _answer(request, error_code=error_code, members=[] if error_code else members)
+    return request.answer(error_code=error_code, members=[] if error_code else members)
 
 
 async def handle_offset_commit(broker: Broker, request: Request) -> Body:
     """Answer OffsetCommit, with the group's error at each partition."""
-    version = request.header.api_version
-    asked = control.decode_request(OFFSET_COMMIT, version, request.body)
+    asked = request.message()
+    version = asked.version
     ids = _name_topics(broker, asked.topics, version)
     now_ms = wall_ms()
     keeps_ms = asked.retention_time_ms if version <= 4 else -1
@@ -181,7 +161,7 @@ async def handle_offset_commit(broker: Broker, request: Request) -> Body:
     if error_code == error_codes.GROUP_ID_NOT_FOUND and version < 9:
         error_code = error_codes.ILLEGAL_GENERATION
     codes = {(each.topic, each.partition_index): error_code or each.error_code for each in results}
-    return _answer(request, topics=_identified(_by_topic(codes), ids))
+    return request.answer(topics=_identified(_by_topic(codes), ids))
 
 
 def _name_topics(broker: Broker, topics: Iterable[Any], version: int) -> dict[str, UUID] | None:
@@ -229,21 +209,21 @@ def _by_topic(codes: Mapping[tuple[str, int], int]) -> list[dict[str, Any]]:
 
 async def handle_offset_fetch(broker: Broker, request: Request) -> Body:
     """Answer OffsetFetch, for one group or (from version 8) several."""
-    version = request.header.api_version
-    asked = control.decode_request(OFFSET_FETCH, version, request.body)
+    asked = request.message()
+    version = asked.version
     if version >= 8:
         groups = [{"group_id": each.group_id, **await _fetched(broker, each, version)} for each in asked.groups]
-        return _answer(request, groups=groups)
+        return request.answer(groups=groups)
     fields = await _fetched(broker, asked, version)
     if version >= 2:
-        return _answer(request, **fields)
+        return request.answer(**fields)
     if fields["error_code"]:
         codes = {(each.name, index): fields["error_code"] for each in asked.topics for index in each.partition_indexes}
         fields["topics"] = [
             topic | {"partitions": [each | {"committed_offset": -1, "metadata": ""} for each in topic["partitions"]]}
             for topic in _by_topic(codes)
         ]
-    return _answer(request, topics=fields["topics"])
+    return request.answer(topics=fields["topics"])
 
 
 async def _fetched(broker: Broker, asked: control.Message, version: int) -> dict[str, Any]:
@@ -275,17 +255,17 @@ def _offsets(found: Mapping[tuple[str, int], CommittedOffset | None], version: i
 
 async def handle_offset_delete(broker: Broker, request: Request) -> Body:
     """Answer OffsetDelete."""
-    asked = control.decode_request(OFFSET_DELETE, request.header.api_version, request.body)
+    asked = request.message()
     wanted = [(topic.name, each.partition_index) for topic in asked.topics for each in topic.partitions]
     error_code, codes = await broker.groups.delete_offsets(asked.group_id, wanted)
     codes |= {key: error_codes.UNKNOWN_TOPIC_OR_PARTITION for key in codes if not _exists(broker, *key)}
-    return _answer(request, error_code=error_code, topics=[] if error_code else _by_topic(codes))
+    return request.answer(error_code=error_code, topics=[] if error_code else _by_topic(codes))
 
 
 def handle_list_groups(broker: Broker, request: Request) -> Body:
     """Answer ListGroups with this broker's groups."""
-    version = request.header.api_version
-    asked = control.decode_request(LIST_GROUPS, version, request.body)
+    asked = request.message()
+    version = asked.version
     states = {each.lower() for each in asked.states_filter} if version >= 4 else set()
     types = {each.lower() for each in asked.types_filter} if version >= 5 else set()
     error_code, groups = broker.groups.listed()
@@ -296,14 +276,13 @@ def handle_list_groups(broker: Broker, request: Request) -> Body:
         for group in groups
         if (not states or group.state.value.lower() in states) and (not types or _CLASSIC in types)
     ]
-    return _answer(request, error_code=error_code, groups=listed)
+    return request.answer(error_code=error_code, groups=listed)
 
 
 def handle_describe_groups(broker: Broker, request: Request) -> Body:
     """Answer DescribeGroups."""
-    version = request.header.api_version
-    asked = control.decode_request(DESCRIBE_GROUPS, version, request.body)
-    return _answer(request, groups=[_described(broker, group_id, version) for group_id in asked.groups])
+    asked = request.message()
+    return request.answer(groups=[_described(broker, group_id, asked.version) for group_id in asked.groups])
 
 
 def _described(broker: Broker, group_id: str, version: int) -> dict[str, Any]:
@@ -343,6 +322,6 @@ def _members(group: Group, version: int) -> Iterable[dict[str, Any]]:
 
 async def handle_delete_groups(broker: Broker, request: Request) -> Body:
     """Answer DeleteGroups."""
-    asked = control.decode_request(DELETE_GROUPS, request.header.api_version, request.body)
+    asked = request.message()
     results = [{"group_id": each, "error_code": await broker.groups.delete(each)} for each in asked.groups_names]
-    return _answer(request, results=results)
+    return request.answer(results=results)

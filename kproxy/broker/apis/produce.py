@@ -24,7 +24,7 @@ import asyncio
 from collections.abc import Awaitable
 from typing import NamedTuple
 
-from kproxy.broker.context import FENCE_TIMEOUT_S, Bindings, Body, Broker, CloseConnection, Request
+from kproxy.broker.context import FENCE_TIMEOUT_S, Answer, Bindings, Body, Broker, CloseConnection, Request
 from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition
 from kproxy.broker.producer_state import wall_ms
 from kproxy.broker.topics import CONSUMER_OFFSETS
@@ -42,19 +42,17 @@ _NODE_ENDPOINTS_TAG = 0
 _CONSUMER_OFFSETS = CONSUMER_OFFSETS.encode()
 
 
-def handle(broker: Broker, request: Request) -> Body | Awaitable[Body | None] | None:
+def handle(broker: Broker, request: Request) -> Answer:
     """Append the batches, in one step if no partition must be taken first."""
     produce = parse_produce(request.frame, request.header)
     broker.name_topics(produce)
-    takeable = broker.takeable([(topic.name, topic.partitions) for topic in produce.topics])
-    if takeable:
+    wanted = [(topic.name, topic.partitions) for topic in produce.topics]
 
-        def append() -> Body | Awaitable[Body | None] | None:
-            broker.name_topics(produce)
-            return _append(broker, produce, request.bindings)
+    def append() -> Answer:
+        broker.name_topics(produce)
+        return _append(broker, produce, request.bindings)
 
-        return broker.take_then(takeable, append)
-    return _append(broker, produce, request.bindings)
+    return broker.take_then(wanted, append)
 
 
 class _Pending(NamedTuple):
@@ -68,7 +66,7 @@ class _Pending(NamedTuple):
     last_offset: int
 
 
-def _append(broker: Broker, produce: PartitionedRequest, bindings: Bindings) -> Body | Awaitable[Body | None] | None:
+def _append(broker: Broker, produce: PartitionedRequest, bindings: Bindings) -> Answer:
     unknown = _unknown_fences(broker, produce, bindings) if bindings else []
     return _keep_and_append(broker, produce, bindings, unknown) if unknown else _append_now(broker, produce, bindings)
 
@@ -95,9 +93,7 @@ async def _keep_and_append(
     return await result if isinstance(result, Awaitable) else result
 
 
-def _append_now(
-    broker: Broker, produce: PartitionedRequest, bindings: Bindings
-) -> Body | Awaitable[Body | None] | None:
+def _append_now(broker: Broker, produce: PartitionedRequest, bindings: Bindings) -> Answer:
     refused = _refuse_all(produce)
     results: list[AppendResult] = []
     pending: list[_Pending] = []
