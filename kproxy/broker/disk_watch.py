@@ -19,32 +19,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from typing import Final, NamedTuple, Protocol
+from typing import Final
 
 import structlog
 
 from kproxy.broker.disk_threads import DiskThreads
 from kproxy.broker.keys import PartitionKey
+from kproxy.broker.partition import DiskTrouble, Partition
 
 STANDS_BACK_S: Final = 10.0
 LOOKS = 5
 _logger = structlog.get_logger(__name__)
-
-
-class DiskTrouble(NamedTuple):
-    """The fault of a replica's disk; `flush` is the number of a running flush."""
-
-    reason: str
-    flush: int = 0
-
-
-class WatchedReplica(Protocol):
-    """A replica whose disk is watched."""
-
-    @property
-    def disk_fails(self) -> bool: ...
-
-    def disk_trouble(self) -> DiskTrouble | None: ...
 
 
 class DiskWatch:
@@ -55,7 +40,7 @@ class DiskWatch:
 
     def __init__(
         self,
-        restless: Callable[[], Iterable[WatchedReplica]],
+        restless: Callable[[], Iterable[Partition]],
         probe: Callable[[], None],
         patience_s: float,
         on_mended: Callable[[], None] = lambda: None,
@@ -71,7 +56,7 @@ class DiskWatch:
         self._on_mended = on_mended
         self._patience_s = patience_s
         self._threads = DiskThreads(1, "disk-probe")
-        self._troubles: dict[WatchedReplica, tuple[DiskTrouble, float]] = {}
+        self._troubles: dict[Partition, tuple[DiskTrouble, float]] = {}
         self._probing: asyncio.Future[None] | None = None
         self._probing_since = 0.0
         self._failing_since = 0.0
@@ -123,7 +108,7 @@ class DiskWatch:
         """Whether `fault_of` may find a fault in any replica."""
         return bool(self.failure or self._troubles)
 
-    def fault_of(self, replica: WatchedReplica) -> str:
+    def fault_of(self, replica: Partition) -> str:
         """Return the fault of the replica's disk, or an empty string."""
         now = asyncio.get_running_loop().time()
         if self.failure and now - self._failing_since >= self._patience_s / 2:
