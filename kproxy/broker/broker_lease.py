@@ -29,7 +29,7 @@ from collections.abc import Callable
 import structlog
 
 from kproxy.broker.keys import BrokerValue, Keys, encode_value
-from kproxy.etcd import EtcdClient, EtcdError, KeyValue, LeaseLost, key_absent, put_op
+from kproxy.etcd import EtcdClient, EtcdError, LeaseLost, key_absent, put_op
 from kproxy.etcd.lease import Clock, LeaseFence, lease_keep_alive
 
 CLAIM_PAUSE_S = 0.2
@@ -86,7 +86,7 @@ class BrokerLease:
                     self._lease_id = fence.lease_id
                     return fence
             elif loop.time() >= deadline:
-                raise IdInUse(_address(holder))
+                raise IdInUse(holder.value.decode(errors="replace"))
             await asyncio.sleep(CLAIM_PAUSE_S)
 
     async def _claim(self) -> LeaseFence | None:
@@ -156,7 +156,3 @@ class BrokerLease:
                 await self._client.lease_revoke(lease_id)
             except EtcdError as error:
                 _logger.warning("lease not revoked", reason=str(error))
-
-
-def _address(holder: KeyValue) -> str:
-    return holder.value.decode(errors="replace")
