@@ -17,7 +17,7 @@ from kproxy.broker.topics import TopicAdmin
 from kproxy.etcd import IdBlocks
 from kproxy_codec import control, error_codes
 from kproxy_codec.framing import RequestHeader
-from kproxy_codec.partitioned import PartitionedRequest
+from kproxy_codec.partitioned import PartitionedRequest, TopicSpan
 from kproxy_codec.primitives import Buffer
 
 # How long a client's request waits for a broker to take a partition, for etcd to keep a fence, and for the leaders of a
@@ -86,6 +86,12 @@ class Broker:
     producer_ids: IdBlocks
     fences: FenceKeeper
     groups: GroupCoordinator
+
+    def refusal_in(self, request: PartitionedRequest, topic: TopicSpan, partition_index: int) -> int:
+        """Like `refusal`, for a topic that the request may name by an unknown id."""
+        if request.is_nameless(topic):
+            return error_codes.UNKNOWN_TOPIC_ID
+        return self.refusal(topic.name.decode(errors="replace"), partition_index)
 
     def refusal(self, topic: str, partition_index: int) -> int:
         """Return the error code for a partition that this broker does not lead."""

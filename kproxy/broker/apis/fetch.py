@@ -47,7 +47,7 @@ from kproxy_codec.fetch import (
     response_ends,
     result_entry,
 )
-from kproxy_codec.partitioned import TopicSpan, encode_topics
+from kproxy_codec.partitioned import encode_topics
 from kproxy_codec.primitives import Buffer
 
 
@@ -78,48 +78,40 @@ def _serve(broker: Broker, fetch: FetchRequest, deadline: float) -> Body | Await
     if _is_enough(found, fetch):
         return _encode(fetch, found)
     # The wait begins in the same step that found too little, so that every later append wakes it.
-    return _wait(broker, fetch, deadline, _Wait(broker, fetch))
+    news = asyncio.Event()
+    return _wait(broker, fetch, deadline, news, _watch(broker, fetch, news))
 
 
 def _is_enough(found: _Found, fetch: FetchRequest) -> bool:
     return found.is_urgent or found.size_in_bytes >= fetch.min_bytes or fetch.max_wait_ms <= 0 or not fetch.topics
 
 
-class _Wait:
-    """A wait for changes in any partition of a fetch."""
-
-    def __init__(self, broker: Broker, fetch: FetchRequest) -> None:
-        self._woken = asyncio.get_running_loop().create_future()
-        self._partitions: list[Partition] = []
-        for topic in fetch.topics:
-            for index in topic.partitions:
-                partition = broker.led(topic.name, index)
-                if partition is not None:
-                    partition.add_waiter(self._wake)
-                    self._partitions.append(partition)
-
-    def _wake(self) -> None:
-        if not self._woken.done():
-            self._woken.set_result(None)
-
-    async def until(self, deadline: float) -> None:
-        """Wait until woken, or until `deadline` on the loop's clock."""
-        timer = asyncio.get_running_loop().call_at(deadline, self._wake)
-        try:
-            await self._woken
-        finally:
-            timer.cancel()
-            for partition in self._partitions:
-                partition.remove_waiter(self._wake)
+def _watch(broker: Broker, fetch: FetchRequest, news: asyncio.Event) -> list[Partition]:
+    """Return the partitions of a fetch, whose next change sets `news`."""
+    led = (broker.led(topic.name, index) for topic in fetch.topics for index in topic.partitions)
+    watched = [partition for partition in led if partition is not None]
+    for partition in watched:
+        partition.add_waiter(news.set)
+    return watched
 
 
-async def _wait(broker: Broker, fetch: FetchRequest, deadline: float, waiting: _Wait) -> Body:
+async def _wait(
+    broker: Broker, fetch: FetchRequest, deadline: float, news: asyncio.Event, watched: list[Partition]
+) -> Body:
     while True:
-        await waiting.until(deadline)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await news.wait()
+        except TimeoutError:
+            pass
+        finally:
+            for partition in watched:
+                partition.remove_waiter(news.set)
         found = _read(broker, fetch)
         if _is_enough(found, fetch) or broker.replica_manager.stopping or asyncio.get_running_loop().time() >= deadline:
             return _encode(fetch, found)
-        waiting = _Wait(broker, fetch)
+        news.clear()
+        watched = _watch(broker, fetch, news)
 
 
 def _read(broker: Broker, fetch: FetchRequest) -> _Found:
@@ -136,7 +128,8 @@ def _read(broker: Broker, fetch: FetchRequest) -> _Found:
             if partition is not None:
                 fetched = _fetch_as_client(partition, asked, limit)
             else:
-                fetched = PartitionFetched(asked.partition_index, _refusal(broker, fetch, topic, asked.partition_index))
+                refusal = broker.refusal_in(fetch, topic, asked.partition_index)
+                fetched = PartitionFetched(asked.partition_index, refusal)
             if size and len(fetched.records) > limit:
                 # Only the first batch of the whole answer may exceed the limits.
                 fetched = fetched._replace(records=b"")
@@ -157,12 +150,6 @@ def _encode(fetch: FetchRequest, found: _Found) -> Body:
         topics.append((topic.wire, entries, len(results)))
     head, tail = response_ends(version, 0, [])
     return [head, *encode_topics(topics, flexible=fetch.flexible, by_id=fetch.by_id), tail]
-
-
-def _refusal(broker: Broker, fetch: FetchRequest, topic: TopicSpan, partition_index: int) -> int:
-    if fetch.is_nameless(topic):
-        return error_codes.UNKNOWN_TOPIC_ID
-    return broker.refusal(topic.name.decode(errors="replace"), partition_index)
 
 
 def _fetch_as_client(partition: Partition, asked: PartitionFetch, max_bytes: int) -> PartitionFetched:

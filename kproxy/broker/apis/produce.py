@@ -172,10 +172,8 @@ def _append_one(
         return AppendResult(error_codes.INVALID_TOPIC_EXCEPTION, -1, "clients do not write to an internal topic")
     index = topic.partitions[ordinal]
     partition = broker.led(topic.name, index)
-    if partition is None and produce.is_nameless(topic):
-        return AppendResult(error_codes.UNKNOWN_TOPIC_ID)
     if partition is None:
-        return AppendResult(broker.refusal(topic.name.decode(errors="replace"), index))
+        return AppendResult(broker.refusal_in(produce, topic, index))
     bound = bindings.get((topic.name, index), UNBOUND) if bindings else UNBOUND
     records = records_of(produce, topic, ordinal)
     batch = check_records(records, produce.header.api_version, broker.config.message_max_bytes, wall_ms())

@@ -53,6 +53,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -608,23 +609,17 @@ class _Fetcher:
         self, answer: asyncio.Future[memoryview] | None, deadline: float | None = None, *, heed_pauses: bool = True
     ) -> None:
         """Wait for an answer, a wake-up, the end of a partition's pause, or `deadline` on the loop's clock."""
-        woken = self._loop.create_future()
-
-        def wake(_: object = None) -> None:
-            if not woken.done():
-                woken.set_result(None)
-
+        woken = asyncio.Event()
         ends = [*(self._paused.values() if heed_pauses else ()), *([] if deadline is None else [deadline])]
-        timer = self._loop.call_at(min(ends), wake) if ends else None
-        self._wake = wake
+        self._wake = woken.set
         if answer is not None:
-            answer.add_done_callback(wake)
+            answer.add_done_callback(lambda _: woken.set())
         try:
-            await woken
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(min(ends, default=None)):
+                    await woken.wait()
         finally:
             self._wake = None
-            if timer is not None:
-                timer.cancel()
 
 
 def _key(partition: Partition) -> _Key:

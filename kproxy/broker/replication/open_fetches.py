@@ -130,10 +130,7 @@ class OpenFetches:
             for start in topic.starts:
                 wanted = partition_fetch(fetch, start)
                 partition = broker.led(topic.name, wanted.partition_index)
-                name = topic.name.decode(errors="replace")
-                refusal = error_codes.NONE if partition is not None else broker.refusal(name, wanted.partition_index)
-                if fetch.is_nameless(topic):
-                    refusal = error_codes.UNKNOWN_TOPIC_ID
+                refusal = broker.refusal_in(fetch, topic, wanted.partition_index)
                 asked.append(Asked(topic.wire, wanted, partition, refusal))
         withdrawn = [(topic_id, index) for topic_id, indexes in fetch.forgotten for index in indexes]
         self._is_hurried = False
