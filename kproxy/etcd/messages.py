@@ -172,12 +172,18 @@ def key_value(kv: Any) -> KeyValue:
     return KeyValue(decode_key(kv.key), kv.value, kv.create_revision, kv.mod_revision, kv.version, kv.lease)
 
 
+def watch_event(event: Any) -> WatchEvent:
+    return WatchEvent(event.type == _DELETE, key_value(event.kv))
+
+
 def op_result(response: Any) -> OpResult:
     if response.WhichOneof("response") == "response_range":
         return OpResult(tuple(key_value(kv) for kv in response.response_range.kvs), 0)
     return OpResult((), response.response_delete_range.deleted)
 
 
+# enum Event.EventType
+_DELETE = 1
 # enum Compare.CompareTarget
 _CREATE, _MOD, _VALUE, _LEASE = 1, 2, 3, 4
 # enum Compare.CompareResult

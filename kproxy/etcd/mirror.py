@@ -36,8 +36,8 @@ adds, which is quadratic, and sends nothing meanwhile. etcd 3.6.16 took 14 s of 
 revision in fragments: the stream would be replaced before the first fragment came, and the work would begin again. In
 one message they took 0.8 s. 300,000 in one message took 2.3 s, nearly all for the deletion itself.
 
-A watch stream has several watchers. It returns etcd's messages as values and decides nothing. Any failure ends it; the
-next call raises an EtcdError.
+A watch stream has several watchers. It returns etcd's messages and decides nothing. Any failure ends it; the next call
+raises an EtcdError.
 """
 
 from __future__ import annotations
@@ -47,45 +47,16 @@ import enum
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import structlog
 
 from kproxy.etcd.client import EtcdClient
 from kproxy.etcd.errors import Compacted, EtcdError, EtcdUnavailable, TooLarge
-from kproxy.etcd.messages import Pages, Snapshot, WatchEvent, encode_key, key_value, prefix_end, rpc
+from kproxy.etcd.messages import Pages, Snapshot, WatchEvent, encode_key, prefix_end, rpc, watch_event
 
 # The watcher that `ask_for_sign_of_life` creates and cancels: its messages carry no information about the others.
 SIGN_OF_LIFE_WATCH_ID = 1 << 62
-
-_DELETE = 1
-
-
-class WatchMessage(NamedTuple):
-    """One WatchResponse. `revision` is the store's revision when etcd sent it.
-
-    Events of earlier revisions may still follow.
-
-    `fragment`: more parts of the same message follow. `canceled`: the watcher has ended, for `cancel_reason` or, if
-    `compact_revision` is not 0, because its start revision has been compacted.
-    """
-
-    watch_id: int
-    cluster_id: int
-    revision: int
-    created: bool
-    canceled: bool
-    compact_revision: int
-    cancel_reason: str
-    fragment: bool
-    raw_events: Any
-
-    def event_count(self) -> int:
-        return len(self.raw_events)
-
-    def events(self, start: int, stop: int) -> list[WatchEvent]:
-        """Decode a slice of the events, because one message can have tens of thousands."""
-        return [WatchEvent(event.type == _DELETE, key_value(event.kv)) for event in self.raw_events[start:stop]]
 
 
 class WatchStream:
@@ -122,27 +93,17 @@ class WatchStream:
         cancel = rpc.WatchCancelRequest(watch_id=SIGN_OF_LIFE_WATCH_ID)
         await self._stream.write(rpc.WatchRequest(cancel_request=cancel), self._write_timeout_s)
 
-    async def read(self, timeout_s: float) -> WatchMessage | None:
-        """The next message, or None if none came within `timeout_s`.
+    async def read(self, timeout_s: float) -> Any | None:
+        """The next WatchResponse, or None if none came within `timeout_s`.
 
-        A timeout loses no message.
+        A timeout loses no message. The revision in its header is the store's when etcd sent it: events of earlier
+        revisions may still follow. `fragment`: more parts of the same message follow. `canceled`: the watcher has
+        ended, for `cancel_reason` or, if `compact_revision` is not 0, because its start revision has been compacted.
         """
         response = await self._stream.read(timeout_s)
-        if response is None:
-            return None
-        if response.canceled:
+        if response is not None and response.canceled:
             self._stream.refused(response.cancel_reason)
-        return WatchMessage(
-            response.watch_id,
-            response.header.cluster_id,
-            response.header.revision,
-            response.created,
-            response.canceled,
-            response.compact_revision,
-            response.cancel_reason,
-            response.fragment,
-            response.events,
-        )
+        return response
 
     async def close(self) -> None:
         await self._stream.close()
@@ -379,9 +340,10 @@ class PrefixMirror:
             else:
                 await stream.ask_for_sign_of_life(self._watched[1].prefix)
 
-    async def _take(self, message: WatchMessage) -> None:
-        if message.cluster_id != self._cluster_id:
-            raise _Restored(f"etcd is now cluster {message.cluster_id:x}; before, it was {self._cluster_id:x}")
+    async def _take(self, message: Any) -> None:
+        cluster_id = message.header.cluster_id
+        if cluster_id != self._cluster_id:
+            raise _Restored(f"etcd is now cluster {cluster_id:x}; before, it was {self._cluster_id:x}")
         if message.compact_revision:
             raise Compacted(f"etcd has compacted up to revision {message.compact_revision}")
         if message.canceled and message.watch_id != SIGN_OF_LIFE_WATCH_ID:
@@ -394,18 +356,18 @@ class PrefixMirror:
         watched = self._watched.get(message.watch_id)
         if watched is None:
             return
-        if message.event_count():
+        if message.events:
             await self._deliver(watched, message)
         elif not message.fragment:
-            watched.seen = watched.delivered = max(watched.seen, message.revision)
+            watched.seen = watched.delivered = max(watched.seen, message.header.revision)
 
-    async def _deliver(self, watched: _Watched, message: WatchMessage) -> None:
-        count = message.event_count()
+    async def _deliver(self, watched: _Watched, message: Any) -> None:
+        count = len(message.events)
         for start in range(0, count, CHUNK_EVENTS):
             # After a break etcd sends some events again. Skip those below the last revision that was handed over.
             events = [
-                event
-                for event in message.events(start, start + CHUNK_EVENTS)
+                watch_event(event)
+                for event in message.events[start : start + CHUNK_EVENTS]
                 if event.kv.mod_revision >= watched.delivered
             ]
             last = start + CHUNK_EVENTS >= count
