@@ -325,4 +325,5 @@ def _parse_owner(_: PartitionKey, kv: KeyValue) -> Ownership:
 async def get_or_put(client: EtcdClient, key: str, proposal: bytes) -> bytes:
     """Return the value of `key`; put `proposal` if there is none. Raises EtcdError."""
     result = await client.txn([key_absent(key)], [put_op(key, proposal)], [get_op(key)])
-    return proposal if result.succeeded else result.responses[0].kvs[0].value
+    (found,) = result.found
+    return proposal if found is None else found.value

@@ -185,13 +185,12 @@ class ClaimWriter:
             if resource != WHOLE_GROUP and view.whole is not None and view.whole.owner != owner:
                 # The claimant of the whole group loses a part of the group, and is severed for that.
                 writes.append(delete_op(whole_key))
-        found = await self._client.txn(compares, writes, [get_op(key), get_op(whole_key)])
-        if not found.succeeded:
+        result = await self._client.txn(compares, writes, [get_op(key), get_op(whole_key)])
+        if not result.succeeded:
             if resource == WHOLE_GROUP:
                 # Another connection claimed in this group: the table must first show its claim.
                 await self._changes.wait(asyncio.get_running_loop().time() + CATCH_UP_S)
-            row, whole = (_row_of(self._keys, response.kvs) for response in found.responses)
-            return _View(row, whole)
+            return _View(*(_row_of(self._keys, kv) for kv in result.found))
         if decision.error_code != NONE:
             return ClaimOutcome(decision.error_code)
         if not decision.is_new:
@@ -202,9 +201,9 @@ class ClaimWriter:
                     connection.learn(row.resource, row.generation, row.fence)
             return ClaimOutcome(NONE, connection.latest(resource))
         if connection.has_ended:
-            self._deletions.add(group, resource, found.revision)
+            self._deletions.add(group, resource, result.revision)
             return ClaimOutcome(COORDINATOR_NOT_AVAILABLE)
-        return ClaimOutcome(NONE, connection.learn(resource, decision.generation, found.revision))
+        return ClaimOutcome(NONE, connection.learn(resource, decision.generation, result.revision))
 
     def _decide(
         self, group: str, resource: str, owner: Owner, generation: int, view: _View
@@ -223,16 +222,16 @@ class ClaimWriter:
         return decision, [prefix_unchanged_since(self._keys.group(group), self._table.revision)]
 
 
-def _row_of(keys: OwnKeys, kvs: Sequence[KeyValue]) -> TableRow | None:
-    if not kvs:
+def _row_of(keys: OwnKeys, kv: KeyValue | None) -> TableRow | None:
+    if kv is None:
         return None
-    group, resource = keys.parse_claim(kvs[0].key)
+    group, resource = keys.parse_claim(kv.key)
     try:
-        value = decode_claim(kvs[0].value)
+        value = decode_claim(kv.value)
     except ValueError:
         # An invalid value makes nobody a claimant; the next claim replaces it.
         value = ClaimValue("", 0, 0)
-    return TableRow(group, resource, Owner(value.proxy, value.connection), value.generation, kvs[0].mod_revision)
+    return TableRow(group, resource, Owner(value.proxy, value.connection), value.generation, kv.mod_revision)
 
 
 def _unchanged(key: str, row: TableRow | None) -> TxnCompare:

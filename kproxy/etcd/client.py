@@ -43,14 +43,13 @@ from kproxy.etcd.messages import (
     EtcdStatus,
     KeyValue,
     Lease,
-    OpResult,
     Pages,
     Snapshot,
     TxnCompare,
     TxnOp,
     TxnResult,
     encode_key,
-    op_result,
+    key_value,
     prefix_end,
     rpc,
 )
@@ -268,8 +267,8 @@ class EtcdClient:
         )
         write = any(operation.write for operation in (*success, *failure))
         response = await self._call("Txn", request, write=write)
-        responses: tuple[OpResult, ...] = tuple(op_result(each) for each in response.responses)
-        return TxnResult(response.succeeded, response.header.revision, response.header.cluster_id, responses)
+        found = tuple(next(map(key_value, each.response_range.kvs), None) for each in response.responses)
+        return TxnResult(response.succeeded, response.header.revision, response.header.cluster_id, found)
 
     # Leases
 

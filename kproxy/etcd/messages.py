@@ -128,15 +128,8 @@ class Lease(NamedTuple):
     ttl_s: int
 
 
-class OpResult(NamedTuple):
-    """The result of one operation: keys of a get, or count of a delete."""
-
-    kvs: tuple[KeyValue, ...]
-    deleted: int
-
-
 class TxnResult(NamedTuple):
-    """`responses` are the results of the branch that ran.
+    """`found` has the key that each operation of the branch that ran has read; None if there is none, or it wrote.
 
     `revision` is the store's revision after the transaction.
     """
@@ -144,7 +137,7 @@ class TxnResult(NamedTuple):
     succeeded: bool
     revision: int
     cluster_id: int
-    responses: tuple[OpResult, ...]
+    found: tuple[KeyValue | None, ...]
 
 
 def encode_key(key: str) -> bytes:
@@ -174,12 +167,6 @@ def key_value(kv: Any) -> KeyValue:
 
 def watch_event(event: Any) -> WatchEvent:
     return WatchEvent(event.type == _DELETE, key_value(event.kv))
-
-
-def op_result(response: Any) -> OpResult:
-    if response.WhichOneof("response") == "response_range":
-        return OpResult(tuple(key_value(kv) for kv in response.response_range.kvs), 0)
-    return OpResult((), response.response_delete_range.deleted)
 
 
 # enum Event.EventType

@@ -239,16 +239,16 @@ class IsrKeeper:
             log = _logger.warning if before - members else _logger.info
             log("ISR changed", **partition.log_fields, isr=node_ids(members), before=node_ids(before))
             return
-        lease_kvs, state_kvs = result.responses[0].kvs, result.responses[1].kvs
-        if not lease_kvs or lease_kvs[0].create_revision != partition.leadership.fencing_token or not state_kvs:
+        lease, stored = result.found
+        if lease is None or lease.create_revision != partition.leadership.fencing_token or stored is None:
             self._on_deposed(partition)
             return
         try:
-            state = decode_value(state_kvs[0].value, StateValue)
+            state = decode_value(stored.value, StateValue)
         except ValueError as error:
             _logger.error("ISR in etcd unreadable", **partition.log_fields, reason=str(error))
             return
-        replication.isr_settled(Isr(frozenset(state.isr), state_kvs[0].mod_revision))
+        replication.isr_settled(Isr(frozenset(state.isr), stored.mod_revision))
 
     def _sweep(self) -> None:
         now = asyncio.get_running_loop().time()

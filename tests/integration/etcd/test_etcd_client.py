@@ -133,9 +133,11 @@ async def test_transaction_takes_one_branch_and_returns_results(etcd_client: Etc
         [key_absent(key)], [put_op(key, b"b")], [get_op(key), get_op(key + "x"), delete_op(key)]
     )
     assert (first.succeeded, second.succeeded) == (True, False)
-    [found], [], [] = (response.kvs for response in second.responses)
+    found, *rest = second.found
+    assert found is not None
+    assert rest == [None, None]
     assert (found.value, found.lease_id, found.mod_revision) == (b"a", lease.lease_id, first.revision)
-    assert [response.deleted for response in second.responses] == [0, 0, 1]
+    assert await etcd_client.get(key) is None
     assert second.revision == first.revision + 1
     await etcd_client.lease_revoke(lease.lease_id)
 
@@ -168,7 +170,7 @@ async def test_one_of_many_creators_of_a_key_wins(etcd_client: EtcdClient, etcd_
     results = await asyncio.gather(*tries)
     winners = [n for n, result in enumerate(results) if result.succeeded]
     assert len(winners) == 1
-    losers_saw = {result.responses[0].kvs[0].value for result in results if not result.succeeded}
+    losers_saw = {kv.value for result in results if not result.succeeded for kv in result.found if kv is not None}
     assert losers_saw == {b"%d" % winners[0]}
 
 
