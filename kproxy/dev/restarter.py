@@ -124,8 +124,7 @@ class Restarter:
         """Report that the part is not restarted. Raises ChildEnded if nothing is served without it."""
         if part.kind == "proxy" or (part.kind == "etcd" and in_vain):
             # The last lines of a process killed by SIGKILL say nothing about its end.
-            last_lines = [] if end.status == -signal.SIGKILL else end.last_lines
-            raise ChildEnded(part.kind, end.status, end.log_path, last_lines)
+            raise ChildEnded(part, end if end.status != -signal.SIGKILL else end._replace(last_lines=[]))
         why = f"after {MAX_ATTEMPTS} attempts" if in_vain else "because of --no-restart"
         self._say(f"{_how(part, end)} {self._meanwhile(part, end)}It is not started again, {why}.")
 
