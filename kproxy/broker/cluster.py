@@ -281,7 +281,8 @@ class ClusterView:
             changed.set_result(None)
 
     def _apply(self, kv: KeyValue, *, deleted: bool = False, from_mirror: bool = True) -> Change | None:
-        table = next(each for each in self._tables if kv.key.startswith(each.prefix))
+        # Among brokers, a key of any other kind is refused.
+        table = next((each for each in self._tables if kv.key.startswith(each.prefix)), self._brokers)
         try:
             applied = table.delete(kv) if deleted else table.put(kv, from_mirror=from_mirror)
         except ValueError as error:
