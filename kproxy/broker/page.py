@@ -20,6 +20,7 @@ from kproxy.address import Address
 from kproxy.broker.cluster import NO_OWNER, ClusterView
 from kproxy.broker.disk import FLUSHES
 from kproxy.broker.partition import Partition
+from kproxy.broker.producer_state import wall_ms
 from kproxy.broker.replica_manager import ReplicaManager
 from kproxy.broker.replication.isr_keeper import IsrKeeper
 from kproxy.broker.replication.partition_replication import Role
@@ -96,10 +97,6 @@ class ReplicaTotals:
             self.max_lag = max(self.max_lag, log.log_end_offset - max(told, log.log_start_offset))
 
 
-def _wall_ms() -> int:
-    return time.time_ns() // 1_000_000
-
-
 class BrokerPages:
     """The pages of the broker `node_id`."""
 
@@ -117,8 +114,8 @@ class BrokerPages:
         self._isr_keeper = isr_keeper
         self._status = status
         self._process = this_process()
-        self._started = _wall_ms()
-        self._timeline = Timeline(_wall_ms)
+        self._started = wall_ms()
+        self._timeline = Timeline(wall_ms)
         # What `sample` saw last: live brokers, and counts of changes.
         self._brokers: dict[int, str] | None = None
         self._counts: dict[str, int] = {}
@@ -176,7 +173,7 @@ class BrokerPages:
             kind="broker",
             name=f"kproxy broker {self._node_id}",
             version=version(),
-            at=_wall_ms(),
+            at=wall_ms(),
             started=self._started,
             verdict=Verdict(level, problem or f"serving, {lagging}{leads}"),
             table_age_s=round(now.etcd_silent_s, 1) if now.etcd_silent_s != float("inf") else None,

@@ -62,18 +62,9 @@ class BackOff:
 
 
 class Restarter:
-    """Keeps a started `cluster` running; `say` is called with each line to print.
+    """Keeps a started `cluster` running; `say` is called with each line to print."""
 
-    `clock` is in seconds.
-    """
-
-    def __init__(
-        self,
-        cluster: DevCluster,
-        say: Callable[[str], None],
-        *,
-        restart: bool = True,
-    ) -> None:
+    def __init__(self, cluster: DevCluster, say: Callable[[str], None], *, restart: bool = True) -> None:
         self._cluster = cluster
         self._say = say
         self._restart = restart
