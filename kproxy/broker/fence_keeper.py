@@ -82,10 +82,7 @@ class FenceKeeper:
         return _answer(partition, asked, error_codes.POLICY_VIOLATION if is_lower else error_codes.NONE)
 
     async def settle_all(self, asked: Sequence[tuple[Partition, FenceBinding]], timeout_s: float) -> list[BoundFence]:
-        """Answer each request; 7 REQUEST_TIMED_OUT if it takes too long.
-
-        The next request finds out the result.
-        """
+        """Answer each request; 7 REQUEST_TIMED_OUT if it takes too long. The next request finds out the result."""
         answers = [_answer(*each, error_codes.REQUEST_TIMED_OUT) for each in asked]
         waiting = deque(enumerate(asked))
 

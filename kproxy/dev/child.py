@@ -128,10 +128,7 @@ class Child:
         return status
 
     async def stop(self, timeout_s: float) -> None:
-        """Send SIGTERM, and SIGKILL if it does not end in time.
-
-        Does nothing if no process runs.
-        """
+        """Send SIGTERM, and SIGKILL if it does not end in time; do nothing if no process runs."""
         if self._process is None:
             return
         send_signal(self._process, signal.SIGTERM)

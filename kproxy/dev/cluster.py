@@ -53,10 +53,7 @@ def default_data_dir() -> Path:
 
 
 class ClusterDir:
-    """A locked data directory. `open` raises StartupError.
-
-    The lock ends with `close` or with the process.
-    """
+    """A locked data directory. `open` raises StartupError. The lock ends with `close` or with the process."""
 
     def __init__(self, path: Path, lock: IO[bytes]) -> None:
         self.path = path
@@ -326,10 +323,7 @@ class DevCluster:
         self._children_changed.set()
 
     async def stop(self) -> None:
-        """Stop everything, clients before servers.
-
-        Return when all processes are gone.
-        """
+        """Stop everything, clients before servers; return when all processes are gone."""
         try:
             await self._stop_children()
         finally:

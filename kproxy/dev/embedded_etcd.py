@@ -173,10 +173,7 @@ class EmbeddedEtcd:
             return
 
     async def stop(self) -> None:
-        """Send SIGTERM, and SIGKILL if it does not end in time.
-
-        Does nothing if no etcd runs.
-        """
+        """Send SIGTERM, and SIGKILL if it does not end in time; do nothing if no etcd runs."""
         await self._end_children()
         self._unlock()
 

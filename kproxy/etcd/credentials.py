@@ -49,10 +49,7 @@ class TlsCredentials:
         self._credentials: Any = None
 
     async def current(self) -> Any:
-        """The credentials of a new channel.
-
-        Raises EtcdMisused if the files could never be used.
-        """
+        """The credentials of a new channel. Raises EtcdMisused if the files could never be used."""
         try:
             files, stamps = await asyncio.to_thread(self._read)
         except StartupError as error:

@@ -102,10 +102,7 @@ class CallFailed(Exception):
 
 
 def metadata(token: str) -> tuple[tuple[str, str], ...]:
-    """The metadata of a call.
-
-    `hasleader` makes a member without a leader refuse at once instead of waiting.
-    """
+    """The metadata of a call. `hasleader` makes a member without a leader refuse at once instead of waiting."""
     leader = ("hasleader", "true")
     return (leader, (TOKEN_FIELD, token)) if token else (leader,)
 
@@ -131,10 +128,7 @@ class _Channel:
 
 
 class Member:
-    """One member.
-
-    `failed_at` is when it last failed, on the monotonic clock.
-    """
+    """One member. `failed_at` is when it last failed, on the monotonic clock."""
 
     def __init__(self, endpoint: Endpoint, members: Members) -> None:
         self.endpoint = endpoint
@@ -160,10 +154,7 @@ class Member:
             await self._leave(channel)
 
     async def look(self, timeout_s: float) -> None:
-        """Connect, and check that the member is etcd, even if it has no leader.
-
-        Raises CallFailed.
-        """
+        """Connect, and check that the member is etcd, even if it has no leader. Raises CallFailed."""
         channel = await self._enter()
         try:
             await _call(channel, "Status", rpc.StatusRequest(), timeout_s, ())

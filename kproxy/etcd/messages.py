@@ -40,10 +40,7 @@ rpc: Any = _Messages()
 
 
 class KeyValue(NamedTuple):
-    """A key at some revision.
-
-    `version` counts its changes since its creation; `lease_id` is 0 for none.
-    """
+    """A key at some revision. `version` counts its changes since its creation; `lease_id` is 0 for none."""
 
     key: str
     value: bytes
@@ -54,10 +51,7 @@ class KeyValue(NamedTuple):
 
 
 class WatchEvent(NamedTuple):
-    """A change.
-
-    A deletion's `kv` holds only the key and, as mod_revision, the revision of the deletion.
-    """
+    """A change. A deletion's `kv` holds only the key and, as mod_revision, the revision of the deletion."""
 
     deleted: bool
     kv: KeyValue
@@ -119,10 +113,7 @@ class EtcdStatus(NamedTuple):
 
 
 class Lease(NamedTuple):
-    """A lease with the TTL that etcd granted, in seconds.
-
-    The TTL may be longer than requested.
-    """
+    """A lease with the TTL in seconds that etcd granted, which may be longer than requested."""
 
     lease_id: int
     ttl_s: int
@@ -141,10 +132,7 @@ class TxnResult(NamedTuple):
 
 
 def encode_key(key: str) -> bytes:
-    """The bytes of a key.
-
-    Bytes that are not UTF-8 pass through surrogates unchanged.
-    """
+    """The bytes of a key. Bytes that are not UTF-8 pass through surrogates unchanged."""
     return key.encode("utf-8", "surrogateescape")
 
 
@@ -184,10 +172,7 @@ class TxnCompare(NamedTuple):
 
 
 class TxnOp(NamedTuple):
-    """One operation.
-
-    `write`: the operation changes the store, so it must not be repeated blindly.
-    """
+    """One operation. `write`: the operation changes the store, so it must not be repeated blindly."""
 
     message: Any
     write: bool
@@ -206,10 +191,7 @@ def mod_revision_is(key: str, revision: int) -> TxnCompare:
 
 
 def prefix_unchanged_since(prefix: str, revision: int) -> TxnCompare:
-    """No key that begins with `prefix` was put after `revision`.
-
-    Deletions are not compared.
-    """
+    """No key that begins with `prefix` was put after `revision`; deletions are not compared."""
     start, end = encode_key(prefix), prefix_end(prefix)
     compare = rpc.Compare(target=_MOD, result=_LESS, key=start, range_end=end, mod_revision=revision + 1)
     return TxnCompare(compare)

@@ -126,16 +126,10 @@ class MirrorState(enum.Enum):
 
 
 class MirrorListener(Protocol):
-    """The receiver of a mirror's changes, one call at a time.
-
-    An exception from any call ends `run`.
-    """
+    """The receiver of a mirror's changes, one call at a time. An exception from any call ends `run`."""
 
     def on_restored(self) -> None:
-        """etcd was restored: earlier revisions do not compare with later ones.
-
-        A snapshot follows.
-        """
+        """etcd was restored: earlier revisions do not compare with later ones. A snapshot follows."""
 
     def on_snapshot(self, snapshot: Snapshot) -> Awaitable[None] | None:
         """Replace the state by all keys of all prefixes at the snapshot's revision.
@@ -144,10 +138,7 @@ class MirrorListener(Protocol):
         """
 
     def on_events(self, events: list[WatchEvent], revision: int) -> None:
-        """Take changes to one prefix, in order.
-
-        After them the prefix is complete up to `revision`.
-        """
+        """Take changes to one prefix, in order. After them the prefix is complete up to `revision`."""
 
 
 class _Restored(EtcdError):

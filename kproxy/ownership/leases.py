@@ -90,10 +90,7 @@ class Rereads:
 
     @asynccontextmanager
     async def batch(self) -> AsyncIterator[list[Partition]]:
-        """Take waiting partitions, as many as one transaction holds.
-
-        Release their callers when the block ends.
-        """
+        """Take waiting partitions, as many as one transaction holds. Release their callers when the block ends."""
         await self._any.wait()
         batch = dict(islice(self._waiting.items(), REREAD_KEYS))
         for partition in batch:

@@ -133,10 +133,7 @@ def _leader(lease: KeyValue | None, create_revision: int, live: set[int]) -> int
 
 
 class ReplicationReader:
-    """Reads the replicas on demand, at most once every FRESH_S.
-
-    Connects to etcd on the first read.
-    """
+    """Reads the replicas on demand, at most once every FRESH_S. Connects to etcd on the first read."""
 
     def __init__(
         self, endpoints: Sequence[str], options: EtcdOptions, prefix: str, *, clock: Callable[[], float]

@@ -310,8 +310,5 @@ def describe_config(name: str, value: str, source: int) -> dict[str, Any]:
 
 
 def controller_id(broker: Broker) -> int:
-    """Return the lowest live broker id, or -1.
-
-    Every broker acts as controller, and all name the same one.
-    """
+    """Return the lowest live broker id, or -1. Every broker acts as controller, and all name the same one."""
     return min(broker.view.brokers, default=-1)
