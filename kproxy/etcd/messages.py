@@ -160,7 +160,7 @@ def watch_event(event: Any) -> WatchEvent:
 # enum Event.EventType
 _DELETE = 1
 # enum Compare.CompareTarget
-_CREATE, _MOD, _VALUE, _LEASE = 1, 2, 3, 4
+_CREATE, _MOD, _LEASE = 1, 2, 4
 # enum Compare.CompareResult
 _LESS = 2
 
@@ -195,10 +195,6 @@ def prefix_unchanged_since(prefix: str, revision: int) -> TxnCompare:
     start, end = encode_key(prefix), prefix_end(prefix)
     compare = rpc.Compare(target=_MOD, result=_LESS, key=start, range_end=end, mod_revision=revision + 1)
     return TxnCompare(compare)
-
-
-def value_is(key: str, value: bytes) -> TxnCompare:
-    return TxnCompare(rpc.Compare(target=_VALUE, key=encode_key(key), value=value))
 
 
 def lease_is(key: str, lease_id: int) -> TxnCompare:

@@ -39,8 +39,11 @@ class Hosted:
     high_watermark: int = 0
     leadership: Leadership = NO_LEADERSHIP
     topic: str = "t"
-    partition_index: int = 0
     is_at_rest: bool = False
+
+    @property
+    def log_fields(self) -> dict[str, object]:
+        return {"topic": self.topic, "partition": 0}
 
     def note_at_rest(self) -> None:
         self.is_at_rest = True
