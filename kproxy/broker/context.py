@@ -55,11 +55,14 @@ class Request(NamedTuple):
         return self.frame[self.header.body_offset :]
 
     def message(self) -> control.Message:
-        """Decode the body of a small request. Raises CodecError."""
+        """Decode the body of a small request; a field that its version lacks has its default. Raises CodecError."""
         return control.decode_request(self.header.api_key, self.header.api_version, self.body)
 
     def answer(self, **fields: Any) -> Body:
-        """Encode an answer in the version of the request."""
+        """Encode an answer in the version of the request, without the fields that this version lacks.
+
+        A structure that the version lacks raises InvalidField.
+        """
         response = control.build_response(self.header.api_key, self.header.api_version, **fields)
         return [control.encode_response(response)]
 

@@ -36,7 +36,6 @@ from kproxy_codec import error_codes
 _logger = structlog.get_logger(__name__)
 
 _BATCH_VERSION = 4
-_IDENTITY_FROM = 3
 _GROUP = 0
 _CODES = {1: error_codes.CLUSTER_AUTHORIZATION_FAILED}
 _REASONS = {
@@ -49,7 +48,7 @@ async def handle_find_coordinator(broker: Broker, request: Request) -> Body:
     """Answer FindCoordinator for each key."""
     message = request.message()
     version = message.version
-    key_type = message.key_type if version >= 1 else _GROUP
+    key_type = message.key_type
     keys = message.coordinator_keys if version >= _BATCH_VERSION else [message.key]
     if key_type == _GROUP:
         await _make_offsets_topic(broker, keys)
@@ -57,8 +56,6 @@ async def handle_find_coordinator(broker: Broker, request: Request) -> Body:
     if version >= _BATCH_VERSION:
         coordinators = [{"key": key, **each} for key, each in zip(keys, found, strict=True)]
         return request.answer(coordinators=coordinators)
-    if version == 0:
-        del found[0]["error_message"]
     return request.answer(**found[0])
 
 
@@ -98,7 +95,7 @@ async def handle_init_producer_id(broker: Broker, request: Request) -> Body:
     """Answer InitProducerId with a new producer id."""
     message = request.message()
     error_code, producer_id, producer_epoch = error_codes.NONE, -1, -1
-    has_part = message.version >= _IDENTITY_FROM and (message.producer_id == -1) != (message.producer_epoch == -1)
+    has_part = (message.producer_id == -1) != (message.producer_epoch == -1)
     if message.transactional_id == "" or has_part:
         error_code = error_codes.INVALID_REQUEST
     elif message.transactional_id is not None:

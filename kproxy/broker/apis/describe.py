@@ -53,10 +53,9 @@ def handle_metadata(broker: Broker, request: Request) -> Body | Awaitable[Body]:
     message = request.message()
     if not broker.replica_manager.holds_lease:
         return _send_elsewhere(broker, request, message)
-    version = message.version
     names = _names(broker, message)
     missing = [name for name in names if name not in broker.view.topics and check_name(name) is None]
-    may_create = broker.config.auto_create_topics and (version < 4 or message.allow_auto_topic_creation)
+    may_create = broker.config.auto_create_topics and message.allow_auto_topic_creation
     to_create = list(dict.fromkeys(missing)) if may_create and not broker.replica_manager.stopping else []
     if to_create:
         return _create_and_describe(broker, request, message, to_create)
@@ -93,15 +92,11 @@ def _send_elsewhere(broker: Broker, request: Request, message: control.Message) 
     Raises CloseConnection if there is none. Closing is not enough: a Java client that knows this broker as a leader
     reconnects to it first.
     """
-    version = message.version
     others = [each for each in describe_brokers(broker, "node_id") if each["node_id"] != broker.config.node_id]
-    if not others or message.topics is None or not is_flexible(METADATA, version):
+    if not others or message.topics is None or not is_flexible(METADATA, message.version):
         broker.check_knows_cluster()
-    topics: list[dict[str, Any]] = [
-        {"error_code": error_codes.LEADER_NOT_AVAILABLE, "name": asked.name, "partitions": []}
-        | ({"topic_id": asked.topic_id} if version >= 10 else {})
-        for asked in message.topics or ()
-    ]
+    unknown = {"error_code": error_codes.LEADER_NOT_AVAILABLE, "partitions": []}
+    topics = [unknown | {"name": asked.name, "topic_id": asked.topic_id} for asked in message.topics or ()]
     (answer,) = request.answer(brokers=others, cluster_id=broker.cluster_id, topics=topics)
     return [bytes(answer)[:-1] + ASK_ANOTHER]
 
@@ -109,17 +104,17 @@ def _send_elsewhere(broker: Broker, request: Request, message: control.Message) 
 def _describe(broker: Broker, request: Request, message: control.Message) -> Body:
     version = message.version
     if message.topics is None or (version == 0 and not message.topics):
-        topics = [_topic(broker, topic, version) for topic in broker.view.topics.values()]
+        topics = [_topic(broker, topic) for topic in broker.view.topics.values()]
     else:
         # Each topic once, as Kafka answers.
-        once = {(asked.name, asked.topic_id if version >= 10 else None): asked for asked in message.topics}
+        once = {(asked.name, asked.topic_id): asked for asked in message.topics}
         topics = [_asked(broker, asked, version) for asked in once.values()]
-    fields: dict[str, Any] = {"brokers": describe_brokers(broker, "node_id"), "topics": topics}
-    if version >= 1:
-        fields["controller_id"] = controller_id(broker)
-    if version >= 2:
-        fields["cluster_id"] = broker.cluster_id
-    return request.answer(**fields)
+    return request.answer(
+        brokers=describe_brokers(broker, "node_id"),
+        cluster_id=broker.cluster_id,
+        controller_id=controller_id(broker),
+        topics=topics,
+    )
 
 
 def _asked(broker: Broker, asked: control.Message, version: int) -> dict[str, Any]:
@@ -129,12 +124,12 @@ def _asked(broker: Broker, asked: control.Message, version: int) -> dict[str, An
     if asked.name is None:
         found = broker.view.topic_by_id(asked.topic_id.bytes) if asked.topic_id is not None else None
         if found is not None:
-            return _topic(broker, found, version)
+            return _topic(broker, found)
         unknown = error_codes.UNKNOWN_TOPIC_ID
         return {"error_code": unknown, "name": None, "topic_id": asked.topic_id, "partitions": []}
     found = broker.view.topics.get(asked.name)
     if found is not None:
-        return _topic(broker, found, version)
+        return _topic(broker, found)
     return {"error_code": _unknown(asked.name), "name": asked.name, "partitions": []}
 
 
@@ -144,14 +139,14 @@ def _unknown(topic: str) -> int:
     return error_codes.UNKNOWN_TOPIC_OR_PARTITION if legal else error_codes.INVALID_TOPIC_EXCEPTION
 
 
-def _topic(broker: Broker, topic: Topic, version: int) -> dict[str, Any]:
-    partitions = [describe_partition(broker, topic, index) for index in range(len(topic.replicas))]
-    described: dict[str, Any] = {"error_code": error_codes.NONE, "name": topic.name, "partitions": partitions}
-    if version >= 1:
-        described["is_internal"] = topic.name == CONSUMER_OFFSETS
-    if version >= 10:
-        described["topic_id"] = topic.topic_id
-    return described
+def _topic(broker: Broker, topic: Topic) -> dict[str, Any]:
+    return {
+        "error_code": error_codes.NONE,
+        "name": topic.name,
+        "topic_id": topic.topic_id,
+        "is_internal": topic.name == CONSUMER_OFFSETS,
+        "partitions": [describe_partition(broker, topic, index) for index in range(len(topic.replicas))],
+    }
 
 
 _BROKER_ENDPOINTS, _CONTROLLER_ENDPOINTS = 1, 2
@@ -171,7 +166,7 @@ def handle_describe_cluster(broker: Broker, request: Request) -> Body:
     """Answer DescribeCluster with the live brokers."""
     broker.check_knows_cluster()
     message = request.message()
-    if request.header.api_version >= 1 and message.endpoint_type != _BROKER_ENDPOINTS:
+    if message.endpoint_type != _BROKER_ENDPOINTS:
         is_controllers = message.endpoint_type == _CONTROLLER_ENDPOINTS
         return request.answer(
             error_code=error_codes.MISMATCHED_ENDPOINT_TYPE

@@ -46,11 +46,6 @@ _NO_CONSUMER_PROTOCOL = (
 )
 
 
-def _since(version: int, first: int, **fields: Any) -> dict[str, Any]:
-    """Return the fields if the version has them."""
-    return fields if version >= first else {}
-
-
 async def handle_join_group(broker: Broker, request: Request) -> Body:
     """Answer JoinGroup when the member's generation begins."""
     asked = request.message()
@@ -58,7 +53,7 @@ async def handle_join_group(broker: Broker, request: Request) -> Body:
     session_s = asked.session_timeout_ms / 1000
     join = Join(
         asked.member_id,
-        asked.group_instance_id if version >= 5 else None,
+        asked.group_instance_id,
         (client_id(request.frame) or b"").decode(errors="replace"),
         session_s,
         asked.rebalance_timeout_ms / 1000 if version >= 1 else session_s,
@@ -69,7 +64,7 @@ async def handle_join_group(broker: Broker, request: Request) -> Body:
     )
     joined = await broker.groups.join(asked.group_id, join)
     members = [
-        {"member_id": member_id, "metadata": metadata} | _since(version, 5, group_instance_id=instance_id)
+        {"member_id": member_id, "metadata": metadata, "group_instance_id": instance_id}
         for member_id, instance_id, metadata in joined.members
     ]
     return request.answer(
@@ -79,8 +74,8 @@ async def handle_join_group(broker: Broker, request: Request) -> Body:
         leader=joined.leader,
         member_id=joined.member_id,
         members=members,
-        **_since(version, 7, protocol_type=joined.protocol_type),
-        **_since(version, 9, skip_assignment=joined.skip_assignment),
+        protocol_type=joined.protocol_type,
+        skip_assignment=joined.skip_assignment,
     )
 
 
@@ -92,15 +87,19 @@ async def handle_sync_group(broker: Broker, request: Request) -> Body:
         asked.group_id,
         Sync(
             asked.member_id,
-            asked.group_instance_id if version >= 3 else None,
+            asked.group_instance_id,
             asked.generation_id,
             asked.protocol_type or "" if version >= 5 else None,
             asked.protocol_name or "" if version >= 5 else None,
             {each.member_id: bytes(each.assignment) for each in asked.assignments},
         ),
     )
-    protocol = _since(version, 5, protocol_type=synced.protocol_type, protocol_name=synced.protocol)
-    return request.answer(error_code=synced.error_code, assignment=synced.assignment, **protocol)
+    return request.answer(
+        error_code=synced.error_code,
+        assignment=synced.assignment,
+        protocol_type=synced.protocol_type,
+        protocol_name=synced.protocol,
+    )
 
 
 def handle_consumer_group_heartbeat(broker: Broker, request: Request) -> Body:
@@ -111,8 +110,7 @@ def handle_consumer_group_heartbeat(broker: Broker, request: Request) -> Body:
 def handle_heartbeat(broker: Broker, request: Request) -> Body:
     """Answer Heartbeat."""
     asked = request.message()
-    instance_id = asked.group_instance_id if asked.version >= 3 else None
-    error_code = broker.groups.heartbeat(asked.group_id, asked.member_id, instance_id, asked.generation_id)
+    error_code = broker.groups.heartbeat(asked.group_id, asked.member_id, asked.group_instance_id, asked.generation_id)
     return request.answer(error_code=error_code)
 
 
@@ -137,15 +135,14 @@ async def handle_offset_commit(broker: Broker, request: Request) -> Body:
     version = asked.version
     ids = _name_topics(broker, asked.topics, version)
     now_ms = wall_ms()
-    keeps_ms = asked.retention_time_ms if version <= 4 else -1
-    expires_ms = now_ms + keeps_ms if keeps_ms >= 0 else -1
+    expires_ms = now_ms + asked.retention_time_ms if asked.retention_time_ms >= 0 else -1
     commits = [
         Commit(
             topic.name,
             each.partition_index,
             CommittedOffset(
                 each.committed_offset,
-                each.committed_leader_epoch if version >= 6 else -1,
+                each.committed_leader_epoch,
                 each.committed_metadata or "",
                 now_ms,
                 expires_ms,
@@ -155,8 +152,7 @@ async def handle_offset_commit(broker: Broker, request: Request) -> Body:
         for topic in asked.topics
         for each in topic.partitions
     ]
-    instance_id = asked.group_instance_id if version >= 7 else None
-    member = (asked.member_id, instance_id, asked.generation_id_or_member_epoch)
+    member = (asked.member_id, asked.group_instance_id, asked.generation_id_or_member_epoch)
     error_code, results = await broker.groups.commit(asked.group_id, member, commits)
     if error_code == error_codes.GROUP_ID_NOT_FOUND and version < 9:
         error_code = error_codes.ILLEGAL_GENERATION
@@ -234,10 +230,10 @@ async def _fetched(broker: Broker, asked: control.Message, version: int) -> dict
     error_code, found = await broker.groups.fetch(asked.group_id, wanted)
     if wanted is None and ids is not None:
         ids = {name: topic.topic_id for name, topic in broker.view.topics.items()}
-    return {"error_code": error_code, "topics": [] if error_code else _identified(_offsets(found, version), ids)}
+    return {"error_code": error_code, "topics": [] if error_code else _identified(_offsets(found), ids)}
 
 
-def _offsets(found: Mapping[tuple[str, int], CommittedOffset | None], version: int) -> list[dict[str, Any]]:
+def _offsets(found: Mapping[tuple[str, int], CommittedOffset | None]) -> list[dict[str, Any]]:
     by_topic: dict[str, list[dict[str, Any]]] = {}
     for (topic, index), kept in found.items():
         committed = kept or _NO_OFFSET
@@ -247,7 +243,7 @@ def _offsets(found: Mapping[tuple[str, int], CommittedOffset | None], version: i
                 "committed_offset": committed.offset,
                 "metadata": committed.metadata,
                 "error_code": error_codes.UNKNOWN_TOPIC_ID if topic.startswith(_NAMELESS) else error_codes.NONE,
-                **_since(version, 5, committed_leader_epoch=committed.leader_epoch),
+                "committed_leader_epoch": committed.leader_epoch,
             }
         )
     return [{"name": topic, "partitions": partitions} for topic, partitions in by_topic.items()]
@@ -265,14 +261,16 @@ async def handle_offset_delete(broker: Broker, request: Request) -> Body:
 def handle_list_groups(broker: Broker, request: Request) -> Body:
     """Answer ListGroups with this broker's groups."""
     asked = request.message()
-    version = asked.version
-    states = {each.lower() for each in asked.states_filter} if version >= 4 else set()
-    types = {each.lower() for each in asked.types_filter} if version >= 5 else set()
+    states = {each.lower() for each in asked.states_filter}
+    types = {each.lower() for each in asked.types_filter}
     error_code, groups = broker.groups.listed()
     listed = [
-        {"group_id": group.group_id, "protocol_type": group.protocol_type}
-        | _since(version, 4, group_state=group.state.value)
-        | _since(version, 5, group_type=_CLASSIC)
+        {
+            "group_id": group.group_id,
+            "protocol_type": group.protocol_type,
+            "group_state": group.state.value,
+            "group_type": _CLASSIC,
+        }
         for group in groups
         if (not states or group.state.value.lower() in states) and (not types or _CLASSIC in types)
     ]
@@ -294,13 +292,13 @@ def _described(broker: Broker, group_id: str, version: int) -> dict[str, Any]:
             "group_state": found.state.value,
             "protocol_type": found.protocol_type,
             "protocol_data": _protocol(found) or "",
-            "members": list(_members(found, version)),
+            "members": list(_members(found)),
         }
     described = {"group_id": group_id, "group_state": "", "protocol_type": "", "protocol_data": "", "members": []}
     if found == error_codes.GROUP_ID_NOT_FOUND:
         described["group_state"] = "Dead"
-        message = _since(version, 6, error_message=f"there is no group {group_id}")
-        return described | {"error_code": found if version >= 6 else error_codes.NONE} | message
+        described["error_message"] = f"there is no group {group_id}"
+        return described | {"error_code": found if version >= 6 else error_codes.NONE}
     return described | {"error_code": found}
 
 
@@ -308,7 +306,7 @@ def _protocol(group: Group) -> str | None:
     return group.protocol if group.state is State.STABLE else None
 
 
-def _members(group: Group, version: int) -> Iterable[dict[str, Any]]:
+def _members(group: Group) -> Iterable[dict[str, Any]]:
     for member in group.members.values():
         yield {
             "member_id": member.member_id,
@@ -316,7 +314,7 @@ def _members(group: Group, version: int) -> Iterable[dict[str, Any]]:
             "client_host": "",
             "member_metadata": member.metadata(_protocol(group)),
             "member_assignment": member.assignment,
-            **_since(version, 4, group_instance_id=member.instance_id),
+            "group_instance_id": member.instance_id,
         }
 
 

@@ -76,7 +76,7 @@ def _created(
         factor = len(topic.replicas[0])
         configs = describe_topic_configs(broker, topic.configs, factor)
         result |= {"num_partitions": len(topic.replicas), "replication_factor": factor, "configs": configs}
-    if version >= 7 and is_there:
+    if is_there:
         result["topic_id"] = topic.topic_id
     return result
 
@@ -88,11 +88,11 @@ async def handle_delete_topics(broker: Broker, request: Request) -> Body:
         asked = [(each.name, each.topic_id) for each in message.topics]
     else:
         asked = [(name, None) for name in message.topic_names]
-    responses = [await _delete(broker, name, topic_id, message.version) for name, topic_id in asked]
+    responses = [await _delete(broker, name, topic_id) for name, topic_id in asked]
     return request.answer(responses=responses)
 
 
-async def _delete(broker: Broker, name: str | None, topic_id: Any, version: int) -> dict[str, Any]:
+async def _delete(broker: Broker, name: str | None, topic_id: Any) -> dict[str, Any]:
     topic = broker.view.topics.get(name) if name is not None else broker.view.topic_by_id(topic_id.bytes)
     if name is not None and topic_id is not None and topic_id.int:
         topic, outcome = None, TopicOutcome(error_codes.INVALID_REQUEST, "a topic is named by its name or its id")
@@ -102,9 +102,9 @@ async def _delete(broker: Broker, name: str | None, topic_id: Any, version: int)
         outcome = TopicOutcome(error_codes.UNKNOWN_TOPIC_OR_PARTITION, f"there is no topic {name}")
     else:
         outcome = TopicOutcome(error_codes.UNKNOWN_TOPIC_ID, f"there is no topic {topic_id}")
-    response: dict[str, Any] = {"name": topic.name if topic is not None else name, "error_code": outcome.error_code}
-    if version >= 5:
-        response["error_message"] = outcome.error_message
-    if version >= _TOPIC_ID_VERSION:
-        response["topic_id"] = topic.topic_id if topic is not None else topic_id
-    return response
+    return {
+        "name": topic.name if topic is not None else name,
+        "topic_id": topic.topic_id if topic is not None else topic_id,
+        "error_code": outcome.error_code,
+        "error_message": outcome.error_message,
+    }
