@@ -107,8 +107,7 @@ class OwnMember:
         try:
             while True:
                 try:
-                    await self._enter()
-                    await self._stay()
+                    await self._stay(await self._enter())
                 except EtcdError as error:
                     log.warning("member not registered", reason=str(error))
                 await self._leave()
@@ -116,7 +115,7 @@ class OwnMember:
         finally:
             await self._leave()
 
-    async def _enter(self) -> None:
+    async def _enter(self) -> LeaseFence:
         sent_at = self._clock()
         lease = await self._client.lease_grant(self._ttl_s)
         fence = LeaseFence(lease.lease_id, self._clock)
@@ -125,17 +124,15 @@ class OwnMember:
         self._fence = fence
         await self._put(fence)
         self._on_entered()
+        return fence
 
     async def _put(self, fence: LeaseFence) -> None:
         seen, unsettled = self._state()
         value = encode_value(MemberValue(*self._address, seen, unsettled, self._writer_groups))
         await self._client.put(self._keys.member(_name(fence)), value, lease_id=fence.lease_id)
 
-    async def _stay(self) -> None:
+    async def _stay(self, fence: LeaseFence) -> None:
         """Wait until the lease is no longer certain to live. Raises EtcdError if the reason is not known."""
-        fence = self._fence
-        if fence is None:
-            return
         keeper = asyncio.create_task(
             lease_keep_alive(self._client, fence.lease_id, clock=self._clock, on_renewed=fence.renew)
         )

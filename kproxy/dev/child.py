@@ -77,9 +77,9 @@ class Child:
     async def start(self) -> None:
         """Start the process, without waiting until it is ready."""
         self._log_size = self.log_path.stat().st_size if self.log_path.exists() else 0
-        self._ready = asyncio.get_running_loop().create_future()
+        ready = self._ready = asyncio.get_running_loop().create_future()
         # -P: imports must not depend on the files in the working directory.
-        self._process = await spawn(
+        process = self._process = await spawn(
             sys.executable,
             *("-P", "-m", "kproxy", *self._arguments),
             stdin=asyncio.subprocess.DEVNULL,
@@ -94,8 +94,8 @@ class Child:
             limit=MAX_READY_LINE_BYTES,
         )
         self._tasks = [
-            asyncio.create_task(self._read_stdout(), name=f"{self.name} stdout"),
-            asyncio.create_task(self._read_stderr(), name=f"{self.name} stderr"),
+            asyncio.create_task(self._read_stdout(process, ready), name=f"{self.name} stdout"),
+            asyncio.create_task(self._read_stderr(process), name=f"{self.name} stderr"),
         ]
 
     async def wait_ready(self, timeout_s: float) -> dict[str, str]:
@@ -152,10 +152,8 @@ class Child:
         lines = _COLOURS.sub("", self._tail.decode("utf-8", "replace")).splitlines()
         return [line for line in lines if line.strip()][-count:]
 
-    async def _read_stdout(self) -> None:
-        process, ready = self._process, self._ready
-        if process is None or process.stdout is None or ready is None:
-            raise RuntimeError(f"{self.name} has not been started")
+    async def _read_stdout(self, process: asyncio.subprocess.Process, ready: asyncio.Future[dict[str, str]]) -> None:
+        assert process.stdout is not None  # noqa: S101 - a pipe
         try:
             line = (await process.stdout.readline()).decode("utf-8", "replace")
         except ValueError:  # longer than any ready line
@@ -179,10 +177,9 @@ class Child:
             f"the {self.name} ended while it started (status {status}): {line}its log is {self.log_path}."
         )
 
-    async def _read_stderr(self) -> None:
-        if self._process is None or self._process.stderr is None:
-            raise RuntimeError(f"{self.name} has not been started")
-        while data := await self._process.stderr.read(1 << 16):
+    async def _read_stderr(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stderr is not None  # noqa: S101 - a pipe
+        while data := await process.stderr.read(1 << 16):
             self._tail += data
             del self._tail[:-TAIL_BYTES]
             if self._log_problem is None:

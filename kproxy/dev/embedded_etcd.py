@@ -212,7 +212,7 @@ class EmbeddedEtcd:
         log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
         with self.log_path.open("ab") as log_file:
             try:
-                self._process = await spawn(
+                process = self._process = await spawn(
                     str(binary),
                     *arguments,
                     stdin=asyncio.subprocess.DEVNULL,
@@ -226,21 +226,18 @@ class EmbeddedEtcd:
         try:
             self._guard = await spawn(
                 "/bin/sh",
-                *("-c", _GUARD, "kproxy-etcd-guard", str(self._process.pid)),
+                *("-c", _GUARD, "kproxy-etcd-guard", str(process.pid)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.DEVNULL,
                 start_new_session=True,
             )
-            await self._wait_healthy(client_url, log_start)
+            await self._wait_healthy(process, client_url, log_start)
         except BaseException:
             await self._end_children()
             raise
 
-    async def _wait_healthy(self, client_url: str, log_start: int) -> None:
-        process = self._process
-        if process is None:
-            raise RuntimeError("this etcd has not been started")
+    async def _wait_healthy(self, process: asyncio.subprocess.Process, client_url: str, log_start: int) -> None:
         ended = asyncio.ensure_future(process.wait())
         answers = asyncio.ensure_future(self._wait_for_answer(client_url, log_start))
         try:
