@@ -47,6 +47,7 @@ import enum
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import structlog
@@ -145,19 +146,17 @@ class _Restored(EtcdError):
     """The history in etcd is not the mirrored one."""
 
 
+@dataclass(slots=True, eq=False)
 class _Watched:
     """One prefix, or with `exact` one key.
 
     `seen` is defined by invariant 1; `delivered` is the highest revision of any event handed over.
     """
 
-    __slots__ = ("delivered", "exact", "prefix", "seen")
-
-    def __init__(self, prefix: str, *, exact: bool = False) -> None:
-        self.prefix = prefix
-        self.exact = exact
-        self.seen = 0
-        self.delivered = 0
+    prefix: str
+    exact: bool = False
+    seen: int = 0
+    delivered: int = 0
 
 
 class PrefixMirror:

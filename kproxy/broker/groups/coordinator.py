@@ -29,6 +29,7 @@ import itertools
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -102,16 +103,14 @@ class _Failed(NamedTuple):
 _Answer = Joined | Synced | _Failed
 
 
+@dataclass(slots=True, eq=False)
 class _Entry:
     """A group, what the journal has of it, the offset of its last record, and when the timer looks at it."""
 
-    __slots__ = ("due_at", "group", "last_offset", "record")
-
-    def __init__(self, group: Group, last_offset: int = -1, record: bytes | None = None) -> None:
-        self.group = group
-        self.last_offset = last_offset
-        self.record = record
-        self.due_at = NEVER
+    group: Group
+    last_offset: int = -1
+    record: bytes | None = None
+    due_at: float = NEVER
 
 
 class _Shard:

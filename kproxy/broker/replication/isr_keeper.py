@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 
 import structlog
@@ -35,15 +36,13 @@ from kproxy.broker.replication.partition_replication import WAITER_SWEEP_INTERVA
 from kproxy.etcd import EtcdClient, EtcdError, create_revision_is, get_op, mod_revision_is, put_op
 
 
+@dataclass(slots=True, eq=False)
 class _Follower:
     """One follower. `back_at` is when it last stopped being gone, on the loop's clock."""
 
-    __slots__ = ("back_at", "timer", "times_gone")
-
-    def __init__(self) -> None:
-        self.times_gone = 0
-        self.back_at = float("-inf")
-        self.timer: asyncio.TimerHandle | None = None
+    times_gone: int = 0
+    back_at: float = float("-inf")
+    timer: asyncio.TimerHandle | None = None
 
 
 class FollowerPresence:

@@ -35,6 +35,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from kproxy.broker.context import Body, Broker, CloseConnection, Request
@@ -77,16 +78,14 @@ Answered = tuple[bytes, PartitionFetched]
 """A topic's id, and the result for one of its partitions."""
 
 
+@dataclass(slots=True, eq=False)
 class _Question:
     """An open question. `refused` is the answer if there are no records to return."""
 
-    __slots__ = ("asked", "owner", "refused", "told")
-
-    def __init__(self, owner: OpenFetches, asked: Asked, told: tuple[int, int]) -> None:
-        self.owner = owner
-        self.asked = asked
-        self.told = told
-        self.refused: PartitionFetched | None = None
+    owner: OpenFetches
+    asked: Asked
+    told: tuple[int, int]
+    refused: PartitionFetched | None = None
 
     @property
     def key(self) -> _Key:
