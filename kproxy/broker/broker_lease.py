@@ -37,11 +37,7 @@ _logger = structlog.get_logger(__name__)
 
 
 class IdInUse(Exception):
-    """Another process holds the broker's key and listens at `address`."""
-
-    def __init__(self, address: str) -> None:
-        super().__init__(address)
-        self.address = address
+    """Another process holds the broker's key; the message is the key's value."""
 
 
 class BrokerLease:

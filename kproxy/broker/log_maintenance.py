@@ -83,8 +83,7 @@ class LogMaintenance:
             due = [log for log in logs if log.is_dirty or log.flush_under_way]
         else:
             due = [log for log in logs if log.is_dirty and log.options.flush == "interval"]
-        if due:
-            await self._run_in_threads(_flush, due)
+        await self._run_in_threads(_flush, due)
         for replica in self._restless():
             if (
                 replica.log.failure is not None
@@ -112,7 +111,7 @@ class LogMaintenance:
                 wanted.append((log, high_watermark, leadership, state))
             elif is_flushed_only_at_end or not log.is_dirty:
                 replica.note_at_rest()
-        await self._write_checkpoints(wanted)
+        await self._run_in_threads(_checkpoint, wanted)
 
     async def remove_old_segments(self) -> None:
         """Apply retention."""
@@ -124,7 +123,8 @@ class LogMaintenance:
                 await asyncio.sleep(0)
         # An empty log has its leader epoch only in its checkpoint.
         usable = [each for each in shortened if _is_usable(each.log)]
-        await self._write_checkpoints([(each.log, each.high_watermark, each.leadership, None) for each in usable])
+        wanted = [(each.log, each.high_watermark, each.leadership, None) for each in usable]
+        await self._run_in_threads(_checkpoint, wanted)
 
     def _shorten(self, replica: Partition) -> bool:
         try:
@@ -140,12 +140,10 @@ class LogMaintenance:
             )
         return removed > 0
 
-    async def _write_checkpoints(self, wanted: Sequence[_Wanted]) -> None:
-        if wanted:
-            await self._run_in_threads(_checkpoint, wanted)
-
     async def _run_in_threads(self, work: Callable[[Sequence[_Share]], None], due: Sequence[_Share]) -> None:
         """Share the work among the threads: a disk flushes many small files almost as fast as one."""
+        if not due:
+            return
         loop = asyncio.get_running_loop()
         async with self._work_lock:
             shares = [due[first::THREADS] for first in range(min(THREADS, len(due)))]

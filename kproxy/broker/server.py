@@ -245,7 +245,7 @@ class _Server:
             await self._when_etcd_answers(self._secret.load)
         except IdInUse as error:
             raise StartupError(
-                f"another broker with --node-id {self._config.node_id} is alive ({error.address}): "
+                f"another broker with --node-id {self._config.node_id} is alive ({error}): "
                 f"stop it or give another --node-id"
             ) from error
         except EtcdMisused as error:
@@ -457,7 +457,7 @@ class _Server:
                 try:
                     fence = await lease.establish(self._config.lease_ttl_s + PREDECESSOR_SLACK_S)
                 except IdInUse as error:
-                    _logger.error("broker id in use by another process", other=error.address)
+                    _logger.error("broker id in use by another process", other=str(error))
                 except EtcdError as error:
                     _logger.warning("lease not regained", reason=str(error))
                     await asyncio.sleep(RECLAIM_PAUSE_S)

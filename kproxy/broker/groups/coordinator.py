@@ -29,7 +29,7 @@ import itertools
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -113,16 +113,16 @@ class _Entry:
     due_at: float = NEVER
 
 
+@dataclass(slots=True, eq=False)
 class _Shard:
     """The groups of one led partition, and its journal."""
 
-    def __init__(self, partition: Partition) -> None:
-        self.partition = partition
-        self.entries: dict[str, _Entry] = {}
-        self.loading: asyncio.Task[None] | None = None
-        self.last_offset = -1
-        # The size at which the journal is rewritten; None while that is done.
-        self.rewrite_at: int | None = None
+    partition: Partition
+    entries: dict[str, _Entry] = field(default_factory=dict)
+    loading: asyncio.Task[None] | None = None
+    last_offset: int = -1
+    # The size at which the journal is rewritten; None while that is done.
+    rewrite_at: int | None = None
 
     @property
     def is_long(self) -> bool:
