@@ -435,13 +435,9 @@ class _Server:
         if self._lease is not None:
             self._lease.declare_lost(reason)
 
-    def _holds_lease(self) -> bool:
-        fence = self._lease.fence if self._lease is not None else None
-        return fence is not None and fence.is_live()
-
     def _may_fetch(self) -> bool:
         # A replica on a failing disk leaves the ISR.
-        return self._holds_lease() and not self._replica_manager.disk.failure
+        return self._replica_manager.holds_lease and not self._replica_manager.disk.failure
 
     async def _hold(self, lease: BrokerLease) -> None:
         """Hold the lease; when it is lost, drop all leaderships and begin with a new one."""

@@ -374,7 +374,7 @@ class DevCluster:
         arguments += ["--prefix", DEFAULT_PREFIX, "--lease-ttl", str(self.lease_ttl_s)]
         arguments += ["--replication-factor", str(self.replication_factor)]
         arguments += ["--data-dir", str(self.data_dir / f"broker-{node_id}")]
-        return self._child(f"broker {node_id}", arguments, f"broker-{node_id}", pipe)
+        return Child(f"broker {node_id}", arguments, self._log_path(f"broker-{node_id}"), pipe)
 
     async def _broker_ready(self, node_id: int, child: Child) -> None:
         # The lease of the broker's former process may not have ended.
@@ -420,9 +420,6 @@ class DevCluster:
         for topic, group in self._writer_groups.items():
             arguments += ["--writer-group", f"{topic}={group}"]
         return arguments
-
-    def _child(self, name: str, arguments: list[str], log_name: str, pipe: ParentPipe) -> Child:
-        return Child(name, arguments, self._log_path(log_name), pipe)
 
     def _log_path(self, log_name: str) -> Path:
         return self.data_dir / "logs" / f"{log_name}.log"
