@@ -147,7 +147,6 @@ class Partition:
         self._append_waiters: set[Callable[[], None]] = set()
         self._high_watermark_waiters: set[Callable[[], None]] = set()
         self.replica = ReplicaKey(settings.node_id, log_id)
-        self._flusher = LogFlusher(log, settings.flush_threads, self._on_flushed)
         self.replication = ReplicationManager(
             self.replica,
             high_watermark=min(max(log.high_watermark_checkpoint, log.log_start_offset), log.log_end_offset),
@@ -158,6 +157,7 @@ class Partition:
             isr_lag_s=settings.isr_lag_s,
             clock=settings.clock,
         )
+        self._flusher = LogFlusher(log, settings.flush_threads, self.replication.log_appended)
 
     @property
     def role(self) -> Role:
@@ -305,9 +305,6 @@ class Partition:
     def _begin_flush(self) -> None:
         if self.log.options.flush == "always":
             self._flusher.begin()
-
-    def _on_flushed(self) -> None:
-        self.replication.log_appended()
 
     def _too_few(self) -> str:
         isr, least = node_ids(self.replication.isr.members), self.replication.min_insync_replicas

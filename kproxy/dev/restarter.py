@@ -84,7 +84,8 @@ class Restarter:
         while True:
             ready_at = time.monotonic()
             end = await self._cluster.ended(part)
-            pause_s = back_off.pause_s(ran_s=time.monotonic() - ready_at, least_s=self._least_pause_s(part, end))
+            least_s = self._cluster.lease_ttl_s + LEASE_SLACK_S if self._others_take_over(part, end) else PAUSE_S
+            pause_s = back_off.pause_s(ran_s=time.monotonic() - ready_at, least_s=least_s)
             if not self._restart or pause_s is None:
                 self._leave(part, end, in_vain=self._restart)
                 return
@@ -118,11 +119,6 @@ class Restarter:
             raise ChildEnded(part, end if end.status != -signal.SIGKILL else end._replace(last_lines=[]))
         why = f"after {MAX_ATTEMPTS} attempts" if in_vain else "because of --no-restart"
         self._say(f"{_how(part, end)} {self._meanwhile(part, end)}It is not started again, {why}.")
-
-    def _least_pause_s(self, part: Part, end: End) -> float:
-        if self._others_take_over(part, end):
-            return self._cluster.lease_ttl_s + LEASE_SLACK_S
-        return PAUSE_S
 
     def _others_take_over(self, part: Part, end: End) -> bool:
         """Whether other brokers lead its partitions once its lease ends. A clean stop gives up the lease at once."""

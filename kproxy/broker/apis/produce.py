@@ -44,13 +44,14 @@ _CONSUMER_OFFSETS = CONSUMER_OFFSETS.encode()
 
 def handle(broker: Broker, request: Request) -> Answer:
     """Append the batches, in one step if no partition must be taken first."""
-    produce = parse_produce(request.frame, request.header)
+    produce, bindings = parse_produce(request.frame, request.header), request.bindings
     broker.name_topics(produce)
     wanted = [(topic.name, topic.partitions) for topic in produce.topics]
 
     def append() -> Answer:
         broker.name_topics(produce)
-        return _append(broker, produce, request.bindings)
+        unknown = _unknown_fences(broker, produce, bindings) if bindings else []
+        return _keep_and_append(broker, produce, bindings, unknown) if unknown else _append(broker, produce, bindings)
 
     return broker.take_then(wanted, append)
 
@@ -64,11 +65,6 @@ class _Pending(NamedTuple):
     at: int
     partition: Partition
     last_offset: int
-
-
-def _append(broker: Broker, produce: PartitionedRequest, bindings: Bindings) -> Answer:
-    unknown = _unknown_fences(broker, produce, bindings) if bindings else []
-    return _keep_and_append(broker, produce, bindings, unknown) if unknown else _append_now(broker, produce, bindings)
 
 
 def _unknown_fences(
@@ -89,11 +85,11 @@ async def _keep_and_append(
 ) -> Body | None:
     await broker.fences.settle_all(unknown, FENCE_TIMEOUT_S)
     broker.name_topics(produce)
-    result = _append_now(broker, produce, bindings)
+    result = _append(broker, produce, bindings)
     return await result if isinstance(result, Awaitable) else result
 
 
-def _append_now(broker: Broker, produce: PartitionedRequest, bindings: Bindings) -> Answer:
+def _append(broker: Broker, produce: PartitionedRequest, bindings: Bindings) -> Answer:
     refused = _refuse_all(produce)
     results: list[AppendResult] = []
     pending: list[_Pending] = []
