@@ -14,7 +14,7 @@ import asyncio
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import structlog
 
@@ -112,13 +112,8 @@ class Change(NamedTuple):
     deleted: Topic | None = None
 
 
-class _Versioned(Protocol):
-    @property
-    def mod_revision(self) -> int: ...
-
-
 _Key = TypeVar("_Key")
-_Entry = TypeVar("_Entry", bound=_Versioned)
+_Entry = TypeVar("_Entry", LiveBroker, Topic, Ownership, PartitionState)
 
 
 class _Table(Generic[_Key, _Entry]):

@@ -58,9 +58,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         *,
         explain: Callable[[CodecError], str] | None = None,
     ) -> None:
-        """Set the callbacks.
-
-        `on_opened` may return False: the connection is closed at once. `on_closed` is called once, when it is gone.
+        """`on_opened` may return False: the connection is closed at once. `on_closed` is called once, when it is gone.
         `on_queued` is called when a request arrives behind one that is being served. `explain` gives the reason to log
         for malformed bytes; None: a client of another protocol is answered in that protocol.
         """

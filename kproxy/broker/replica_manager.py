@@ -91,9 +91,7 @@ class ReplicaManager:
         disk_patience_s: float = float("inf"),
         on_leaders_changed: Callable[[PartitionKey], None] = lambda _: None,
     ) -> None:
-        """Wire the parts.
-
-        `on_identity_lost` is called with a reason when the broker's own key is gone. A partition that this broker has
+        """`on_identity_lost` is called with a reason when the broker's key is gone. A partition that this broker has
         led for `hand_over_after_s` seconds goes back to its first replica, once that is in sync. A partition whose disk
         fails for `disk_patience_s` seconds goes to another replica in sync. `on_leaders_changed`: as in HostedReplicas.
         """
