@@ -177,7 +177,6 @@ class LeaderConnection(asyncio.BufferedProtocol):
         *,
         max_wait_ms: int,
         min_bytes: int,
-        max_bytes: int,
     ) -> asyncio.Future[memoryview]:
         """Fetch topics by id, and withdraw partitions; the future gets the frame for `read_answer`, or LeaderLost."""
         correlation_id = self._awaited.next_id()
@@ -189,7 +188,7 @@ class LeaderConnection(asyncio.BufferedProtocol):
             sender=self._sender,
             max_wait_ms=max_wait_ms,
             min_bytes=min_bytes,
-            max_bytes=max_bytes,
+            max_bytes=MAX_BYTES,
         )
         return self._ask(correlation_id, frame)
 
@@ -502,7 +501,6 @@ class _Fetcher:
             _by_topic_id(withdrawn),
             max_wait_ms=max_wait_ms,
             min_bytes=MIN_BYTES,
-            max_bytes=MAX_BYTES,
         )
         deadline = self._loop.time() + max_wait_ms / 1000 + ANSWER_PATIENCE_S
         taken: list[Partition] = []
@@ -596,7 +594,7 @@ class _Fetcher:
                 raise LeaderLost("no answer in time")
             if hurried is None and (self._to_ask or any(until <= now for until in self._paused.values())):
                 # Its only purpose is to end the wait of the earlier fetch.
-                hurried = connection.fetch((), max_wait_ms=0, min_bytes=0, max_bytes=MAX_BYTES)
+                hurried = connection.fetch((), max_wait_ms=0, min_bytes=0)
         if hurried is None:
             return [answer.result()]
         try:
