@@ -44,7 +44,6 @@ class TlsCredentials:
 
     def __init__(self, options: EtcdOptions) -> None:
         self._options = options
-        self._files: TlsFiles | None = None
         self._stamps: tuple[object, ...] = ()
         self._credentials: Any = None
 
