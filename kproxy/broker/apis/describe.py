@@ -31,6 +31,7 @@ Metadata, versions 0-13
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import Awaitable, Mapping
 from typing import Any
 
@@ -235,16 +236,13 @@ def handle_describe_topic_partitions(broker: Broker, request: Request) -> Body:
     """Answer DescribeTopicPartitions, from the cursor on."""
     broker.check_knows_cluster()
     message = request.message()
-    names = sorted({asked.name for asked in message.topics} or broker.view.topics)
     cursor = message.cursor
-    first_index = 0
-    if cursor is not None:
-        names = [name for name in names if name >= cursor.topic_name]
-        first_index = max(cursor.partition_index, 0) if names[:1] == [cursor.topic_name] else 0
+    first_name, first_index = ("", 0) if cursor is None else (cursor.topic_name, max(cursor.partition_index, 0))
+    names = sorted({asked.name for asked in message.topics} or broker.view.topics)
     left = max(1, min(message.response_partition_limit, MAX_DESCRIBED_PARTITIONS))
     topics: list[dict[str, Any]] = []
     next_cursor = None
-    for name in names:
+    for name in names[bisect_left(names, first_name) :]:
         found = broker.view.topics.get(name)
         if left == 0:
             next_cursor = {"topic_name": name, "partition_index": 0}
@@ -252,8 +250,7 @@ def handle_describe_topic_partitions(broker: Broker, request: Request) -> Body:
         if found is None:
             topics.append({"error_code": _unknown(name), "name": name, "partitions": []})
             continue
-        indexes = range(first_index, len(found.replicas))
-        first_index = 0
+        indexes = range(first_index if name == first_name else 0, len(found.replicas))
         partitions = [describe_partition(broker, found, index) | _NO_ELR for index in indexes[:left]]
         internal = name == CONSUMER_OFFSETS
         topics.append({"name": name, "topic_id": found.topic_id, "is_internal": internal, "partitions": partitions})
