@@ -186,14 +186,10 @@ def _entry(
     result: AppendResult,
     leaders: dict[int, tuple[str, int]],
 ) -> bytes:
+    led, current_leader = None, None
     if result.error_code == error_codes.NONE:
         led = broker.led(topic.name, index)
-        log_start_offset = led.log_start_offset if led is not None else -1
-        return result_entry(
-            version, index, error_codes.NONE, base_offset=result.base_offset, log_start_offset=log_start_offset
-        )
-    current_leader = None
-    if result.error_code == error_codes.NOT_LEADER_OR_FOLLOWER and version >= _LEADER_VERSION:
+    elif result.error_code == error_codes.NOT_LEADER_OR_FOLLOWER and version >= _LEADER_VERSION:
         current_leader = broker.current_leader(topic.name.decode(), index)
         live = broker.view.brokers.get(current_leader[0])
         if live is None or live.node_id == broker.config.node_id:
@@ -204,8 +200,8 @@ def _entry(
         version,
         index,
         result.error_code,
-        base_offset=-1,
-        log_start_offset=-1,
+        base_offset=result.base_offset,
+        log_start_offset=led.log_start_offset if led is not None else -1,
         error_message=result.error_message,
         current_leader=current_leader,
     )
