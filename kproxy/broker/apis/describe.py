@@ -54,20 +54,13 @@ def handle_metadata(broker: Broker, request: Request) -> Body | Awaitable[Body]:
     message = request.message()
     if not broker.replica_manager.holds_lease:
         return _send_elsewhere(broker, request, message)
-    names = _names(broker, message)
+    names = [asked.name for asked in message.topics or () if asked.name is not None]
     missing = [name for name in names if name not in broker.view.topics and check_name(name) is None]
     may_create = broker.config.auto_create_topics and message.allow_auto_topic_creation
     to_create = list(dict.fromkeys(missing)) if may_create and not broker.replica_manager.stopping else []
     if to_create:
         return _create_and_describe(broker, request, message, to_create)
     return _describe(broker, request, message)
-
-
-def _names(broker: Broker, message: control.Message) -> list[str]:
-    """List the requested topics by name; all topics if the request says so."""
-    if message.topics is None or (message.version == 0 and not message.topics):
-        return list(broker.view.topics)
-    return [asked.name for asked in message.topics if asked.name is not None]
 
 
 async def _create_and_describe(
