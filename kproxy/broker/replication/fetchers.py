@@ -54,6 +54,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -279,41 +280,32 @@ _Key = tuple[bytes, int]
 _Thing = TypeVar("_Thing")
 
 
+@dataclass(eq=False)
 class ReplicaFetchers:
-    """Begins and ends fetchers as leaderships change. The caller owns the coroutine `run`."""
+    """Begins and ends fetchers as leaderships change. The caller owns the coroutine `run`.
 
-    def __init__(
-        self,
-        replica: ReplicaKey,
-        view: ClusterView,
-        hosted: Mapping[tuple[bytes, int], Partition],
-        secret: Callable[[], Secret],
-        arena: ReceiveArena,
-        max_answer_bytes: int,
-        *,
-        may_fetch: Callable[[], bool],
-        encryption: Encryption = NO_ENCRYPTION,
-    ) -> None:
-        """`replica` is this broker and its data directory.
+    `replica` is this broker and its data directory. `hosted` is read again after each change, `secret` at each
+    connection. `may_fetch`, called before each request, returns whether our lease is certain to live.
+    """
 
-        `hosted` is read again after each change, `secret` at each connection. `may_fetch`, called before each request,
-        returns whether our lease is certain to live.
-        """
-        self._replica = replica
-        self._view = view
-        self._hosted = hosted
-        self._secret = secret
-        self._arena = arena
-        self._max_answer_bytes = max_answer_bytes
-        self._may_fetch = may_fetch
-        self._encryption = encryption
+    replica: ReplicaKey
+    view: ClusterView
+    hosted: Mapping[tuple[bytes, int], Partition]
+    secret: Callable[[], Secret]
+    arena: ReceiveArena
+    max_answer_bytes: int
+    _: KW_ONLY
+    may_fetch: Callable[[], bool]
+    encryption: Encryption = NO_ENCRYPTION
+
+    def __post_init__(self) -> None:
         self._fetchers: dict[int, _Fetcher] = {}
         self._followed: dict[tuple[bytes, int], tuple[Partition, _Fetcher]] = {}
         # Keys of `hosted` to check again.
         self._stale: set[tuple[bytes, int]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
-        view.subscribe(self._on_change)
+        self.view.subscribe(self._on_change)
 
     def wake(self, key: PartitionKey | None = None) -> None:
         """Check a partition again, or all: it has another leader, none, or another epoch, or was opened or closed.
@@ -321,7 +313,7 @@ class ReplicaFetchers:
         One is enough: thousands of changes come when a broker starts or dies.
         """
         if key is None:
-            self._stale.update(self._hosted, self._followed)
+            self._stale.update(self.hosted, self._followed)
         else:
             self._stale.add((key.topic.encode(), key.partition_index))
         self._changed.set()
@@ -347,11 +339,11 @@ class ReplicaFetchers:
 
     def _assign(self, stale: Iterable[tuple[bytes, int]]) -> None:
         for leader_id, fetcher in list(self._fetchers.items()):
-            leader = self._view.brokers.get(leader_id)
+            leader = self.view.brokers.get(leader_id)
             if leader is None or _address(leader) != _address(fetcher.leader):
                 self._end(leader_id)
         for key in stale:
-            partition = self._hosted.get(key)
+            partition = self.hosted.get(key)
             wanted = self._fetcher_for(partition.leader_id) if partition is not None else None
             before = self._followed.pop(key, None)
             if before is not None and before != (partition, wanted):
@@ -365,8 +357,8 @@ class ReplicaFetchers:
             fetcher.hurry()
 
     def _fetcher_for(self, leader_id: int) -> _Fetcher | None:
-        leader = self._view.brokers.get(leader_id)
-        if leader is None or leader_id == self._replica.node_id:
+        leader = self.view.brokers.get(leader_id)
+        if leader is None or leader_id == self.replica.node_id:
             return None
         return self._fetchers.get(leader_id) or self._begin(leader_id)
 
@@ -374,7 +366,7 @@ class ReplicaFetchers:
         self._fetchers.pop(leader_id).task.cancel()
 
     def _begin(self, leader_id: int) -> _Fetcher:
-        fetcher = _Fetcher(self._view.brokers[leader_id], self._open, self._may_fetch)
+        fetcher = _Fetcher(self.view.brokers[leader_id], self._open, self.may_fetch)
         self._fetchers[leader_id] = fetcher
         self._tasks.add(fetcher.task)
         fetcher.task.add_done_callback(self._ended)
@@ -393,11 +385,11 @@ class ReplicaFetchers:
     async def _open(self, leader: LiveBroker) -> LeaderConnection:
         return await LeaderConnection.open(
             _address(leader),
-            self._encryption,
-            self._replica,
-            self._secret(),
-            arena=self._arena,
-            max_answer_bytes=self._max_answer_bytes,
+            self.encryption,
+            self.replica,
+            self.secret(),
+            arena=self.arena,
+            max_answer_bytes=self.max_answer_bytes,
         )
 
 
