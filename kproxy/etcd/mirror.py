@@ -47,7 +47,7 @@ import enum
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol
 
 import structlog
@@ -159,6 +159,7 @@ class _Watched:
     delivered: int = 0
 
 
+@dataclass(eq=False)
 class PrefixMirror:
     """Mirrors `prefixes`, and the single `keys`, into `listener`.
 
@@ -168,28 +169,21 @@ class PrefixMirror:
     `last_error` says why no change arrives.
     """
 
-    def __init__(
-        self,
-        client: EtcdClient,
-        prefixes: Sequence[str],
-        listener: MirrorListener,
-        *,
-        keys: Sequence[str] = (),
-        clock: Callable[[], float] = time.monotonic,
-        progress_interval_s: float = 2.0,
-        quiet_limit_s: float = 8.0,
-        fragments: bool = False,
-    ) -> None:
-        if not prefixes or len(set(prefixes)) != len(prefixes) or not all(prefixes):
+    client: EtcdClient
+    prefixes: Sequence[str]
+    listener: MirrorListener
+    _: KW_ONLY
+    keys: Sequence[str] = ()
+    clock: Callable[[], float] = time.monotonic
+    progress_interval_s: float = 2.0
+    quiet_limit_s: float = 8.0
+    fragments: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.prefixes or len(set(self.prefixes)) != len(self.prefixes) or not all(self.prefixes):
             raise ValueError("a mirror needs different prefixes, none of them empty")
-        self._client = client
-        self._listener = listener
-        self._clock = clock
-        self._progress_interval_s = progress_interval_s
-        self._quiet_limit_s = quiet_limit_s
-        self._fragments = fragments
         # The position is the watch id, which must be above 0 for etcd.
-        watched = [*map(_Watched, prefixes), *(_Watched(key, exact=True) for key in keys)]
+        watched = [*map(_Watched, self.prefixes), *(_Watched(key, exact=True) for key in self.keys)]
         self._watched = dict(enumerate(watched, start=1))
         self._cluster_id = 0
         self._synced = asyncio.Event()
@@ -242,7 +236,7 @@ class PrefixMirror:
             await self._load()
         else:
             await self._prove_same_history()
-        stream = WatchStream(self._client, write_timeout_s=REQUEST_TIMEOUT_S)
+        stream = WatchStream(self.client, write_timeout_s=REQUEST_TIMEOUT_S)
         try:
             await self._watch(stream)
         finally:
@@ -261,7 +255,7 @@ class PrefixMirror:
     async def _load(self) -> None:
         revision, cluster_id, kvs = 0, 0, Pages()
         for watched in self._watched.values():
-            get = self._client.get_snapshot if watched.exact else self._client.get_prefix
+            get = self.client.get_snapshot if watched.exact else self.client.get_prefix
             page = await get(watched.prefix, revision=revision, into=kvs)
             if cluster_id not in (0, page.cluster_id):
                 raise _Restored("two pages of one load came from different clusters")
@@ -271,9 +265,9 @@ class PrefixMirror:
             watched.seen = watched.delivered = revision
         if self._restored:
             self._restored = False
-            self._listener.on_restored()
-        began = self._clock()
-        taking = self._listener.on_snapshot(Snapshot(revision, cluster_id, kvs))
+            self.listener.on_restored()
+        began = self.clock()
+        taking = self.listener.on_snapshot(Snapshot(revision, cluster_id, kvs))
         if taking is not None:
             await taking
         self._stream_heard_at = self._confirmed_at = began
@@ -283,7 +277,7 @@ class PrefixMirror:
     async def _confirm(self) -> None:
         """Make a linearizable read, which needs a majority, again and again."""
         while True:
-            await asyncio.sleep(self._progress_interval_s)
+            await asyncio.sleep(self.progress_interval_s)
             if self.state is MirrorState.LOADING:
                 continue
             try:
@@ -296,9 +290,9 @@ class PrefixMirror:
 
     async def _prove_same_history(self) -> None:
         """Check that etcd was not restored, by a linearizable read, which unlike a lagging member is never behind."""
-        asked_at, cluster_id = self._clock(), self._cluster_id
+        asked_at, cluster_id = self.clock(), self._cluster_id
         seen = max(watched.seen for watched in self._watched.values())
-        now = await self._client.get_snapshot(self._watched[1].prefix)
+        now = await self.client.get_snapshot(self._watched[1].prefix)
         if cluster_id != self._cluster_id:
             # A load came in between, so this read cannot be compared.
             return
@@ -312,20 +306,20 @@ class PrefixMirror:
     async def _watch(self, stream: WatchStream) -> None:
         for watch_id, watched in self._watched.items():
             await stream.watch(
-                watch_id, watched.prefix, watched.seen + 1, exact=watched.exact, fragments=self._fragments
+                watch_id, watched.prefix, watched.seen + 1, exact=watched.exact, fragments=self.fragments
             )
         self.state = MirrorState.WATCHING
-        quiet_since = self._clock()
+        quiet_since = self.clock()
         while True:
-            message = await stream.read(self._progress_interval_s)
+            message = await stream.read(self.progress_interval_s)
             if self._restored:
                 raise _Restored("etcd was restored, as another read has shown")
             if message is not None:
-                self._stream_heard_at = quiet_since = self._clock()
+                self._stream_heard_at = quiet_since = self.clock()
                 await self._take(message)
-            elif self._clock() - quiet_since >= self._quiet_limit_s:
+            elif self.clock() - quiet_since >= self.quiet_limit_s:
                 raise EtcdUnavailable(
-                    f"etcd at {self._client.endpoints} has sent nothing on a watch for {self._quiet_limit_s:g} s."
+                    f"etcd at {self.client.endpoints} has sent nothing on a watch for {self.quiet_limit_s:g} s."
                 )
             else:
                 await stream.ask_for_sign_of_life(self._watched[1].prefix)
@@ -337,7 +331,7 @@ class PrefixMirror:
         if message.compact_revision:
             raise Compacted(f"etcd has compacted up to revision {message.compact_revision}")
         if message.canceled and message.watch_id != SIGN_OF_LIFE_WATCH_ID:
-            raise EtcdError(f"etcd at {self._client.endpoints} cancelled a watch: {message.cancel_reason}")
+            raise EtcdError(f"etcd at {self.client.endpoints} cancelled a watch: {message.cancel_reason}")
         if message.created:
             return
         # Not earlier: etcd confirms a watch before it refuses it, and a refused watch must not be retried at once.
@@ -366,7 +360,7 @@ class PrefixMirror:
             if last and not message.fragment:
                 watched.seen = max(watched.seen, watched.delivered)
             if events:
-                self._listener.on_events(events, watched.seen)
+                self.listener.on_events(events, watched.seen)
             self._in_turn += len(events)
             if not last or self._in_turn >= CHUNK_EVENTS:
                 self._in_turn = 0
