@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import TypeVar
 
 import structlog
@@ -40,21 +41,17 @@ _Wanted = tuple[Log, int, Leadership, LogState | None]
 _logger = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False)
 class LogMaintenance:
     """Maintains the logs of the replicas that `hosted` yields. The caller owns the coroutine `run`; then `close`."""
 
-    def __init__(
-        self,
-        hosted: Callable[[], Iterable[Partition]],
-        *,
-        flush_interval_s: float,
-        retention_check_interval_s: float,
-        now_ms: Callable[[], int] = wall_ms,
-    ) -> None:
-        self._hosted = hosted
-        self._flush_interval_s = flush_interval_s
-        self._retention_check_interval_s = retention_check_interval_s
-        self._now_ms = now_ms
+    hosted: Callable[[], Iterable[Partition]]
+    _: KW_ONLY
+    flush_interval_s: float
+    retention_check_interval_s: float
+    now_ms: Callable[[], int] = wall_ms
+
+    def __post_init__(self) -> None:
         self._logged_failures: weakref.WeakSet[Log] = weakref.WeakSet()
         self._threads = DiskThreads(THREADS, "log-keeper")
         # Held while the threads work, so that only one works on a log.
@@ -63,9 +60,9 @@ class LogMaintenance:
     async def run(self) -> None:
         """Run the rounds until cancelled."""
         async with asyncio.TaskGroup() as rounds:
-            rounds.create_task(_every(self._flush_interval_s, self.flush))
+            rounds.create_task(_every(self.flush_interval_s, self.flush))
             rounds.create_task(_every(CHECKPOINT_INTERVAL_S, self.checkpoint))
-            rounds.create_task(_every(self._retention_check_interval_s, self.remove_old_segments))
+            rounds.create_task(_every(self.retention_check_interval_s, self.remove_old_segments))
 
     def close(self) -> None:
         """Stop beginning work. The threads finish by themselves; a log may be closed meanwhile."""
@@ -77,7 +74,7 @@ class LogMaintenance:
         Logs with the policy `always` are flushed by their LogFlusher. With `whatever_the_policy` all logs are flushed,
         and running flushes are awaited.
         """
-        replicas = self._hosted() if whatever_the_policy else self._restless()
+        replicas = self.hosted() if whatever_the_policy else self._restless()
         logs = [replica.log for replica in replicas if _is_usable(replica.log)]
         if whatever_the_policy:
             due = [log for log in logs if log.is_dirty or log.flush_under_way]
@@ -99,7 +96,7 @@ class LogMaintenance:
         `is_last`: appends have ended; the next opening begins at the ends of the logs.
         """
         wanted = []
-        for replica in list(self._hosted()) if is_last else self._restless():
+        for replica in list(self.hosted()) if is_last else self._restless():
             log, high_watermark, leadership = replica.log, replica.high_watermark, replica.leadership
             if not _is_usable(log):
                 continue
@@ -116,7 +113,7 @@ class LogMaintenance:
     async def remove_old_segments(self) -> None:
         """Apply retention."""
         shortened = []
-        for replica in list(self._hosted()):
+        for replica in list(self.hosted()):
             if _is_limited(replica.log) and _is_usable(replica.log):
                 if self._shorten(replica):
                     shortened.append(replica)
@@ -128,7 +125,7 @@ class LogMaintenance:
 
     def _shorten(self, replica: Partition) -> bool:
         try:
-            removed = replica.log.remove_old_segments(self._now_ms(), replica.high_watermark)
+            removed = replica.log.remove_old_segments(self.now_ms(), replica.high_watermark)
         except (OSError, LogFailed) as error:
             _logger.error("retention not applied", **replica.log_fields, reason=str(error))
             replica.log_shortened()
@@ -150,7 +147,7 @@ class LogMaintenance:
             await asyncio.gather(*(loop.run_in_executor(self._threads, work, share) for share in shares))
 
     def _restless(self) -> list[Partition]:
-        return [replica for replica in self._hosted() if not replica.is_at_rest]
+        return [replica for replica in self.hosted() if not replica.is_at_rest]
 
 
 async def _every(interval_s: float, do_round: Callable[[], Awaitable[None]]) -> None:

@@ -20,6 +20,7 @@ import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
@@ -36,27 +37,20 @@ log = structlog.get_logger(__name__)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
+@dataclass(eq=False)
 class Child:
-    """`name` is for people; `arguments` follow `python -m kproxy`.
-
-    The child's stderr is written to `log_path`.
+    """`name` is for people; `arguments` follow `python -m kproxy`. The child's stderr is written to `log_path`.
 
     `configuration` is for options without a flag: environment variables by name.
     """
 
-    def __init__(
-        self,
-        name: str,
-        arguments: Sequence[str],
-        log_path: Path,
-        parent: ParentPipe,
-        configuration: Mapping[str, str] | None = None,
-    ) -> None:
-        self.name = name
-        self.log_path = log_path
-        self._arguments = tuple(arguments)
-        self._parent = parent
-        self._configuration = dict(configuration or {})
+    name: str
+    arguments: Sequence[str]
+    log_path: Path
+    parent: ParentPipe
+    configuration: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
         self._tail = bytearray()
         self._log_problem: OSError | None = None
@@ -81,15 +75,15 @@ class Child:
         # -P: imports must not depend on the files in the working directory.
         process = self._process = await spawn(
             sys.executable,
-            *("-P", "-m", "kproxy", *self._arguments),
+            *("-P", "-m", "kproxy", *self.arguments),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env={"KPROXY_LOG_FORMAT": "text"}
             | _environment(os.environ)
-            | self._configuration
-            | {PARENT_FD: str(self._parent.read_fd)},
-            pass_fds=(self._parent.read_fd,),
+            | dict(self.configuration)
+            | {PARENT_FD: str(self.parent.read_fd)},
+            pass_fds=(self.parent.read_fd,),
             start_new_session=True,
             limit=MAX_READY_LINE_BYTES,
         )
