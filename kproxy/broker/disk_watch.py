@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Final
 
 import structlog
@@ -32,29 +33,22 @@ LOOKS = 5
 _logger = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False)
 class DiskWatch:
     """Checks the replicas that `restless` yields at each call of `look`: LOOKS times in `patience_s` seconds.
 
-    These are all replicas whose disk may be in trouble.
+    These are all replicas whose disk may be in trouble. `probe` raises OSError if the disk does not work; it may hang.
+    `on_mended` is called when a replica becomes readable or writable again.
     """
 
-    def __init__(
-        self,
-        restless: Callable[[], Iterable[Partition]],
-        probe: Callable[[], None],
-        patience_s: float,
-        on_mended: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`probe` raises OSError if the disk does not work; it may hang.
+    restless: Callable[[], Iterable[Partition]]
+    probe: Callable[[], None]
+    patience_s: float
+    on_mended: Callable[[], None] = lambda: None
 
-        `on_mended` is called when a replica becomes readable or writable again.
-        """
+    def __post_init__(self) -> None:
         self.failure = ""
-        self.interval_s = patience_s / LOOKS
-        self._restless = restless
-        self._probe = probe
-        self._on_mended = on_mended
-        self._patience_s = patience_s
+        self.interval_s = self.patience_s / LOOKS
         self._threads = DiskThreads(1, "disk-probe")
         self._troubles: dict[Partition, tuple[DiskTrouble, float]] = {}
         self._probing: asyncio.Future[None] | None = None
@@ -67,7 +61,7 @@ class DiskWatch:
         now = asyncio.get_running_loop().time()
         before, self._troubles = self._troubles, {}
         is_mended = False
-        for replica in self._restless():
+        for replica in self.restless():
             failed, trouble = replica.disk_fails, replica.disk_trouble()
             if trouble is not None:
                 known = before.get(replica)
@@ -75,14 +69,14 @@ class DiskWatch:
             # A reopened replica may bring along a failed read, which no look has seen.
             is_mended |= failed and trouble is None
         if is_mended or any(each not in self._troubles and not trouble.flush for each, (trouble, _) in before.items()):
-            self._on_mended()
+            self.on_mended()
         self._given_up = {key: until for key, until in self._given_up.items() if until > now}
-        half_s = self._patience_s / 2
+        half_s = self.patience_s / 2
         if self._probing is not None and now - self._probing_since >= half_s:
             self._fails(f"the disk does not answer for {half_s:g} s")
         is_doubted = any(now - since >= half_s for _, since in self._troubles.values())
         if self._probing is None and (is_doubted or self._given_up or self.failure):
-            self._probing = asyncio.get_running_loop().run_in_executor(self._threads, self._probe)
+            self._probing = asyncio.get_running_loop().run_in_executor(self._threads, self.probe)
             self._probing_since = now
             self._probing.add_done_callback(self._probed)
 
@@ -111,10 +105,10 @@ class DiskWatch:
     def fault_of(self, replica: Partition) -> str:
         """Return the fault of the replica's disk, or an empty string."""
         now = asyncio.get_running_loop().time()
-        if self.failure and now - self._failing_since >= self._patience_s / 2:
+        if self.failure and now - self._failing_since >= self.patience_s / 2:
             return self.failure
         trouble, since = self._troubles.get(replica, (None, now))
-        return trouble.reason if trouble is not None and now - since >= self._patience_s else ""
+        return trouble.reason if trouble is not None and now - since >= self.patience_s else ""
 
     def gave_up(self, key: PartitionKey) -> None:
         """Note that the partition is given up for a disk fault."""
