@@ -113,7 +113,7 @@ class Change(NamedTuple):
 
 
 _Key = TypeVar("_Key")
-_Entry = TypeVar("_Entry", LiveBroker, Topic, Ownership, PartitionState)
+_Entry = TypeVar("_Entry", bound=LiveBroker | Topic | Ownership | PartitionState)
 
 
 class _Table(Generic[_Key, _Entry]):
