@@ -6,8 +6,7 @@ import asyncio
 import random
 
 from kproxy.etcd import EtcdClient, EtcdError, Snapshot, WatchEvent
-from kproxy.etcd.messages import watch_event
-from kproxy.etcd.mirror import WatchStream
+from kproxy.etcd.mirror import WatchStream, watch_event
 from tests.support.waiting import eventually
 
 # A change: its revision, the key, and the value, None for a deletion.

@@ -36,14 +36,10 @@ class Hosted:
     """The part of a partition that its log keeper uses."""
 
     log: Log
+    log_fields: dict[str, object]
     high_watermark: int = 0
     leadership: Leadership = NO_LEADERSHIP
-    topic: str = "t"
     is_at_rest: bool = False
-
-    @property
-    def log_fields(self) -> dict[str, object]:
-        return {"topic": self.topic, "partition": 0}
 
     def note_at_rest(self) -> None:
         self.is_at_rest = True
@@ -111,7 +107,7 @@ class Broker:
 
     def host(self, topic: str = "t", **options: object) -> Hosted:
         log = Log.open(self.directory / topic, options=LogOptions(**{"segment_bytes": 5000, **options}))
-        self.hosted.append(Hosted(log, topic=topic))
+        self.hosted.append(Hosted(log, {"topic": topic, "partition": 0}))
         return self.hosted[-1]
 
 
