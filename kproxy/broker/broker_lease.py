@@ -29,7 +29,7 @@ from collections.abc import Callable
 import structlog
 
 from kproxy.broker.keys import BrokerValue, Keys, encode_value
-from kproxy.etcd import EtcdClient, EtcdError, KeyValue, LeaseLost, key_absent, put_op
+from kproxy.etcd import EtcdClient, EtcdError, LeaseLost, key_absent, put_op
 from kproxy.etcd.lease import Clock, LeaseFence, lease_keep_alive
 
 CLAIM_PAUSE_S = 0.2
@@ -37,11 +37,7 @@ _logger = structlog.get_logger(__name__)
 
 
 class IdInUse(Exception):
-    """Another process holds the broker's key and listens at `address`."""
-
-    def __init__(self, address: str) -> None:
-        super().__init__(address)
-        self.address = address
+    """Another process holds the broker's key; the message is the key's value."""
 
 
 class BrokerLease:
@@ -86,7 +82,7 @@ class BrokerLease:
                     self._lease_id = fence.lease_id
                     return fence
             elif loop.time() >= deadline:
-                raise IdInUse(_address(holder))
+                raise IdInUse(holder.value.decode(errors="replace"))
             await asyncio.sleep(CLAIM_PAUSE_S)
 
     async def _claim(self) -> LeaseFence | None:
@@ -156,7 +152,3 @@ class BrokerLease:
                 await self._client.lease_revoke(lease_id)
             except EtcdError as error:
                 _logger.warning("lease not revoked", reason=str(error))
-
-
-def _address(holder: KeyValue) -> str:
-    return holder.value.decode(errors="replace")

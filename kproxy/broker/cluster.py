@@ -14,7 +14,7 @@ import asyncio
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import structlog
 
@@ -106,31 +106,31 @@ class Change(NamedTuple):
     """
 
     kind: Kind
-    node_id: int = -1
     topic: str = ""
     partition_index: int = -1
+    node_id: int = -1
     deleted: Topic | None = None
 
 
-class _Versioned(Protocol):
-    @property
-    def mod_revision(self) -> int: ...
-
-
 _Key = TypeVar("_Key")
-_Entry = TypeVar("_Entry", bound=_Versioned)
+_Entry = TypeVar("_Entry", bound=LiveBroker | Topic | Ownership | PartitionState)
 
 
 class _Table(Generic[_Key, _Entry]):
-    """The entries of one prefix, by the rest of their keys."""
+    """The entries of one prefix, by the rest of their keys. `change_of` returns the change of a key's entry."""
 
     def __init__(
-        self, prefix: str, parse_key: Callable[[str], _Key], parse_value: Callable[[_Key, KeyValue], _Entry]
+        self,
+        prefix: str,
+        parse_key: Callable[[str], _Key],
+        parse_value: Callable[[_Key, KeyValue], _Entry],
+        change_of: Callable[[_Key], Change],
     ) -> None:
         self.prefix = prefix
         self.entries: dict[_Key, _Entry] = {}
         self._parse_key = parse_key
         self._parse_value = parse_value
+        self._change_of = change_of
         self._mirrored_revision = 0
 
     def clear(self, revision: int) -> None:
@@ -138,8 +138,8 @@ class _Table(Generic[_Key, _Entry]):
         self.entries.clear()
         self._mirrored_revision = revision
 
-    def put(self, kv: KeyValue, *, from_mirror: bool) -> _Key | None:
-        """Apply a put; return the changed key, or None if a newer value is known. Raises ValueError."""
+    def put(self, kv: KeyValue, *, from_mirror: bool) -> tuple[Change, _Entry] | None:
+        """Apply a put; return the change and the new entry, or None if a newer value is known. Raises ValueError."""
         key = self._parse_key(kv.key.removeprefix(self.prefix))
         known = self.entries.get(key)
         if from_mirror:
@@ -149,17 +149,17 @@ class _Table(Generic[_Key, _Entry]):
         if known is not None and known.mod_revision >= kv.mod_revision:
             return None
         self.entries.pop(key, None)
-        self.entries[key] = self._parse_value(key, kv)
-        return key
+        entry = self.entries[key] = self._parse_value(key, kv)
+        return self._change_of(key), entry
 
-    def delete(self, kv: KeyValue) -> tuple[_Key, _Entry] | None:
-        """Apply a deletion; return the removed key and entry. Raises ValueError."""
+    def delete(self, kv: KeyValue) -> tuple[Change, _Entry] | None:
+        """Apply a deletion; return the change and the removed entry. Raises ValueError."""
         self._mirrored_revision = max(self._mirrored_revision, kv.mod_revision)
         key = self._parse_key(kv.key.removeprefix(self.prefix))
         known = self.entries.get(key)
         if known is None or known.mod_revision > kv.mod_revision:
             return None
-        return key, self.entries.pop(key)
+        return self._change_of(key), self.entries.pop(key)
 
 
 class ClusterView:
@@ -167,10 +167,13 @@ class ClusterView:
 
     def __init__(self, keys: Keys) -> None:
         self.keys = keys
-        self._brokers = _Table(keys.brokers, parse_node_id, _parse_broker)
-        self._topics = _Table(keys.topics, str, _parse_topic)
-        self._states = _Table(keys.states, parse_partition, _parse_state)
-        self._owners = _Table(keys.leases, parse_partition, _parse_owner)
+        self._brokers = _Table(
+            keys.brokers, parse_node_id, _parse_broker, lambda node_id: Change(Kind.BROKER, node_id=node_id)
+        )
+        self._topics = _Table(keys.topics, str, _parse_topic, lambda name: Change(Kind.TOPIC, name))
+        self._states = _Table(keys.states, parse_partition, _parse_state, lambda key: Change(Kind.STATE, *key))
+        self._owners = _Table(keys.leases, parse_partition, _parse_owner, lambda key: Change(Kind.OWNER, *key))
+        self._tables: tuple[_Table[Any, Any], ...] = (self._brokers, self._topics, self._states, self._owners)
         self.snapshot_revision = 0
         # By the bytes of topic ids, as in requests: making a UUID costs more than the lookup.
         self._names: dict[bytes, str] = {}
@@ -180,7 +183,7 @@ class ClusterView:
     @property
     def prefixes(self) -> list[str]:
         """The prefixes that a mirror must feed to this view."""
-        return [self.keys.brokers, self.keys.topics, self.keys.states, self.keys.leases]
+        return [table.prefix for table in self._tables]
 
     def subscribe(self, subscriber: Callable[[Change], None]) -> None:
         self._subscribers.append(subscriber)
@@ -242,18 +245,16 @@ class ClusterView:
         self._notify([Change(Kind.RESTORED)])
 
     def on_snapshot(self, snapshot: Snapshot) -> None:
-        self._brokers.clear(snapshot.revision)
-        self._topics.clear(snapshot.revision)
-        self._states.clear(snapshot.revision)
-        self._owners.clear(snapshot.revision)
+        for table in self._tables:
+            table.clear(snapshot.revision)
         self._names.clear()
         self.snapshot_revision = snapshot.revision
         for kv in snapshot.kvs:
-            self._put(kv)
+            self._apply(kv)
         self._notify([Change(Kind.SNAPSHOT)])
 
     def on_events(self, events: list[WatchEvent], revision: int) -> None:
-        changes = [self._delete(event.kv) if event.deleted else self._put(event.kv) for event in events]
+        changes = [self._apply(event.kv, deleted=event.deleted) for event in events]
         self._notify(change for change in changes if change is not None)
 
     def apply_put(self, key: str, value: bytes, *, lease_id: int, revision: int) -> bool:
@@ -261,7 +262,7 @@ class ClusterView:
 
         False if that changes nothing: the mirror was first, perhaps with a newer value.
         """
-        change = self._put(KeyValue(key, value, revision, revision, 1, lease_id), from_mirror=False)
+        change = self._apply(KeyValue(key, value, revision, revision, 1, lease_id), from_mirror=False)
         if change is not None:
             self._notify([change])
         return change is not None
@@ -274,49 +275,24 @@ class ClusterView:
         if changed is not None and not changed.done():
             changed.set_result(None)
 
-    def _put(self, kv: KeyValue, *, from_mirror: bool = True) -> Change | None:
+    def _apply(self, kv: KeyValue, *, deleted: bool = False, from_mirror: bool = True) -> Change | None:
+        # Among brokers, a key of any other kind is refused.
+        table = next((each for each in self._tables if kv.key.startswith(each.prefix)), self._brokers)
         try:
-            if kv.key.startswith(self._owners.prefix):
-                partition = self._owners.put(kv, from_mirror=from_mirror)
-                return None if partition is None else _of_partition(Kind.OWNER, partition)
-            if kv.key.startswith(self._states.prefix):
-                partition = self._states.put(kv, from_mirror=from_mirror)
-                return None if partition is None else _of_partition(Kind.STATE, partition)
-            if kv.key.startswith(self._topics.prefix):
-                name = self._topics.put(kv, from_mirror=from_mirror)
-                if name is None:
-                    return None
-                self._names[self.topics[name].topic_id.bytes] = name
-                return Change(Kind.TOPIC, topic=name)
-            node_id = self._brokers.put(kv, from_mirror=from_mirror)
-            return None if node_id is None else Change(Kind.BROKER, node_id=node_id)
+            applied = table.delete(kv) if deleted else table.put(kv, from_mirror=from_mirror)
         except ValueError as error:
             _logger.warning("etcd key ignored", key=kv.key, reason=str(error))
             return None
-
-    def _delete(self, kv: KeyValue) -> Change | None:
-        try:
-            if kv.key.startswith(self._owners.prefix):
-                owned = self._owners.delete(kv)
-                return None if owned is None else _of_partition(Kind.OWNER, owned[0])
-            if kv.key.startswith(self._states.prefix):
-                stated = self._states.delete(kv)
-                return None if stated is None else _of_partition(Kind.STATE, stated[0])
-            if kv.key.startswith(self._topics.prefix):
-                gone = self._topics.delete(kv)
-                if gone is None:
-                    return None
-                self._names.pop(gone[1].topic_id.bytes, None)
-                return Change(Kind.TOPIC, topic=gone[0], deleted=gone[1])
-            left = self._brokers.delete(kv)
-            return None if left is None else Change(Kind.BROKER, node_id=left[0])
-        except ValueError as error:
-            _logger.warning("etcd key ignored", key=kv.key, reason=str(error))
+        if applied is None:
             return None
-
-
-def _of_partition(kind: Kind, partition: PartitionKey) -> Change:
-    return Change(kind, topic=partition.topic, partition_index=partition.partition_index)
+        change, entry = applied
+        if not isinstance(entry, Topic):
+            return change
+        if deleted:
+            self._names.pop(entry.topic_id.bytes, None)
+            return change._replace(deleted=entry)
+        self._names[entry.topic_id.bytes] = entry.name
+        return change
 
 
 def _parse_broker(node_id: int, kv: KeyValue) -> LiveBroker:
@@ -345,4 +321,5 @@ def _parse_owner(_: PartitionKey, kv: KeyValue) -> Ownership:
 async def get_or_put(client: EtcdClient, key: str, proposal: bytes) -> bytes:
     """Return the value of `key`; put `proposal` if there is none. Raises EtcdError."""
     result = await client.txn([key_absent(key)], [put_op(key, proposal)], [get_op(key)])
-    return proposal if result.succeeded else result.responses[0].kvs[0].value
+    (found,) = result.found
+    return proposal if found is None else found.value

@@ -192,10 +192,10 @@ def topic_config_values(
 
 def topic_settings(configs: Mapping[str, str], replication_factor: int, config: BrokerConfig) -> tuple[int, LogOptions]:
     """Compute min.insync.replicas and the logs' options of a topic, from its checked configurations."""
-    min_insync_replicas = int(configs.get(MIN_INSYNC_REPLICAS, default_min_insync_replicas(replication_factor, config)))
-    return min(min_insync_replicas, replication_factor), LogOptions(
-        int(configs.get(SEGMENT_BYTES, config.segment_bytes)),
+    values = dict(topic_config_values(configs, replication_factor, config))
+    return min(int(values[MIN_INSYNC_REPLICAS]), replication_factor), LogOptions(
+        int(values[SEGMENT_BYTES]),
         config.flush,
-        max(int(configs.get(RETENTION_BYTES, config.retention_bytes)), NO_RETENTION_LIMIT),
-        int(configs.get(RETENTION_MS, config.retention_ms)),
+        max(int(values[RETENTION_BYTES]), NO_RETENTION_LIMIT),
+        int(values[RETENTION_MS]),
     )

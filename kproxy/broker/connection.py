@@ -29,7 +29,7 @@ from typing import cast
 import structlog
 
 from kproxy.address import Address
-from kproxy.broker.context import Bindings, Body, CloseConnection, Request
+from kproxy.broker.context import Answer, Bindings, Body, CloseConnection, Request
 from kproxy_codec.errors import CodecError
 from kproxy_codec.foreign import foreign_protocol
 from kproxy_codec.framing import FrameReader, ReceiveArena, parse_request_header, response_header
@@ -40,7 +40,7 @@ WRITE_HIGH_WATER_BYTES = 1 << 20
 # Up to this size one copy costs less than several writes.
 MAX_JOINED_BYTES = 64 << 10
 
-Serve = Callable[[Request], "Body | Awaitable[Body | None] | None"]
+Serve = Callable[[Request], Answer]
 _logger = structlog.get_logger(__name__)
 
 
@@ -58,9 +58,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         *,
         explain: Callable[[CodecError], str] | None = None,
     ) -> None:
-        """Set the callbacks.
-
-        `on_opened` may return False: the connection is closed at once. `on_closed` is called once, when it is gone.
+        """`on_opened` may return False: the connection is closed at once. `on_closed` is called once, when it is gone.
         `on_queued` is called when a request arrives behind one that is being served. `explain` gives the reason to log
         for malformed bytes; None: a client of another protocol is answered in that protocol.
         """
@@ -149,7 +147,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         else:
             self._answer(request, result)
 
-    def _look_at(self, request: Request) -> Body | Awaitable[Body | None] | None:
+    def _look_at(self, request: Request) -> Answer:
         try:
             return self._serve(request)
         except CloseConnection as error:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kproxy.broker.cluster import ClusterView
 from kproxy.broker.config import BrokerConfig
@@ -15,9 +15,9 @@ from kproxy.broker.partition import Partition
 from kproxy.broker.replica_manager import ReplicaManager
 from kproxy.broker.topics import TopicAdmin
 from kproxy.etcd import IdBlocks
-from kproxy_codec import error_codes
+from kproxy_codec import control, error_codes
 from kproxy_codec.framing import RequestHeader
-from kproxy_codec.partitioned import PartitionedRequest
+from kproxy_codec.partitioned import PartitionedRequest, TopicSpan
 from kproxy_codec.primitives import Buffer
 
 # How long a client's request waits for a broker to take a partition, for etcd to keep a fence, and for the leaders of a
@@ -54,12 +54,27 @@ class Request(NamedTuple):
     def body(self) -> memoryview:
         return self.frame[self.header.body_offset :]
 
+    def message(self) -> control.Message:
+        """Decode the body of a small request; a field that its version lacks has its default. Raises CodecError."""
+        return control.decode_request(self.header.api_key, self.header.api_version, self.body)
+
+    def answer(self, **fields: Any) -> Body:
+        """Encode an answer in the version of the request, without the fields that this version lacks.
+
+        A structure that the version lacks raises InvalidField.
+        """
+        response = control.build_response(self.header.api_key, self.header.api_version, **fields)
+        return [control.encode_response(response)]
+
 
 Body = Sequence[Buffer]
 """The parts of a response body, in order."""
 
-Handler = Callable[["Broker", Request], "Body | Awaitable[Body | None] | None"]
-"""Serves one API. Returns None for no answer (acks=0). Raises CodecError, CloseConnection."""
+Answer = Body | Awaitable[Body | None] | None
+"""An answer, at once or later; None if the request has none (acks=0)."""
+
+Handler = Callable[["Broker", Request], Answer]
+"""Serves one API. Raises CodecError, CloseConnection."""
 
 
 @dataclass
@@ -74,6 +89,12 @@ class Broker:
     producer_ids: IdBlocks
     fences: FenceKeeper
     groups: GroupCoordinator
+
+    def refusal_in(self, request: PartitionedRequest, topic: TopicSpan, partition_index: int) -> int:
+        """Like `refusal`, for a topic that the request may name by an unknown id."""
+        if request.is_nameless(topic):
+            return error_codes.UNKNOWN_TOPIC_ID
+        return self.refusal(topic.name.decode(errors="replace"), partition_index)
 
     def refusal(self, topic: str, partition_index: int) -> int:
         """Return the error code for a partition that this broker does not lead."""
@@ -111,20 +132,18 @@ class Broker:
             found = self.view.topic_by_id(topic.wire)
             topic.name = found.name.encode() if found is not None else topic.wire
 
-    async def take_then(
-        self, takeable: Sequence[PartitionKey], serve: Callable[[], Body | Awaitable[Body | None] | None]
-    ) -> Body | None:
-        """Take partitions for at most TAKE_TIMEOUT_S, then serve the waiting request."""
-        await self.replica_manager.take(takeable, TAKE_TIMEOUT_S)
-        result = serve()
-        return await result if isinstance(result, Awaitable) else result
-
-    def takeable(self, wanted: Sequence[tuple[bytes, Sequence[int]]]) -> list[PartitionKey]:
-        """List the requested partitions that this broker does not lead but might take."""
+    def take_then(self, wanted: Iterable[tuple[bytes, Sequence[int]]], serve: Callable[[], Answer]) -> Answer:
+        """Serve a request, after taking those of its partitions that this broker does not lead but might take."""
         partitions = self.replica_manager.partitions
-        return [
+        takeable = [
             PartitionKey(topic.decode(errors="replace"), index)
             for topic, indexes in wanted
             for index in indexes
             if (topic, index) not in partitions and self.replica_manager.may_take(topic.decode(errors="replace"), index)
         ]
+        return self._take_and_serve(takeable, serve) if takeable else serve()
+
+    async def _take_and_serve(self, takeable: Sequence[PartitionKey], serve: Callable[[], Answer]) -> Body | None:
+        await self.replica_manager.take(takeable, TAKE_TIMEOUT_S)
+        result = serve()
+        return await result if isinstance(result, Awaitable) else result

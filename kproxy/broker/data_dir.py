@@ -65,10 +65,7 @@ class DataDir:
 
     @classmethod
     def open(cls, path: Path, node_id: int) -> DataDir:
-        """Lock the directory and check its owner, creating it if needed.
-
-        Raises StartupError.
-        """
+        """Lock the directory and check its owner, creating it if needed. Raises StartupError."""
         lock_fd = -1
         try:
             path.mkdir(_OWN_USERS, parents=True, exist_ok=True)

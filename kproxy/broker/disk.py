@@ -11,7 +11,7 @@ import time
 import uuid
 from bisect import bisect_left
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Final
 
@@ -67,11 +67,8 @@ class ChangedNames:
 
 def sync_directory(directory: Path) -> None:
     """Flush the names in `directory` to the disk, if the system can; blocks. Raises OSError."""
-    names = ChangedNames(directory)
-    try:
+    with closing(ChangedNames(directory)) as names:
         names.sync()
-    finally:
-        names.close()
 
 
 def read_file(path: Path) -> bytes | None:

@@ -19,59 +19,38 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from typing import Final, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Final
 
 import structlog
 
 from kproxy.broker.disk_threads import DiskThreads
 from kproxy.broker.keys import PartitionKey
+from kproxy.broker.partition import DiskTrouble, Partition
 
 STANDS_BACK_S: Final = 10.0
 LOOKS = 5
 _logger = structlog.get_logger(__name__)
 
 
-class DiskTrouble(NamedTuple):
-    """The fault of a replica's disk; `flush` is the number of a running flush."""
-
-    reason: str
-    flush: int = 0
-
-
-class WatchedReplica(Protocol):
-    """A replica whose disk is watched."""
-
-    @property
-    def disk_fails(self) -> bool: ...
-
-    def disk_trouble(self) -> DiskTrouble | None: ...
-
-
+@dataclass(eq=False)
 class DiskWatch:
     """Checks the replicas whose disk may be in trouble, which `restless` yields.
 
-    Each call of `look` is one check; there are LOOKS in `patience_s` seconds.
+    Each call of `look` is one check; there are LOOKS in `patience_s` seconds. `probe` raises OSError if the disk does not
+    work; it may hang. `on_mended` is called when a replica becomes readable or writable again.
     """
 
-    def __init__(
-        self,
-        restless: Callable[[], Iterable[WatchedReplica]],
-        probe: Callable[[], None],
-        patience_s: float,
-        on_mended: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`probe` raises OSError if the disk does not work; it may hang.
+    restless: Callable[[], Iterable[Partition]]
+    probe: Callable[[], None]
+    patience_s: float
+    on_mended: Callable[[], None] = lambda: None
 
-        `on_mended` is called when a replica becomes readable or writable again.
-        """
+    def __post_init__(self) -> None:
         self.failure = ""
-        self.interval_s = patience_s / LOOKS
-        self._restless = restless
-        self._probe = probe
-        self._on_mended = on_mended
-        self._patience_s = patience_s
+        self.interval_s = self.patience_s / LOOKS
         self._threads = DiskThreads(1, "disk-probe")
-        self._troubles: dict[WatchedReplica, tuple[DiskTrouble, float]] = {}
+        self._troubles: dict[Partition, tuple[DiskTrouble, float]] = {}
         self._probing: asyncio.Future[None] | None = None
         self._probing_since = 0.0
         self._failing_since = 0.0
@@ -82,7 +61,7 @@ class DiskWatch:
         now = asyncio.get_running_loop().time()
         before, self._troubles = self._troubles, {}
         is_mended = False
-        for replica in self._restless():
+        for replica in self.restless():
             failed, trouble = replica.disk_fails, replica.disk_trouble()
             if trouble is not None:
                 known = before.get(replica)
@@ -90,14 +69,14 @@ class DiskWatch:
             # A reopened replica may bring along a failed read, which no look has seen.
             is_mended |= failed and trouble is None
         if is_mended or any(each not in self._troubles and not trouble.flush for each, (trouble, _) in before.items()):
-            self._on_mended()
+            self.on_mended()
         self._given_up = {key: until for key, until in self._given_up.items() if until > now}
-        half_s = self._patience_s / 2
+        half_s = self.patience_s / 2
         if self._probing is not None and now - self._probing_since >= half_s:
             self._fails(f"the disk does not answer for {half_s:g} s")
         is_doubted = any(now - since >= half_s for _, since in self._troubles.values())
         if self._probing is None and (is_doubted or self._given_up or self.failure):
-            self._probing = asyncio.get_running_loop().run_in_executor(self._threads, self._probe)
+            self._probing = asyncio.get_running_loop().run_in_executor(self._threads, self.probe)
             self._probing_since = now
             self._probing.add_done_callback(self._probed)
 
@@ -123,13 +102,13 @@ class DiskWatch:
         """Whether `fault_of` may find a fault in any replica."""
         return bool(self.failure or self._troubles)
 
-    def fault_of(self, replica: WatchedReplica) -> str:
+    def fault_of(self, replica: Partition) -> str:
         """Return the fault of the replica's disk, or an empty string."""
         now = asyncio.get_running_loop().time()
-        if self.failure and now - self._failing_since >= self._patience_s / 2:
+        if self.failure and now - self._failing_since >= self.patience_s / 2:
             return self.failure
         trouble, since = self._troubles.get(replica, (None, now))
-        return trouble.reason if trouble is not None and now - since >= self._patience_s else ""
+        return trouble.reason if trouble is not None and now - since >= self.patience_s else ""
 
     def gave_up(self, key: PartitionKey) -> None:
         """Note that the partition is given up for a disk fault."""

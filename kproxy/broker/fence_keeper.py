@@ -82,10 +82,7 @@ class FenceKeeper:
         return _answer(partition, asked, error_codes.POLICY_VIOLATION if is_lower else error_codes.NONE)
 
     async def settle_all(self, asked: Sequence[tuple[Partition, FenceBinding]], timeout_s: float) -> list[BoundFence]:
-        """Answer each request; 7 REQUEST_TIMED_OUT if it takes too long.
-
-        The next request finds out the result.
-        """
+        """Answer each request; 7 REQUEST_TIMED_OUT if it takes too long. The next request finds out the result."""
         answers = [_answer(*each, error_codes.REQUEST_TIMED_OUT) for each in asked]
         waiting = deque(enumerate(asked))
 
@@ -153,14 +150,14 @@ class FenceKeeper:
             partition.writers.keep(KeptFence(asked.fence, is_owned, result.revision))
             _logger.info("fence kept", **partition.log_fields, fence=asked.fence, is_owned=is_owned)
             return error_codes.NONE
-        lease_kvs, topic_kvs, fence_kvs = (response.kvs for response in result.responses)
-        if not lease_kvs or lease_kvs[0].create_revision != partition.leadership.fencing_token:
+        lease, found_topic, fence = result.found
+        if lease is None or lease.create_revision != partition.leadership.fencing_token:
             self._on_deposed(partition)
             return error_codes.NOT_LEADER_OR_FOLLOWER
-        if not topic_kvs or topic_kvs[0].mod_revision != topic.mod_revision:
+        if found_topic is None or found_topic.mod_revision != topic.mod_revision:
             return error_codes.UNKNOWN_TOPIC_OR_PARTITION
         # The lease is ours, so this broker put it itself, without an answer.
-        partition.writers.keep(kept_fence(fence_kvs, partition.topic_id))
+        partition.writers.keep(kept_fence(fence, partition.topic_id))
         return error_codes.NONE
 
 

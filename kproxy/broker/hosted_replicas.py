@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import structlog
@@ -41,31 +42,26 @@ _ONLY_WAY_OUT = "stop the broker, put the data directory back that was here, sta
 _logger = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False)
 class HostedReplicas:
     """The open replicas, by (topic name as bytes, partition index): open, close, attach to their leaders.
 
     `on_leaders_changed` is called when a follower gets another leader, and when a replica is opened or closed.
     """
 
-    def __init__(
-        self,
-        view: ClusterView,
-        data_dir: DataDir,
-        node_id: int,
-        settings_of: Callable[[Topic, int], ReplicaSettings],
-        on_leaders_changed: Callable[[PartitionKey], None] = lambda _: None,
-    ) -> None:
+    view: ClusterView
+    data_dir: DataDir
+    node_id: int
+    settings_of: Callable[[Topic, int], ReplicaSettings]
+    on_leaders_changed: Callable[[PartitionKey], None] = lambda _: None
+
+    def __post_init__(self) -> None:
         self.hosted: dict[tuple[bytes, int], Partition] = {}
         # Leaderships of closed replicas that are not yet on the disk.
         self._obeyed: dict[tuple[uuid.UUID, int], Leadership] = {}
         self._unreadable: dict[tuple[uuid.UUID, int], Unreadable] = {}
         # The reason, as logged.
         self._not_opened: dict[tuple[uuid.UUID, int], str] = {}
-        self.on_leaders_changed = on_leaders_changed
-        self._view = view
-        self._data_dir = data_dir
-        self._node_id = node_id
-        self._settings_of = settings_of
 
     def get(self, key: PartitionKey) -> Partition | None:
         return self.hosted.get((key.topic.encode(), key.partition_index))
@@ -85,9 +81,9 @@ class HostedReplicas:
         partition = self.get(key)
         if partition is not None:
             return partition
-        settings = self._settings_of(topic, key.partition_index)
+        settings = self.settings_of(topic, key.partition_index)
         try:
-            log, log_id = await self._data_dir.in_thread(partial(self._open_log, key, topic, settings.log_options))
+            log, log_id = await self.data_dir.in_thread(partial(self._open_log, key, topic, settings.log_options))
         except (OSError, LogFailed) as error:
             self._log_not_opened(key, topic, str(error))
             return None
@@ -112,16 +108,16 @@ class HostedReplicas:
         identity = topic.topic_id, key.partition_index
         if self._not_opened.get(identity) != reason:
             self._not_opened[identity] = reason
-            directory = self._data_dir.partition_path(topic.name, key.partition_index)
+            directory = self.data_dir.partition_path(topic.name, key.partition_index)
             advice = _ONLY_REPLICA_WAY_OUT if len(topic.replicas[key.partition_index]) == 1 else _WAY_OUT
             _logger.error("log not opened", **key._asdict(), directory=str(directory), reason=reason, advice=advice)
 
     def _open_log(self, key: PartitionKey, topic: Topic, options: LogOptions | None) -> tuple[Log, uuid.UUID]:
         """Open the log; blocks, so it runs in a thread. Raises OSError, LogFailed."""
         is_only_replica = len(topic.replicas[key.partition_index]) == 1
-        log = self._data_dir.open_log(*key, topic.topic_id, options, is_only_replica=is_only_replica)
+        log = self.data_dir.open_log(*key, topic.topic_id, options, is_only_replica=is_only_replica)
         try:
-            log_id = self._data_dir.log_id_of(topic.topic_id, key.partition_index)
+            log_id = self.data_dir.log_id_of(topic.topic_id, key.partition_index)
             if log_id is None:
                 raise LogFailed(f"the log id of {log.directory} has been removed")
         except BaseException:
@@ -131,9 +127,9 @@ class HostedReplicas:
 
     def _log_if_replaced(self, key: PartitionKey, topic: Topic, partition: Partition) -> None:
         """Log that etcd lists another log of this broker as in sync, whose records are not here."""
-        state = self._view.state(topic, key.partition_index)
-        if state is not None and self._node_id in state.in_sync and partition.replica not in state.isr:
-            others = sorted(set(state.in_sync) - {self._node_id})
+        state = self.view.state(topic, key.partition_index)
+        if state is not None and self.node_id in state.in_sync and partition.replica not in state.isr:
+            others = sorted(set(state.in_sync) - {self.node_id})
             advice = "it is fetched from them" if others else _ONLY_WAY_OUT
             _logger.error("in-sync log lost", **key._asdict(), others_in_sync=others, advice=advice)
 
@@ -161,11 +157,11 @@ class HostedReplicas:
         if partition is None or partition.role is not Role.FOLLOWER:
             return
         before = (partition.leader_id, partition.leader_epoch)
-        topic = self._view.topics.get(key.topic)
-        ownership = self._view.ownership(*key)
-        state = self._view.state(topic, key.partition_index) if topic is not None else None
-        leader_id = self._view.owner(*key)
-        if state is None or ownership is None or leader_id in (NO_LEADER, self._node_id):
+        topic = self.view.topics.get(key.topic)
+        ownership = self.view.ownership(*key)
+        state = self.view.state(topic, key.partition_index) if topic is not None else None
+        leader_id = self.view.owner(*key)
+        if state is None or ownership is None or leader_id in (NO_LEADER, self.node_id):
             partition.follow_nobody()
         else:
             try:

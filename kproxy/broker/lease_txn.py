@@ -67,14 +67,14 @@ class Taken(NamedTuple):
     fence: KeptFence
 
 
-def kept_fence(kvs: Sequence[KeyValue], topic_id: uuid.UUID) -> KeptFence:
+def kept_fence(kv: KeyValue | None, topic_id: uuid.UUID) -> KeptFence:
     """Decode a fence key as read; an earlier topic's fence does not count. Raises ValueError."""
-    if not kvs:
+    if kv is None:
         return KeptFence()
-    value = decode_value(kvs[0].value, FenceValue)
+    value = decode_value(kv.value, FenceValue)
     if value.topic_id != topic_id:
-        return KeptFence(revision=kvs[0].mod_revision)
-    return KeptFence(value.fence, value.is_owned, kvs[0].mod_revision)
+        return KeptFence(revision=kv.mod_revision)
+    return KeptFence(value.fence, value.is_owned, kv.mod_revision)
 
 
 class TakeOver:
@@ -109,21 +109,16 @@ class TakeOver:
         )
         if result.succeeded:
             return Taken(result.revision, state, value, result.revision, self._fence(result))
-        lease_kvs, state_kvs = result.responses[0].kvs, result.responses[1].kvs
-        if not lease_kvs or not state_kvs or lease_kvs[0].lease_id != lease_id:
+        lease, stored, _ = result.found
+        if lease is None or stored is None or lease.lease_id != lease_id:
             return None
-        found = Taken(
-            lease_kvs[0].create_revision,
-            decode_value(state_kvs[0].value, StateValue),
-            state_kvs[0].value,
-            state_kvs[0].mod_revision,
-            self._fence(result),
-        )
-        if found.state.leader_epoch > known_epoch:
+        before = decode_value(stored.value, StateValue)
+        found = Taken(lease.create_revision, before, stored.value, stored.mod_revision, self._fence(result))
+        if before.leader_epoch > known_epoch:
             return found
-        return await self._begin_epoch(lease_id, lease_kvs[0], found, state.leader_epoch)
+        return await self._begin_epoch(lease_id, found, state.leader_epoch)
 
-    async def _begin_epoch(self, lease_id: int, lease: KeyValue, found: Taken, leader_epoch: int) -> Taken | None:
+    async def _begin_epoch(self, lease_id: int, found: Taken, leader_epoch: int) -> Taken | None:
         """Begin another epoch under a lease key with which this broker led before.
 
         No broker may lead twice in one epoch.
@@ -133,15 +128,15 @@ class TakeOver:
         guards = [lease_is(self._lease_key, lease_id), mod_revision_is(self._state_key, found.revision)]
         result = await self._run(guards, [put_op(self._state_key, value)])
         if result.succeeded:
-            return Taken(lease.create_revision, state, value, result.revision, self._fence(result))
-        lease_kvs, state_kvs = result.responses[0].kvs, result.responses[1].kvs
-        if not lease_kvs or lease_kvs[0].lease_id != lease_id or not state_kvs or state_kvs[0].value != value:
+            return Taken(found.token, state, value, result.revision, self._fence(result))
+        lease, stored, _ = result.found
+        if lease is None or lease.lease_id != lease_id or stored is None or stored.value != value:
             return None
-        return Taken(lease_kvs[0].create_revision, state, value, state_kvs[0].mod_revision, self._fence(result))
+        return Taken(lease.create_revision, state, value, stored.mod_revision, self._fence(result))
 
     def _fence(self, result: TxnResult) -> KeptFence:
         try:
-            return kept_fence(result.responses[-1].kvs, self._topic.topic_id)
+            return kept_fence(result.found[-1], self._topic.topic_id)
         except ValueError as error:
             raise ValueError(f"{self._fence_key} in etcd cannot be read: {error}") from error
 

@@ -1,27 +1,10 @@
-"""Flush logs, write checkpoints, apply retention.
+"""Flush logs, write their checkpoints and apply retention periodically.
 
-LogFlusher flushes one log in a thread as it is appended to (flush policy `always`).
+A round of each kind ends before the next of that kind begins. Flushes and checkpoints wait for the disk, so they run in
+threads; retention runs on the event loop, between appends, and waits for no disk. A replica whose log is flushed and
+checkpoint written is put to rest (`Partition.is_at_rest`), and skipped until it changes.
 
-States of a LogFlusher
-  idle      everything is on the disk, or the log has failed or is closed
-  flushing  a thread waits for the disk
-
-Transitions
-  idle     -> flushing   `begin`: something was appended
-  flushing -> flushing   the flush has ended, and more was appended meanwhile
-  flushing -> idle       the flush has ended and nothing was appended; it has failed, and the log with it; `close`
-
-Invariants of a LogFlusher
-1. One flush of a log runs at a time, and it covers everything appended before it began. So a waiter waits for two
-   flushes at most, however many wait.
-2. Waiters are woken at the end of every flush, at its failure, and at the close.
-
-LogMaintenance flushes logs, writes their checkpoints and applies retention periodically. A round of each kind ends
-before the next of that kind begins. Flushes and checkpoints wait for the disk, so they run in threads; retention runs
-on the event loop, between appends, and waits for no disk. A replica whose log is flushed and checkpoint written is put
-to rest (`Partition.is_at_rest`), and skipped until it changes.
-
-Invariants of LogMaintenance
+Invariants
 1. A log that is closed or removed meanwhile is skipped without an error, and never written again.
 2. A log's failure is logged once. A failed log is not flushed again, because the kernel may claim that bytes are
    written which it could not write. Moving the partition to another broker is up to `replica_manager`.
@@ -35,8 +18,8 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import Executor
-from typing import Protocol, TypeVar
+from dataclasses import KW_ONLY, dataclass
+from typing import TypeVar
 
 import structlog
 
@@ -44,6 +27,7 @@ from kproxy.broker.config import NO_RETENTION_LIMIT
 from kproxy.broker.disk_threads import DiskThreads
 from kproxy.broker.leader_epochs import Leadership
 from kproxy.broker.log import Log
+from kproxy.broker.partition import Partition
 from kproxy.broker.producer_state import wall_ms
 from kproxy.broker.segment import LogFailed
 from kproxy.broker.snapshot import LogState
@@ -57,112 +41,17 @@ _Wanted = tuple[Log, int, Leadership, LogState | None]
 _logger = structlog.get_logger(__name__)
 
 
-class LogFlusher:
-    """Flushes `log` in `threads` (None: the loop's own); calls `on_flushed` when more is on the disk."""
-
-    def __init__(self, log: Log, threads: Executor | None, on_flushed: Callable[[], None]) -> None:
-        self._log = log
-        self._threads = threads
-        self._on_flushed = on_flushed
-        self._under_way: asyncio.Future[None] | None = None
-        self._waiters: set[Callable[[], None]] = set()
-
-    @property
-    def is_flushing(self) -> bool:
-        """Whether part of the log is not on the disk yet but may get there."""
-        return self._log.flushed_offset < self._log.log_end_offset and self._log.failure is None
-
-    def begin(self) -> None:
-        """Flush appended records, now or after the running flush."""
-        if self._under_way is None and self.is_flushing:
-            self._under_way = asyncio.get_running_loop().run_in_executor(self._threads, self._flush)
-            self._under_way.add_done_callback(self._ended)
-
-    def _flush(self) -> None:
-        try:
-            self._log.flush()
-        except LogFailed:
-            return  # closed meanwhile, or failed: LogMaintenance logs `log.failure`
-
-    def _ended(self, flush: asyncio.Future[None]) -> None:
-        if flush.cancelled():
-            return
-        self._under_way = None
-        if flush.exception() is not None:
-            _logger.error("flush failed", directory=str(self._log.directory), exc_info=flush.exception())
-        elif self._log.failure is None:
-            self._on_flushed()
-            self.begin()
-        self._wake()
-
-    async def wait(self, offset: int) -> bool:
-        """Wait until `offset` is on the disk; False if the log fails or is closed first."""
-        log = self._log
-        while log.flushed_offset <= offset and log.failure is None:
-            woken = asyncio.get_running_loop().create_future()
-
-            def wake(woken: asyncio.Future[None] = woken) -> None:
-                if not woken.done():
-                    woken.set_result(None)
-
-            self.add_waiter(wake)
-            try:
-                await woken
-            finally:
-                self._waiters.discard(wake)
-        return log.flushed_offset > offset
-
-    def add_waiter(self, wake: Callable[[], None]) -> None:
-        """Call `wake` once, when a flush has ended, even in failure."""
-        self._waiters.add(wake)
-
-    def _wake(self) -> None:
-        woken, self._waiters = self._waiters, set()
-        for wake in woken:
-            wake()
-
-    def close(self) -> None:
-        """Stop waiting: the log is closed. A running flush ends by itself. May be called twice."""
-        if self._under_way is not None:
-            self._under_way.cancel()
-            self._under_way = None
-        self._wake()
-
-
-class MaintainedReplica(Protocol):
-    """A partition whose log is maintained."""
-
-    @property
-    def topic(self) -> str: ...
-    @property
-    def partition_index(self) -> int: ...
-    @property
-    def log(self) -> Log: ...
-    @property
-    def high_watermark(self) -> int: ...
-    @property
-    def leadership(self) -> Leadership: ...
-    @property
-    def is_at_rest(self) -> bool: ...
-    def note_at_rest(self) -> None: ...
-    def log_shortened(self) -> None: ...
-
-
+@dataclass(eq=False)
 class LogMaintenance:
     """Maintains the logs of the replicas that `hosted` yields. The caller owns the coroutine `run`; then `close`."""
 
-    def __init__(
-        self,
-        hosted: Callable[[], Iterable[MaintainedReplica]],
-        *,
-        flush_interval_s: float,
-        retention_check_interval_s: float,
-        now_ms: Callable[[], int] = wall_ms,
-    ) -> None:
-        self._hosted = hosted
-        self._flush_interval_s = flush_interval_s
-        self._retention_check_interval_s = retention_check_interval_s
-        self._now_ms = now_ms
+    hosted: Callable[[], Iterable[Partition]]
+    _: KW_ONLY
+    flush_interval_s: float
+    retention_check_interval_s: float
+    now_ms: Callable[[], int] = wall_ms
+
+    def __post_init__(self) -> None:
         self._logged_failures: weakref.WeakSet[Log] = weakref.WeakSet()
         self._threads = DiskThreads(THREADS, "log-keeper")
         # Held while the threads work, so that only one works on a log.
@@ -171,9 +60,9 @@ class LogMaintenance:
     async def run(self) -> None:
         """Run the rounds until cancelled."""
         async with asyncio.TaskGroup() as rounds:
-            rounds.create_task(_every(self._flush_interval_s, self.flush))
+            rounds.create_task(_every(self.flush_interval_s, self.flush))
             rounds.create_task(_every(CHECKPOINT_INTERVAL_S, self.checkpoint))
-            rounds.create_task(_every(self._retention_check_interval_s, self.remove_old_segments))
+            rounds.create_task(_every(self.retention_check_interval_s, self.remove_old_segments))
 
     def close(self) -> None:
         """Stop beginning work. The threads finish by themselves; a log may be closed meanwhile."""
@@ -185,14 +74,13 @@ class LogMaintenance:
         Logs with the policy `always` are flushed by their LogFlusher. With `whatever_the_policy` all logs are flushed,
         and running flushes are awaited.
         """
-        replicas = self._hosted() if whatever_the_policy else self._restless()
+        replicas = self.hosted() if whatever_the_policy else self._restless()
         logs = [replica.log for replica in replicas if _is_usable(replica.log)]
         if whatever_the_policy:
             due = [log for log in logs if log.is_dirty or log.flush_under_way]
         else:
             due = [log for log in logs if log.is_dirty and log.options.flush == "interval"]
-        if due:
-            await self._run_in_threads(_flush, due)
+        await self._run_in_threads(_flush, due)
         for replica in self._restless():
             if (
                 replica.log.failure is not None
@@ -200,7 +88,7 @@ class LogMaintenance:
                 and replica.log not in self._logged_failures
             ):
                 self._logged_failures.add(replica.log)
-                _logger.error("log failed", **_log_fields(replica), reason=str(replica.log.failure))
+                _logger.error("log failed", **replica.log_fields, reason=str(replica.log.failure))
 
     async def checkpoint(self, *, is_last: bool = False) -> None:
         """Write the high watermarks and leaderships that have changed, and snapshots of the logs.
@@ -208,7 +96,7 @@ class LogMaintenance:
         `is_last`: appends have ended; the next opening begins at the ends of the logs.
         """
         wanted = []
-        for replica in list(self._hosted()) if is_last else self._restless():
+        for replica in list(self.hosted()) if is_last else self._restless():
             log, high_watermark, leadership = replica.log, replica.high_watermark, replica.leadership
             if not _is_usable(log):
                 continue
@@ -220,47 +108,46 @@ class LogMaintenance:
                 wanted.append((log, high_watermark, leadership, state))
             elif is_flushed_only_at_end or not log.is_dirty:
                 replica.note_at_rest()
-        await self._write_checkpoints(wanted)
+        await self._run_in_threads(_checkpoint, wanted)
 
     async def remove_old_segments(self) -> None:
         """Apply retention."""
         shortened = []
-        for replica in list(self._hosted()):
+        for replica in list(self.hosted()):
             if _is_limited(replica.log) and _is_usable(replica.log):
                 if self._shorten(replica):
                     shortened.append(replica)
                 await asyncio.sleep(0)
         # An empty log has its leader epoch only in its checkpoint.
         usable = [each for each in shortened if _is_usable(each.log)]
-        await self._write_checkpoints([(each.log, each.high_watermark, each.leadership, None) for each in usable])
+        wanted = [(each.log, each.high_watermark, each.leadership, None) for each in usable]
+        await self._run_in_threads(_checkpoint, wanted)
 
-    def _shorten(self, replica: MaintainedReplica) -> bool:
+    def _shorten(self, replica: Partition) -> bool:
         try:
-            removed = replica.log.remove_old_segments(self._now_ms(), replica.high_watermark)
+            removed = replica.log.remove_old_segments(self.now_ms(), replica.high_watermark)
         except (OSError, LogFailed) as error:
-            _logger.error("retention not applied", **_log_fields(replica), reason=str(error))
+            _logger.error("retention not applied", **replica.log_fields, reason=str(error))
             replica.log_shortened()
             return False
         if removed:
             replica.log_shortened()
             _logger.info(
-                "old segments removed", **_log_fields(replica), segments=removed, start=replica.log.log_start_offset
+                "old segments removed", **replica.log_fields, segments=removed, start=replica.log.log_start_offset
             )
         return removed > 0
 
-    async def _write_checkpoints(self, wanted: Sequence[_Wanted]) -> None:
-        if wanted:
-            await self._run_in_threads(_checkpoint, wanted)
-
     async def _run_in_threads(self, work: Callable[[Sequence[_Share]], None], due: Sequence[_Share]) -> None:
         """Share the work among the threads: a disk flushes many small files almost as fast as one."""
+        if not due:
+            return
         loop = asyncio.get_running_loop()
         async with self._work_lock:
             shares = [due[first::THREADS] for first in range(min(THREADS, len(due)))]
             await asyncio.gather(*(loop.run_in_executor(self._threads, work, share) for share in shares))
 
-    def _restless(self) -> list[MaintainedReplica]:
-        return [replica for replica in self._hosted() if not replica.is_at_rest]
+    def _restless(self) -> list[Partition]:
+        return [replica for replica in self.hosted() if not replica.is_at_rest]
 
 
 async def _every(interval_s: float, do_round: Callable[[], Awaitable[None]]) -> None:
@@ -296,7 +183,3 @@ def _is_usable(log: Log) -> bool:
 
 def _is_limited(log: Log) -> bool:
     return log.options.retention_bytes != NO_RETENTION_LIMIT or log.options.retention_ms != NO_RETENTION_LIMIT
-
-
-def _log_fields(replica: MaintainedReplica) -> dict[str, object]:
-    return {"topic": replica.topic, "partition": replica.partition_index}

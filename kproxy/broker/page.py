@@ -20,6 +20,7 @@ from kproxy.address import Address
 from kproxy.broker.cluster import NO_OWNER, ClusterView
 from kproxy.broker.disk import FLUSHES
 from kproxy.broker.partition import Partition
+from kproxy.broker.producer_state import wall_ms
 from kproxy.broker.replica_manager import ReplicaManager
 from kproxy.broker.replication.isr_keeper import IsrKeeper
 from kproxy.broker.replication.partition_replication import Role
@@ -96,29 +97,20 @@ class ReplicaTotals:
             self.max_lag = max(self.max_lag, log.log_end_offset - max(told, log.log_start_offset))
 
 
-def _wall_ms() -> int:
-    return time.time_ns() // 1_000_000
-
-
+@dataclass(eq=False)
 class BrokerPages:
     """The pages of the broker `node_id`."""
 
-    def __init__(
-        self,
-        node_id: int,
-        view: ClusterView,
-        replica_manager: ReplicaManager,
-        isr_keeper: IsrKeeper,
-        status: Callable[[], BrokerStatus],
-    ) -> None:
-        self._node_id = node_id
-        self._view = view
-        self._replica_manager = replica_manager
-        self._isr_keeper = isr_keeper
-        self._status = status
+    node_id: int
+    view: ClusterView
+    replica_manager: ReplicaManager
+    isr_keeper: IsrKeeper
+    status: Callable[[], BrokerStatus]
+
+    def __post_init__(self) -> None:
         self._process = this_process()
-        self._started = _wall_ms()
-        self._timeline = Timeline(_wall_ms)
+        self._started = wall_ms()
+        self._timeline = Timeline(wall_ms)
         # What `sample` saw last: live brokers, and counts of changes.
         self._brokers: dict[int, str] | None = None
         self._counts: dict[str, int] = {}
@@ -128,17 +120,17 @@ class BrokerPages:
         return [web.get("/partitions", self._get_partitions)]
 
     async def sample(self) -> None:
-        brokers = {each.node_id: str(Address(each.host, each.port)) for each in self._view.brokers.values()}
+        brokers = {each.node_id: str(Address(each.host, each.port)) for each in self.view.brokers.values()}
         if self._brokers is not None:
             for node_id in brokers.keys() - self._brokers.keys():
                 self._timeline.add("broker", "good", f"broker {node_id} at {brokers[node_id]} has joined")
             for node_id in self._brokers.keys() - brokers.keys():
                 self._timeline.add("broker", "bad", f"broker {node_id} at {self._brokers[node_id]} has left")
-        now = self._status()
-        ended = {f"partitions are no longer led: {why}": n for why, n in self._replica_manager.ended.items()}
+        now = self.status()
+        ended = {f"partitions are no longer led: {why}": n for why, n in self.replica_manager.ended.items()}
         counts: dict[str, int] = ended | {
-            "in-sync replicas were lost, in partitions": self._isr_keeper.shrinks,
-            "in-sync replicas came back, in partitions": self._isr_keeper.expansions,
+            "in-sync replicas were lost, in partitions": self.isr_keeper.shrinks,
+            "in-sync replicas came back, in partitions": self.isr_keeper.expansions,
             "renewals of the lease were late": now.lease_lapses,
             "leases were lost": now.lease_losses,
         }
@@ -149,7 +141,7 @@ class BrokerPages:
         self._brokers, self._counts = brokers, counts
 
     async def overview(self) -> Overview:
-        totals, now, view = await self._totals(), self._status(), self._view
+        totals, now, view = await self._totals(), self.status(), self.view
         owned, lacking = Counter[int](), Counter[int]()
         async for line in self._lines():
             owned[line.owner] += 1
@@ -165,8 +157,8 @@ class BrokerPages:
                 state="up",
                 partitions=owned[each.node_id],
                 lacking=lacking[each.node_id],
-                this=each.node_id == self._node_id,
-                connections=now.client_connections if each.node_id == self._node_id else None,
+                this=each.node_id == self.node_id,
+                connections=now.client_connections if each.node_id == self.node_id else None,
             )
             for each in view.brokers.values()
         ]
@@ -174,9 +166,9 @@ class BrokerPages:
         brokers += [BrokerLine(id=each, address="", state="gone", lacking=lacking[each]) for each in gone]
         return Overview(
             kind="broker",
-            name=f"kproxy broker {self._node_id}",
+            name=f"kproxy broker {self.node_id}",
             version=version(),
-            at=_wall_ms(),
+            at=wall_ms(),
             started=self._started,
             verdict=Verdict(level, problem or f"serving, {lagging}{leads}"),
             table_age_s=round(now.etcd_silent_s, 1) if now.etcd_silent_s != float("inf") else None,
@@ -195,7 +187,7 @@ class BrokerPages:
 
     async def _lines(self) -> AsyncIterator[PartitionLine]:
         """Yield the cluster's partitions in order, in portions."""
-        view = self._view
+        view = self.view
         places = ((topic, index) for _, topic in sorted(view.topics.items()) for index in range(len(topic.replicas)))
         async for topic, index in in_portions(places, time.monotonic):
             state, ownership = view.state(topic, index), view.ownership(topic.name, index)
@@ -233,23 +225,23 @@ class BrokerPages:
 
     async def metrics(self, accept: str) -> tuple[bytes, str]:
         totals, (leases, offline) = await self._totals(), await self._leases_and_offline()
-        now = self._status()
+        now = self.status()
         families = [*self._replicas(totals, leases, offline), *self._lease(now), *_tls(now), *self._disk(totals)]
         return render((*self._process, Families(families)), accept)
 
     async def readiness(self) -> Readiness:
-        problem = self._status().problem
+        problem = self.status().problem
         return Readiness(not problem, problem or "ready")
 
     async def liveness(self) -> Readiness:
         return Readiness(True, "alive")
 
     async def summary(self) -> str:
-        totals, now = await self._totals(), self._status()
+        totals, now = await self._totals(), self.status()
         ended = f"lapsed {now.lease_lapses}, lost {now.lease_losses} times"
         return "\n".join(
             (
-                f"kproxy broker {self._node_id}: {now.problem or 'ready'}",
+                f"kproxy broker {self.node_id}: {now.problem or 'ready'}",
                 "",
                 f"lease    {now.lease_remaining_s:.1f} s left; {ended}",
                 f"leads    {totals.led} of the {totals.replicas} partitions that it keeps",
@@ -259,7 +251,7 @@ class BrokerPages:
 
     async def _totals(self) -> ReplicaTotals:
         totals = ReplicaTotals()
-        async for partition in in_portions(list(self._replica_manager.hosted.values()), time.monotonic):
+        async for partition in in_portions(list(self.replica_manager.hosted.values()), time.monotonic):
             if partition.role is not Role.CLOSED:
                 totals.add(partition)
         return totals
@@ -270,12 +262,12 @@ class BrokerPages:
         Every broker counts the offline partitions, as the brokers of some may all be dead.
         """
         held = offline = 0
-        partitions = [(topic, index) for topic in self._view.topics.values() for index in range(len(topic.replicas))]
+        partitions = [(topic, index) for topic in self.view.topics.values() for index in range(len(topic.replicas))]
         async for topic, index in in_portions(partitions, time.monotonic):
-            ownership, broker = self._view.ownership(topic.name, index), self._view.brokers.get(self._node_id)
+            ownership, broker = self.view.ownership(topic.name, index), self.view.brokers.get(self.node_id)
             held += ownership is not None and broker is not None and ownership.lease_id == broker.lease_id
-            has_state = self._view.state(topic, index) is not None
-            offline += has_state and self._view.owner(topic.name, index) == NO_OWNER
+            has_state = self.view.state(topic, index) is not None
+            offline += has_state and self.view.owner(topic.name, index) == NO_OWNER
         return held, offline
 
     def _replicas(self, totals: ReplicaTotals, leases: int, offline: int) -> Iterable[Metric]:
@@ -284,7 +276,7 @@ class BrokerPages:
             ("led_partitions", "Partitions that this broker leads.", totals.led),
             ("leases", "Partition leases in etcd of this broker; briefly more or fewer than it leads.", leases),
             ("offline_partitions", "Partitions of the cluster without a leader.", offline),
-            ("live_brokers", "Live brokers in etcd.", len(self._view.brokers)),
+            ("live_brokers", "Live brokers in etcd.", len(self.view.brokers)),
             (
                 "under_replicated_partitions",
                 "Led partitions with a replica that is not in sync.",
@@ -303,14 +295,14 @@ class BrokerPages:
             ),
         ):
             yield gauge(f"kproxy_broker_{name}", documentation, value)
-        yield counter("kproxy_broker_isr_shrinks", "ISRs that lost a member.", self._isr_keeper.shrinks)
-        yield counter("kproxy_broker_isr_expansions", "ISRs that gained a member.", self._isr_keeper.expansions)
+        yield counter("kproxy_broker_isr_shrinks", "ISRs that lost a member.", self.isr_keeper.shrinks)
+        yield counter("kproxy_broker_isr_expansions", "ISRs that gained a member.", self.isr_keeper.expansions)
         ended = CounterMetricFamily(
             "kproxy_broker_leaderships_ended",
             "Partitions that this broker stopped leading, by reason.",
             labels=["reason"],
         )
-        for reason, count in sorted(self._replica_manager.ended.items()):
+        for reason, count in sorted(self.replica_manager.ended.items()):
             ended.add_metric([reason], count)
         yield ended
 
@@ -341,13 +333,13 @@ class BrokerPages:
             "Flushes of segments to the disk (fsync).",
             [((), FLUSHES)],
         )
-        failed = totals.replicas if self._replica_manager.disk.failure else totals.failed
+        failed = totals.replicas if self.replica_manager.disk.failure else totals.failed
         for name, documentation, value in (
             ("dirty_logs", "Logs with bytes to be flushed.", totals.dirty),
             (
                 "failed_logs",
                 "Logs that cannot be opened, read, written or flushed; all while the disk as a whole fails.",
-                self._replica_manager.replicas.not_opened + failed,
+                self.replica_manager.replicas.not_opened + failed,
             ),
             (
                 "stopped_replicas",

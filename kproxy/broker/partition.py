@@ -28,22 +28,21 @@ import asyncio
 import uuid
 from collections.abc import Callable, Collection
 from concurrent.futures import Executor
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import structlog
 
 from kproxy.broker.config import LogOptions
-from kproxy.broker.disk_watch import DiskTrouble
 from kproxy.broker.keys import ReplicaKey, node_ids
 from kproxy.broker.leader_epochs import NO_LEADERSHIP, Leadership
 from kproxy.broker.log import Log
-from kproxy.broker.log_maintenance import LogFlusher
+from kproxy.broker.log_flusher import LogFlusher
 from kproxy.broker.producer_state import BatchVerdict
 from kproxy.broker.replication.partition_replication import MAX_WAITER_AGE_S, NO_LEADER, Isr, ReplicationManager, Role
 from kproxy.broker.segment import LogFailed, TimestampAndOffset
 from kproxy.broker.validation import ReplicatedBatchInvalid
 from kproxy.broker.writer_fence import UNBOUND, KeptFence, WriterFence
-from kproxy.etcd.lease import Clock
+from kproxy.etcd.lease import Clock, LeaseFence, lease_clock
 from kproxy_codec import error_codes
 from kproxy_codec.fetch import EpochEnd, PartitionFetch, PartitionFetched
 from kproxy_codec.partitioned import TOPIC_ID_BYTES
@@ -52,12 +51,6 @@ from kproxy_codec.record_batch import RecordBatch, assign_offsets
 MAX_REPLICA_FETCH_BYTES = 1 << 20
 NO_EPOCH = -1
 _logger = structlog.get_logger(__name__)
-
-
-class Fence(Protocol):
-    """Shows whether the lease behind an ownership is certain to live."""
-
-    def is_live(self) -> bool: ...
 
 
 class AppendResult(NamedTuple):
@@ -83,6 +76,13 @@ class Unreadable(NamedTuple):
     max_bytes: int
 
 
+class DiskTrouble(NamedTuple):
+    """The fault of a replica's disk; `flush` is the number of a running flush."""
+
+    reason: str
+    flush: int = 0
+
+
 class ReplicaSettings(NamedTuple):
     """The settings of a replica, in seconds.
 
@@ -105,14 +105,8 @@ _NOT_LEADER = AppendResult(error_codes.NOT_LEADER_OR_FOLLOWER)
 ACKS_ALL = -1
 
 
-class _NoFence:
-    """A follower's fence, which is never live."""
-
-    def is_live(self) -> bool:
-        return False
-
-
-_NO_FENCE = _NoFence()
+# A follower's fence: never renewed, and so never live.
+_NO_FENCE = LeaseFence(0, lease_clock)
 
 
 class Partition:
@@ -147,13 +141,12 @@ class Partition:
         self._logged_error: dict[str, object] = {}
         self._write_fails = False
         self.unreadable = unreadable
-        self._fence: Fence = _NO_FENCE
+        self._fence = _NO_FENCE
         self.writers = WriterFence()
         self._reconciliation = reconciliation or Reconciliation()
         self._append_waiters: set[Callable[[], None]] = set()
         self._high_watermark_waiters: set[Callable[[], None]] = set()
         self.replica = ReplicaKey(settings.node_id, log_id)
-        self._flusher = LogFlusher(log, settings.flush_threads, self._on_flushed)
         self.replication = ReplicationManager(
             self.replica,
             high_watermark=min(max(log.high_watermark_checkpoint, log.log_start_offset), log.log_end_offset),
@@ -164,6 +157,7 @@ class Partition:
             isr_lag_s=settings.isr_lag_s,
             clock=settings.clock,
         )
+        self._flusher = LogFlusher(log, settings.flush_threads, self.replication.log_appended)
 
     @property
     def role(self) -> Role:
@@ -192,7 +186,7 @@ class Partition:
     # Roles
 
     def become_leader(
-        self, leadership: Leadership, replicas: Collection[int], isr: Isr, fence: Fence, writers: KeptFence
+        self, leadership: Leadership, replicas: Collection[int], isr: Isr, fence: LeaseFence, writers: KeptFence
     ) -> None:
         """Lead as long as `fence` lives; `writers` is the writers' fence in etcd.
 
@@ -311,9 +305,6 @@ class Partition:
     def _begin_flush(self) -> None:
         if self.log.options.flush == "always":
             self._flusher.begin()
-
-    def _on_flushed(self) -> None:
-        self.replication.log_appended()
 
     def _too_few(self) -> str:
         isr, least = node_ids(self.replication.isr.members), self.replication.min_insync_replicas

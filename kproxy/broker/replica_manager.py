@@ -44,7 +44,7 @@ from typing import Any
 
 import structlog
 
-from kproxy.broker.cluster import Change, ClusterView, Kind, Ownership, PartitionState, Topic
+from kproxy.broker.cluster import Change, ClusterView, Kind, Ownership, Topic
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.disk_watch import DiskWatch
 from kproxy.broker.election import (
@@ -91,9 +91,7 @@ class ReplicaManager:
         disk_patience_s: float = float("inf"),
         on_leaders_changed: Callable[[PartitionKey], None] = lambda _: None,
     ) -> None:
-        """Wire the parts.
-
-        `on_identity_lost` is called with a reason when the broker's own key is gone. A partition that this broker has
+        """`on_identity_lost` is called with a reason when the broker's key is gone. A partition that this broker has
         led for `hand_over_after_s` seconds goes back to its first replica, once that is in sync. A partition whose disk
         fails for `disk_patience_s` seconds goes to another replica in sync. `on_leaders_changed`: as in HostedReplicas.
         """
@@ -359,12 +357,11 @@ class ReplicaManager:
         if state is None:
             return  # the next look finds the reason
         take_over = TakeOver(self._client, self._keys, self._node_id, key, topic)
-        taken = await take_over.attempt(
-            fence.lease_id,
-            self._next_state(state, partition),
-            state.mod_revision,
-            known_epoch=_latest_epoch(partition),
-        )
+        # The epochs in our own log also count: a restored etcd may hold an earlier epoch than one that was obeyed and
+        # wrote no records. A replica that obeyed an epoch follows no lower one.
+        known_epoch = max(partition.log.leader_epochs.latest, partition.leadership.leader_epoch)
+        next_state = StateValue(max(state.leader_epoch, known_epoch) + 1, state.isr, state.topic_id)
+        taken = await take_over.attempt(fence.lease_id, next_state, state.mod_revision, known_epoch=known_epoch)
         if taken is None or self._fence is not fence or not fence.is_live() or self.stopping:
             return
         if self.replicas.get(key) is not partition:
@@ -397,13 +394,6 @@ class ReplicaManager:
             isr=node_ids(taken.state.isr),
             log_end_offset=partition.log_end_offset,
         )
-
-    def _next_state(self, state: PartitionState, partition: Partition) -> StateValue:
-        """Build the state to be stored with the take-over."""
-        # The epochs in our own log also count: a restored etcd may hold an earlier epoch than one that was obeyed and
-        # wrote no records. A replica that obeyed an epoch follows no lower one.
-        latest = max(state.leader_epoch, _latest_epoch(partition))
-        return StateValue(latest + 1, state.isr, state.topic_id)
 
     # Losing partitions
 
@@ -608,7 +598,3 @@ class ReplicaManager:
         task = asyncio.create_task(chore)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _latest_epoch(partition: Partition) -> int:
-    return max(partition.log.leader_epochs.latest, partition.leadership.leader_epoch)

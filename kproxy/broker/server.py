@@ -34,7 +34,7 @@ from kproxy.broker.broker_lease import BrokerLease, IdInUse
 from kproxy.broker.cluster import Change, ClusterView, Kind, Topic, get_or_put
 from kproxy.broker.config import BrokerConfig, topic_settings
 from kproxy.broker.connection import ClientConnection
-from kproxy.broker.context import Body, Broker, Request
+from kproxy.broker.context import Answer, Broker, Request
 from kproxy.broker.data_dir import DataDir
 from kproxy.broker.disk_threads import DiskThreads
 from kproxy.broker.fence_keeper import FenceKeeper
@@ -58,6 +58,7 @@ from kproxy.runtime.notify import Reminders, say_ready, say_stopping, say_waitin
 from kproxy.runtime.process import raise_open_file_limit
 from kproxy.runtime.signals import Signals
 from kproxy.runtime.sockets import bind, bound_port
+from kproxy.runtime.tasks import in_time
 from kproxy.security.reloading import Reloading, Reloads
 from kproxy.security.tls_acceptor import TlsAcceptor, handshakes_of, load_for_acceptor
 from kproxy_codec.framing import ReceiveArena
@@ -188,7 +189,7 @@ class _Server:
 
     async def run(self) -> None:
         """Start, serve and stop."""
-        listener = await self._bind()
+        listener = await bind(self._connection, *self._config.listen, choose="another --listen")
         with Signals() as signals:
             stopping = asyncio.create_task(signals.stop.wait())
             starting = asyncio.create_task(self._start(listener))
@@ -213,9 +214,6 @@ class _Server:
 
     # Starting
 
-    async def _bind(self) -> asyncio.Server:
-        return await bind(self._connection, *self._config.listen, choose="another --listen")
-
     async def _reload_at(self, hangup: asyncio.Event) -> None:
         while True:
             await hangup.wait()
@@ -223,7 +221,8 @@ class _Server:
             await self._reloads.reload()
 
     async def _start(self, listener: asyncio.Server) -> None:
-        host, port = self._advertised(listener)
+        host, port = self._config.advertise or (self._config.listen[0], 0)
+        port = port or bound_port(listener)
         replication_port = await self._replication.bind(self._config.replication_listen or (self._config.listen[0], 0))
         admin = await self._open_page()
         try:
@@ -246,7 +245,7 @@ class _Server:
             await self._when_etcd_answers(self._secret.load)
         except IdInUse as error:
             raise StartupError(
-                f"another broker with --node-id {self._config.node_id} is alive ({error.address}): "
+                f"another broker with --node-id {self._config.node_id} is alive ({error}): "
                 f"stop it or give another --node-id"
             ) from error
         except EtcdMisused as error:
@@ -290,18 +289,9 @@ class _Server:
 
     async def _synced(self, mirroring: asyncio.Task[None]) -> None:
         """Wait until the mirror has read the cluster from etcd; raise the mirror's error if it fails."""
-        synced = asyncio.create_task(self._mirror.wait_synced())
-        try:
-            while not synced.done():
-                await asyncio.wait((synced, mirroring), timeout=SYNC_PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
-                if mirroring.done():
-                    mirroring.result()
-                if not synced.done():
-                    why = f" ({self._mirror.last_error})" if self._mirror.last_error is not None else ""
-                    where = f"etcd at {self._client.endpoints}"
-                    self._wait(f"What {where} holds of the cluster could not be read yet{why}.")
-        finally:
-            await _cancel([synced])
+        while not await in_time(self._mirror.wait_synced(), mirroring, SYNC_PATIENCE_S):
+            why = f" ({self._mirror.last_error})" if self._mirror.last_error is not None else ""
+            self._wait(f"What etcd at {self._client.endpoints} holds of the cluster could not be read yet{why}.")
 
     def _wait(self, sentence: str) -> None:
         self._not_serving = f"starting: {sentence}"
@@ -326,10 +316,6 @@ class _Server:
                 logs=len(leftovers),
                 first=str(leftovers[0]),
             )
-
-    def _advertised(self, listener: asyncio.Server) -> tuple[str, int]:
-        host, port = self._config.advertise or (self._config.listen[0], 0)
-        return host, port or bound_port(listener)
 
     async def _cluster_id(self) -> str:
         """Return the cluster id for clients; the very first broker chooses it."""
@@ -425,7 +411,7 @@ class _Server:
         _logger.warning("client connection refused", connections=len(self._connections))
         return False
 
-    def _serve(self, request: Request) -> Body | Awaitable[Body | None] | None:
+    def _serve(self, request: Request) -> Answer:
         if self._broker is None:
             raise RuntimeError("no connection is accepted before the broker is assembled")
         return registry.serve(self._broker, request)
@@ -449,13 +435,9 @@ class _Server:
         if self._lease is not None:
             self._lease.declare_lost(reason)
 
-    def _holds_lease(self) -> bool:
-        fence = self._lease.fence if self._lease is not None else None
-        return fence is not None and fence.is_live()
-
     def _may_fetch(self) -> bool:
         # A replica on a failing disk leaves the ISR.
-        return self._holds_lease() and not self._replica_manager.disk.failure
+        return self._replica_manager.holds_lease and not self._replica_manager.disk.failure
 
     async def _hold(self, lease: BrokerLease) -> None:
         """Hold the lease; when it is lost, drop all leaderships and begin with a new one."""
@@ -471,7 +453,7 @@ class _Server:
                 try:
                     fence = await lease.establish(self._config.lease_ttl_s + PREDECESSOR_SLACK_S)
                 except IdInUse as error:
-                    _logger.error("broker id in use by another process", other=error.address)
+                    _logger.error("broker id in use by another process", other=str(error))
                 except EtcdError as error:
                     _logger.warning("lease not regained", reason=str(error))
                     await asyncio.sleep(RECLAIM_PAUSE_S)

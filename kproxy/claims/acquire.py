@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import structlog
@@ -111,26 +112,17 @@ class _View(NamedTuple):
         )
 
 
+@dataclass(frozen=True)
 class ClaimWriter:
     """Puts claims for connections of the process that `member` is. `wall_clock` is in seconds since 1970."""
 
-    def __init__(
-        self,
-        client: EtcdClient,
-        table: OwnTable,
-        member: OwnMember,
-        deletions: ClaimDeletions,
-        changes: ChangeSignal,
-        wall_clock: Callable[[], float],
-    ) -> None:
-        self._client = client
-        self._table = table
-        self._keys = table.keys
-        self._member = member
-        self._deletions = deletions
-        self._changes = changes
-        self._wall_clock = wall_clock
-        self._slots = asyncio.Semaphore(CONCURRENT_TRANSACTIONS)
+    client: EtcdClient
+    table: OwnTable
+    member: OwnMember
+    deletions: ClaimDeletions
+    changes: ChangeSignal
+    wall_clock: Callable[[], float]
+    slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(CONCURRENT_TRANSACTIONS))
 
     async def put_all(
         self, connection: ClaimingConnection, wanted: Sequence[OwnResource], deadline: float
@@ -151,10 +143,10 @@ class ClaimWriter:
     ) -> ClaimOutcome:
         """Decide one resource, WHOLE_GROUP for all, and put the claim, by the deadline (the event loop's clock)."""
         group = connection.group or ""
-        async with self._slots:
-            view = _View(self._table.row(group, resource), self._table.whole(group))
+        async with self.slots:
+            view = _View(self.table.row(group, resource), self.table.whole(group))
             while asyncio.get_running_loop().time() < deadline:
-                if connection.has_ended or not self._member.is_live():
+                if connection.has_ended or not self.member.is_live():
                     return ClaimOutcome(COORDINATOR_NOT_AVAILABLE)
                 try:
                     outcome = await self._attempt(connection, group, resource, generation, view)
@@ -171,40 +163,39 @@ class ClaimWriter:
         self, connection: ClaimingConnection, group: str, resource: str, generation: int, view: _View
     ) -> ClaimOutcome | _View:
         """Carry out the decision on `view`, or return the claims that etcd has instead. Raises EtcdError."""
-        owner = connection.owner(self._member.name)
+        owner = connection.owner(self.member.name)
         decision, compares = self._decide(group, resource, owner, generation, view)
         if decision.error_code == INVALID_REQUEST:
             return ClaimOutcome(INVALID_REQUEST)
-        if decision.is_new and view.row is None and self._table.count >= FULL:
+        if decision.is_new and view.row is None and self.table.count >= FULL:
             return ClaimOutcome(THROTTLING_QUOTA_EXCEEDED)
-        key, whole_key = self._keys.claim(group, resource), self._keys.claim(group, WHOLE_GROUP)
+        key, whole_key = self.table.keys.claim(group, resource), self.table.keys.claim(group, WHOLE_GROUP)
         writes: list[TxnOp] = []
         if decision.is_new:
-            value = ClaimValue(*owner, decision.generation, connection.client, int(self._wall_clock() * 1_000))
-            writes.append(put_op(key, encode_value(value), self._member.lease_id))
+            value = ClaimValue(*owner, decision.generation, connection.client, int(self.wall_clock() * 1_000))
+            writes.append(put_op(key, encode_value(value), self.member.lease_id))
             if resource != WHOLE_GROUP and view.whole is not None and view.whole.owner != owner:
                 # The claimant of the whole group loses a part of the group, and is severed for that.
                 writes.append(delete_op(whole_key))
-        found = await self._client.txn(compares, writes, [get_op(key), get_op(whole_key)])
-        if not found.succeeded:
+        result = await self.client.txn(compares, writes, [get_op(key), get_op(whole_key)])
+        if not result.succeeded:
             if resource == WHOLE_GROUP:
                 # Another connection claimed in this group: the table must first show its claim.
-                await self._changes.wait(asyncio.get_running_loop().time() + CATCH_UP_S)
-            row, whole = (_row_of(self._keys, response.kvs) for response in found.responses)
-            return _View(row, whole)
+                await self.changes.wait(asyncio.get_running_loop().time() + CATCH_UP_S)
+            return _View(*(_row_of(self.table.keys, kv) for kv in result.found))
         if decision.error_code != NONE:
             return ClaimOutcome(decision.error_code)
         if not decision.is_new:
             # The connection may not know its claim: the answer to the transaction that made it may have been lost.
-            had = (view.row, view.whole) if resource != WHOLE_GROUP else (self._table.whole(group),)
+            had = (view.row, view.whole) if resource != WHOLE_GROUP else (self.table.whole(group),)
             for row in had:
                 if row is not None and row.owner == owner and not connection.has_ended:
                     connection.learn(row.resource, row.generation, row.fence)
             return ClaimOutcome(NONE, connection.latest(resource))
         if connection.has_ended:
-            self._deletions.add(group, resource, found.revision)
+            self.deletions.add(group, resource, result.revision)
             return ClaimOutcome(COORDINATOR_NOT_AVAILABLE)
-        return ClaimOutcome(NONE, connection.learn(resource, decision.generation, found.revision))
+        return ClaimOutcome(NONE, connection.learn(resource, decision.generation, result.revision))
 
     def _decide(
         self, group: str, resource: str, owner: Owner, generation: int, view: _View
@@ -212,55 +203,45 @@ class ClaimWriter:
         """Return a decision, and the comparisons that guard it."""
         if resource != WHOLE_GROUP:
             compares = [
-                _unchanged(self._keys.claim(group, resource), view.row),
-                _unchanged(self._keys.claim(group, WHOLE_GROUP), view.whole),
+                _unchanged(self.table.keys.claim(group, resource), view.row),
+                _unchanged(self.table.keys.claim(group, WHOLE_GROUP), view.whole),
             ]
             return decide(owner, generation, *view.claims), compares
-        rows = self._table.rows_of(group)
+        rows = self.table.rows_of(group)
         whole = rows.get(WHOLE_GROUP)
         claims = [row.claim for resource, row in rows.items() if resource != WHOLE_GROUP]
         decision = decide_whole(owner, claims, whole.claim if whole is not None else None)
-        return decision, [prefix_unchanged_since(self._keys.group(group), self._table.revision)]
+        return decision, [prefix_unchanged_since(self.table.keys.group(group), self.table.revision)]
 
 
-def _row_of(keys: OwnKeys, kvs: Sequence[KeyValue]) -> TableRow | None:
-    if not kvs:
+def _row_of(keys: OwnKeys, kv: KeyValue | None) -> TableRow | None:
+    if kv is None:
         return None
-    group, resource = keys.parse_claim(kvs[0].key)
+    group, resource = keys.parse_claim(kv.key)
     try:
-        value = decode_claim(kvs[0].value)
+        value = decode_claim(kv.value)
     except ValueError:
         # An invalid value makes nobody a claimant; the next claim replaces it.
         value = ClaimValue("", 0, 0)
-    return TableRow(group, resource, Owner(value.proxy, value.connection), value.generation, kvs[0].mod_revision)
+    return TableRow(group, resource, Owner(value.proxy, value.connection), value.generation, kv.mod_revision)
 
 
 def _unchanged(key: str, row: TableRow | None) -> TxnCompare:
     return key_absent(key) if row is None else mod_revision_is(key, row.fence)
 
 
+@dataclass(frozen=True)
 class ClaimGranter:
     """Grants the claims of this process, `member`."""
 
-    def __init__(
-        self,
-        table: OwnTable,
-        member: OwnMember,
-        unsettled: InflightWrites,
-        writer_groups: WriterGroups,
-        deletions: ClaimDeletions,
-        changes: ChangeSignal,
-        at_work: AtWorkMark,
-        brokers: Brokers,
-    ) -> None:
-        self._table = table
-        self._member = member
-        self._unsettled = unsettled
-        self._writer_groups = writer_groups
-        self._deletions = deletions
-        self._changes = changes
-        self._at_work = at_work
-        self._brokers = brokers
+    table: OwnTable
+    member: OwnMember
+    unsettled: InflightWrites
+    writer_groups: WriterGroups
+    deletions: ClaimDeletions
+    changes: ChangeSignal
+    at_work: AtWorkMark
+    brokers: Brokers
 
     async def grant_all(
         self, connection: ClaimingConnection, outcomes: Mapping[str, ClaimOutcome], bind: Bind, deadline: float
@@ -282,7 +263,7 @@ class ClaimGranter:
             if codes[resource] != NONE or all(each[:2] in bound for each in bindings[resource]):
                 continue
             codes[resource] = await self._wait_settled(deadline, waiting[resource].fence, group, resource)
-        if connection.has_ended or not self._member.is_live():
+        if connection.has_ended or not self.member.is_live():
             return dict.fromkeys(claimed, COORDINATOR_NOT_AVAILABLE)
         connection.grant(resource for resource in confirmed if codes[resource] == NONE)
         for resource in confirmed:
@@ -291,12 +272,12 @@ class ClaimGranter:
         return codes
 
     def _bindings(self, group: str, resource: str, fence: int) -> list[FenceBinding]:
-        return [FenceBinding(*partition, fence) for partition in self._writer_groups.partitions(group, resource)]
+        return [FenceBinding(*partition, fence) for partition in self.writer_groups.partitions(group, resource)]
 
     async def _wait_settled(self, deadline: float, fence: int, group: str, resource: str) -> int:
         """Wait until writes before a claim that no broker fences have ended: earlier it may have counted as fenced."""
         try:
-            await self._at_work.put(self._member.name)
+            await self.at_work.put(self.member.name)
         except EtcdError as error:
             log.warning("claim not granted", group=group, resource=resource, reason=str(error))
             return REQUEST_TIMED_OUT
@@ -307,13 +288,13 @@ class ClaimGranter:
         """Give up a claim that its leader has refused (invariant 5)."""
         held = connection.forget(resource)
         if held is not None and connection.group is not None:
-            self._deletions.add(connection.group, resource, held.fence)
+            self.deletions.add(connection.group, resource, held.fence)
 
     async def _wait_confirmed(
         self, deadline: float, fence: int, group: str, resource: str, *, is_fenced: bool = True
     ) -> bool:
-        while not self._is_confirmed(fence, group, resource, is_fenced=is_fenced and self._brokers.have_fences()):
-            if not await self._changes.wait(deadline):
+        while not self._is_confirmed(fence, group, resource, is_fenced=is_fenced and self.brokers.have_fences()):
+            if not await self.changes.wait(deadline):
                 return False
         return True
 
@@ -322,16 +303,16 @@ class ClaimGranter:
 
         With brokers that know fences (`is_fenced`) the second condition is dropped, as they refuse such writes.
         """
-        if self._table.revision < fence:
+        if self.table.revision < fence:
             return False
         others = [
             member
-            for name, member in self._table.members.items()
-            if name != self._member.name and member.create_revision <= fence
+            for name, member in self.table.members.items()
+            if name != self.member.name and member.create_revision <= fence
         ]
         if any(member.seen < fence for member in others):
             return False
         if is_fenced:
             return True
-        listed = [self._unsettled.places(), *(member.unsettled for member in others)]
-        return not any(self._unsettled.blocks(group, resource, each) for each in listed)
+        listed = [self.unsettled.places(), *(member.unsettled for member in others)]
+        return not any(self.unsettled.blocks(group, resource, each) for each in listed)

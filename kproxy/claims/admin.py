@@ -202,4 +202,4 @@ async def _delete(client: EtcdClient, keys: OwnKeys, rows: Sequence[TableRow]) -
     if len(rows) > 1:
         return set[str]().union(*[await _delete(client, keys, [row]) for row in rows])
     # A claim that is gone already, perhaps with its connection, counts as freed.
-    return {rows[0].resource} if result.responses[0].kvs else set()
+    return {rows[0].resource} if any(result.found) else set()

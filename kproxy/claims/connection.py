@@ -21,6 +21,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Final
 
 from kproxy.claims.rules import Owner, latest
@@ -29,15 +30,13 @@ from kproxy_codec.own import WHOLE_GROUP, resource_partition
 MAX_CLAIMS_PER_CONNECTION: Final = 10_000
 
 
+@dataclass(slots=True, eq=False)
 class Held:
     """One claim; `fence` is the revision of the put that made it."""
 
-    __slots__ = ("fence", "generation", "is_granted")
-
-    def __init__(self, generation: int, fence: int) -> None:
-        self.generation = generation
-        self.fence = fence
-        self.is_granted = False
+    generation: int
+    fence: int
+    is_granted: bool = False
 
 
 class ClaimingConnection:

@@ -30,6 +30,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from math import inf
 from typing import Final, TypeAlias
 
@@ -52,39 +53,33 @@ def covers(listed: Collection[Place], topic: str, partition_index: int = ALL) ->
     return partition_index == ALL and any(each == topic for each, _ in listed)
 
 
+@dataclass(slots=True, eq=False)
 class Hold:
     """One reason for a partition to be held, from `begin` to `done`."""
 
-    __slots__ = ("place", "until")
-
-    def __init__(self, place: Place, until: float) -> None:
-        self.place = place
-        self.until = until
+    place: Place
+    until: float
 
 
+@dataclass(slots=True, eq=False)
 class _Unsettled:
     """The reasons why a place is unsettled, and the time of its end, by the clock of InflightWrites."""
 
-    __slots__ = ("holds", "uncertain_until")
-
-    def __init__(self) -> None:
-        self.holds: set[Hold] = set()
-        self.uncertain_until = -inf
+    holds: set[Hold] = field(default_factory=set)
+    uncertain_until: float = -inf
 
     @property
     def until(self) -> float:
         return max(self.uncertain_until, max((hold.until for hold in self.holds), default=-inf))
 
 
+@dataclass(slots=True, eq=False)
 class _MemberState:
     """Another process's places: those that it lists as unsettled, and those whose loss it has not confirmed."""
 
-    __slots__ = ("taken", "unsettled")
-
-    def __init__(self) -> None:
-        self.unsettled: Collection[Place] = ()
-        # The revision at which each place was taken from the process.
-        self.taken: dict[Place, int] = {}
+    unsettled: Collection[Place] = ()
+    # The revision at which each place was taken from the process.
+    taken: dict[Place, int] = field(default_factory=dict)
 
 
 class InflightWrites:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Final
 
 import structlog
@@ -46,6 +47,7 @@ END_TIMEOUT_S: Final = 2.0
 log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False)
 class OwnMember:
     """Keeps this process a member. `run` is one coroutine that the caller runs; it revokes the lease when cancelled.
 
@@ -53,29 +55,19 @@ class OwnMember:
     which claims were acted upon, and the unsettled partitions.
     """
 
-    def __init__(
-        self,
-        client: EtcdClient,
-        keys: OwnKeys,
-        host: str,
-        port: int,
-        *,
-        ttl_s: int,
-        clock: Clock,
-        writer_groups: Mapping[str, str],
-        state: Callable[[], tuple[int, list[tuple[str, int]]]],
-        on_entered: Callable[[], None],
-        on_lost: Callable[[str], None],
-    ) -> None:
-        self._client = client
-        self._keys = keys
-        self._address = (host, port)
-        self._ttl_s = ttl_s
-        self._clock = clock
-        self._writer_groups = dict(writer_groups)
-        self._state = state
-        self._on_entered = on_entered
-        self._on_lost = on_lost
+    client: EtcdClient
+    keys: OwnKeys
+    host: str
+    port: int
+    _: KW_ONLY
+    ttl_s: int
+    clock: Clock
+    writer_groups: Mapping[str, str]
+    state: Callable[[], tuple[int, list[tuple[str, int]]]]
+    on_entered: Callable[[], None]
+    on_lost: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self._fence: LeaseFence | None = None
         self._dirty = asyncio.Event()
         self._ended = asyncio.Event()
@@ -107,8 +99,7 @@ class OwnMember:
         try:
             while True:
                 try:
-                    await self._enter()
-                    await self._stay()
+                    await self._stay(await self._enter())
                 except EtcdError as error:
                     log.warning("member not registered", reason=str(error))
                 await self._leave()
@@ -116,28 +107,26 @@ class OwnMember:
         finally:
             await self._leave()
 
-    async def _enter(self) -> None:
-        sent_at = self._clock()
-        lease = await self._client.lease_grant(self._ttl_s)
-        fence = LeaseFence(lease.lease_id, self._clock)
+    async def _enter(self) -> LeaseFence:
+        sent_at = self.clock()
+        lease = await self.client.lease_grant(self.ttl_s)
+        fence = LeaseFence(lease.lease_id, self.clock)
         fence.renew(sent_at, lease.ttl_s)
         self._ended.clear()
         self._fence = fence
         await self._put(fence)
-        self._on_entered()
+        self.on_entered()
+        return fence
 
     async def _put(self, fence: LeaseFence) -> None:
-        seen, unsettled = self._state()
-        value = encode_value(MemberValue(*self._address, seen, unsettled, self._writer_groups))
-        await self._client.put(self._keys.member(_name(fence)), value, lease_id=fence.lease_id)
+        seen, unsettled = self.state()
+        value = encode_value(MemberValue(self.host, self.port, seen, unsettled, dict(self.writer_groups)))
+        await self.client.put(self.keys.member(_name(fence)), value, lease_id=fence.lease_id)
 
-    async def _stay(self) -> None:
+    async def _stay(self, fence: LeaseFence) -> None:
         """Wait until the lease is no longer certain to live. Raises EtcdError if the reason is not known."""
-        fence = self._fence
-        if fence is None:
-            return
         keeper = asyncio.create_task(
-            lease_keep_alive(self._client, fence.lease_id, clock=self._clock, on_renewed=fence.renew)
+            lease_keep_alive(self.client, fence.lease_id, clock=self.clock, on_renewed=fence.renew)
         )
         tasks = [keeper, *map(asyncio.create_task, (self._watch(fence), self._publish_all(fence), self._ended.wait()))]
         try:
@@ -154,7 +143,7 @@ class OwnMember:
 
     async def _watch(self, fence: LeaseFence) -> None:
         while fence.is_live():  # noqa: ASYNC110 - no event marks the deadline: time passes it
-            await asyncio.sleep(self._ttl_s / CHECKS_PER_TTL)
+            await asyncio.sleep(self.ttl_s / CHECKS_PER_TTL)
 
     async def _publish_all(self, fence: LeaseFence) -> None:
         while True:
@@ -173,7 +162,7 @@ class OwnMember:
         """Break the fence: no claim on the lease counts any more."""
         if self._fence is not None:
             self._fence.break_for_good()
-            self._on_lost(reason)
+            self.on_lost(reason)
 
     async def _leave(self) -> None:
         """Give everything up, then publish the places left unsettled, then revoke the lease."""
@@ -183,9 +172,9 @@ class OwnMember:
             return
         try:
             async with asyncio.timeout(END_TIMEOUT_S):
-                if self._state()[1]:
+                if self.state()[1]:
                     await self._put(fence)
-                await self._client.lease_revoke(fence.lease_id)
+                await self.client.lease_revoke(fence.lease_id)
         except (EtcdError, TimeoutError) as error:
             log.warning("member lease not revoked", reason=str(error) or "no answer in time")
 

@@ -29,7 +29,7 @@ from kproxy.claims.inflight_writes import InflightWrites
 from kproxy.claims.keys import OwnKeys
 from kproxy.claims.member import AtWorkMark, OwnMember
 from kproxy.claims.release import BrokerAccess, ClaimDeletions, LeaderReleases, WriterGroups
-from kproxy.claims.table import Member, OwnTable, TableRow
+from kproxy.claims.table import Member, OwnTable, TableListener, TableRow
 from kproxy.etcd import EtcdClient, PrefixMirror
 from kproxy.etcd.lease import Clock, lease_clock
 from kproxy_codec.error_codes import (
@@ -51,7 +51,7 @@ MAX_NAMED: Final = 5
 log = structlog.get_logger(__name__)
 
 
-class OwnService:
+class OwnService(TableListener):
     """The Own API of one process. `run` is one coroutine that the caller runs. Make it on that event loop.
 
     `host` and `port` are the advertised address. `writer_groups` has, by topic, the group that gates writes to it.

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import structlog
 
@@ -58,8 +58,8 @@ class Member(NamedTuple):
     writer_groups: Mapping[str, str] = MappingProxyType({})
 
 
-class TableListener(Protocol):
-    """Acts upon changes. All calls come from the mirror's task and await nothing."""
+class TableListener:
+    """Acts upon changes, or ignores them. All calls come from the mirror's task and await nothing."""
 
     def claim_put(self, row: TableRow, before: TableRow | None) -> None:
         """A claim was put; `before` is the claim that it replaced."""
@@ -95,7 +95,7 @@ class OwnTable:
         self.count = 0
         # Claims by group and resource; WHOLE_GROUP is the resource of a claim of the whole group.
         self._groups: dict[str, dict[str, TableRow]] = {}
-        self.listener = listener
+        self.listener = listener or TableListener()
         self._counters = counters if counters is not None else Counter[str]()
         self._logged: set[str] = set()
         # For each member, the latest revision at which claims of the member were deleted, and these claims.
@@ -140,8 +140,7 @@ class OwnTable:
         self.members.clear()
         self._last_gone.clear()
         self.count = self.revision = 0
-        if self.listener is not None:
-            self.listener.restored()
+        self.listener.restored()
 
     def on_snapshot(self, snapshot: Snapshot) -> None:
         there = {kv.key: kv for kv in snapshot.kvs}
@@ -165,8 +164,7 @@ class OwnTable:
 
     def _end_batch(self, revision: int) -> None:
         self.revision = max(self.revision, revision)
-        if self.listener is not None:
-            self.listener.batch_told()
+        self.listener.batch_told()
 
     def _put(self, kv: KeyValue) -> None:
         try:
@@ -191,8 +189,7 @@ class OwnTable:
                 raise ValueError(f"there are more than {MAX_CLAIMS} claims")
             self.count += 1
         rows[resource] = row
-        if self.listener is not None:
-            self.listener.claim_put(row, before)
+        self.listener.claim_put(row, before)
 
     def _member_put(self, kv: KeyValue) -> None:
         name, value = kv.key.removeprefix(self.keys.members), decode_member(kv.value)
@@ -205,8 +202,7 @@ class OwnTable:
             MappingProxyType(value.writer_groups),
         )
         self.members[name] = member
-        if self.listener is not None:
-            self.listener.member_put(name, member)
+        self.listener.member_put(name, member)
 
     def _delete(self, kv: KeyValue) -> None:
         try:
@@ -234,8 +230,7 @@ class OwnTable:
             else:
                 # The list is extended in place: a lease may end with a hundred thousand claims.
                 gone.append(row)
-        if self.listener is not None:
-            self.listener.claim_gone(row, revision)
+        self.listener.claim_gone(row, revision)
 
     def _member_gone(self, member: str, revision: int) -> None:
         if self.members.pop(member, None) is None:
@@ -245,8 +240,7 @@ class OwnTable:
         held = rows if at == revision else []
         groups = self._groups.values()
         held = [*held, *(row for group in groups for row in group.values() if row.owner.proxy == member)]
-        if self.listener is not None:
-            self.listener.member_gone(member, held, revision)
+        self.listener.member_gone(member, held, revision)
 
     def _skip(self, key: str, reason: str) -> None:
         self._counters["own.skipped"] += 1

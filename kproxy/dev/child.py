@@ -20,6 +20,7 @@ import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
@@ -36,27 +37,20 @@ log = structlog.get_logger(__name__)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
+@dataclass(eq=False)
 class Child:
-    """`name` is for people; `arguments` follow `python -m kproxy`.
-
-    The child's stderr is written to `log_path`.
+    """`name` is for people; `arguments` follow `python -m kproxy`. The child's stderr is written to `log_path`.
 
     `configuration` is for options without a flag: environment variables by name.
     """
 
-    def __init__(
-        self,
-        name: str,
-        arguments: Sequence[str],
-        log_path: Path,
-        parent: ParentPipe,
-        configuration: Mapping[str, str] | None = None,
-    ) -> None:
-        self.name = name
-        self.log_path = log_path
-        self._arguments = tuple(arguments)
-        self._parent = parent
-        self._configuration = dict(configuration or {})
+    name: str
+    arguments: Sequence[str]
+    log_path: Path
+    parent: ParentPipe
+    configuration: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
         self._tail = bytearray()
         self._log_problem: OSError | None = None
@@ -77,25 +71,25 @@ class Child:
     async def start(self) -> None:
         """Start the process, without waiting until it is ready."""
         self._log_size = self.log_path.stat().st_size if self.log_path.exists() else 0
-        self._ready = asyncio.get_running_loop().create_future()
+        ready = self._ready = asyncio.get_running_loop().create_future()
         # -P: imports must not depend on the files in the working directory.
-        self._process = await spawn(
+        process = self._process = await spawn(
             sys.executable,
-            *("-P", "-m", "kproxy", *self._arguments),
+            *("-P", "-m", "kproxy", *self.arguments),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env={"KPROXY_LOG_FORMAT": "text"}
             | _environment(os.environ)
-            | self._configuration
-            | {PARENT_FD: str(self._parent.read_fd)},
-            pass_fds=(self._parent.read_fd,),
+            | dict(self.configuration)
+            | {PARENT_FD: str(self.parent.read_fd)},
+            pass_fds=(self.parent.read_fd,),
             start_new_session=True,
             limit=MAX_READY_LINE_BYTES,
         )
         self._tasks = [
-            asyncio.create_task(self._read_stdout(), name=f"{self.name} stdout"),
-            asyncio.create_task(self._read_stderr(), name=f"{self.name} stderr"),
+            asyncio.create_task(self._read_stdout(process, ready), name=f"{self.name} stdout"),
+            asyncio.create_task(self._read_stderr(process), name=f"{self.name} stderr"),
         ]
 
     async def wait_ready(self, timeout_s: float) -> dict[str, str]:
@@ -128,10 +122,7 @@ class Child:
         return status
 
     async def stop(self, timeout_s: float) -> None:
-        """Send SIGTERM, and SIGKILL if it does not end in time.
-
-        Does nothing if no process runs.
-        """
+        """Send SIGTERM, and SIGKILL if it does not end in time; do nothing if no process runs."""
         if self._process is None:
             return
         send_signal(self._process, signal.SIGTERM)
@@ -155,10 +146,8 @@ class Child:
         lines = _COLOURS.sub("", self._tail.decode("utf-8", "replace")).splitlines()
         return [line for line in lines if line.strip()][-count:]
 
-    async def _read_stdout(self) -> None:
-        process, ready = self._process, self._ready
-        if process is None or process.stdout is None or ready is None:
-            raise RuntimeError(f"{self.name} has not been started")
+    async def _read_stdout(self, process: asyncio.subprocess.Process, ready: asyncio.Future[dict[str, str]]) -> None:
+        assert process.stdout is not None  # noqa: S101 - a pipe
         try:
             line = (await process.stdout.readline()).decode("utf-8", "replace")
         except ValueError:  # longer than any ready line
@@ -182,10 +171,9 @@ class Child:
             f"the {self.name} ended while it started (status {status}): {line}its log is {self.log_path}."
         )
 
-    async def _read_stderr(self) -> None:
-        if self._process is None or self._process.stderr is None:
-            raise RuntimeError(f"{self.name} has not been started")
-        while data := await self._process.stderr.read(1 << 16):
+    async def _read_stderr(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stderr is not None  # noqa: S101 - a pipe
+        while data := await process.stderr.read(1 << 16):
             self._tail += data
             del self._tail[:-TAIL_BYTES]
             if self._log_problem is None:

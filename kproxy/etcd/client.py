@@ -43,14 +43,13 @@ from kproxy.etcd.messages import (
     EtcdStatus,
     KeyValue,
     Lease,
-    OpResult,
     Pages,
     Snapshot,
     TxnCompare,
     TxnOp,
     TxnResult,
     encode_key,
-    op_result,
+    key_value,
     prefix_end,
     rpc,
 )
@@ -170,10 +169,7 @@ class EtcdClient:
             return
 
     async def close(self) -> None:
-        """End every call and connection; pending calls raise EtcdUnavailable.
-
-        May be called twice.
-        """
+        """End every call and connection; pending calls raise EtcdUnavailable. May be called twice."""
         self._closed = True
         members, self._members = self._members, None
         if members is not None:
@@ -193,10 +189,7 @@ class EtcdClient:
         return kvs[0] if kvs else None
 
     async def get_snapshot(self, key: str, *, revision: int = 0, into: Pages | None = None) -> Snapshot:
-        """Read one key, or its absence, with the revision of the read.
-
-        Parameters and errors are those of `get_prefix`.
-        """
+        """Read one key, or its absence, with the revision of the read. Parameters and errors as in `get_prefix`."""
         request = rpc.RangeRequest(key=encode_key(key), revision=revision)
         response = await self._call("Range", request, write=False)
         as_of = revision or response.header.revision
@@ -242,10 +235,7 @@ class EtcdClient:
     # Writing
 
     async def put(self, key: str, value: bytes, *, lease_id: int = 0) -> int:
-        """Set a key; return the revision.
-
-        Raises LeaseLost if `lease_id` does not exist.
-        """
+        """Set a key; return the revision. Raises LeaseLost if `lease_id` does not exist."""
         request = rpc.PutRequest(key=encode_key(key), value=value, lease=lease_id)
         return int((await self._call("Put", request, write=True)).header.revision)
 
@@ -257,10 +247,7 @@ class EtcdClient:
     async def txn(
         self, compares: Sequence[TxnCompare], success: Sequence[TxnOp], failure: Sequence[TxnOp] = ()
     ) -> TxnResult:
-        """Run `success` if all of `compares` hold, else `failure`, atomically.
-
-        Raises LeaseLost like `put`.
-        """
+        """Run `success` if all of `compares` hold, else `failure`, atomically. Raises LeaseLost like `put`."""
         request = rpc.TxnRequest(
             compare=[compare.message for compare in compares],
             success=[operation.message for operation in success],
@@ -268,8 +255,8 @@ class EtcdClient:
         )
         write = any(operation.write for operation in (*success, *failure))
         response = await self._call("Txn", request, write=write)
-        responses: tuple[OpResult, ...] = tuple(op_result(each) for each in response.responses)
-        return TxnResult(response.succeeded, response.header.revision, response.header.cluster_id, responses)
+        found = tuple(next(map(key_value, each.response_range.kvs), None) for each in response.responses)
+        return TxnResult(response.succeeded, response.header.revision, response.header.cluster_id, found)
 
     # Leases
 
@@ -281,10 +268,7 @@ class EtcdClient:
         return Lease(response.ID, response.TTL)
 
     async def lease_revoke(self, lease_id: int) -> None:
-        """End a lease and delete its keys.
-
-        It is not an error if the lease no longer exists.
-        """
+        """End a lease, if it still exists, and delete its keys."""
         try:
             await self._call("LeaseRevoke", rpc.LeaseRevokeRequest(ID=lease_id), write=True)
         except LeaseLost:
@@ -293,10 +277,7 @@ class EtcdClient:
     # Used by the rest of this package
 
     def open_stream(self, service: str, method: str) -> EtcdStream:
-        """Open a bidirectional call on a connection of its own.
-
-        Raises EtcdUnavailable if the client is not open.
-        """
+        """Open a bidirectional call on a connection of its own. Raises EtcdUnavailable if the client is not open."""
         stream = EtcdStream(self._open_members(), self._token, service, method, on_close=self._streams.discard)
         self._streams.add(stream)
         return stream

@@ -44,15 +44,11 @@ class TlsCredentials:
 
     def __init__(self, options: EtcdOptions) -> None:
         self._options = options
-        self._files: TlsFiles | None = None
         self._stamps: tuple[object, ...] = ()
         self._credentials: Any = None
 
     async def current(self) -> Any:
-        """The credentials of a new channel.
-
-        Raises EtcdMisused if the files could never be used.
-        """
+        """The credentials of a new channel. Raises EtcdMisused if the files could never be used."""
         try:
             files, stamps = await asyncio.to_thread(self._read)
         except StartupError as error:

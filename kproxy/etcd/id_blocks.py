@@ -29,10 +29,7 @@ _HIGHEST: Final = 2**63 - 1 - BLOCK
 
 
 class IdBlocks:
-    """Allocates the numbers of `key`.
-
-    Raises EtcdError if a new block is needed and cannot be taken.
-    """
+    """Allocates the numbers of `key`. Raises EtcdError if a new block is needed and cannot be taken."""
 
     def __init__(self, client: EtcdClient, key: str) -> None:
         self._client = client

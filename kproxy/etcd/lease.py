@@ -102,10 +102,19 @@ async def lease_keep_alive(
     `clock` stamps the send times that `on_renewed` gets with the TTL in seconds; use one that counts suspend where that
     matters.
     """
-    renewer = _Renewer(client, lease_id, clock, on_renewed)
+    interval_s = FIRST_ANSWER_TIMEOUT_S
     while True:
         try:
-            await renewer.run_stream()
+            stream = client.open_stream("Lease", "LeaseKeepAlive")
+            try:
+                while True:
+                    sent_at = clock()
+                    ttl_s = await _ask(client, stream, lease_id, interval_s)
+                    interval_s = ttl_s / RENEWALS_PER_TTL
+                    on_renewed(sent_at, ttl_s)
+                    await asyncio.sleep(interval_s)
+            finally:
+                await stream.close()
         except LeaseLost:
             raise
         except EtcdError as error:
@@ -113,39 +122,14 @@ async def lease_keep_alive(
         await asyncio.sleep(REOPEN_PAUSE_S)
 
 
-class _Renewer:
-    def __init__(
-        self, client: EtcdClient, lease_id: int, clock: Callable[[], float], on_renewed: Callable[[float, int], None]
-    ) -> None:
-        self._client = client
-        self._lease_id = lease_id
-        self._clock = clock
-        self._on_renewed = on_renewed
-        self._interval_s = FIRST_ANSWER_TIMEOUT_S
-
-    async def run_stream(self) -> None:
-        """Renew over one stream until it fails. Raises EtcdError."""
-        stream = self._client.open_stream("Lease", "LeaseKeepAlive")
-        try:
-            while True:
-                sent_at = self._clock()
-                ttl_s = await self._ask(stream)
-                if ttl_s <= 0:
-                    raise LeaseLost(f"etcd at {self._client.endpoints} has no lease {self._lease_id:x} any more.")
-                self._interval_s = ttl_s / RENEWALS_PER_TTL
-                self._on_renewed(sent_at, ttl_s)
-                await asyncio.sleep(self._interval_s)
-        finally:
-            await stream.close()
-
-    async def _ask(self, stream: EtcdStream) -> int:
-        """The TTL in etcd's answer. Raises EtcdUnavailable if no answer comes before the next keepalive is due."""
-        started = asyncio.get_running_loop().time()
-        await stream.write(rpc.LeaseKeepAliveRequest(ID=self._lease_id), self._interval_s)
-        left = self._interval_s - (asyncio.get_running_loop().time() - started)
-        response = await stream.read(max(left, 0.0))
-        if response is None:
-            raise EtcdUnavailable(
-                f"etcd at {self._client.endpoints} did not answer a keepalive within {self._interval_s:g} s."
-            )
-        return int(response.TTL)
+async def _ask(client: EtcdClient, stream: EtcdStream, lease_id: int, timeout_s: float) -> int:
+    """Return the TTL in etcd's answer. Raises LeaseLost, and EtcdUnavailable if no answer comes in time."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    await stream.write(rpc.LeaseKeepAliveRequest(ID=lease_id), timeout_s)
+    response = await stream.read(max(deadline - loop.time(), 0.0))
+    if response is None:
+        raise EtcdUnavailable(f"etcd at {client.endpoints} did not answer a keepalive within {timeout_s:g} s.")
+    if response.TTL <= 0:
+        raise LeaseLost(f"etcd at {client.endpoints} has no lease {lease_id:x} any more.")
+    return int(response.TTL)

@@ -102,10 +102,7 @@ class CallFailed(Exception):
 
 
 def metadata(token: str) -> tuple[tuple[str, str], ...]:
-    """The metadata of a call.
-
-    `hasleader` makes a member without a leader refuse at once instead of waiting.
-    """
+    """The metadata of a call. `hasleader` makes a member without a leader refuse at once instead of waiting."""
     leader = ("hasleader", "true")
     return (leader, (TOKEN_FIELD, token)) if token else (leader,)
 
@@ -126,15 +123,9 @@ class _Channel:
         self.users = 0
         self.retired = False
 
-    def connected(self) -> bool:
-        return bool(self.grpc.get_state() is grpc.ChannelConnectivity.READY)
-
 
 class Member:
-    """One member.
-
-    `failed_at` is when it last failed, on the monotonic clock.
-    """
+    """One member. `failed_at` is when it last failed, on the monotonic clock."""
 
     def __init__(self, endpoint: Endpoint, members: Members) -> None:
         self.endpoint = endpoint
@@ -148,8 +139,11 @@ class Member:
         deadline = asyncio.get_running_loop().time() + timeout_s
         channel = await self._enter()
         try:
-            if not channel.connected():
-                await self._connect(channel, min(timeout_s, CONNECT_TIMEOUT_S), token)
+            if channel.grpc.get_state() is not grpc.ChannelConnectivity.READY:
+                # The error says why a connection was refused, or that there is no leader.
+                trouble = await self._trouble(channel, min(timeout_s, CONNECT_TIMEOUT_S), token)
+                if trouble is not None:
+                    raise self._failed(channel, trouble, untouched=True) from trouble
             left = max(deadline - asyncio.get_running_loop().time(), 0.001)
             calling = asyncio.ensure_future(_call(channel, name, request, left, metadata(token)))
             try:
@@ -160,10 +154,7 @@ class Member:
             await self._leave(channel)
 
     async def look(self, timeout_s: float) -> None:
-        """Connect, and check that the member is etcd, even if it has no leader.
-
-        Raises CallFailed.
-        """
+        """Connect, and check that the member is etcd, even if it has no leader. Raises CallFailed."""
         channel = await self._enter()
         try:
             await _call(channel, "Status", rpc.StatusRequest(), timeout_s, ())
@@ -174,12 +165,6 @@ class Member:
                 raise failure from error
         finally:
             await self._leave(channel)
-
-    async def _connect(self, channel: _Channel, timeout_s: float, token: str) -> None:
-        """Connect as invariant 1 demands. The error says why a connection was refused, or that there is no leader."""
-        trouble = await self._trouble(channel, timeout_s, token)
-        if trouble is not None:
-            raise self._failed(channel, trouble, untouched=True) from trouble
 
     async def _answer(self, channel: _Channel, calling: asyncio.Future[Any], timeout_s: float, token: str) -> Any:
         patience_s, look_s = min(PATIENCE_S, timeout_s / 4), min(LOOK_TIMEOUT_S, timeout_s / 4)

@@ -40,10 +40,7 @@ rpc: Any = _Messages()
 
 
 class KeyValue(NamedTuple):
-    """A key at some revision.
-
-    `version` counts its changes since its creation; `lease_id` is 0 for none.
-    """
+    """A key at some revision. `version` counts its changes since its creation; `lease_id` is 0 for none."""
 
     key: str
     value: bytes
@@ -54,10 +51,7 @@ class KeyValue(NamedTuple):
 
 
 class WatchEvent(NamedTuple):
-    """A change.
-
-    A deletion's `kv` holds only the key and, as mod_revision, the revision of the deletion.
-    """
+    """A change. A deletion's `kv` holds only the key and, as mod_revision, the revision of the deletion."""
 
     deleted: bool
     kv: KeyValue
@@ -119,24 +113,14 @@ class EtcdStatus(NamedTuple):
 
 
 class Lease(NamedTuple):
-    """A lease with the TTL that etcd granted, in seconds.
-
-    The TTL may be longer than requested.
-    """
+    """A lease with the TTL in seconds that etcd granted, which may be longer than requested."""
 
     lease_id: int
     ttl_s: int
 
 
-class OpResult(NamedTuple):
-    """The result of one operation: keys of a get, or count of a delete."""
-
-    kvs: tuple[KeyValue, ...]
-    deleted: int
-
-
 class TxnResult(NamedTuple):
-    """`responses` are the results of the branch that ran.
+    """`found` has the key that each operation of the branch that ran has read; None if there is none, or it wrote.
 
     `revision` is the store's revision after the transaction.
     """
@@ -144,14 +128,11 @@ class TxnResult(NamedTuple):
     succeeded: bool
     revision: int
     cluster_id: int
-    responses: tuple[OpResult, ...]
+    found: tuple[KeyValue | None, ...]
 
 
 def encode_key(key: str) -> bytes:
-    """The bytes of a key.
-
-    Bytes that are not UTF-8 pass through surrogates unchanged.
-    """
+    """The bytes of a key. Bytes that are not UTF-8 pass through surrogates unchanged."""
     return key.encode("utf-8", "surrogateescape")
 
 
@@ -172,14 +153,14 @@ def key_value(kv: Any) -> KeyValue:
     return KeyValue(decode_key(kv.key), kv.value, kv.create_revision, kv.mod_revision, kv.version, kv.lease)
 
 
-def op_result(response: Any) -> OpResult:
-    if response.WhichOneof("response") == "response_range":
-        return OpResult(tuple(key_value(kv) for kv in response.response_range.kvs), 0)
-    return OpResult((), response.response_delete_range.deleted)
+def watch_event(event: Any) -> WatchEvent:
+    return WatchEvent(event.type == _DELETE, key_value(event.kv))
 
 
+# enum Event.EventType
+_DELETE = 1
 # enum Compare.CompareTarget
-_CREATE, _MOD, _VALUE, _LEASE = 1, 2, 3, 4
+_CREATE, _MOD, _LEASE = 1, 2, 4
 # enum Compare.CompareResult
 _LESS = 2
 
@@ -191,10 +172,7 @@ class TxnCompare(NamedTuple):
 
 
 class TxnOp(NamedTuple):
-    """One operation.
-
-    `write`: the operation changes the store, so it must not be repeated blindly.
-    """
+    """One operation. `write`: the operation changes the store, so it must not be repeated blindly."""
 
     message: Any
     write: bool
@@ -213,17 +191,10 @@ def mod_revision_is(key: str, revision: int) -> TxnCompare:
 
 
 def prefix_unchanged_since(prefix: str, revision: int) -> TxnCompare:
-    """No key that begins with `prefix` was put after `revision`.
-
-    Deletions are not compared.
-    """
+    """No key that begins with `prefix` was put after `revision`; deletions are not compared."""
     start, end = encode_key(prefix), prefix_end(prefix)
     compare = rpc.Compare(target=_MOD, result=_LESS, key=start, range_end=end, mod_revision=revision + 1)
     return TxnCompare(compare)
-
-
-def value_is(key: str, value: bytes) -> TxnCompare:
-    return TxnCompare(rpc.Compare(target=_VALUE, key=encode_key(key), value=value))
 
 
 def lease_is(key: str, lease_id: int) -> TxnCompare:

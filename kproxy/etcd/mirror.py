@@ -36,8 +36,8 @@ adds, which is quadratic, and sends nothing meanwhile. etcd 3.6.16 took 14 s of 
 revision in fragments: the stream would be replaced before the first fragment came, and the work would begin again. In
 one message they took 0.8 s. 300,000 in one message took 2.3 s, nearly all for the deletion itself.
 
-A watch stream has several watchers. It returns etcd's messages as values and decides nothing. Any failure ends it; the
-next call raises an EtcdError.
+A watch stream has several watchers. It returns etcd's messages and decides nothing. Any failure ends it; the next call
+raises an EtcdError.
 """
 
 from __future__ import annotations
@@ -47,45 +47,17 @@ import enum
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Protocol
 
 import structlog
 
 from kproxy.etcd.client import EtcdClient
 from kproxy.etcd.errors import Compacted, EtcdError, EtcdUnavailable, TooLarge
-from kproxy.etcd.messages import Pages, Snapshot, WatchEvent, encode_key, key_value, prefix_end, rpc
+from kproxy.etcd.messages import Pages, Snapshot, WatchEvent, encode_key, prefix_end, rpc, watch_event
 
 # The watcher that `ask_for_sign_of_life` creates and cancels: its messages carry no information about the others.
 SIGN_OF_LIFE_WATCH_ID = 1 << 62
-
-_DELETE = 1
-
-
-class WatchMessage(NamedTuple):
-    """One WatchResponse. `revision` is the store's revision when etcd sent it.
-
-    Events of earlier revisions may still follow.
-
-    `fragment`: more parts of the same message follow. `canceled`: the watcher has ended, for `cancel_reason` or, if
-    `compact_revision` is not 0, because its start revision has been compacted.
-    """
-
-    watch_id: int
-    cluster_id: int
-    revision: int
-    created: bool
-    canceled: bool
-    compact_revision: int
-    cancel_reason: str
-    fragment: bool
-    raw_events: Any
-
-    def event_count(self) -> int:
-        return len(self.raw_events)
-
-    def events(self, start: int, stop: int) -> list[WatchEvent]:
-        """Decode a slice of the events, because one message can have tens of thousands."""
-        return [WatchEvent(event.type == _DELETE, key_value(event.kv)) for event in self.raw_events[start:stop]]
 
 
 class WatchStream:
@@ -122,27 +94,17 @@ class WatchStream:
         cancel = rpc.WatchCancelRequest(watch_id=SIGN_OF_LIFE_WATCH_ID)
         await self._stream.write(rpc.WatchRequest(cancel_request=cancel), self._write_timeout_s)
 
-    async def read(self, timeout_s: float) -> WatchMessage | None:
-        """The next message, or None if none came within `timeout_s`.
+    async def read(self, timeout_s: float) -> Any | None:
+        """The next WatchResponse, or None if none came within `timeout_s`.
 
-        A timeout loses no message.
+        A timeout loses no message. The revision in its header is the store's when etcd sent it: events of earlier
+        revisions may still follow. `fragment`: more parts of the same message follow. `canceled`: the watcher has
+        ended, for `cancel_reason` or, if `compact_revision` is not 0, because its start revision has been compacted.
         """
         response = await self._stream.read(timeout_s)
-        if response is None:
-            return None
-        if response.canceled:
+        if response is not None and response.canceled:
             self._stream.refused(response.cancel_reason)
-        return WatchMessage(
-            response.watch_id,
-            response.header.cluster_id,
-            response.header.revision,
-            response.created,
-            response.canceled,
-            response.compact_revision,
-            response.cancel_reason,
-            response.fragment,
-            response.events,
-        )
+        return response
 
     async def close(self) -> None:
         await self._stream.close()
@@ -165,16 +127,10 @@ class MirrorState(enum.Enum):
 
 
 class MirrorListener(Protocol):
-    """The receiver of a mirror's changes, one call at a time.
-
-    An exception from any call ends `run`.
-    """
+    """The receiver of a mirror's changes, one call at a time. An exception from any call ends `run`."""
 
     def on_restored(self) -> None:
-        """etcd was restored: earlier revisions do not compare with later ones.
-
-        A snapshot follows.
-        """
+        """etcd was restored: earlier revisions do not compare with later ones. A snapshot follows."""
 
     def on_snapshot(self, snapshot: Snapshot) -> Awaitable[None] | None:
         """Replace the state by all keys of all prefixes at the snapshot's revision.
@@ -183,31 +139,27 @@ class MirrorListener(Protocol):
         """
 
     def on_events(self, events: list[WatchEvent], revision: int) -> None:
-        """Take changes to one prefix, in order.
-
-        After them the prefix is complete up to `revision`.
-        """
+        """Take changes to one prefix, in order. After them the prefix is complete up to `revision`."""
 
 
 class _Restored(EtcdError):
     """The history in etcd is not the mirrored one."""
 
 
+@dataclass(slots=True, eq=False)
 class _Watched:
     """One prefix, or with `exact` one key.
 
     `seen` is defined by invariant 1; `delivered` is the highest revision of any event handed over.
     """
 
-    __slots__ = ("delivered", "exact", "prefix", "seen")
-
-    def __init__(self, prefix: str, *, exact: bool = False) -> None:
-        self.prefix = prefix
-        self.exact = exact
-        self.seen = 0
-        self.delivered = 0
+    prefix: str
+    exact: bool = False
+    seen: int = 0
+    delivered: int = 0
 
 
+@dataclass(eq=False)
 class PrefixMirror:
     """Mirrors `prefixes`, and the single `keys`, into `listener`.
 
@@ -217,28 +169,21 @@ class PrefixMirror:
     `last_error` says why no change arrives.
     """
 
-    def __init__(
-        self,
-        client: EtcdClient,
-        prefixes: Sequence[str],
-        listener: MirrorListener,
-        *,
-        keys: Sequence[str] = (),
-        clock: Callable[[], float] = time.monotonic,
-        progress_interval_s: float = 2.0,
-        quiet_limit_s: float = 8.0,
-        fragments: bool = False,
-    ) -> None:
-        if not prefixes or len(set(prefixes)) != len(prefixes) or not all(prefixes):
+    client: EtcdClient
+    prefixes: Sequence[str]
+    listener: MirrorListener
+    _: KW_ONLY
+    keys: Sequence[str] = ()
+    clock: Callable[[], float] = time.monotonic
+    progress_interval_s: float = 2.0
+    quiet_limit_s: float = 8.0
+    fragments: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.prefixes or len(set(self.prefixes)) != len(self.prefixes) or not all(self.prefixes):
             raise ValueError("a mirror needs different prefixes, none of them empty")
-        self._client = client
-        self._listener = listener
-        self._clock = clock
-        self._progress_interval_s = progress_interval_s
-        self._quiet_limit_s = quiet_limit_s
-        self._fragments = fragments
         # The position is the watch id, which must be above 0 for etcd.
-        watched = [*map(_Watched, prefixes), *(_Watched(key, exact=True) for key in keys)]
+        watched = [*map(_Watched, self.prefixes), *(_Watched(key, exact=True) for key in self.keys)]
         self._watched = dict(enumerate(watched, start=1))
         self._cluster_id = 0
         self._synced = asyncio.Event()
@@ -291,7 +236,7 @@ class PrefixMirror:
             await self._load()
         else:
             await self._prove_same_history()
-        stream = WatchStream(self._client, write_timeout_s=REQUEST_TIMEOUT_S)
+        stream = WatchStream(self.client, write_timeout_s=REQUEST_TIMEOUT_S)
         try:
             await self._watch(stream)
         finally:
@@ -310,7 +255,7 @@ class PrefixMirror:
     async def _load(self) -> None:
         revision, cluster_id, kvs = 0, 0, Pages()
         for watched in self._watched.values():
-            get = self._client.get_snapshot if watched.exact else self._client.get_prefix
+            get = self.client.get_snapshot if watched.exact else self.client.get_prefix
             page = await get(watched.prefix, revision=revision, into=kvs)
             if cluster_id not in (0, page.cluster_id):
                 raise _Restored("two pages of one load came from different clusters")
@@ -320,9 +265,9 @@ class PrefixMirror:
             watched.seen = watched.delivered = revision
         if self._restored:
             self._restored = False
-            self._listener.on_restored()
-        began = self._clock()
-        taking = self._listener.on_snapshot(Snapshot(revision, cluster_id, kvs))
+            self.listener.on_restored()
+        began = self.clock()
+        taking = self.listener.on_snapshot(Snapshot(revision, cluster_id, kvs))
         if taking is not None:
             await taking
         self._stream_heard_at = self._confirmed_at = began
@@ -332,7 +277,7 @@ class PrefixMirror:
     async def _confirm(self) -> None:
         """Make a linearizable read, which needs a majority, again and again."""
         while True:
-            await asyncio.sleep(self._progress_interval_s)
+            await asyncio.sleep(self.progress_interval_s)
             if self.state is MirrorState.LOADING:
                 continue
             try:
@@ -345,9 +290,9 @@ class PrefixMirror:
 
     async def _prove_same_history(self) -> None:
         """Check that etcd was not restored, by a linearizable read, which unlike a lagging member is never behind."""
-        asked_at, cluster_id = self._clock(), self._cluster_id
+        asked_at, cluster_id = self.clock(), self._cluster_id
         seen = max(watched.seen for watched in self._watched.values())
-        now = await self._client.get_snapshot(self._watched[1].prefix)
+        now = await self.client.get_snapshot(self._watched[1].prefix)
         if cluster_id != self._cluster_id:
             # A load came in between, so this read cannot be compared.
             return
@@ -361,31 +306,32 @@ class PrefixMirror:
     async def _watch(self, stream: WatchStream) -> None:
         for watch_id, watched in self._watched.items():
             await stream.watch(
-                watch_id, watched.prefix, watched.seen + 1, exact=watched.exact, fragments=self._fragments
+                watch_id, watched.prefix, watched.seen + 1, exact=watched.exact, fragments=self.fragments
             )
         self.state = MirrorState.WATCHING
-        quiet_since = self._clock()
+        quiet_since = self.clock()
         while True:
-            message = await stream.read(self._progress_interval_s)
+            message = await stream.read(self.progress_interval_s)
             if self._restored:
                 raise _Restored("etcd was restored, as another read has shown")
             if message is not None:
-                self._stream_heard_at = quiet_since = self._clock()
+                self._stream_heard_at = quiet_since = self.clock()
                 await self._take(message)
-            elif self._clock() - quiet_since >= self._quiet_limit_s:
+            elif self.clock() - quiet_since >= self.quiet_limit_s:
                 raise EtcdUnavailable(
-                    f"etcd at {self._client.endpoints} has sent nothing on a watch for {self._quiet_limit_s:g} s."
+                    f"etcd at {self.client.endpoints} has sent nothing on a watch for {self.quiet_limit_s:g} s."
                 )
             else:
                 await stream.ask_for_sign_of_life(self._watched[1].prefix)
 
-    async def _take(self, message: WatchMessage) -> None:
-        if message.cluster_id != self._cluster_id:
-            raise _Restored(f"etcd is now cluster {message.cluster_id:x}; before, it was {self._cluster_id:x}")
+    async def _take(self, message: Any) -> None:
+        cluster_id = message.header.cluster_id
+        if cluster_id != self._cluster_id:
+            raise _Restored(f"etcd is now cluster {cluster_id:x}; before, it was {self._cluster_id:x}")
         if message.compact_revision:
             raise Compacted(f"etcd has compacted up to revision {message.compact_revision}")
         if message.canceled and message.watch_id != SIGN_OF_LIFE_WATCH_ID:
-            raise EtcdError(f"etcd at {self._client.endpoints} cancelled a watch: {message.cancel_reason}")
+            raise EtcdError(f"etcd at {self.client.endpoints} cancelled a watch: {message.cancel_reason}")
         if message.created:
             return
         # Not earlier: etcd confirms a watch before it refuses it, and a refused watch must not be retried at once.
@@ -394,18 +340,18 @@ class PrefixMirror:
         watched = self._watched.get(message.watch_id)
         if watched is None:
             return
-        if message.event_count():
+        if message.events:
             await self._deliver(watched, message)
         elif not message.fragment:
-            watched.seen = watched.delivered = max(watched.seen, message.revision)
+            watched.seen = watched.delivered = max(watched.seen, message.header.revision)
 
-    async def _deliver(self, watched: _Watched, message: WatchMessage) -> None:
-        count = message.event_count()
+    async def _deliver(self, watched: _Watched, message: Any) -> None:
+        count = len(message.events)
         for start in range(0, count, CHUNK_EVENTS):
             # After a break etcd sends some events again. Skip those below the last revision that was handed over.
             events = [
-                event
-                for event in message.events(start, start + CHUNK_EVENTS)
+                watch_event(event)
+                for event in message.events[start : start + CHUNK_EVENTS]
                 if event.kv.mod_revision >= watched.delivered
             ]
             last = start + CHUNK_EVENTS >= count
@@ -414,7 +360,7 @@ class PrefixMirror:
             if last and not message.fragment:
                 watched.seen = max(watched.seen, watched.delivered)
             if events:
-                self._listener.on_events(events, watched.seen)
+                self.listener.on_events(events, watched.seen)
             self._in_turn += len(events)
             if not last or self._in_turn >= CHUNK_EVENTS:
                 self._in_turn = 0

@@ -68,10 +68,7 @@ class EtcdStream:
         self._in_vain = False
 
     async def write(self, request: Any, timeout_s: float) -> None:
-        """Send a request.
-
-        Raises EtcdUnavailable if there is no connection, or no room, within `timeout_s`.
-        """
+        """Send a request. Raises EtcdUnavailable if there is no connection, or no room, within `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 if self._call is None:
@@ -104,10 +101,7 @@ class EtcdStream:
                 raise failure.as_etcd_error(self._method, self._members.endpoints, write=False) from failure
 
     async def read(self, timeout_s: float) -> Any | None:
-        """The next response, or None if none came within `timeout_s`.
-
-        A timeout loses no response.
-        """
+        """The next response, or None if none came within `timeout_s`. A timeout loses no response."""
         # Keep both: `close` may be called while this method waits.
         call, reader = self._call, self._reader
         if call is None:

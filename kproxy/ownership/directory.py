@@ -50,10 +50,7 @@ Value = TypeVar("Value")
 
 
 class Overlay(Generic[Key, Value]):
-    """Values by key from two sources.
-
-    `tell` is called with a key and its present value, None for none.
-    """
+    """Values by key from two sources. `tell` is called with a key and its present value, None for none."""
 
     def __init__(self, tell: Callable[[Key, Value | None], None]) -> None:
         self._tell = tell

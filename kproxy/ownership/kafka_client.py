@@ -46,10 +46,7 @@ class BrokerGone(BrokerUnreachable):
 
 
 class KafkaConnection:
-    """A connection for one request at a time.
-
-    `timeout_s` bounds the dial and each answer, in seconds.
-    """
+    """A connection for one request at a time. `timeout_s` bounds the dial and each answer, in seconds."""
 
     def __init__(
         self,
@@ -115,10 +112,7 @@ class KafkaConnection:
         return connection
 
     async def ask(self, api_key: int, at_most: int, **fields: Any) -> Message:
-        """Send a request in the highest common version up to `at_most`.
-
-        Raises BrokerUnreachable.
-        """
+        """Send a request in the highest common version up to `at_most`. Raises BrokerUnreachable."""
         version, body = await self.exchange(api_key, at_most, **fields)
         try:
             return decode_response(api_key, version, body)
@@ -212,10 +206,7 @@ class KafkaConnection:
         return kind(f"{self.address} did not answer {keys.name_of(api_key)} ({_why(error)})")
 
     def version(self, api_key: int, at_most: int) -> int:
-        """The version in which `ask` sends a request.
-
-        Raises UnsupportedVersion if there is no common version.
-        """
+        """The version in which `ask` sends a request. Raises UnsupportedVersion if there is no common version."""
         theirs = self._versions.get(api_key)
         ours = version_range(api_key)
         if theirs is None or max(theirs[0], ours[0]) > min(theirs[1], ours[1], at_most):

@@ -48,10 +48,7 @@ _MAX_NAME_BYTES = 249
 
 
 class KafkaMetadata:
-    """Feeds `topology` from a Kafka cluster.
-
-    `run` is one coroutine that the caller owns. All times are in seconds.
-    """
+    """Feeds `topology` from a Kafka cluster. `run` is one coroutine that the caller owns. All times are in seconds."""
 
     def __init__(
         self,

@@ -70,10 +70,7 @@ def parse_broker_key(rest: str) -> int:
 
 
 def parse_address(broker_id: int, value: bytes) -> Address:
-    """Parse the JSON of a broker's key: node_id, host and port.
-
-    Other fields are ignored.
-    """
+    """Parse node_id, host and port in the JSON of a broker's key."""
     if len(value) > MAX_BROKER_VALUE_BYTES:
         raise InvalidEntry("a broker's value that is too long")
     try:
@@ -198,10 +195,7 @@ log = structlog.get_logger(__name__)
 
 
 class SkippedKeys:
-    """Logs `event` for at most `most_logged` keys.
-
-    Counts every key in `counts`, by `counted_as` and the reason.
-    """
+    """Logs `event` for at most `most_logged` keys. Counts every key in `counts`, by `counted_as` and the reason."""
 
     def __init__(self, event: str, counts: Counter[str], *, counted_as: str = "", most_logged: int) -> None:
         self._event = event

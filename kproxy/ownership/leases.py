@@ -90,10 +90,7 @@ class Rereads:
 
     @asynccontextmanager
     async def batch(self) -> AsyncIterator[list[Partition]]:
-        """Take waiting partitions, as many as one transaction holds.
-
-        Release their callers when the block ends.
-        """
+        """Take waiting partitions, as many as one transaction holds. Release their callers when the block ends."""
         await self._any.wait()
         batch = dict(islice(self._waiting.items(), REREAD_KEYS))
         for partition in batch:
@@ -325,17 +322,15 @@ class LeaseTable:
         if self._cluster_id == 0:
             # Not loaded yet: the first snapshot will contain this change.
             return
-        found = [kv for response in result.responses for kv in response.kvs]
         if (
             result.cluster_id != self._cluster_id
             or result.revision < floor
-            or any(self._is_contradicted(kv, result.revision) for kv in found)
+            or any(kv is not None and self._is_contradicted(kv, result.revision) for kv in result.found)
         ):
             self._mirror.distrust()
             return
         if result.revision < self._loaded_revision:
             # A load overtook this read. If the load lacks a partition, no entry would make an older read lose.
             return
-        for partition, response in zip(partitions, result.responses, strict=True):
-            kv = response.kvs[0] if response.kvs else None
+        for partition, kv in zip(partitions, result.found, strict=True):
             self._set_owner(partition, kv, result.revision if kv is None else kv.mod_revision)

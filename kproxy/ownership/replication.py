@@ -47,11 +47,6 @@ class _State(msgspec.Struct, frozen=True):
     topic_id: UUID
 
 
-def _node_ids(isr: Sequence[_Member]) -> list[int]:
-    """The brokers in an ISR."""
-    return sorted({node_id for node_id, _ in isr})
-
-
 def _min_insync_replicas(topic: _Topic, replicas: int) -> int:
     """The topic's min.insync.replicas; its default is that of brokers without --min-insync-replicas."""
     told = topic.configs.get(MIN_INSYNC_REPLICAS, "")
@@ -98,7 +93,7 @@ async def read_replication(client: EtcdClient, prefix: str) -> Replication:
                 _leader(owners.get(name), create_revision, live),
                 state.leader_epoch,
                 replicas,
-                _node_ids(state.isr),
+                sorted({node_id for node_id, _ in state.isr}),
                 _min_insync_replicas(topic, len(replicas)),
             )
         )
@@ -133,10 +128,7 @@ def _leader(lease: KeyValue | None, create_revision: int, live: set[int]) -> int
 
 
 class ReplicationReader:
-    """Reads the replicas on demand, at most once every FRESH_S.
-
-    Connects to etcd on the first read.
-    """
+    """Reads the replicas on demand, at most once every FRESH_S. Connects to etcd on the first read."""
 
     def __init__(
         self, endpoints: Sequence[str], options: EtcdOptions, prefix: str, *, clock: Callable[[], float]
@@ -154,7 +146,9 @@ class ReplicationReader:
         async with self._at_work:
             if self._last is None or self._clock() >= self._fresh_until:
                 try:
-                    await self._connect()
+                    if not self._connected:
+                        await self._client.connect()
+                        self._connected = True
                     self._last = await read_replication(self._client, self._prefix)
                 except EtcdError as error:
                     self._last = error
@@ -163,11 +157,6 @@ class ReplicationReader:
         if isinstance(last, EtcdError):
             raise last
         return last
-
-    async def _connect(self) -> None:
-        if not self._connected:
-            await self._client.connect()
-            self._connected = True
 
     async def close(self) -> None:
         await self._client.close()

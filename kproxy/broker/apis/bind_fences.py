@@ -15,9 +15,7 @@ kproxy_codec.own has its format.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
-
-from kproxy.broker.context import FENCE_TIMEOUT_S, Bindings, Body, Broker, Request
+from kproxy.broker.context import FENCE_TIMEOUT_S, Answer, Bindings, Body, Broker, Request
 from kproxy.broker.partition import Partition
 from kproxy_codec import error_codes
 from kproxy_codec.own import (
@@ -33,16 +31,14 @@ MAX_BINDINGS = 16_384
 _BINDING = (error_codes.NONE, error_codes.NOT_LEADER_OR_FOLLOWER, error_codes.POLICY_VIOLATION)
 
 
-def handle(broker: Broker, request: Request) -> Body | Awaitable[Body | None]:
+def handle(broker: Broker, request: Request) -> Answer:
     """Bind and release, in one step if no partition must be taken and no fence kept first."""
     asked = parse_bind_fences_request(request.frame, request.header)
-    takeable = broker.takeable([(each.topic.encode(), (each.partition_index,)) for each in asked])
-    if takeable:
-        return broker.take_then(takeable, lambda: _bind(broker, request, asked))
-    return _bind(broker, request, asked)
+    wanted = [(each.topic.encode(), (each.partition_index,)) for each in asked]
+    return broker.take_then(wanted, lambda: _bind(broker, request, asked))
 
 
-def _bind(broker: Broker, request: Request, asked: tuple[FenceBinding, ...]) -> Body | Awaitable[Body | None]:
+def _bind(broker: Broker, request: Request, asked: tuple[FenceBinding, ...]) -> Answer:
     places = {(each.topic, each.partition_index) for each in asked}
     if len(places) < len(asked) or not _has_room(broker, request.bindings, len(asked)):
         return [encode_bind_fences_response([_refused(each, error_codes.INVALID_REQUEST) for each in asked])]

@@ -33,13 +33,11 @@ from kproxy.broker.groups.coordinator import partition_for
 from kproxy.broker.keys import TopicValue
 from kproxy.broker.topics import CONSUMER_OFFSETS, NewTopic
 from kproxy.etcd import EtcdError
-from kproxy_codec import control, error_codes
-from kproxy_codec.api_keys import FIND_COORDINATOR, INIT_PRODUCER_ID
+from kproxy_codec import error_codes
 
 _logger = structlog.get_logger(__name__)
 
 _BATCH_VERSION = 4
-_IDENTITY_FROM = 3
 _GROUP = 0
 # Kafka does not wait at all: clients ask again. Reads of the same client wait behind this answer, also without etcd.
 MAKING_TIMEOUT_S = 1.0
@@ -52,19 +50,17 @@ _REASONS = {
 
 async def handle_find_coordinator(broker: Broker, request: Request) -> Body:
     """Answer FindCoordinator for each key."""
-    version = request.header.api_version
-    message = control.decode_request(FIND_COORDINATOR, version, request.body)
-    key_type = message.key_type if version >= 1 else _GROUP
+    message = request.message()
+    version = message.version
+    key_type = message.key_type
     keys = message.coordinator_keys if version >= _BATCH_VERSION else [message.key]
     if key_type == _GROUP:
         await _make_offsets_topic(broker, keys)
     found = [_coordinator(broker, key_type, key) for key in keys]
     if version >= _BATCH_VERSION:
         coordinators = [{"key": key, **each} for key, each in zip(keys, found, strict=True)]
-        return [control.encode_response(control.build_response(FIND_COORDINATOR, version, coordinators=coordinators))]
-    if version == 0:
-        del found[0]["error_message"]
-    return [control.encode_response(control.build_response(FIND_COORDINATOR, version, **found[0]))]
+        return request.answer(coordinators=coordinators)
+    return request.answer(**found[0])
 
 
 async def _make_offsets_topic(broker: Broker, group_ids: Sequence[str]) -> None:
@@ -103,10 +99,9 @@ def _coordinator(broker: Broker, key_type: int, key: str) -> dict[str, Any]:
 
 async def handle_init_producer_id(broker: Broker, request: Request) -> Body:
     """Answer InitProducerId with a new producer id."""
-    version = request.header.api_version
-    message = control.decode_request(INIT_PRODUCER_ID, version, request.body)
+    message = request.message()
     error_code, producer_id, producer_epoch = error_codes.NONE, -1, -1
-    has_part = version >= _IDENTITY_FROM and (message.producer_id == -1) != (message.producer_epoch == -1)
+    has_part = (message.producer_id == -1) != (message.producer_epoch == -1)
     if message.transactional_id == "" or has_part:
         error_code = error_codes.INVALID_REQUEST
     elif message.transactional_id is not None:
@@ -117,7 +112,4 @@ async def handle_init_producer_id(broker: Broker, request: Request) -> Body:
         except EtcdError as error:
             _logger.warning("producer id not allocated", reason=str(error))
             error_code = error_codes.COORDINATOR_NOT_AVAILABLE
-    response = control.build_response(
-        INIT_PRODUCER_ID, version, error_code=error_code, producer_id=producer_id, producer_epoch=producer_epoch
-    )
-    return [control.encode_response(response)]
+    return request.answer(error_code=error_code, producer_id=producer_id, producer_epoch=producer_epoch)

@@ -31,6 +31,7 @@ Metadata, versions 0-13
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import Awaitable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -41,7 +42,7 @@ from kproxy.broker.context import LEADERS_TIMEOUT_S, Body, Broker, Request
 from kproxy.broker.keys import TopicValue
 from kproxy.broker.topics import CONSUMER_OFFSETS, NewTopic, check_name
 from kproxy_codec import control, error_codes
-from kproxy_codec.api_keys import DESCRIBE_CLUSTER, DESCRIBE_CONFIGS, DESCRIBE_TOPIC_PARTITIONS, METADATA, is_flexible
+from kproxy_codec.api_keys import METADATA, is_flexible
 from kproxy_codec.cluster import ASK_ANOTHER
 
 _TOPIC_ID_VERSION = 12
@@ -51,25 +52,21 @@ _CONCURRENT_CREATIONS = 8
 
 def handle_metadata(broker: Broker, request: Request) -> Body | Awaitable[Body]:
     """Answer Metadata at once, unless it creates topics first."""
-    message = control.decode_request(METADATA, request.header.api_version, request.body)
+    message = request.message()
     if not broker.replica_manager.holds_lease:
-        return _send_elsewhere(broker, message)
-    version = message.version
-    names = _names(broker, message)
+        return _send_elsewhere(broker, request, message)
+    names = [asked.name for asked in message.topics or () if asked.name is not None]
     missing = [name for name in names if name not in broker.view.topics and check_name(name) is None]
-    may_create = broker.config.auto_create_topics and (version < 4 or message.allow_auto_topic_creation)
+    may_create = broker.config.auto_create_topics and message.allow_auto_topic_creation
     to_create = list(dict.fromkeys(missing)) if may_create and not broker.replica_manager.stopping else []
-    return _create_and_describe(broker, message, to_create) if to_create else _describe(broker, message)
+    if to_create:
+        return _create_and_describe(broker, request, message, to_create)
+    return _describe(broker, request, message)
 
 
-def _names(broker: Broker, message: control.Message) -> list[str]:
-    """List the requested topics by name; all topics if the request says so."""
-    if message.topics is None or (message.version == 0 and not message.topics):
-        return list(broker.view.topics)
-    return [asked.name for asked in message.topics if asked.name is not None]
-
-
-async def _create_and_describe(broker: Broker, message: control.Message, to_create: list[str]) -> Body:
+async def _create_and_describe(
+    broker: Broker, request: Request, message: control.Message, to_create: list[str]
+) -> Body:
     slots = asyncio.Semaphore(_CONCURRENT_CREATIONS)
 
     async def create(name: str) -> None:
@@ -82,42 +79,39 @@ async def _create_and_describe(broker: Broker, message: control.Message, to_crea
 
     await asyncio.gather(*(create(name) for name in to_create))
     await broker.view.wait_until(lambda: all(map(broker.view.is_fully_owned, to_create)), LEADERS_TIMEOUT_S)
-    return _describe(broker, message) if broker.replica_manager.holds_lease else _send_elsewhere(broker, message)
+    serve = _describe if broker.replica_manager.holds_lease else _send_elsewhere
+    return serve(broker, request, message)
 
 
-def _send_elsewhere(broker: Broker, message: control.Message) -> Body:
+def _send_elsewhere(broker: Broker, request: Request, message: control.Message) -> Body:
     """Refer clients to another broker.
 
     Raises CloseConnection if there is none. Closing is not enough: a Java client that knows this broker as a leader
     reconnects to it first.
     """
-    version = message.version
     others = [each for each in describe_brokers(broker, "node_id") if each["node_id"] != broker.config.node_id]
-    if not others or message.topics is None or not is_flexible(METADATA, version):
+    if not others or message.topics is None or not is_flexible(METADATA, message.version):
         broker.check_knows_cluster()
-    topics: list[dict[str, Any]] = [
-        {"error_code": error_codes.LEADER_NOT_AVAILABLE, "name": asked.name, "partitions": []}
-        | ({"topic_id": asked.topic_id} if version >= 10 else {})
-        for asked in message.topics or ()
-    ]
-    response = control.build_response(METADATA, version, brokers=others, cluster_id=broker.cluster_id, topics=topics)
-    return [bytes(control.encode_response(response))[:-1] + ASK_ANOTHER]
+    unknown = {"error_code": error_codes.LEADER_NOT_AVAILABLE, "partitions": []}
+    topics = [unknown | {"name": asked.name, "topic_id": asked.topic_id} for asked in message.topics or ()]
+    (answer,) = request.answer(brokers=others, cluster_id=broker.cluster_id, topics=topics)
+    return [bytes(answer)[:-1] + ASK_ANOTHER]
 
 
-def _describe(broker: Broker, message: control.Message) -> Body:
+def _describe(broker: Broker, request: Request, message: control.Message) -> Body:
     version = message.version
     if message.topics is None or (version == 0 and not message.topics):
-        topics = [_topic(broker, topic, version) for topic in broker.view.topics.values()]
+        topics = [_topic(broker, topic) for topic in broker.view.topics.values()]
     else:
         # Each topic once, as Kafka answers.
-        once = {(asked.name, asked.topic_id if version >= 10 else None): asked for asked in message.topics}
+        once = {(asked.name, asked.topic_id): asked for asked in message.topics}
         topics = [_asked(broker, asked, version) for asked in once.values()]
-    fields: dict[str, Any] = {"brokers": describe_brokers(broker, "node_id"), "topics": topics}
-    if version >= 1:
-        fields["controller_id"] = controller_id(broker)
-    if version >= 2:
-        fields["cluster_id"] = broker.cluster_id
-    return [control.encode_response(control.build_response(METADATA, version, **fields))]
+    return request.answer(
+        brokers=describe_brokers(broker, "node_id"),
+        cluster_id=broker.cluster_id,
+        controller_id=controller_id(broker),
+        topics=topics,
+    )
 
 
 def _asked(broker: Broker, asked: control.Message, version: int) -> dict[str, Any]:
@@ -127,12 +121,12 @@ def _asked(broker: Broker, asked: control.Message, version: int) -> dict[str, An
     if asked.name is None:
         found = broker.view.topic_by_id(asked.topic_id.bytes) if asked.topic_id is not None else None
         if found is not None:
-            return _topic(broker, found, version)
+            return _topic(broker, found)
         unknown = error_codes.UNKNOWN_TOPIC_ID
         return {"error_code": unknown, "name": None, "topic_id": asked.topic_id, "partitions": []}
     found = broker.view.topics.get(asked.name)
     if found is not None:
-        return _topic(broker, found, version)
+        return _topic(broker, found)
     return {"error_code": _unknown(asked.name), "name": asked.name, "partitions": []}
 
 
@@ -142,14 +136,14 @@ def _unknown(topic: str) -> int:
     return error_codes.UNKNOWN_TOPIC_OR_PARTITION if legal else error_codes.INVALID_TOPIC_EXCEPTION
 
 
-def _topic(broker: Broker, topic: Topic, version: int) -> dict[str, Any]:
-    partitions = [describe_partition(broker, topic, index) for index in range(len(topic.replicas))]
-    described: dict[str, Any] = {"error_code": error_codes.NONE, "name": topic.name, "partitions": partitions}
-    if version >= 1:
-        described["is_internal"] = topic.name == CONSUMER_OFFSETS
-    if version >= 10:
-        described["topic_id"] = topic.topic_id
-    return described
+def _topic(broker: Broker, topic: Topic) -> dict[str, Any]:
+    return {
+        "error_code": error_codes.NONE,
+        "name": topic.name,
+        "topic_id": topic.topic_id,
+        "is_internal": topic.name == CONSUMER_OFFSETS,
+        "partitions": [describe_partition(broker, topic, index) for index in range(len(topic.replicas))],
+    }
 
 
 _BROKER_ENDPOINTS, _CONTROLLER_ENDPOINTS = 1, 2
@@ -168,35 +162,26 @@ BROKER_SOURCE = 4
 def handle_describe_cluster(broker: Broker, request: Request) -> Body:
     """Answer DescribeCluster with the live brokers."""
     broker.check_knows_cluster()
-    version = request.header.api_version
-    message = control.decode_request(DESCRIBE_CLUSTER, version, request.body)
-    if version >= 1 and message.endpoint_type != _BROKER_ENDPOINTS:
-        response = control.build_response(
-            DESCRIBE_CLUSTER,
-            version,
+    message = request.message()
+    if message.endpoint_type != _BROKER_ENDPOINTS:
+        is_controllers = message.endpoint_type == _CONTROLLER_ENDPOINTS
+        return request.answer(
             error_code=error_codes.MISMATCHED_ENDPOINT_TYPE
-            if message.endpoint_type == _CONTROLLER_ENDPOINTS
+            if is_controllers
             else error_codes.UNSUPPORTED_ENDPOINT_TYPE,
             error_message="only brokers can be described here",
         )
-    else:
-        response = control.build_response(
-            DESCRIBE_CLUSTER,
-            version,
-            cluster_id=broker.cluster_id,
-            controller_id=controller_id(broker),
-            brokers=describe_brokers(broker, "broker_id"),
-        )
-    return [control.encode_response(response)]
+    return request.answer(
+        cluster_id=broker.cluster_id,
+        controller_id=controller_id(broker),
+        brokers=describe_brokers(broker, "broker_id"),
+    )
 
 
 def handle_describe_configs(broker: Broker, request: Request) -> Body:
     """Answer DescribeConfigs with the configuration of each requested resource."""
     broker.check_knows_cluster()
-    version = request.header.api_version
-    message = control.decode_request(DESCRIBE_CONFIGS, version, request.body)
-    results = [_describe_resource(broker, asked) for asked in message.resources]
-    return [control.encode_response(control.build_response(DESCRIBE_CONFIGS, version, results=results))]
+    return request.answer(results=[_describe_resource(broker, asked) for asked in request.message().resources])
 
 
 def _describe_resource(broker: Broker, asked: control.Message) -> dict[str, Any]:
@@ -246,17 +231,14 @@ def _broker_values(broker: Broker) -> dict[str, str]:
 def handle_describe_topic_partitions(broker: Broker, request: Request) -> Body:
     """Answer DescribeTopicPartitions, from the cursor on."""
     broker.check_knows_cluster()
-    message = control.decode_request(DESCRIBE_TOPIC_PARTITIONS, request.header.api_version, request.body)
-    names = sorted({asked.name for asked in message.topics} or broker.view.topics)
+    message = request.message()
     cursor = message.cursor
-    first_index = 0
-    if cursor is not None:
-        names = [name for name in names if name >= cursor.topic_name]
-        first_index = max(cursor.partition_index, 0) if names[:1] == [cursor.topic_name] else 0
+    first_name, first_index = ("", 0) if cursor is None else (cursor.topic_name, max(cursor.partition_index, 0))
+    names = sorted({asked.name for asked in message.topics} or broker.view.topics)
     left = max(1, min(message.response_partition_limit, MAX_DESCRIBED_PARTITIONS))
     topics: list[dict[str, Any]] = []
     next_cursor = None
-    for name in names:
+    for name in names[bisect_left(names, first_name) :]:
         found = broker.view.topics.get(name)
         if left == 0:
             next_cursor = {"topic_name": name, "partition_index": 0}
@@ -264,8 +246,7 @@ def handle_describe_topic_partitions(broker: Broker, request: Request) -> Body:
         if found is None:
             topics.append({"error_code": _unknown(name), "name": name, "partitions": []})
             continue
-        indexes = range(first_index, len(found.replicas))
-        first_index = 0
+        indexes = range(first_index if name == first_name else 0, len(found.replicas))
         partitions = [describe_partition(broker, found, index) | _NO_ELR for index in indexes[:left]]
         internal = name == CONSUMER_OFFSETS
         topics.append({"name": name, "topic_id": found.topic_id, "is_internal": internal, "partitions": partitions})
@@ -273,10 +254,7 @@ def handle_describe_topic_partitions(broker: Broker, request: Request) -> Body:
         if len(partitions) < len(indexes):
             next_cursor = {"topic_name": name, "partition_index": indexes[len(partitions)]}
             break
-    response = control.build_response(
-        DESCRIBE_TOPIC_PARTITIONS, message.version, topics=topics, next_cursor=next_cursor
-    )
-    return [control.encode_response(response)]
+    return request.answer(topics=topics, next_cursor=next_cursor)
 
 
 # Shared with CreateTopics
@@ -320,8 +298,5 @@ def describe_config(name: str, value: str, source: int) -> dict[str, Any]:
 
 
 def controller_id(broker: Broker) -> int:
-    """Return the lowest live broker id, or -1.
-
-    Every broker acts as controller, and all name the same one.
-    """
+    """Return the lowest live broker id, or -1. Every broker acts as controller, and all name the same one."""
     return min(broker.view.brokers, default=-1)

@@ -33,12 +33,11 @@ from typing import NamedTuple
 
 import structlog
 
-from kproxy.broker.context import Body, Broker, CloseConnection, Request
+from kproxy.broker.context import Answer, Body, Broker, CloseConnection, Request
 from kproxy.broker.partition import NO_EPOCH, Partition, leader_end_for
 from kproxy.broker.replication.open_fetches import MAX_WAIT_MS
 from kproxy.broker.segment import LogFailed, TimestampAndOffset
 from kproxy_codec import control, error_codes
-from kproxy_codec.api_keys import LIST_OFFSETS, OFFSET_FOR_LEADER_EPOCH
 from kproxy_codec.fetch import (
     FetchRequest,
     PartitionFetch,
@@ -48,7 +47,7 @@ from kproxy_codec.fetch import (
     response_ends,
     result_entry,
 )
-from kproxy_codec.partitioned import TopicSpan, encode_topics
+from kproxy_codec.partitioned import encode_topics
 from kproxy_codec.primitives import Buffer
 
 
@@ -60,21 +59,15 @@ class _Found(NamedTuple):
     is_urgent: bool
 
 
-def handle(broker: Broker, request: Request) -> Body | Awaitable[Body | None]:
+def handle(broker: Broker, request: Request) -> Answer:
     """Answer a client's fetch, at once if there is enough."""
     fetch = parse_fetch(request.frame, request.header)
     if fetch.replica_id >= 0:
         raise CloseConnection(f"Fetch with replica_id {fetch.replica_id}: followers fetch on the replication listener")
     broker.name_topics(fetch)
-    takeable = broker.takeable([(topic.name, topic.partitions) for topic in fetch.topics])
-    deadline = _deadline(fetch)
-    if takeable:
-        return broker.take_then(takeable, lambda: _serve(broker, fetch, deadline))
-    return _serve(broker, fetch, deadline)
-
-
-def _deadline(fetch: FetchRequest) -> float:
-    return asyncio.get_running_loop().time() + min(fetch.max_wait_ms, MAX_WAIT_MS) / 1000
+    deadline = asyncio.get_running_loop().time() + min(fetch.max_wait_ms, MAX_WAIT_MS) / 1000
+    wanted = [(topic.name, topic.partitions) for topic in fetch.topics]
+    return broker.take_then(wanted, lambda: _serve(broker, fetch, deadline))
 
 
 def _serve(broker: Broker, fetch: FetchRequest, deadline: float) -> Body | Awaitable[Body]:
@@ -85,48 +78,40 @@ def _serve(broker: Broker, fetch: FetchRequest, deadline: float) -> Body | Await
     if _is_enough(found, fetch):
         return _encode(fetch, found)
     # The wait begins in the same step that found too little, so that every later append wakes it.
-    return _wait(broker, fetch, deadline, _Wait(broker, fetch))
+    news = asyncio.Event()
+    return _wait(broker, fetch, deadline, news, _watch(broker, fetch, news))
 
 
 def _is_enough(found: _Found, fetch: FetchRequest) -> bool:
     return found.is_urgent or found.size_in_bytes >= fetch.min_bytes or fetch.max_wait_ms <= 0 or not fetch.topics
 
 
-class _Wait:
-    """A wait for changes in any partition of a fetch."""
-
-    def __init__(self, broker: Broker, fetch: FetchRequest) -> None:
-        self._woken = asyncio.get_running_loop().create_future()
-        self._partitions: list[Partition] = []
-        for topic in fetch.topics:
-            for index in topic.partitions:
-                partition = broker.led(topic.name, index)
-                if partition is not None:
-                    partition.add_waiter(self._wake)
-                    self._partitions.append(partition)
-
-    def _wake(self) -> None:
-        if not self._woken.done():
-            self._woken.set_result(None)
-
-    async def until(self, deadline: float) -> None:
-        """Wait until woken, or until `deadline` on the loop's clock."""
-        timer = asyncio.get_running_loop().call_at(deadline, self._wake)
-        try:
-            await self._woken
-        finally:
-            timer.cancel()
-            for partition in self._partitions:
-                partition.remove_waiter(self._wake)
+def _watch(broker: Broker, fetch: FetchRequest, news: asyncio.Event) -> list[Partition]:
+    """Return the partitions of a fetch, whose next change sets `news`."""
+    led = (broker.led(topic.name, index) for topic in fetch.topics for index in topic.partitions)
+    watched = [partition for partition in led if partition is not None]
+    for partition in watched:
+        partition.add_waiter(news.set)
+    return watched
 
 
-async def _wait(broker: Broker, fetch: FetchRequest, deadline: float, waiting: _Wait) -> Body:
+async def _wait(
+    broker: Broker, fetch: FetchRequest, deadline: float, news: asyncio.Event, watched: list[Partition]
+) -> Body:
     while True:
-        await waiting.until(deadline)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await news.wait()
+        except TimeoutError:
+            pass
+        finally:
+            for partition in watched:
+                partition.remove_waiter(news.set)
         found = _read(broker, fetch)
         if _is_enough(found, fetch) or broker.replica_manager.stopping or asyncio.get_running_loop().time() >= deadline:
             return _encode(fetch, found)
-        waiting = _Wait(broker, fetch)
+        news.clear()
+        watched = _watch(broker, fetch, news)
 
 
 def _read(broker: Broker, fetch: FetchRequest) -> _Found:
@@ -143,7 +128,8 @@ def _read(broker: Broker, fetch: FetchRequest) -> _Found:
             if partition is not None:
                 fetched = _fetch_as_client(partition, asked, limit)
             else:
-                fetched = PartitionFetched(asked.partition_index, _refusal(broker, fetch, topic, asked.partition_index))
+                refusal = broker.refusal_in(fetch, topic, asked.partition_index)
+                fetched = PartitionFetched(asked.partition_index, refusal)
             if size and len(fetched.records) > limit:
                 # Only the first batch of the whole answer may exceed the limits.
                 fetched = fetched._replace(records=b"")
@@ -164,12 +150,6 @@ def _encode(fetch: FetchRequest, found: _Found) -> Body:
         topics.append((topic.wire, entries, len(results)))
     head, tail = response_ends(version, 0, [])
     return [head, *encode_topics(topics, flexible=fetch.flexible, by_id=fetch.by_id), tail]
-
-
-def _refusal(broker: Broker, fetch: FetchRequest, topic: TopicSpan, partition_index: int) -> int:
-    if fetch.is_nameless(topic):
-        return error_codes.UNKNOWN_TOPIC_ID
-    return broker.refusal(topic.name.decode(errors="replace"), partition_index)
 
 
 def _fetch_as_client(partition: Partition, asked: PartitionFetch, max_bytes: int) -> PartitionFetched:
@@ -205,17 +185,14 @@ _NOTHING = TimestampAndOffset(-1, -1)
 _logger = structlog.get_logger(__name__)
 
 
-def handle_list_offsets(broker: Broker, request: Request) -> Body | Awaitable[Body | None]:
+def handle_list_offsets(broker: Broker, request: Request) -> Answer:
     """Answer ListOffsets at once, unless a partition must be taken first."""
-    message = control.decode_request(LIST_OFFSETS, request.header.api_version, request.body)
+    message = request.message()
     wanted = [(topic.name.encode(), [each.partition_index for each in topic.partitions]) for topic in message.topics]
-    takeable = broker.takeable(wanted)
-    if takeable:
-        return broker.take_then(takeable, lambda: _list(broker, message))
-    return _list(broker, message)
+    return broker.take_then(wanted, lambda: _list(broker, request, message))
 
 
-def _list(broker: Broker, message: control.Message) -> Body:
+def _list(broker: Broker, request: Request, message: control.Message) -> Body:
     named = Counter((topic.name, each.partition_index) for topic in message.topics for each in topic.partitions)
     topics: dict[str, dict[int, dict[str, int]]] = {topic.name: {} for topic in message.topics}
     for topic in message.topics:
@@ -229,7 +206,7 @@ def _list(broker: Broker, message: control.Message) -> Body:
             )
             topics[topic.name][index] = {"partition_index": index, **listed}
     answered = [{"name": name, "partitions": list(partitions.values())} for name, partitions in topics.items()]
-    return [control.encode_response(control.build_response(LIST_OFFSETS, message.version, topics=answered))]
+    return request.answer(topics=answered)
 
 
 def _list_one(broker: Broker, topic: str, asked: control.Message, version: int) -> dict[str, int]:
@@ -274,13 +251,11 @@ def _find(partition: Partition, timestamp: int) -> TimestampAndOffset | None:
 
 def handle_offset_for_leader_epoch(broker: Broker, request: Request) -> Body:
     """Answer OffsetForLeaderEpoch."""
-    version = request.header.api_version
-    message = control.decode_request(OFFSET_FOR_LEADER_EPOCH, version, request.body)
     topics = [
         {"topic": topic.topic, "partitions": [_epoch_end(broker, topic.topic, each) for each in topic.partitions]}
-        for topic in message.topics
+        for topic in request.message().topics
     ]
-    return [control.encode_response(control.build_response(OFFSET_FOR_LEADER_EPOCH, version, topics=topics))]
+    return request.answer(topics=topics)
 
 
 def _epoch_end(broker: Broker, topic: str, asked: control.Message) -> dict[str, int]:

@@ -26,18 +26,6 @@ from kproxy.broker.groups.coordinator import Commit
 from kproxy.broker.groups.group import CommittedOffset, Group, Join, Protocol, State, Sync
 from kproxy.broker.producer_state import wall_ms
 from kproxy_codec import control, error_codes
-from kproxy_codec.api_keys import (
-    DELETE_GROUPS,
-    DESCRIBE_GROUPS,
-    HEARTBEAT,
-    JOIN_GROUP,
-    LEAVE_GROUP,
-    LIST_GROUPS,
-    OFFSET_COMMIT,
-    OFFSET_DELETE,
-    OFFSET_FETCH,
-    SYNC_GROUP,
-)
 from kproxy_codec.framing import client_id
 from kproxy_codec.primitives import INT16, INT32, encode_string
 
@@ -58,24 +46,14 @@ _NO_CONSUMER_PROTOCOL = (
 )
 
 
-def _answer(request: Request, **fields: Any) -> Body:
-    header = request.header
-    return [control.encode_response(control.build_response(header.api_key, header.api_version, **fields))]
-
-
-def _since(version: int, first: int, **fields: Any) -> dict[str, Any]:
-    """Return the fields if the version has them."""
-    return fields if version >= first else {}
-
-
 async def handle_join_group(broker: Broker, request: Request) -> Body:
     """Answer JoinGroup when the member's generation begins."""
-    version = request.header.api_version
-    asked = control.decode_request(JOIN_GROUP, version, request.body)
+    asked = request.message()
+    version = asked.version
     session_s = asked.session_timeout_ms / 1000
     join = Join(
         asked.member_id,
-        asked.group_instance_id if version >= 5 else None,
+        asked.group_instance_id,
         (client_id(request.frame) or b"").decode(errors="replace"),
         session_s,
         asked.rebalance_timeout_ms / 1000 if version >= 1 else session_s,
@@ -86,39 +64,42 @@ async def handle_join_group(broker: Broker, request: Request) -> Body:
     )
     joined = await broker.groups.join(asked.group_id, join)
     members = [
-        {"member_id": member_id, "metadata": metadata} | _since(version, 5, group_instance_id=instance_id)
+        {"member_id": member_id, "metadata": metadata, "group_instance_id": instance_id}
         for member_id, instance_id, metadata in joined.members
     ]
-    return _answer(
-        request,
+    return request.answer(
         error_code=joined.error_code,
         generation_id=joined.generation,
         protocol_name=joined.protocol if version >= 7 else joined.protocol or "",
         leader=joined.leader,
         member_id=joined.member_id,
         members=members,
-        **_since(version, 7, protocol_type=joined.protocol_type),
-        **_since(version, 9, skip_assignment=joined.skip_assignment),
+        protocol_type=joined.protocol_type,
+        skip_assignment=joined.skip_assignment,
     )
 
 
 async def handle_sync_group(broker: Broker, request: Request) -> Body:
     """Answer SyncGroup when the leader has assigned."""
-    version = request.header.api_version
-    asked = control.decode_request(SYNC_GROUP, version, request.body)
+    asked = request.message()
+    version = asked.version
     synced = await broker.groups.sync(
         asked.group_id,
         Sync(
             asked.member_id,
-            asked.group_instance_id if version >= 3 else None,
+            asked.group_instance_id,
             asked.generation_id,
             asked.protocol_type or "" if version >= 5 else None,
             asked.protocol_name or "" if version >= 5 else None,
             {each.member_id: bytes(each.assignment) for each in asked.assignments},
         ),
     )
-    protocol = _since(version, 5, protocol_type=synced.protocol_type, protocol_name=synced.protocol)
-    return _answer(request, error_code=synced.error_code, assignment=synced.assignment, **protocol)
+    return request.answer(
+        error_code=synced.error_code,
+        assignment=synced.assignment,
+        protocol_type=synced.protocol_type,
+        protocol_name=synced.protocol,
+    )
 
 
 def handle_consumer_group_heartbeat(broker: Broker, request: Request) -> Body:
@@ -128,44 +109,40 @@ def handle_consumer_group_heartbeat(broker: Broker, request: Request) -> Body:
 
 def handle_heartbeat(broker: Broker, request: Request) -> Body:
     """Answer Heartbeat."""
-    version = request.header.api_version
-    asked = control.decode_request(HEARTBEAT, version, request.body)
-    instance_id = asked.group_instance_id if version >= 3 else None
-    error_code = broker.groups.heartbeat(asked.group_id, asked.member_id, instance_id, asked.generation_id)
-    return _answer(request, error_code=error_code)
+    asked = request.message()
+    error_code = broker.groups.heartbeat(asked.group_id, asked.member_id, asked.group_instance_id, asked.generation_id)
+    return request.answer(error_code=error_code)
 
 
 async def handle_leave_group(broker: Broker, request: Request) -> Body:
     """Answer LeaveGroup, of one member or (from version 3) several."""
-    version = request.header.api_version
-    asked = control.decode_request(LEAVE_GROUP, version, request.body)
-    if version < 3:
+    asked = request.message()
+    if asked.version < 3:
         error_code, codes = await broker.groups.leave(asked.group_id, [(asked.member_id, None)])
-        return _answer(request, error_code=error_code or codes[0])
+        return request.answer(error_code=error_code or codes[0])
     leaving = [(each.member_id, each.group_instance_id) for each in asked.members]
     error_code, codes = await broker.groups.leave(asked.group_id, leaving)
     members = [
         {"member_id": member_id, "group_instance_id": instance_id, "error_code": code}
         for (member_id, instance_id), code in zip(leaving, codes, strict=False)
     ]
-    return _answer(request, error_code=error_code, members=[] if error_code else members)
+    return request.answer(error_code=error_code, members=[] if error_code else members)
 
 
 async def handle_offset_commit(broker: Broker, request: Request) -> Body:
     """Answer OffsetCommit, with the group's error at each partition."""
-    version = request.header.api_version
-    asked = control.decode_request(OFFSET_COMMIT, version, request.body)
+    asked = request.message()
+    version = asked.version
     ids = _name_topics(broker, asked.topics, version)
     now_ms = wall_ms()
-    keeps_ms = asked.retention_time_ms if version <= 4 else -1
-    expires_ms = now_ms + keeps_ms if keeps_ms >= 0 else -1
+    expires_ms = now_ms + asked.retention_time_ms if asked.retention_time_ms >= 0 else -1
     commits = [
         Commit(
             topic.name,
             each.partition_index,
             CommittedOffset(
                 each.committed_offset,
-                each.committed_leader_epoch if version >= 6 else -1,
+                each.committed_leader_epoch,
                 each.committed_metadata or "",
                 now_ms,
                 expires_ms,
@@ -175,13 +152,12 @@ async def handle_offset_commit(broker: Broker, request: Request) -> Body:
         for topic in asked.topics
         for each in topic.partitions
     ]
-    instance_id = asked.group_instance_id if version >= 7 else None
-    member = (asked.member_id, instance_id, asked.generation_id_or_member_epoch)
+    member = (asked.member_id, asked.group_instance_id, asked.generation_id_or_member_epoch)
     error_code, results = await broker.groups.commit(asked.group_id, member, commits)
     if error_code == error_codes.GROUP_ID_NOT_FOUND and version < 9:
         error_code = error_codes.ILLEGAL_GENERATION
     codes = {(each.topic, each.partition_index): error_code or each.error_code for each in results}
-    return _answer(request, topics=_identified(_by_topic(codes), ids))
+    return request.answer(topics=_identified(_by_topic(codes), ids))
 
 
 def _name_topics(broker: Broker, topics: Iterable[Any], version: int) -> dict[str, UUID] | None:
@@ -229,21 +205,21 @@ def _by_topic(codes: Mapping[tuple[str, int], int]) -> list[dict[str, Any]]:
 
 async def handle_offset_fetch(broker: Broker, request: Request) -> Body:
     """Answer OffsetFetch, for one group or (from version 8) several."""
-    version = request.header.api_version
-    asked = control.decode_request(OFFSET_FETCH, version, request.body)
+    asked = request.message()
+    version = asked.version
     if version >= 8:
         groups = [{"group_id": each.group_id, **await _fetched(broker, each, version)} for each in asked.groups]
-        return _answer(request, groups=groups)
+        return request.answer(groups=groups)
     fields = await _fetched(broker, asked, version)
     if version >= 2:
-        return _answer(request, **fields)
+        return request.answer(**fields)
     if fields["error_code"]:
         codes = {(each.name, index): fields["error_code"] for each in asked.topics for index in each.partition_indexes}
         fields["topics"] = [
             topic | {"partitions": [each | {"committed_offset": -1, "metadata": ""} for each in topic["partitions"]]}
             for topic in _by_topic(codes)
         ]
-    return _answer(request, topics=fields["topics"])
+    return request.answer(topics=fields["topics"])
 
 
 async def _fetched(broker: Broker, asked: control.Message, version: int) -> dict[str, Any]:
@@ -254,10 +230,10 @@ async def _fetched(broker: Broker, asked: control.Message, version: int) -> dict
     error_code, found = await broker.groups.fetch(asked.group_id, wanted)
     if wanted is None and ids is not None:
         ids = {name: topic.topic_id for name, topic in broker.view.topics.items()}
-    return {"error_code": error_code, "topics": [] if error_code else _identified(_offsets(found, version), ids)}
+    return {"error_code": error_code, "topics": [] if error_code else _identified(_offsets(found), ids)}
 
 
-def _offsets(found: Mapping[tuple[str, int], CommittedOffset | None], version: int) -> list[dict[str, Any]]:
+def _offsets(found: Mapping[tuple[str, int], CommittedOffset | None]) -> list[dict[str, Any]]:
     by_topic: dict[str, list[dict[str, Any]]] = {}
     for (topic, index), kept in found.items():
         committed = kept or _NO_OFFSET
@@ -267,7 +243,7 @@ def _offsets(found: Mapping[tuple[str, int], CommittedOffset | None], version: i
                 "committed_offset": committed.offset,
                 "metadata": committed.metadata,
                 "error_code": error_codes.UNKNOWN_TOPIC_ID if topic.startswith(_NAMELESS) else error_codes.NONE,
-                **_since(version, 5, committed_leader_epoch=committed.leader_epoch),
+                "committed_leader_epoch": committed.leader_epoch,
             }
         )
     return [{"name": topic, "partitions": partitions} for topic, partitions in by_topic.items()]
@@ -275,35 +251,36 @@ def _offsets(found: Mapping[tuple[str, int], CommittedOffset | None], version: i
 
 async def handle_offset_delete(broker: Broker, request: Request) -> Body:
     """Answer OffsetDelete."""
-    asked = control.decode_request(OFFSET_DELETE, request.header.api_version, request.body)
+    asked = request.message()
     wanted = [(topic.name, each.partition_index) for topic in asked.topics for each in topic.partitions]
     error_code, codes = await broker.groups.delete_offsets(asked.group_id, wanted)
     codes |= {key: error_codes.UNKNOWN_TOPIC_OR_PARTITION for key in codes if not _exists(broker, *key)}
-    return _answer(request, error_code=error_code, topics=[] if error_code else _by_topic(codes))
+    return request.answer(error_code=error_code, topics=[] if error_code else _by_topic(codes))
 
 
 def handle_list_groups(broker: Broker, request: Request) -> Body:
     """Answer ListGroups with this broker's groups."""
-    version = request.header.api_version
-    asked = control.decode_request(LIST_GROUPS, version, request.body)
-    states = {each.lower() for each in asked.states_filter} if version >= 4 else set()
-    types = {each.lower() for each in asked.types_filter} if version >= 5 else set()
+    asked = request.message()
+    states = {each.lower() for each in asked.states_filter}
+    types = {each.lower() for each in asked.types_filter}
     error_code, groups = broker.groups.listed()
     listed = [
-        {"group_id": group.group_id, "protocol_type": group.protocol_type}
-        | _since(version, 4, group_state=group.state.value)
-        | _since(version, 5, group_type=_CLASSIC)
+        {
+            "group_id": group.group_id,
+            "protocol_type": group.protocol_type,
+            "group_state": group.state.value,
+            "group_type": _CLASSIC,
+        }
         for group in groups
         if (not states or group.state.value.lower() in states) and (not types or _CLASSIC in types)
     ]
-    return _answer(request, error_code=error_code, groups=listed)
+    return request.answer(error_code=error_code, groups=listed)
 
 
 def handle_describe_groups(broker: Broker, request: Request) -> Body:
     """Answer DescribeGroups."""
-    version = request.header.api_version
-    asked = control.decode_request(DESCRIBE_GROUPS, version, request.body)
-    return _answer(request, groups=[_described(broker, group_id, version) for group_id in asked.groups])
+    asked = request.message()
+    return request.answer(groups=[_described(broker, group_id, asked.version) for group_id in asked.groups])
 
 
 def _described(broker: Broker, group_id: str, version: int) -> dict[str, Any]:
@@ -315,13 +292,13 @@ def _described(broker: Broker, group_id: str, version: int) -> dict[str, Any]:
             "group_state": found.state.value,
             "protocol_type": found.protocol_type,
             "protocol_data": _protocol(found) or "",
-            "members": list(_members(found, version)),
+            "members": list(_members(found)),
         }
     described = {"group_id": group_id, "group_state": "", "protocol_type": "", "protocol_data": "", "members": []}
     if found == error_codes.GROUP_ID_NOT_FOUND:
         described["group_state"] = "Dead"
-        message = _since(version, 6, error_message=f"there is no group {group_id}")
-        return described | {"error_code": found if version >= 6 else error_codes.NONE} | message
+        described["error_message"] = f"there is no group {group_id}"
+        return described | {"error_code": found if version >= 6 else error_codes.NONE}
     return described | {"error_code": found}
 
 
@@ -329,7 +306,7 @@ def _protocol(group: Group) -> str | None:
     return group.protocol if group.state is State.STABLE else None
 
 
-def _members(group: Group, version: int) -> Iterable[dict[str, Any]]:
+def _members(group: Group) -> Iterable[dict[str, Any]]:
     for member in group.members.values():
         yield {
             "member_id": member.member_id,
@@ -337,12 +314,12 @@ def _members(group: Group, version: int) -> Iterable[dict[str, Any]]:
             "client_host": "",
             "member_metadata": member.metadata(_protocol(group)),
             "member_assignment": member.assignment,
-            **_since(version, 4, group_instance_id=member.instance_id),
+            "group_instance_id": member.instance_id,
         }
 
 
 async def handle_delete_groups(broker: Broker, request: Request) -> Body:
     """Answer DeleteGroups."""
-    asked = control.decode_request(DELETE_GROUPS, request.header.api_version, request.body)
+    asked = request.message()
     results = [{"group_id": each, "error_code": await broker.groups.delete(each)} for each in asked.groups_names]
-    return _answer(request, results=results)
+    return request.answer(results=results)

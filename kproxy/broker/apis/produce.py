@@ -24,7 +24,7 @@ import asyncio
 from collections.abc import Awaitable
 from typing import NamedTuple
 
-from kproxy.broker.context import FENCE_TIMEOUT_S, Bindings, Body, Broker, CloseConnection, Request
+from kproxy.broker.context import FENCE_TIMEOUT_S, Answer, Bindings, Body, Broker, CloseConnection, Request
 from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition
 from kproxy.broker.producer_state import wall_ms
 from kproxy.broker.topics import CONSUMER_OFFSETS
@@ -42,19 +42,18 @@ _NODE_ENDPOINTS_TAG = 0
 _CONSUMER_OFFSETS = CONSUMER_OFFSETS.encode()
 
 
-def handle(broker: Broker, request: Request) -> Body | Awaitable[Body | None] | None:
+def handle(broker: Broker, request: Request) -> Answer:
     """Append the batches, in one step if no partition must be taken first."""
-    produce = parse_produce(request.frame, request.header)
+    produce, bindings = parse_produce(request.frame, request.header), request.bindings
     broker.name_topics(produce)
-    takeable = broker.takeable([(topic.name, topic.partitions) for topic in produce.topics])
-    if takeable:
+    wanted = [(topic.name, topic.partitions) for topic in produce.topics]
 
-        def append() -> Body | Awaitable[Body | None] | None:
-            broker.name_topics(produce)
-            return _append(broker, produce, request.bindings)
+    def append() -> Answer:
+        broker.name_topics(produce)
+        unknown = _unknown_fences(broker, produce, bindings) if bindings else []
+        return _keep_and_append(broker, produce, bindings, unknown) if unknown else _append(broker, produce, bindings)
 
-        return broker.take_then(takeable, append)
-    return _append(broker, produce, request.bindings)
+    return broker.take_then(wanted, append)
 
 
 class _Pending(NamedTuple):
@@ -66,11 +65,6 @@ class _Pending(NamedTuple):
     at: int
     partition: Partition
     last_offset: int
-
-
-def _append(broker: Broker, produce: PartitionedRequest, bindings: Bindings) -> Body | Awaitable[Body | None] | None:
-    unknown = _unknown_fences(broker, produce, bindings) if bindings else []
-    return _keep_and_append(broker, produce, bindings, unknown) if unknown else _append_now(broker, produce, bindings)
 
 
 def _unknown_fences(
@@ -91,13 +85,11 @@ async def _keep_and_append(
 ) -> Body | None:
     await broker.fences.settle_all(unknown, FENCE_TIMEOUT_S)
     broker.name_topics(produce)
-    result = _append_now(broker, produce, bindings)
+    result = _append(broker, produce, bindings)
     return await result if isinstance(result, Awaitable) else result
 
 
-def _append_now(
-    broker: Broker, produce: PartitionedRequest, bindings: Bindings
-) -> Body | Awaitable[Body | None] | None:
+def _append(broker: Broker, produce: PartitionedRequest, bindings: Bindings) -> Answer:
     refused = _refuse_all(produce)
     results: list[AppendResult] = []
     pending: list[_Pending] = []
@@ -176,10 +168,8 @@ def _append_one(
         return AppendResult(error_codes.INVALID_TOPIC_EXCEPTION, -1, "clients do not write to an internal topic")
     index = topic.partitions[ordinal]
     partition = broker.led(topic.name, index)
-    if partition is None and produce.is_nameless(topic):
-        return AppendResult(error_codes.UNKNOWN_TOPIC_ID)
     if partition is None:
-        return AppendResult(broker.refusal(topic.name.decode(errors="replace"), index))
+        return AppendResult(broker.refusal_in(produce, topic, index))
     bound = bindings.get((topic.name, index), UNBOUND) if bindings else UNBOUND
     records = records_of(produce, topic, ordinal)
     batch = check_records(records, produce.header.api_version, broker.config.message_max_bytes, wall_ms())
@@ -196,14 +186,10 @@ def _entry(
     result: AppendResult,
     leaders: dict[int, tuple[str, int]],
 ) -> bytes:
+    led, current_leader = None, None
     if result.error_code == error_codes.NONE:
         led = broker.led(topic.name, index)
-        log_start_offset = led.log_start_offset if led is not None else -1
-        return result_entry(
-            version, index, error_codes.NONE, base_offset=result.base_offset, log_start_offset=log_start_offset
-        )
-    current_leader = None
-    if result.error_code == error_codes.NOT_LEADER_OR_FOLLOWER and version >= _LEADER_VERSION:
+    elif result.error_code == error_codes.NOT_LEADER_OR_FOLLOWER and version >= _LEADER_VERSION:
         current_leader = broker.current_leader(topic.name.decode(), index)
         live = broker.view.brokers.get(current_leader[0])
         if live is None or live.node_id == broker.config.node_id:
@@ -214,8 +200,8 @@ def _entry(
         version,
         index,
         result.error_code,
-        base_offset=-1,
-        log_start_offset=-1,
+        base_offset=result.base_offset,
+        log_start_offset=led.log_start_offset if led is not None else -1,
         error_message=result.error_message,
         current_leader=current_leader,
     )

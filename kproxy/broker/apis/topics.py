@@ -24,7 +24,6 @@ from kproxy.broker.context import LEADERS_TIMEOUT_S, Body, Broker, Request
 from kproxy.broker.keys import TopicValue
 from kproxy.broker.topics import NewTopic, TopicOutcome
 from kproxy_codec import control, error_codes
-from kproxy_codec.api_keys import CREATE_TOPICS, DELETE_TOPICS
 
 _NAMED_TWICE = TopicOutcome(error_codes.INVALID_REQUEST, "the request names the topic twice")
 
@@ -34,8 +33,7 @@ _TOPIC_ID_VERSION = 6
 
 async def handle_create_topics(broker: Broker, request: Request) -> Body:
     """Answer CreateTopics: create each topic, then wait for the leaders."""
-    version = request.header.api_version
-    message = control.decode_request(CREATE_TOPICS, version, request.body)
+    message = request.message()
     counts = Counter(asked.name for asked in message.topics)
     made: dict[str, TopicValue | TopicOutcome] = {}
     for asked in message.topics:
@@ -48,8 +46,8 @@ async def handle_create_topics(broker: Broker, request: Request) -> Body:
         timeout_s = min(max(message.timeout_ms, 0) / 1000, LEADERS_TIMEOUT_S)
         await broker.view.wait_until(lambda: all(map(broker.view.is_fully_owned, created)), timeout_s)
     is_there = not message.validate_only
-    results = [_created(broker, name, topic, version, is_there=is_there) for name, topic in made.items()]
-    return [control.encode_response(control.build_response(CREATE_TOPICS, version, topics=results))]
+    results = [_created(broker, name, topic, message.version, is_there=is_there) for name, topic in made.items()]
+    return request.answer(topics=results)
 
 
 async def _create(broker: Broker, asked: control.Message, *, validate_only: bool) -> TopicValue | TopicOutcome:
@@ -78,24 +76,23 @@ def _created(
         factor = len(topic.replicas[0])
         configs = describe_topic_configs(broker, topic.configs, factor)
         result |= {"num_partitions": len(topic.replicas), "replication_factor": factor, "configs": configs}
-    if version >= 7 and is_there:
+    if is_there:
         result["topic_id"] = topic.topic_id
     return result
 
 
 async def handle_delete_topics(broker: Broker, request: Request) -> Body:
     """Answer DeleteTopics."""
-    version = request.header.api_version
-    message = control.decode_request(DELETE_TOPICS, version, request.body)
-    if version >= _TOPIC_ID_VERSION:
+    message = request.message()
+    if message.version >= _TOPIC_ID_VERSION:
         asked = [(each.name, each.topic_id) for each in message.topics]
     else:
         asked = [(name, None) for name in message.topic_names]
-    responses = [await _delete(broker, name, topic_id, version) for name, topic_id in asked]
-    return [control.encode_response(control.build_response(DELETE_TOPICS, version, responses=responses))]
+    responses = [await _delete(broker, name, topic_id) for name, topic_id in asked]
+    return request.answer(responses=responses)
 
 
-async def _delete(broker: Broker, name: str | None, topic_id: Any, version: int) -> dict[str, Any]:
+async def _delete(broker: Broker, name: str | None, topic_id: Any) -> dict[str, Any]:
     topic = broker.view.topics.get(name) if name is not None else broker.view.topic_by_id(topic_id.bytes)
     if name is not None and topic_id is not None and topic_id.int:
         topic, outcome = None, TopicOutcome(error_codes.INVALID_REQUEST, "a topic is named by its name or its id")
@@ -105,9 +102,9 @@ async def _delete(broker: Broker, name: str | None, topic_id: Any, version: int)
         outcome = TopicOutcome(error_codes.UNKNOWN_TOPIC_OR_PARTITION, f"there is no topic {name}")
     else:
         outcome = TopicOutcome(error_codes.UNKNOWN_TOPIC_ID, f"there is no topic {topic_id}")
-    response: dict[str, Any] = {"name": topic.name if topic is not None else name, "error_code": outcome.error_code}
-    if version >= 5:
-        response["error_message"] = outcome.error_message
-    if version >= _TOPIC_ID_VERSION:
-        response["topic_id"] = topic.topic_id if topic is not None else topic_id
-    return response
+    return {
+        "name": topic.name if topic is not None else name,
+        "topic_id": topic.topic_id if topic is not None else topic_id,
+        "error_code": outcome.error_code,
+        "error_message": outcome.error_message,
+    }

@@ -29,6 +29,7 @@ import itertools
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -102,28 +103,26 @@ class _Failed(NamedTuple):
 _Answer = Joined | Synced | _Failed
 
 
+@dataclass(slots=True, eq=False)
 class _Entry:
     """A group, what the journal has of it, the offset of its last record, and when the timer looks at it."""
 
-    __slots__ = ("due_at", "group", "last_offset", "record")
-
-    def __init__(self, group: Group, last_offset: int = -1, record: bytes | None = None) -> None:
-        self.group = group
-        self.last_offset = last_offset
-        self.record = record
-        self.due_at = NEVER
+    group: Group
+    last_offset: int = -1
+    record: bytes | None = None
+    due_at: float = NEVER
 
 
+@dataclass(slots=True, eq=False)
 class _Shard:
     """The groups of one led partition, and its journal."""
 
-    def __init__(self, partition: Partition) -> None:
-        self.partition = partition
-        self.entries: dict[str, _Entry] = {}
-        self.loading: asyncio.Task[None] | None = None
-        self.last_offset = -1
-        # The size at which the journal is rewritten; None while that is done.
-        self.rewrite_at: int | None = None
+    partition: Partition
+    entries: dict[str, _Entry] = field(default_factory=dict)
+    loading: asyncio.Task[None] | None = None
+    last_offset: int = -1
+    # The size at which the journal is rewritten; None while that is done.
+    rewrite_at: int | None = None
 
     @property
     def is_long(self) -> bool:
@@ -150,23 +149,20 @@ class _Shard:
         return _APPEND_CODES.get(error_code, error_code)
 
 
+@dataclass(eq=False)
 class GroupCoordinator:
-    """Runs requests on groups. The caller owns the coroutine `run`; `close` ends everything else."""
+    """Runs requests on groups. The caller owns the coroutine `run`; `close` ends everything else.
 
-    def __init__(
-        self,
-        view: ClusterView,
-        led: Callable[[bytes, int], Partition | None],
-        clock: Callable[[], float],
-        options: Options,
-        rewrite_bytes: int,
-    ) -> None:
-        """`rewrite_bytes`: a journal that has grown by so much, and by three times its live records, is rewritten."""
-        self._view = view
-        self._led = led
-        self._clock = clock
-        self._options = options
-        self._rewrite_bytes = rewrite_bytes
+    `rewrite_bytes`: a journal that has grown by so much, and by three times its live records, is rewritten.
+    """
+
+    view: ClusterView
+    led: Callable[[bytes, int], Partition | None]
+    clock: Callable[[], float]
+    options: Options
+    rewrite_bytes: int
+
+    def __post_init__(self) -> None:
         self._shards: dict[int, _Shard] = {}
         self._waiting: dict[int, asyncio.Future[_Answer]] = {}
         self._tokens = itertools.count(1)
@@ -181,7 +177,7 @@ class GroupCoordinator:
         """Begin or end with a partition that this broker leads now, or no more."""
         if key.topic != CONSUMER_OFFSETS or self._closed:
             return
-        partition, shard = self._led(key.topic.encode(), key.partition_index), self._shards.get(key.partition_index)
+        partition, shard = self.led(key.topic.encode(), key.partition_index), self._shards.get(key.partition_index)
         if shard is not None and shard.partition is not partition:
             self._drop(key.partition_index)
         if partition is not None and key.partition_index not in self._shards:
@@ -214,7 +210,7 @@ class GroupCoordinator:
         """Read the log, in a thread if it is long; try again after an error."""
         told = ""
         while True:
-            replay = journal.Replay(self._options)
+            replay = journal.Replay(self.options)
             try:
                 await self._read_into(replay, shard.partition)
                 break
@@ -223,12 +219,12 @@ class GroupCoordinator:
                     told = str(error)
                     _logger.error("groups not loaded", **shard.partition.log_fields, reason=told)
             await asyncio.sleep(_RETRY_S)
-        shard.last_offset, now = shard.partition.log_end_offset - 1, self._clock()
+        shard.last_offset, now = shard.partition.log_end_offset - 1, self.clock()
         for group_id, group in replay.restored().items():
             group.begin(now)
             shard.entries[group_id] = _Entry(group, shard.last_offset, replay.values.get(group_id))
             self._schedule(shard, shard.entries[group_id])
-        shard.loading, shard.rewrite_at = None, self._rewrite_bytes
+        shard.loading, shard.rewrite_at = None, self.rewrite_bytes
         if shard.entries:
             _logger.info("groups loaded", **shard.partition.log_fields, groups=len(shard.entries))
 
@@ -245,7 +241,7 @@ class GroupCoordinator:
         """Return the shard of a group, or why this broker does not serve it. Offsets need no name, as in Kafka."""
         if needs_name and not group_id:
             return error_codes.INVALID_GROUP_ID
-        topic = self._view.topics.get(CONSUMER_OFFSETS)
+        topic = self.view.topics.get(CONSUMER_OFFSETS)
         shard = self._shards.get(partition_for(group_id, len(topic.replicas))) if topic is not None else None
         if shard is None or not shard.partition.takes_writes():
             return error_codes.NOT_COORDINATOR
@@ -260,7 +256,7 @@ class GroupCoordinator:
 
         If the journal does not take the change, nothing has happened, and the event's own request gets an error.
         """
-        entry = shard.entries.get(group_id) or _Entry(Group(group_id, self._options))
+        entry = shard.entries.get(group_id) or _Entry(Group(group_id, self.options))
         draft = entry.group.draft()
         result = event(draft) or error_codes.NONE
         last_offset = entry.last_offset
@@ -337,12 +333,12 @@ class GroupCoordinator:
         if isinstance(shard, int):
             return Joined(shard, asked.member_id)
         entry = shard.entries.get(group_id)
-        if entry is None and asked.member_id and self._options.takes_session(asked.session_s):
+        if entry is None and asked.member_id and self.options.takes_session(asked.session_s):
             return Joined(error_codes.UNKNOWN_MEMBER_ID, asked.member_id)
         if entry is None and self._groups >= MAX_GROUPS:
             return Joined(error_codes.GROUP_MAX_SIZE_REACHED, "")
         new_id = f"{(asked.instance_id or asked.client_id)[:_MAX_CLIENT_ID]}-{uuid.uuid4()}"
-        token, now = self._token(), self._clock()
+        token, now = self._token(), self.clock()
         self._run(shard, group_id, lambda group: group.join(asked, token, new_id, now), token)
         answer = await self._wait(shard, token)
         return answer if isinstance(answer, Joined) else Joined(answer.error_code, asked.member_id)
@@ -354,7 +350,7 @@ class GroupCoordinator:
             return Synced(shard)
         if group_id not in shard.entries:
             return Synced(error_codes.UNKNOWN_MEMBER_ID)
-        token, now = self._token(), self._clock()
+        token, now = self._token(), self.clock()
         self._run(shard, group_id, lambda group: group.sync(asked, token, now), token)
         answer = await self._wait(shard, token)
         return answer if isinstance(answer, Synced) else Synced(answer.error_code)
@@ -367,7 +363,7 @@ class GroupCoordinator:
         entry = shard.entries.get(group_id)
         if entry is None:
             return error_codes.UNKNOWN_MEMBER_ID
-        return entry.group.heartbeat(member_id, instance_id, generation, self._clock())
+        return entry.group.heartbeat(member_id, instance_id, generation, self.clock())
 
     async def leave(self, group_id: str, leaving: Iterable[tuple[str, str | None]]) -> tuple[int, list[int]]:
         """Remove members; return an error code for the group and one for each of them."""
@@ -377,7 +373,7 @@ class GroupCoordinator:
         codes: list[int] = []
         if group_id not in shard.entries:
             return error_codes.NONE, [error_codes.UNKNOWN_MEMBER_ID for _ in leaving]
-        now = self._clock()
+        now = self.clock()
         error_code, offset = self._run(
             shard, group_id, lambda group: codes.extend(group.leave(*each, now) for each in leaving)
         )
@@ -394,18 +390,18 @@ class GroupCoordinator:
         shard = self._find(group_id)
         if isinstance(shard, int):
             return shard, commits
-        entry, now = shard.entries.get(group_id), self._clock()
+        entry, now = shard.entries.get(group_id), self.clock()
         if entry is None and member[2] >= 0:
             return error_codes.GROUP_ID_NOT_FOUND, commits
         if entry is None and self._groups >= MAX_GROUPS:
             return error_codes.INVALID_COMMIT_OFFSET_SIZE, commits
-        group = entry.group if entry is not None else Group(group_id, self._options)
+        group = entry.group if entry is not None else Group(group_id, self.options)
         error_code = group.commit_error(*member, now)
         if error_code != error_codes.NONE:
             return error_code, commits
         taken = [each for each in commits if each.error_code == error_codes.NONE]
         new = {(each.topic, each.partition_index) for each in taken} - group.offsets.keys()
-        if len(group.offsets) + len(new) > self._options.max_offsets:
+        if len(group.offsets) + len(new) > self.options.max_offsets:
             return error_codes.INVALID_COMMIT_OFFSET_SIZE, commits
         if not taken:
             return error_codes.NONE, commits
@@ -532,14 +528,14 @@ class GroupCoordinator:
 
     async def run(self) -> None:
         """Let time-outs act, offsets expire and journals be rewritten, until cancelled."""
-        expiry_at = self._clock() + EXPIRY_INTERVAL_S
+        expiry_at = self.clock() + EXPIRY_INTERVAL_S
         while True:
             wake_at = min(self._due[0][0] if self._due else NEVER, expiry_at)
             with suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, wake_at - self._clock())):
+                async with asyncio.timeout(max(0.0, wake_at - self.clock())):
                     await self._wake.wait()
             self._wake.clear()
-            now = self._clock()
+            now = self.clock()
             while self._due and self._due[0][0] <= now:
                 self._tick(*heapq.heappop(self._due), now)
             if now >= expiry_at:
@@ -595,7 +591,7 @@ class GroupCoordinator:
             if written:
                 partition.remove_before(begin)
                 _logger.info("groups' journal rewritten", **partition.log_fields, bytes=live_bytes)
-            shard.rewrite_at = partition.log.size_in_bytes + max(self._rewrite_bytes, 3 * live_bytes)
+            shard.rewrite_at = partition.log.size_in_bytes + max(self.rewrite_bytes, 3 * live_bytes)
         except (OSError, LogFailed) as error:
             _logger.error("groups' journal not shortened", **partition.log_fields, reason=str(error))
 

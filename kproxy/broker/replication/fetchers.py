@@ -53,6 +53,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -176,7 +178,6 @@ class LeaderConnection(asyncio.BufferedProtocol):
         *,
         max_wait_ms: int,
         min_bytes: int,
-        max_bytes: int,
     ) -> asyncio.Future[memoryview]:
         """Fetch topics by id, and withdraw partitions; the future gets the frame for `read_answer`, or LeaderLost."""
         correlation_id = self._awaited.next_id()
@@ -188,7 +189,7 @@ class LeaderConnection(asyncio.BufferedProtocol):
             sender=self._sender,
             max_wait_ms=max_wait_ms,
             min_bytes=min_bytes,
-            max_bytes=max_bytes,
+            max_bytes=MAX_BYTES,
         )
         return self._ask(correlation_id, frame)
 
@@ -279,41 +280,32 @@ _Key = tuple[bytes, int]
 _Thing = TypeVar("_Thing")
 
 
+@dataclass(eq=False)
 class ReplicaFetchers:
-    """Begins and ends fetchers as leaderships change. The caller owns the coroutine `run`."""
+    """Begins and ends fetchers as leaderships change. The caller owns the coroutine `run`.
 
-    def __init__(
-        self,
-        replica: ReplicaKey,
-        view: ClusterView,
-        hosted: Mapping[tuple[bytes, int], Partition],
-        secret: Callable[[], Secret],
-        arena: ReceiveArena,
-        max_answer_bytes: int,
-        *,
-        may_fetch: Callable[[], bool],
-        encryption: Encryption = NO_ENCRYPTION,
-    ) -> None:
-        """`replica` is this broker and its data directory.
+    `replica` is this broker and its data directory. `hosted` is read again after each change, `secret` at each
+    connection. `may_fetch`, called before each request, returns whether our lease is certain to live.
+    """
 
-        `hosted` is read again after each change, `secret` at each connection. `may_fetch`, called before each request,
-        returns whether our lease is certain to live.
-        """
-        self._replica = replica
-        self._view = view
-        self._hosted = hosted
-        self._secret = secret
-        self._arena = arena
-        self._max_answer_bytes = max_answer_bytes
-        self._may_fetch = may_fetch
-        self._encryption = encryption
+    replica: ReplicaKey
+    view: ClusterView
+    hosted: Mapping[tuple[bytes, int], Partition]
+    secret: Callable[[], Secret]
+    arena: ReceiveArena
+    max_answer_bytes: int
+    _: KW_ONLY
+    may_fetch: Callable[[], bool]
+    encryption: Encryption = NO_ENCRYPTION
+
+    def __post_init__(self) -> None:
         self._fetchers: dict[int, _Fetcher] = {}
         self._followed: dict[tuple[bytes, int], tuple[Partition, _Fetcher]] = {}
         # Keys of `hosted` to check again.
         self._stale: set[tuple[bytes, int]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
-        view.subscribe(self._on_change)
+        self.view.subscribe(self._on_change)
 
     def wake(self, key: PartitionKey | None = None) -> None:
         """Check a partition again, or all: it has another leader, none, or another epoch, or was opened or closed.
@@ -321,7 +313,7 @@ class ReplicaFetchers:
         One is enough: thousands of changes come when a broker starts or dies.
         """
         if key is None:
-            self._stale.update(self._hosted, self._followed)
+            self._stale.update(self.hosted, self._followed)
         else:
             self._stale.add((key.topic.encode(), key.partition_index))
         self._changed.set()
@@ -347,11 +339,11 @@ class ReplicaFetchers:
 
     def _assign(self, stale: Iterable[tuple[bytes, int]]) -> None:
         for leader_id, fetcher in list(self._fetchers.items()):
-            leader = self._view.brokers.get(leader_id)
+            leader = self.view.brokers.get(leader_id)
             if leader is None or _address(leader) != _address(fetcher.leader):
                 self._end(leader_id)
         for key in stale:
-            partition = self._hosted.get(key)
+            partition = self.hosted.get(key)
             wanted = self._fetcher_for(partition.leader_id) if partition is not None else None
             before = self._followed.pop(key, None)
             if before is not None and before != (partition, wanted):
@@ -365,8 +357,8 @@ class ReplicaFetchers:
             fetcher.hurry()
 
     def _fetcher_for(self, leader_id: int) -> _Fetcher | None:
-        leader = self._view.brokers.get(leader_id)
-        if leader is None or leader_id == self._replica.node_id:
+        leader = self.view.brokers.get(leader_id)
+        if leader is None or leader_id == self.replica.node_id:
             return None
         return self._fetchers.get(leader_id) or self._begin(leader_id)
 
@@ -374,7 +366,7 @@ class ReplicaFetchers:
         self._fetchers.pop(leader_id).task.cancel()
 
     def _begin(self, leader_id: int) -> _Fetcher:
-        fetcher = _Fetcher(self._view.brokers[leader_id], self._open, self._may_fetch)
+        fetcher = _Fetcher(self.view.brokers[leader_id], self._open, self.may_fetch)
         self._fetchers[leader_id] = fetcher
         self._tasks.add(fetcher.task)
         fetcher.task.add_done_callback(self._ended)
@@ -393,11 +385,11 @@ class ReplicaFetchers:
     async def _open(self, leader: LiveBroker) -> LeaderConnection:
         return await LeaderConnection.open(
             _address(leader),
-            self._encryption,
-            self._replica,
-            self._secret(),
-            arena=self._arena,
-            max_answer_bytes=self._max_answer_bytes,
+            self.encryption,
+            self.replica,
+            self.secret(),
+            arena=self.arena,
+            max_answer_bytes=self.max_answer_bytes,
         )
 
 
@@ -501,7 +493,6 @@ class _Fetcher:
             _by_topic_id(withdrawn),
             max_wait_ms=max_wait_ms,
             min_bytes=MIN_BYTES,
-            max_bytes=MAX_BYTES,
         )
         deadline = self._loop.time() + max_wait_ms / 1000 + ANSWER_PATIENCE_S
         taken: list[Partition] = []
@@ -595,7 +586,7 @@ class _Fetcher:
                 raise LeaderLost("no answer in time")
             if hurried is None and (self._to_ask or any(until <= now for until in self._paused.values())):
                 # Its only purpose is to end the wait of the earlier fetch.
-                hurried = connection.fetch((), max_wait_ms=0, min_bytes=0, max_bytes=MAX_BYTES)
+                hurried = connection.fetch((), max_wait_ms=0, min_bytes=0)
         if hurried is None:
             return [answer.result()]
         try:
@@ -608,23 +599,17 @@ class _Fetcher:
         self, answer: asyncio.Future[memoryview] | None, deadline: float | None = None, *, heed_pauses: bool = True
     ) -> None:
         """Wait for an answer, a wake-up, the end of a partition's pause, or `deadline` on the loop's clock."""
-        woken = self._loop.create_future()
-
-        def wake(_: object = None) -> None:
-            if not woken.done():
-                woken.set_result(None)
-
+        woken = asyncio.Event()
         ends = [*(self._paused.values() if heed_pauses else ()), *([] if deadline is None else [deadline])]
-        timer = self._loop.call_at(min(ends), wake) if ends else None
-        self._wake = wake
+        self._wake = woken.set
         if answer is not None:
-            answer.add_done_callback(wake)
+            answer.add_done_callback(lambda _: woken.set())
         try:
-            await woken
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(min(ends, default=None)):
+                    await woken.wait()
         finally:
             self._wake = None
-            if timer is not None:
-                timer.cancel()
 
 
 def _key(partition: Partition) -> _Key:

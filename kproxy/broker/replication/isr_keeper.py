@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
 import structlog
@@ -35,15 +36,13 @@ from kproxy.broker.replication.partition_replication import WAITER_SWEEP_INTERVA
 from kproxy.etcd import EtcdClient, EtcdError, create_revision_is, get_op, mod_revision_is, put_op
 
 
+@dataclass(slots=True, eq=False)
 class _Follower:
     """One follower. `back_at` is when it last stopped being gone, on the loop's clock."""
 
-    __slots__ = ("back_at", "timer", "times_gone")
-
-    def __init__(self) -> None:
-        self.times_gone = 0
-        self.back_at = float("-inf")
-        self.timer: asyncio.TimerHandle | None = None
+    times_gone: int = 0
+    back_at: float = float("-inf")
+    timer: asyncio.TimerHandle | None = None
 
 
 class FollowerPresence:
@@ -127,30 +126,26 @@ CONCURRENT_CHANGES = 64
 _logger = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False)
 class IsrKeeper:
-    """Keeps the ISR of the partitions led by this broker; the caller owns the coroutine `run`."""
+    """Keeps the ISR of the partitions led by this broker; the caller owns the coroutine `run`.
 
-    def __init__(
-        self,
-        client: EtcdClient,
-        view: ClusterView,
-        led: Callable[[], Iterable[Partition]],
-        *,
-        isr_lag_s: float,
-        on_deposed: Callable[[Partition], None],
-        presence: FollowerPresence | None = None,
-    ) -> None:
-        """`presence` knows the broken connections.
+    `presence` knows the broken connections. `on_deposed` is called when a partition's lease key is no longer ours
+    according to etcd.
+    """
 
-        `on_deposed` is called when a partition's lease key is no longer ours according to etcd.
-        """
+    client: EtcdClient
+    view: ClusterView
+    led: Callable[[], Iterable[Partition]]
+    _: KW_ONLY
+    isr_lag_s: float
+    on_deposed: Callable[[Partition], None]
+    presence: FollowerPresence | None = None
+
+    def __post_init__(self) -> None:
         self.shrinks = self.expansions = 0
-        self._client = client
-        self._view = view
-        self._led = led
-        self._on_deposed = on_deposed
         # Often enough for the lag threshold, and to add a follower soon after it catches up.
-        self._interval_s = min(isr_lag_s / 4, 0.25)
+        self._interval_s = min(self.isr_lag_s / 4, 0.25)
         self._wake = asyncio.Event()
         self._swept_at = float("-inf")
         self._changing: dict[Partition, asyncio.Task[None]] = {}
@@ -158,10 +153,10 @@ class IsrKeeper:
         self._to_look_at: deque[Partition] = deque()
         self._is_round_due = True
         self._is_all_due = True
-        self._gone = presence.gone if presence is not None else frozenset()
-        if presence is not None:
-            presence.subscribe(self._begin_round)
-        view.subscribe(self._on_change)
+        self._gone = self.presence.gone if self.presence is not None else frozenset()
+        if self.presence is not None:
+            self.presence.subscribe(self._begin_round)
+        self.view.subscribe(self._on_change)
 
     def _on_change(self, change: Change) -> None:
         # Other changes in etcd affect no ISR, and a check for each of thousands of changes would delay the watch.
@@ -193,16 +188,16 @@ class IsrKeeper:
     def _look(self) -> None:
         if not self._to_look_at and self._is_all_due:
             self._is_all_due = self._is_round_due = False
-            self._to_look_at.extend(self._led())
+            self._to_look_at.extend(self.led())
         elif not self._to_look_at and self._is_round_due:
             self._is_round_due = False
-            self._to_look_at.extend(partition for partition in self._led() if partition.replication.is_isr_due)
+            self._to_look_at.extend(partition for partition in self.led() if partition.replication.is_isr_due)
         while self._to_look_at and len(self._changing) < CONCURRENT_CHANGES:
             partition = self._to_look_at.popleft()
             if partition in self._changing:
                 continue
             replication = partition.replication
-            wanted = replication.proposed or replication.wanted_isr(self._view.brokers, self._gone)
+            wanted = replication.proposed or replication.wanted_isr(self.view.brokers, self._gone)
             if wanted is not None and replication.role is Role.LEADER:
                 replication.isr_proposed(wanted)
                 task = asyncio.create_task(self._change(partition, wanted), name=f"isr {partition.topic}")
@@ -215,7 +210,7 @@ class IsrKeeper:
             self._wake.set()
 
     async def _change(self, partition: Partition, members: frozenset[ReplicaKey]) -> None:
-        replication, keys = partition.replication, self._view.keys
+        replication, keys = partition.replication, self.view.keys
         lease_key = keys.lease(partition.topic, partition.partition_index)
         state_key = keys.state(partition.topic, partition.partition_index)
         value = encode_value(StateValue(replication.leader_epoch, sorted(members), partition.topic_id))
@@ -224,7 +219,7 @@ class IsrKeeper:
             mod_revision_is(state_key, replication.isr.revision),
         ]
         try:
-            result = await self._client.txn(guards, [put_op(state_key, value)], [get_op(lease_key), get_op(state_key)])
+            result = await self.client.txn(guards, [put_op(state_key, value)], [get_op(lease_key), get_op(state_key)])
         except EtcdError as error:
             _logger.warning("ISR not changed", **partition.log_fields, wanted=node_ids(members), reason=str(error))
             return
@@ -235,25 +230,25 @@ class IsrKeeper:
             self.shrinks += bool(before - members)
             self.expansions += bool(members - before)
             replication.isr_settled(Isr(members, result.revision))
-            self._view.apply_put(state_key, value, lease_id=0, revision=result.revision)
+            self.view.apply_put(state_key, value, lease_id=0, revision=result.revision)
             log = _logger.warning if before - members else _logger.info
             log("ISR changed", **partition.log_fields, isr=node_ids(members), before=node_ids(before))
             return
-        lease_kvs, state_kvs = result.responses[0].kvs, result.responses[1].kvs
-        if not lease_kvs or lease_kvs[0].create_revision != partition.leadership.fencing_token or not state_kvs:
-            self._on_deposed(partition)
+        lease, stored = result.found
+        if lease is None or lease.create_revision != partition.leadership.fencing_token or stored is None:
+            self.on_deposed(partition)
             return
         try:
-            state = decode_value(state_kvs[0].value, StateValue)
+            state = decode_value(stored.value, StateValue)
         except ValueError as error:
             _logger.error("ISR in etcd unreadable", **partition.log_fields, reason=str(error))
             return
-        replication.isr_settled(Isr(frozenset(state.isr), state_kvs[0].mod_revision))
+        replication.isr_settled(Isr(frozenset(state.isr), stored.mod_revision))
 
     def _sweep(self) -> None:
         now = asyncio.get_running_loop().time()
         if now - self._swept_at < WAITER_SWEEP_INTERVAL_S:
             return
         self._swept_at = now
-        for partition in self._led():
+        for partition in self.led():
             partition.replication.expire_waiters()

@@ -26,21 +26,21 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from types import MappingProxyType
 
 import structlog
 
 from kproxy.broker.apis.registry import API_VERSIONS_MAX, answer_api_versions
 from kproxy.broker.connection import ClientConnection
-from kproxy.broker.context import Body, Broker, CloseConnection, Request
+from kproxy.broker.context import Answer, Body, Broker, CloseConnection, Request
 from kproxy.broker.replication.authentication import MECHANISM, AuthenticationFailed, ListenerHandshake, Secret
 from kproxy.broker.replication.encryption import NO_ENCRYPTION, Encryption, without_tls
 from kproxy.broker.replication.isr_keeper import FollowerPresence
 from kproxy.broker.replication.open_fetches import OpenFetches
 from kproxy.etcd.lease import Clock, lease_clock
 from kproxy.runtime.sockets import bind, bound_port
-from kproxy_codec import control, error_codes
+from kproxy_codec import error_codes
 from kproxy_codec.api_keys import API_VERSIONS, FETCH, SASL_AUTHENTICATE, SASL_HANDSHAKE, name_of
 from kproxy_codec.framing import ReceiveArena
 from kproxy_codec.replica_fetch import VERSION as REPLICA_FETCH_VERSION
@@ -207,7 +207,7 @@ class _Session:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _serve(self, request: Request) -> Body | Awaitable[Body | None] | None:
+    def _serve(self, request: Request) -> Answer:
         api_key, version = request.header.api_key, request.header.api_version
         if api_key == API_VERSIONS:
             return answer_api_versions(request, OFFERED)
@@ -225,17 +225,17 @@ class _Session:
     def _agree_on_mechanism(self, request: Request) -> Body:
         if self._handshake is not None:
             raise CloseConnection("SASL_HANDSHAKE twice on one connection")
-        mechanism = control.decode_request(SASL_HANDSHAKE, request.header.api_version, request.body).mechanism
+        mechanism = request.message().mechanism
         if mechanism != MECHANISM:
-            refused = _encoded(request, error_code=error_codes.UNSUPPORTED_SASL_MECHANISM, mechanisms=[MECHANISM])
+            refused = request.answer(error_code=error_codes.UNSUPPORTED_SASL_MECHANISM, mechanisms=[MECHANISM])
             raise CloseConnection(f"SASL mechanism {mechanism[:40]!r}; {MECHANISM} is spoken here", refused)
         self._handshake = ListenerHandshake(self._listener.secret)
-        return _encoded(request, error_code=error_codes.NONE, mechanisms=[MECHANISM])
+        return request.answer(error_code=error_codes.NONE, mechanisms=[MECHANISM])
 
     def _authenticate(self, request: Request) -> Body:
         if self._handshake is None or self._fetches is not None:
             raise CloseConnection("SASL_AUTHENTICATE where none is expected")
-        message = control.decode_request(SASL_AUTHENTICATE, request.header.api_version, request.body)
+        message = request.message()
         try:
             answer = self._handshake.answer(bytes(message.auth_bytes))
         except AuthenticationFailed as error:
@@ -253,15 +253,10 @@ class _Session:
             self.connection.admit(FRAME_BYTES)
             self._listener.authenticated(self, follower.node_id)
             _logger.info("follower authenticated", replica_id=follower.node_id, log_id=str(follower.log_id))
-        return _encoded(request, error_code=error_codes.NONE, error_message=None, auth_bytes=answer)
+        return request.answer(error_code=error_codes.NONE, error_message=None, auth_bytes=answer)
 
 
 def _authentication_failed(request: Request) -> Body:
     """Answer a failed authentication; only the log has the exact reason."""
     code = error_codes.SASL_AUTHENTICATION_FAILED
-    return _encoded(request, error_code=code, error_message="authentication failed", auth_bytes=b"")
-
-
-def _encoded(request: Request, **fields: object) -> Body:
-    response = control.build_response(request.header.api_key, request.header.api_version, **fields)
-    return [control.encode_response(response)]
+    return request.answer(error_code=code, error_message="authentication failed", auth_bytes=b"")

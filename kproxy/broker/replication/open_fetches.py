@@ -35,6 +35,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from kproxy.broker.context import Body, Broker, CloseConnection, Request
@@ -77,16 +78,14 @@ Answered = tuple[bytes, PartitionFetched]
 """A topic's id, and the result for one of its partitions."""
 
 
+@dataclass(slots=True, eq=False)
 class _Question:
     """An open question. `refused` is the answer if there are no records to return."""
 
-    __slots__ = ("asked", "owner", "refused", "told")
-
-    def __init__(self, owner: OpenFetches, asked: Asked, told: tuple[int, int]) -> None:
-        self.owner = owner
-        self.asked = asked
-        self.told = told
-        self.refused: PartitionFetched | None = None
+    owner: OpenFetches
+    asked: Asked
+    told: tuple[int, int]
+    refused: PartitionFetched | None = None
 
     @property
     def key(self) -> _Key:
@@ -130,10 +129,7 @@ class OpenFetches:
             for start in topic.starts:
                 wanted = partition_fetch(fetch, start)
                 partition = broker.led(topic.name, wanted.partition_index)
-                name = topic.name.decode(errors="replace")
-                refusal = error_codes.NONE if partition is not None else broker.refusal(name, wanted.partition_index)
-                if fetch.is_nameless(topic):
-                    refusal = error_codes.UNKNOWN_TOPIC_ID
+                refusal = broker.refusal_in(fetch, topic, wanted.partition_index)
                 asked.append(Asked(topic.wire, wanted, partition, refusal))
         withdrawn = [(topic_id, index) for topic_id, indexes in fetch.forgotten for index in indexes]
         self._is_hurried = False

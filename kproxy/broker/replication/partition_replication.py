@@ -36,6 +36,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -110,15 +111,13 @@ class _Progress:
         self._caught_up_at = max(self._caught_up_at, at)
 
 
+@dataclass(slots=True, eq=False)
 class _Waiter:
     """A producer that waits for the high watermark to pass `offset`."""
 
-    __slots__ = ("deadline", "done", "offset")
-
-    def __init__(self, offset: int, deadline: float, done: asyncio.Future[int]) -> None:
-        self.offset = offset
-        self.deadline = deadline
-        self.done = done
+    offset: int
+    deadline: float
+    done: asyncio.Future[int]
 
     def __lt__(self, other: _Waiter) -> bool:
         return self.offset < other.offset

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.etcd import EtcdClient, LeaseLost, lease_keep_alive
+from kproxy.etcd import EtcdClient, LeaseLost
 from kproxy.etcd import lease as lease_module
+from kproxy.etcd.lease import lease_keep_alive
 from tests.support.etcd.embedded import Relay, connected, freeze, kill, own_etcd, running
 from tests.support.waiting import PATIENCE_S, eventually
 

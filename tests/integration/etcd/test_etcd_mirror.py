@@ -19,7 +19,7 @@ from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import EtcdClient, EtcdUnavailable, PrefixMirror, Snapshot, WatchEvent
 from kproxy.etcd import mirror as mirror_module
 from kproxy.etcd.messages import Pages
-from kproxy.etcd.mirror import MirrorState, WatchMessage, WatchStream
+from kproxy.etcd.mirror import MirrorState, WatchStream
 from tests.support.etcd.embedded import Relay, compact, connected, kill, own_etcd, put_many, running
 from tests.support.waiting import PATIENCE_S, eventually
 
@@ -303,9 +303,9 @@ async def test_fragmented_revision_is_seen_after_last_fragment(tmp_path: Path, m
     fragments: list[bool] = []
 
     class Recording(WatchStream):
-        async def read(self, timeout_s: float) -> WatchMessage | None:
+        async def read(self, timeout_s: float) -> Any | None:
             message = await super().read(timeout_s)
-            if message is not None and message.event_count():
+            if message is not None and message.events:
                 fragments.append(message.fragment)
             return message
 
@@ -361,10 +361,10 @@ async def test_revision_too_large_for_message_causes_reload(etcd_client: EtcdCli
 class BreakingOnce(WatchStream):
     """A stream that breaks once, right after the first message for which `after` holds."""
 
-    after: Callable[[WatchMessage], bool]
+    after: Callable[[Any], bool]
     broken = False
 
-    async def read(self, timeout_s: float) -> WatchMessage | None:
+    async def read(self, timeout_s: float) -> Any | None:
         if getattr(self, "breaks_now", False):
             raise EtcdUnavailable("the connection broke here")
         message = await super().read(timeout_s)
@@ -373,7 +373,7 @@ class BreakingOnce(WatchStream):
         return message
 
 
-def breaking_once(monkeypatch: pytest.MonkeyPatch, after: Callable[[WatchMessage], bool]) -> type[BreakingOnce]:
+def breaking_once(monkeypatch: pytest.MonkeyPatch, after: Callable[[Any], bool]) -> type[BreakingOnce]:
     stream = type("Breaking", (BreakingOnce,), {"after": staticmethod(after)})
     monkeypatch.setattr(mirror_module, "WatchStream", stream)
     return stream
@@ -396,7 +396,7 @@ async def test_break_between_fragments_repeats_the_revision(tmp_path: Path, monk
     [
         pytest.param(20_000, 60, lambda message: message.fragment, id="fragments of many revisions"),
         # etcd sends at most 1,000 revisions in one message, under a header that names the newest of all.
-        pytest.param(1, 1500, lambda message: message.event_count() > 1, id="more revisions than one message holds"),
+        pytest.param(1, 1500, lambda message: len(message.events) > 1, id="more revisions than one message holds"),
     ],
 )
 async def test_break_while_catching_up_loses_nothing(
@@ -404,7 +404,7 @@ async def test_break_while_catching_up_loses_nothing(
     monkeypatch: pytest.MonkeyPatch,
     value_bytes: int,
     changes: int,
-    after: Callable[[WatchMessage], bool],
+    after: Callable[[Any], bool],
 ) -> None:
     stream = breaking_once(monkeypatch, after)
     async with (

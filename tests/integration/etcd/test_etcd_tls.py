@@ -12,7 +12,8 @@ import pytest_asyncio
 
 from kproxy.config.etcd import EtcdOptions
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.etcd import EtcdClient, EtcdMisused, lease_keep_alive
+from kproxy.etcd import EtcdClient, EtcdMisused
+from kproxy.etcd.lease import lease_keep_alive
 from tests.support.etcd.embedded import connected, running, written
 from tests.support.etcd.etcd_cluster import etcd_binaries
 from tests.support.etcd.etcd_secured import Authority, Pair, TlsCluster, tls_etcd

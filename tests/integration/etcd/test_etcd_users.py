@@ -20,10 +20,9 @@ from kproxy.etcd import (
     EtcdUnavailable,
     PrefixMirror,
     get_op,
-    lease_keep_alive,
     put_op,
 )
-from kproxy.etcd.lease import RENEWALS_PER_TTL
+from kproxy.etcd.lease import RENEWALS_PER_TTL, lease_keep_alive
 from tests.support.etcd.embedded import QUICK, connected, running, written
 from tests.support.etcd.etcd_cluster import EtcdCluster, running_cluster
 from tests.support.etcd.etcd_secured import PASSWORD, ask_gateway, enable_users

@@ -28,9 +28,9 @@ from kproxy.etcd import (
     TxnOp,
     TxnResult,
     key_absent,
-    lease_keep_alive,
     put_op,
 )
+from kproxy.etcd.lease import lease_keep_alive
 from kproxy.observe.table import TablePage
 from kproxy.ownership.lease_keys import MAX_TOPIC_VALUE_BYTES
 from kproxy.ownership.leases import REREAD_KEYS, LeaseTable

@@ -6,7 +6,7 @@ import asyncio
 import random
 
 from kproxy.etcd import EtcdClient, EtcdError, Snapshot, WatchEvent
-from kproxy.etcd.mirror import WatchStream
+from kproxy.etcd.mirror import WatchStream, watch_event
 from tests.support.waiting import eventually
 
 # A change: its revision, the key, and the value, None for a deletion.
@@ -44,7 +44,7 @@ async def history(client: EtcdClient, prefix: str, after: int, until: int) -> li
         while not found or found[-1][0] < until:
             message = await stream.read(10)
             assert message is not None, f"etcd tells nothing after {found[-1:]}"
-            found += map(change_of, message.events(0, message.event_count()))
+            found += map(change_of, map(watch_event, message.events))
     finally:
         await stream.close()
     return found

@@ -82,7 +82,7 @@ no_margin = _set(lease, "MARGIN_FRACTION", 0.0)
 class FenceBelievedOnce:
     """Calls the real fence, but always repeats its first answer."""
 
-    def __init__(self, fence: partition.Fence) -> None:
+    def __init__(self, fence: LeaseFence) -> None:
         self._fence = fence
         self._first: bool | None = None
 
@@ -230,7 +230,7 @@ def deadline_from_the_answer(patch: pytest.MonkeyPatch) -> None:
 class FenceNotAskedFirst:
     """Alive at its first check, whatever the fence says."""
 
-    def __init__(self, fence: partition.Fence) -> None:
+    def __init__(self, fence: LeaseFence) -> None:
         self._fence = fence
         self._asked = False
 

@@ -36,10 +36,9 @@ class Hosted:
     """The part of a partition that its log keeper uses."""
 
     log: Log
+    log_fields: dict[str, object]
     high_watermark: int = 0
     leadership: Leadership = NO_LEADERSHIP
-    topic: str = "t"
-    partition_index: int = 0
     is_at_rest: bool = False
 
     def note_at_rest(self) -> None:
@@ -108,7 +107,7 @@ class Broker:
 
     def host(self, topic: str = "t", **options: object) -> Hosted:
         log = Log.open(self.directory / topic, options=LogOptions(**{"segment_bytes": 5000, **options}))
-        self.hosted.append(Hosted(log, topic=topic))
+        self.hosted.append(Hosted(log, {"topic": topic, "partition": 0}))
         return self.hosted[-1]
 
 

@@ -13,10 +13,10 @@ import pytest
 
 from kproxy.broker.disk import probe_disk
 from kproxy.broker.disk_threads import DiskThreads
-from kproxy.broker.disk_watch import DiskTrouble, DiskWatch
+from kproxy.broker.disk_watch import DiskWatch
 from kproxy.broker.keys import PartitionKey
 from kproxy.broker.log_maintenance import LogMaintenance
-from kproxy.broker.partition import Unreadable
+from kproxy.broker.partition import DiskTrouble, Unreadable
 from tests.support.brokers.replica_group import Group
 from tests.support.brokers.small_disk import small_disk
 
