@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 
@@ -82,36 +82,21 @@ def _news(before: ClaimsPage | None, page: ClaimsPage) -> Sequence[Told]:
     return [page] if before is None else changes_between(before.claims, page.claims)
 
 
-class Claims(Protocol):
-    """One source of claims. Its methods raise StartupError if it does not answer."""
-
-    async def page(self, group: str | None) -> ClaimsPage:
-        """Return all claims, of one group if named."""
-        ...
-
-    async def free(self, order: FreeOrder) -> FreeOutcome:
-        """Free the claims in the order."""
-        ...
-
-    def follow(self, group: str | None) -> AsyncGenerator[Told]:
-        """Yield all claims, and then each change, for ever."""
-        ...
-
-
 class AdminClaims:
-    """Claims from a proxy's admin page."""
+    """Claims from a proxy's admin page. The methods raise StartupError if it does not answer."""
 
     def __init__(self, place: AdminPlace) -> None:
         self._place = place
 
     async def page(self, group: str | None) -> ClaimsPage:
+        """Return all claims, of one group if named."""
         return await asyncio.to_thread(_or_startup_error, self._read, group)
 
     async def free(self, order: FreeOrder) -> FreeOutcome:
         return await asyncio.to_thread(_or_startup_error, self._free, order)
 
     async def follow(self, group: str | None) -> AsyncGenerator[Told]:
-        """Poll the page, so that changes within WATCH_INTERVAL_S appear as one."""
+        """Yield all claims, and then each change, for ever: changes within WATCH_INTERVAL_S appear as one."""
         before: ClaimsPage | None = None
         while True:
             try:
@@ -206,3 +191,7 @@ class EtcdClaims:
             finally:
                 running.cancel()
                 await asyncio.gather(running, return_exceptions=True)
+
+
+Claims = AdminClaims | EtcdClaims
+"""A source of claims."""

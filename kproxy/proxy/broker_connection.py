@@ -42,7 +42,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import inf
-from typing import NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import structlog
 
@@ -56,6 +56,9 @@ from kproxy.runtime.tasks import cancel
 from kproxy.security.broker_auth import CLIENT_ID, BrokerAuth, Session
 from kproxy_codec.framing import CHUNK_BYTES, frame_message, request_header
 from kproxy_codec.primitives import Buffer
+
+if TYPE_CHECKING:
+    from kproxy.proxy.connections import Connections
 
 log = structlog.get_logger(__name__)
 
@@ -73,34 +76,6 @@ class Oldest(NamedTuple):
 
     correlation_id: int | None
     written: bool
-
-
-class ConnectionOwner(Protocol):
-    """The client's connections, which own this one (kproxy.proxy.connections)."""
-
-    def press(self, slow: bool) -> None:
-        """A connection accepts no more for now (`slow`), or does again."""
-        ...
-
-    def yield_turn(self) -> None:
-        """Pause all connections of the client for this event-loop turn."""
-        ...
-
-    def opens(self, upstream: Upstream) -> None:
-        """Queued requests are about to be written; some may be withdrawn."""
-        ...
-
-    def in_turn(self, step: Callable[[], object]) -> None:
-        """Run this step of a connection in its turn of the event loop (kproxy.runtime.tasks.Turns)."""
-        ...
-
-    def puts_off(self, upstream: Upstream) -> bool:
-        """Whether a large answer that has begun to arrive is not read until `read_on`: nobody waits for it now."""
-        ...
-
-    def ended(self, upstream: Upstream) -> None:
-        """The connection has ended and all its tickets have been called; not called by `close`."""
-        ...
 
 
 class Upstream(AnswerReader, asyncio.BufferedProtocol):
@@ -147,7 +122,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         max_answer_bytes: int,
         connect_timeout_s: float,
         is_paced: bool = True,
-        keeper: ConnectionOwner | None = None,
+        keeper: Connections | None = None,
         share: ClientMemory | None = None,
         access: BrokerAuth | None = None,
     ) -> None:

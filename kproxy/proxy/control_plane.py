@@ -26,7 +26,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import structlog
 
@@ -39,9 +39,9 @@ from kproxy.proxy.answer_order import Slot
 from kproxy.proxy.api_versions import check_api_versions_request, offered_response, unsupported_version_response
 from kproxy.proxy.apis import NOT_SERVED, REQUEST_KEY_TYPES, SERVED, Ranges, api_of
 from kproxy.proxy.broker_connection import Lost, Unanswerable, Upstream, ask
-from kproxy.proxy.claims import MAX_CLIENT_BYTES, ClientClaims, NoClaims, SeverableClient
+from kproxy.proxy.claims import MAX_CLIENT_BYTES, ClientClaims, NoClaims
 from kproxy.proxy.client_identity import NotJudged
-from kproxy.proxy.connections import Connections, PressedClient
+from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.coordinators import CoordinatorRequests
 from kproxy.proxy.dialling import reason_of
@@ -76,6 +76,9 @@ from kproxy_codec.own import OwnResponse, encode_own_response, parse_own_request
 from kproxy_codec.partitioned import set_correlation_id, set_response_correlation_id, with_length
 from kproxy_codec.primitives import INT16, INT32, INT64, Buffer
 
+if TYPE_CHECKING:
+    from kproxy.proxy.client_session import ClientSession
+
 log = structlog.get_logger(__name__)
 
 AT_ONCE: Final = 8
@@ -91,28 +94,6 @@ Result = TypeVar("Result")
 Serve = Callable[[memoryview, RequestHeader], Awaitable[list[Buffer]]]
 # Makes the result from a broker's answer.
 Take = Callable[[memoryview], Awaitable[Result]]
-
-
-class ControlClient(PressedClient, SeverableClient, Protocol):
-    """The connection that the requests came on."""
-
-    peer: str
-
-    def refuse(self, error: Exception) -> None:
-        """Close it, because a request cannot be answered."""
-        ...
-
-    def abandon(self) -> None:
-        """Close it without waiting for answers."""
-        ...
-
-    def adjust_reading(self) -> None:
-        """Begin or stop reading, after a change of what may be read."""
-        ...
-
-    def offered(self, ranges: Ranges, software: str) -> None:
-        """Use the versions that the client, which has named its software, is about to receive."""
-        ...
 
 
 class ControlRequests:
@@ -137,7 +118,7 @@ class ControlRequests:
     def __init__(
         self,
         context: ProxyContext,
-        client: ControlClient,
+        client: ClientSession,
         claims: ClientClaims,
         gate: Gate | None,
         access: ClientAccess | None,
@@ -273,7 +254,7 @@ class ControlPlane:
     def __init__(
         self,
         context: ProxyContext,
-        client: ControlClient,
+        client: ClientSession,
         fleet: Fleet,
         access: ClientAccess | None = None,
         to_brokers: BrokerAuth | None = None,

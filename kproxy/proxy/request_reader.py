@@ -210,7 +210,7 @@ class RequestReader:
         return self._reader.pending_bytes
 
     def read_on(self) -> None:
-        """Resume reading: the budget has room again, or this session may pass."""
+        """Resume reading: the budget has room again, or this session may pass. Then `leave` or `wait` again."""
         raise NotImplementedError
 
     def refuse(self, error: Exception) -> None:
