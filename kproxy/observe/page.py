@@ -28,7 +28,7 @@ from kproxy.config import ProxyConfig
 from kproxy.etcd import EtcdError
 from kproxy.observe.http_page import HttpPage, VitalPages
 from kproxy.observe.overview import ClientsPage, Overview, PartitionsPage, RowsQuery, TopicsPage
-from kproxy.observe.page_guard import PageGuard
+from kproxy.observe.page_guard import Handler, PageGuard
 from kproxy.observe.table import (
     MAX_CLAIM_ROWS,
     MAX_ORDER_BYTES,
@@ -99,80 +99,49 @@ class AdminPage(HttpPage):
         super().__init__(
             pages,
             [
-                web.get("/table", self._get_table),
-                web.get("/partitions", self._get_partitions),
-                web.get("/topics", lambda request: self._get_rows(request, self._pages.topics)),
-                web.get("/clients", lambda request: self._get_rows(request, self._pages.clients)),
+                web.get("/table", _json(self._table)),
+                web.get("/partitions", _json(self._partitions)),
+                web.get("/topics", _json(lambda request: _rows(request, pages.topics))),
+                web.get("/clients", _json(lambda request: _rows(request, pages.clients))),
                 replication_route(replicas),
-                web.get("/own", self._get_claims),
-                web.post("/own/free", self._free),
+                web.get("/own", _json(self._claims)),
+                web.post("/own/free", _json(self._free)),
             ],
             guard,
         )
 
-    async def _get_table(self, request: web.Request) -> web.Response:
-        asked = request.query
-
-        async def page() -> bytes:
-            worker = int(asked["worker"]) if "worker" in asked else None
-            return await self._pages.table(_table_query(request), worker)
-
-        return await _json(page())
+    async def _table(self, request: web.Request) -> bytes:
+        worker = int(request.query["worker"]) if "worker" in request.query else None
+        return await self._pages.table(_table_query(request), worker)
 
     async def overview(self) -> Overview:
         return await self._replicas.complete(await super().overview())
 
-    async def _get_partitions(self, request: web.Request) -> web.Response:
+    async def _partitions(self, request: web.Request) -> bytes:
         asked = request.query
+        owner = int(asked["owner"]) if "owner" in asked else None
+        search, after, limit = asked.get("search", ""), asked.get("after"), int(asked.get("limit", 100))
+        found = await self._pages.partitions(search, owner, after, limit)
+        return msgspec.json.encode(await self._replicas.complete_partitions(found))
 
-        async def page() -> bytes:
-            owner = int(asked["owner"]) if "owner" in asked else None
-            search, after, limit = asked.get("search", ""), asked.get("after"), int(asked.get("limit", 100))
-            found = await self._pages.partitions(search, owner, after, limit)
-            return msgspec.json.encode(await self._replicas.complete_partitions(found))
-
-        return await _json(page())
-
-    @staticmethod
-    async def _get_rows(request: web.Request, ask: Callable[[RowsQuery], Awaitable[msgspec.Struct]]) -> web.Response:
-        async def page() -> bytes:
-            return msgspec.json.encode(await ask(rows_query(request)))
-
-        return await _json(page())
-
-    async def _get_claims(self, request: web.Request) -> web.Response:
+    async def _claims(self, request: web.Request) -> bytes:
         asked = request.query
+        query = ClaimsQuery(asked.get("group"), asked.get("after"), int(asked.get("limit", MAX_CLAIM_ROWS)))
+        return await self._pages.claims(query)
 
-        async def page() -> bytes:
-            query = ClaimsQuery(asked.get("group"), asked.get("after"), int(asked.get("limit", MAX_CLAIM_ROWS)))
-            return await self._pages.claims(query)
-
-        return await _json(page())
-
-    async def _free(self, request: web.Request) -> web.Response:
+    async def _free(self, request: web.Request) -> bytes:
         if request.content_type != "application/json":
             # A foreign web page can make a browser send a form, but not JSON.
-            return web.Response(status=415, text="send application/json\n")
-
-        async def outcome() -> bytes:
-            body = await request.read()
-            if len(body) > MAX_ORDER_BYTES:
-                raise ValueError(f"an order of {len(body)} bytes; at most {MAX_ORDER_BYTES} are allowed: name fewer")
-            return await self._pages.free(msgspec.json.decode(body, type=FreeOrder))
-
-        return await _json(outcome())
+            raise web.HTTPUnsupportedMediaType(text="send application/json\n")
+        body = await request.read()
+        if len(body) > MAX_ORDER_BYTES:
+            raise ValueError(f"an order of {len(body)} bytes; at most {MAX_ORDER_BYTES} are allowed: name fewer")
+        return await self._pages.free(msgspec.json.decode(body, type=FreeOrder))
 
 
 def replication_route(replicas: ReplicaPages) -> web.RouteDef:
     """Return the page `/replication`."""
-
-    async def get(request: web.Request) -> web.Response:
-        async def page() -> bytes:
-            return await replicas.page(_table_query(request))
-
-        return await _json(page())
-
-    return web.get("/replication", get)
+    return web.get("/replication", _json(lambda request: replicas.page(_table_query(request))))
 
 
 class ReplicaPages:
@@ -259,12 +228,21 @@ def _table_query(request: web.Request) -> TableQuery:
     return TableQuery(asked.get("topic"), asked.get("after"), int(asked.get("limit", MAX_PAGE_ROWS)))
 
 
-async def _json(page: Awaitable[bytes]) -> web.Response:
-    try:
-        return web.Response(body=await page, content_type="application/json")
-    except ValueError as error:
-        return web.Response(status=400, text=f"{error}\n")
-    except NotOffered as error:
-        return web.Response(status=501, text=f"{error}\n")
-    except Unanswered as error:
-        return web.Response(status=503, text=f"{error}\n")
+async def _rows(request: web.Request, ask: Callable[[RowsQuery], Awaitable[msgspec.Struct]]) -> bytes:
+    return msgspec.json.encode(await ask(rows_query(request)))
+
+
+def _json(make: Callable[[web.Request], Awaitable[bytes]]) -> Handler:
+    """Return a handler that answers with the JSON that `make` returns, or with its error."""
+
+    async def answer(request: web.Request) -> web.Response:
+        try:
+            return web.Response(body=await make(request), content_type="application/json")
+        except ValueError as error:
+            return web.Response(status=400, text=f"{error}\n")
+        except NotOffered as error:
+            return web.Response(status=501, text=f"{error}\n")
+        except Unanswered as error:
+            return web.Response(status=503, text=f"{error}\n")
+
+    return answer

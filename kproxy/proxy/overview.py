@@ -190,13 +190,13 @@ class ProxyObserver:
     ) -> None:
         self._facts = facts
         self._listener = listener
-        self._table = table
-        self._readiness = readiness
-        self._vitals = vitals
-        self._shipping = shipping
+        self.table = table
+        self.readiness = readiness
+        self.vitals = vitals
+        self.shipping = shipping
         self._claims = claims
-        self._tally = tally
-        self._counters = counters
+        self.tally = tally
+        self.counters = counters
         self._events = events
         self._name = name
         self._clock = clock
@@ -232,20 +232,20 @@ class ProxyObserver:
         context = self._listener.context
         if context is None:
             return
-        now, view = self._clock(), self._table()
+        now, view = self._clock(), self.table()
         self._times.note(view.topology.version, self._wall_ms())
         if self._sampled % ERRORS_EVERY == 0:
             self._errors.append(Counter())
-            if self._tally.topics is not None:
-                self._topics.append((now, self._tally.topics.uses()))
-                self._tally.topics.vote_anew()
+            if self.tally.topics is not None:
+                self._topics.append((now, self.tally.topics.uses()))
+                self.tally.topics.vote_anew()
         self._sampled += 1
         self._note_brokers(view.topology, context.brokers.vitals())
         self._note_counts()
         self._note_others(view)
         await self._note_owners(view.topology)
         await self._listener.tell_sent()
-        tally = self._tally
+        tally = self.tally
         self._samples.append(
             _Sample(
                 now,
@@ -286,7 +286,7 @@ class ProxyObserver:
                 self._timeline.add("broker", "good", f"{where} answers again")
 
     def _note_counts(self) -> None:
-        tally, errors = self._tally, self._errors[-1]
+        tally, errors = self.tally, self._errors[-1]
         for (api_key, code, broker), count in _grown(self._before_errors, tally.errors):
             errors[broker] += count
             text = f"error answers to {api_keys.name_of(api_key)}: {error_codes.name_of(code)}{_by(broker)}"
@@ -299,9 +299,9 @@ class ProxyObserver:
         for (broker, kind), count in _grown(self._before_kinds, kinds):
             errors[broker] += count
             self._timeline.add("error", "warn", f"connection errors: {kind}{_by(broker)}", count)
-        for name, count in _grown(self._before_counters, {name: self._counters.get(name, 0) for name in _COUNTERS}):
+        for name, count in _grown(self._before_counters, {name: self.counters.get(name, 0) for name in _COUNTERS}):
             self._timeline.add(*_COUNTERS[name], count)
-        for name, count in _grown(self._before_denials, denials_of(self._counters)):
+        for name, count in _grown(self._before_denials, denials_of(self.counters)):
             errors[name] += count
         for name, text in self._events.take_shown():
             if name in SECURITY:
@@ -346,8 +346,8 @@ class ProxyObserver:
     # The pages
 
     async def overview(self) -> Overview:
-        vitals, view = await self._vitals(), self._table()
-        readiness, topology = await self._readiness(), view.topology
+        vitals, view = await self.vitals(), self.table()
+        readiness, topology = await self.readiness(), view.topology
         table_age_s = round(view.age_s, 1) if isfinite(view.age_s) and view.source != "static" else None
         brokers = [self._broker(topology, broker, vitals) for broker in vitals.brokers]
         total = sum(line.state != "gone" for line in brokers)
@@ -374,7 +374,7 @@ class ProxyObserver:
             brokers=shown(brokers),
             brokers_total=total,
             proxies=[ProxyLine(each.id, str(Address(each.host, each.port)), each.this) for each in view.proxies][:200],
-            limits=_limits(vitals, self._shipping()),
+            limits=_limits(vitals, self.shipping()),
             facts={**_facts(vitals, view), **self._facts()},
             events=self._timeline.latest,
         )
@@ -447,7 +447,7 @@ class ProxyObserver:
             if len(rates) > 1 and most.received >= HOT_SHARE * total:
                 notes.append(Note(f"topic {_text(topic)}", f"has {int(100 * most.received / total)} % of the bytes"))
         for topic, each in sorted(rates.items(), key=lambda item: -item[1].busiest_bytes)[:MAX_NAMED]:
-            is_one_of_many = len(self._table().topology.partition_indexes(topic)) > 1
+            is_one_of_many = len(self.table().topology.partition_indexes(topic)) > 1
             if is_one_of_many and each.busiest_bytes >= max(HOT_BYTES, HOT_SHARE * each.received):
                 share = f"has {int(100 * each.busiest_bytes / each.received)} % of its topic's bytes"
                 notes.append(Note(f"partition {_text(topic)}/{each.busiest}", share))
@@ -455,9 +455,9 @@ class ProxyObserver:
 
     def _topic_rates(self) -> dict[bytes, _TopicRates]:
         """Return the use per second of the topics that were used lately."""
-        if self._tally.topics is None or not self._topics:
+        if self.tally.topics is None or not self._topics:
             return {}
-        (since, before), now = self._topics[0], self._tally.topics.uses()
+        (since, before), now = self._topics[0], self.tally.topics.uses()
         span_s = max(1.0, self._clock() - since)
         rates = {}
         for topic, counts in now.items():
@@ -478,11 +478,11 @@ class ProxyObserver:
         """Return the page that was asked for. Raises ValueError."""
         query.check(TOPIC_ORDERS)
         topology, wanted, is_counted = (
-            self._table().topology,
+            self.table().topology,
             query.search.lower().encode(),
-            self._tally.topics is not None,
+            self.tally.topics is not None,
         )
-        rates, errors = self._topic_rates(), self._tally.topic_errors
+        rates, errors = self._topic_rates(), self.tally.topic_errors
         ranks: Mapping[str, Callable[[bytes], float]] = {
             "rate": lambda topic: rates.get(topic, _UNUSED).received,
             "moves": topology.topic_moves,
@@ -543,7 +543,7 @@ class ProxyObserver:
         if not 1 <= limit <= MAX_PARTITION_ROWS:
             raise ValueError(f"limit must be a number from 1 to {MAX_PARTITION_ROWS}")
         start = parse_place(after) if after is not None else (b"", -1)
-        topology, wanted, lines = self._table().topology, search.lower().encode(), list[PartitionLine]()
+        topology, wanted, lines = self.table().topology, search.lower().encode(), list[PartitionLine]()
         names = topology.names
         async for topic in in_portions(names[bisect_left(names, start[0]) :], self._clock):
             is_wanted = wanted in topic.lower()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -20,11 +20,10 @@ from kproxy.config.admin import read_page_token
 from kproxy.config.tls import Loaded
 from kproxy.observe.exposition import Families, render
 from kproxy.observe.http_page import HttpPage, Readiness
-from kproxy.observe.metrics import ProxyCollector, Vitals, build_info, own_process
+from kproxy.observe.metrics import ProxyCollector, build_info, own_process
 from kproxy.observe.page import AdminPage, ReplicaPages
 from kproxy.observe.page_guard import PageGuard
-from kproxy.observe.table import ClaimsQuery, FreeOrder, TableQuery, TableView, table_page
-from kproxy.observe.tally import Tally
+from kproxy.observe.table import ClaimsQuery, FreeOrder, TableQuery, table_page
 from kproxy.proxy.admission import OpenConnections
 from kproxy.proxy.overview import ProxyObserver
 from kproxy.proxy.reload import Read, ReloadStatus, read_again
@@ -33,43 +32,28 @@ from kproxy.security.events import SecurityEvents
 from kproxy.security.quotas import Accounts
 from kproxy.security.reloading import Reloading, Reloads
 from kproxy.security.tls_acceptor import load_for_acceptor
-from kproxy.trail.shipper import ShipperVitals
 
 Page = TypeVar("Page", bound=HttpPage)
 
 
 class OwnPages:
-    """The admin page of this process alone. `claims` raises NotOffered without an Own API, or Unanswered.
+    """The admin page of this process alone, as `observer` sees it.
+
+    `claims` raises NotOffered without an Own API, or Unanswered.
 
     `readiness_s` bounds the time that `readiness` takes.
     """
 
     readiness_s: float | None = None
 
-    def __init__(
-        self,
-        *,
-        table: Callable[[], TableView],
-        readiness: Callable[[], Awaitable[Readiness]],
-        tally: Tally,
-        counters: Mapping[str, int],
-        vitals: Callable[[], Awaitable[Vitals]],
-        claims: Callable[[], ClaimsAdmin],
-        shipping: Callable[[], ShipperVitals | None],
-        observer: ProxyObserver,
-    ) -> None:
+    def __init__(self, observer: ProxyObserver, claims: Callable[[], ClaimsAdmin]) -> None:
         self.sample = observer.sample
         self.overview = observer.overview
         self.partitions = observer.partitions
         self.topics = observer.topics
         self.clients = observer.clients
-        self._table = table
+        self._observer = observer
         self._claims = claims
-        self._readiness = readiness
-        self._tally = tally
-        self._counters = counters
-        self._vitals = vitals
-        self._shipping = shipping
         self._process = tuple(own_process())
         # It asks git in a checkout: now, not when clients are served.
         build_info()
@@ -77,7 +61,7 @@ class OwnPages:
     async def table(self, query: TableQuery, worker: int | None = None) -> bytes:
         if worker not in (None, 1):
             raise ValueError(f"there is no worker {worker}: this process serves alone")
-        page = table_page(self._table(), topic=query.topic, after=query.after, limit=query.limit)
+        page = table_page(self._observer.table(), topic=query.topic, after=query.after, limit=query.limit)
         return msgspec.json.encode(page)
 
     async def claims(self, query: ClaimsQuery) -> bytes:
@@ -90,13 +74,13 @@ class OwnPages:
         return "kproxy"
 
     async def metrics(self, accept: str) -> tuple[bytes, str]:
-        vitals = await self._vitals()
+        observer = self._observer
         proxy = ProxyCollector(
-            tally=self._tally,
-            counters=self._counters,
-            table=self._table(),
-            vitals=vitals,
-            shipping=self._shipping(),
+            tally=observer.tally,
+            counters=observer.counters,
+            vitals=await observer.vitals(),
+            table=observer.table(),
+            shipping=observer.shipping(),
         )
         # Read on the event loop, which changes the tally. Counting thousands of open files takes some 10 ms, and so do
         # the families about a hundred brokers.
@@ -106,7 +90,7 @@ class OwnPages:
     async def readiness(self) -> Readiness:
         try:
             async with asyncio.timeout(self.readiness_s):
-                return await self._readiness()
+                return await self._observer.readiness()
         except TimeoutError:
             return Readiness(ready=False, text="no broker has answered yet")
 

@@ -388,13 +388,12 @@ class _Proxy:
         return context
 
     def _pages(self, port: int) -> OwnPages:
-        shipping = lambda: self._audit.shipping if self._audit is not None else None  # noqa: E731
         observer = ProxyObserver(
             listener=self._listener,
             table=self._view,
             readiness=lambda: self._listener.readiness(self._view()),
             vitals=self._vitals,
-            shipping=shipping,
+            shipping=lambda: self._audit.shipping if self._audit is not None else None,
             claims=lambda: self._own.table.count if self._own is not None else None,
             tally=self._tally,
             counters=self._counters,
@@ -402,16 +401,7 @@ class _Proxy:
             name=f"kproxy at {Address(*self._advertised(port))}",
             facts=self._status.facts,
         )
-        return OwnPages(
-            observer=observer,
-            table=self._view,
-            readiness=lambda: self._listener.readiness(self._view()),
-            tally=self._tally,
-            counters=self._counters,
-            vitals=self._vitals,
-            claims=self._claims,
-            shipping=shipping,
-        )
+        return OwnPages(observer, self._claims)
 
     def _wait(self, sentence: str) -> None:
         """Report the reason why startup waits."""
