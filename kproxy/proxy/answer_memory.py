@@ -88,22 +88,6 @@ class AnswerBuffer(bytearray):
 class AnswerMemory:
     """The answers held for all clients of one process; `clock` in seconds."""
 
-    __slots__ = (
-        "_budget",
-        "_clock",
-        "_finisher",
-        "_finishing",
-        "_half",
-        "_held",
-        "_is_waking",
-        "_loop",
-        "_served",
-        "_takes_last",
-        "_thread",
-        "_waiting",
-        "cut_at",
-    )
-
     def __init__(self, budget: Budget, clock: Callable[[], float]) -> None:
         self._budget = budget
         self._clock = clock

@@ -98,21 +98,6 @@ class _Failure(Enum):
 class BrokerWatch(BrokerDials):
     """One broker at one address, and the proxy's own connection to it."""
 
-    __slots__ = (
-        "_answer",
-        "_brokers",
-        "_connection",
-        "_is_suspected",
-        "_task",
-        "_was_known",
-        "answered_at",
-        "apis",
-        "asked_at",
-        "breaker",
-        "due_at",
-        "left_at",
-    )
-
     def __init__(self, brokers: Brokers, owner: int, address: Address) -> None:
         super().__init__(owner, address, brokers.dialler)
         self._brokers = brokers

@@ -69,8 +69,6 @@ if not TYPE_CHECKING and compiled is not None:
 class Budget(HeldBytes):
     """`held` of `limit` bytes, `arriving` of them by frames that are not whole; sessions change both themselves."""
 
-    __slots__ = ("_is_waking", "_pass_timer", "total")
-
     def __init__(self, total: int) -> None:
         self.total = total
         self.limit = total

@@ -184,6 +184,12 @@ class Listener:
         """What the sessions share; None until `serve`."""
         return self._context
 
+    @property
+    def _serving(self) -> ProxyContext:
+        if self._context is None:
+            raise RuntimeError("call serve first")
+        return self._context
+
     async def tell_sent(self) -> None:
         """Have the tally count the bytes sent to clients by now."""
         if self._context is not None:
@@ -205,12 +211,12 @@ class Listener:
     def _client_count(self) -> int:
         return len(self._sessions) - len(self._inside)
 
-    async def bind(self, host: str, port: int, *, shared: bool = False) -> int:
+    async def bind(self, host: str, port: int, *, name: str = "", shared: bool = False, only_ipv6: bool = False) -> int:
         """Listen without accepting yet; return the real port.
 
         `shared`: other processes may listen there too. Raises StartupError.
         """
-        server = await bind(self._session, host, port, shared=shared)
+        server = await bind(lambda: self._session(name), host, port, shared=shared, only_ipv6=only_ipv6)
         self._servers.append(server)
         return bound_port(server)
 
@@ -225,11 +231,7 @@ class Listener:
     ) -> int:
         """Like `bind`, for a configured listener; `tls` if it has TLS."""
         if config.is_plain:
-            server = await bind(
-                lambda: self._session(config.name), *config.listen, shared=shared, only_ipv6=config.only_ipv6
-            )
-            self._servers.append(server)
-            return bound_port(server)
+            return await self.bind(*config.listen, name=config.name, shared=shared, only_ipv6=config.only_ipv6)
         server = await bind(asyncio.Protocol, *config.listen, shared=shared, only_ipv6=config.only_ipv6)
         acceptor = TlsAcceptor(
             config.name,
@@ -315,25 +317,19 @@ class Listener:
             end.close()
 
     def _inside_session(self) -> ClientSession:
-        if self._context is None:
-            raise RuntimeError("call serve first")
-        session = ClientSession(self._context, self._session_closed)
+        session = ClientSession(self._serving, self._session_closed)
         self._sessions.add(session)
         self._inside.add(session)
         return session
 
-    def _session(self, listener: str = "") -> asyncio.BaseProtocol:
+    def _session(self, listener: str) -> asyncio.BaseProtocol:
         if self._refuses():
             return _Refusal()
         return self._admit(self._origin(listener))
 
-    def _fleet_of(self, listener: str) -> Fleet:
-        if self._context is None:
-            raise RuntimeError("call serve first")
-        return self._fleets.get(listener, self._context.fleet)
-
     def _origin(self, listener: str, source: Source | None = None) -> ClientOrigin:
-        return ClientOrigin(self._fleet_of(listener), source, self._admissions.get(listener))
+        fleet = self._fleets.get(listener, self._serving.fleet)
+        return ClientOrigin(fleet, source, self._admissions.get(listener))
 
     def _session_inside(self, listener: str, source: Source | None) -> ClientSession | None:
         """The session of an accepted client; None if the limit was reached meanwhile."""
@@ -346,30 +342,24 @@ class Listener:
         if self._context is None:
             return True
         if self._client_count >= self._limits.max_connections:
-            log.warning(
-                "client connection refused",
-                reason="limits.max_connections is reached",
-                limit=self._limits.max_connections,
-            )
-            self._context.counters["clients.too_many"] += 1
-            return True
-        if not self._has_descriptors(self._context):
-            log.warning(
-                "client connection refused",
-                reason="too few open files are allowed (ulimit -Hn, LimitNOFILE= of systemd)",
-                limit=open_file_limit(),
-                clients=self._client_count,
-            )
-            self._context.counters["clients.too_many"] += 1
-            return True
-        return False
+            reason: dict[str, object] = {
+                "reason": "limits.max_connections is reached",
+                "limit": self._limits.max_connections,
+            }
+        elif not self._has_descriptors(self._context):
+            text = "too few open files are allowed (ulimit -Hn, LimitNOFILE= of systemd)"
+            reason = {"reason": text, "limit": open_file_limit(), "clients": self._client_count}
+        else:
+            return False
+        log.warning("client connection refused", **reason)
+        self._context.counters["clients.too_many"] += 1
+        return True
 
     def _admit(self, origin: ClientOrigin) -> ClientSession:
         """The session of a client that is admitted."""
-        if self._context is None:
-            raise RuntimeError("call serve first")
-        self._context.counters["clients.accepted"] += 1
-        session = ClientSession(self._context, self._session_closed, origin)
+        context = self._serving
+        context.counters["clients.accepted"] += 1
+        session = ClientSession(context, self._session_closed, origin)
         self._sessions.add(session)
         self._empty.clear()
         return session
@@ -393,9 +383,7 @@ class Listener:
         return self._acceptors[0][0].descriptor
 
     def _session_closed(self, session: ClientSession) -> None:
-        if self._context is None:
-            raise RuntimeError("call serve first")
-        self._context.turns.take(partial(self._begin_close, session))
+        self._serving.turns.take(partial(self._begin_close, session))
 
     def _begin_close(self, session: ClientSession) -> None:
         task = asyncio.get_running_loop().create_task(self._close(session))
