@@ -30,7 +30,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from math import inf
 from typing import Final, cast
@@ -49,7 +48,7 @@ from kproxy.proxy.broker_connection import FLUSH_S, Unanswerable, Upstream
 from kproxy.proxy.client_identity import ClientIdentity
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
-from kproxy.proxy.control_plane import ControlPlane, ControlRequests
+from kproxy.proxy.control_plane import ControlRequests
 from kproxy.proxy.fanout import FanoutShell
 from kproxy.proxy.memory_budget import Arrival
 from kproxy.proxy.metering import Meter, ThrottledSlot
@@ -156,7 +155,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         if admission is not None and admission.carries:
             self._identity = ClientIdentity(
                 context.broker_auth,
-                lambda: self._control.authenticate(),
+                lambda: self._control.plane.authenticate(),
                 lambda: self._upstreams,
                 self._identity_refused,
             )
@@ -181,12 +180,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         if self._gate is not None:
             self.guard()
         self._control = ControlRequests(
-            context,
-            self,
-            self._fanout.claims,
-            self._gate,
-            self._access,
-            partial(ControlPlane, context, self, self._origin.fleet, self._access, to_brokers),
+            context, self, self._fanout.claims, self._gate, self._access, self._origin.fleet, to_brokers
         )
         self._waiting = Waiting(context.brokers)
         # The versions that may be sent here: those of an ApiVersions answer or, before any, those offered now.

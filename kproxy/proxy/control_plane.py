@@ -99,8 +99,8 @@ Take = Callable[[memoryview], Awaitable[Result]]
 class ControlRequests:
     """Run the control requests of `client`.
 
-    Its Own requests go to `claims`, its SASL requests to `gate`, others to the plane that `make_plane` makes. `access`
-    None: all is allowed.
+    Its Own requests go to `claims`, its SASL requests to `gate`, others to a plane. `access` None: all is allowed.
+    `fleet` and `to_brokers` as in ControlPlane.
     """
 
     __slots__ = (
@@ -108,9 +108,10 @@ class ControlRequests:
         "_claims",
         "_client",
         "_context",
+        "_fleet",
         "_gate",
         "_made",
-        "_make_plane",
+        "_to_brokers",
         "is_claiming",
         "tasks",
     )
@@ -122,14 +123,16 @@ class ControlRequests:
         claims: ClientClaims,
         gate: Gate | None,
         access: ClientAccess | None,
-        make_plane: Callable[[], ControlPlane],
+        fleet: Fleet,
+        to_brokers: BrokerAuth | None,
     ) -> None:
         self._context = context
         self._client = client
         self._claims = claims
         self._gate = gate
         self._access = access
-        self._make_plane = make_plane
+        self._fleet = fleet
+        self._to_brokers = to_brokers
         # None before the first request and after the last one, unless it has connections to brokers.
         self._made: ControlPlane | None = None
         # Whether a claim is being served: one at a time, as later requests must see its result.
@@ -138,9 +141,10 @@ class ControlRequests:
         self.tasks: dict[asyncio.Task[None], None] = {}
 
     @property
-    def _plane(self) -> ControlPlane:
+    def plane(self) -> ControlPlane:
+        """What answers the requests."""
         if self._made is None:
-            self._made = self._make_plane()
+            self._made = ControlPlane(self._context, self._client, self._fleet, self._access, self._to_brokers)
         return self._made
 
     def start(self, frame: memoryview, header: RequestHeader, slot: Slot, ranges: Ranges) -> None:
@@ -179,7 +183,7 @@ class ControlRequests:
 
     async def _fill(self, slot: Slot, serve: Serve, frame: memoryview, header: RequestHeader) -> None:
         try:
-            async with self._plane.places:
+            async with self.plane.places:
                 slot.fill(await serve(frame, header))
         except (CodecError, Unanswerable) as error:
             self._client.refuse(error)
@@ -190,7 +194,7 @@ class ControlRequests:
     async def _answer(self, frame: memoryview, header: RequestHeader) -> list[Buffer]:
         if header.api_key == keys.OWN:
             return await self._own(frame, header)
-        return await self._plane.answer(frame, header)
+        return await self.plane.answer(frame, header)
 
     async def _refuse_version(self, frame: memoryview, header: RequestHeader) -> list[Buffer]:
         self._context.tally.error(header.api_key, UNSUPPORTED_VERSION)
@@ -212,10 +216,6 @@ class ControlRequests:
         finally:
             self.is_claiming = False
             self._client.adjust_reading()
-
-    async def authenticate(self) -> Session:
-        """Let a broker check the client's identity. Raises IdentityRefused, NotJudged."""
-        return await self._plane.authenticate()
 
     @property
     def connections(self) -> Sequence[Connections]:
@@ -256,8 +256,8 @@ class ControlPlane:
         context: ProxyContext,
         client: ClientSession,
         fleet: Fleet,
-        access: ClientAccess | None = None,
-        to_brokers: BrokerAuth | None = None,
+        access: ClientAccess | None,
+        to_brokers: BrokerAuth | None,
     ) -> None:
         self._context = context
         self._client = client

@@ -67,14 +67,13 @@ from kproxy.workers.channel import (
     Failed,
     Ready,
     Reload,
-    Shares,
     Usage,
     Waits,
     assign,
     encode,
     next_message,
 )
-from kproxy.workers.shares import Ledger
+from kproxy.workers.shares import Ledger, Shares
 
 ANSWER_TIMEOUT_S = 2.0
 MAX_OPEN_PAGES = 16

@@ -35,7 +35,6 @@ from kproxy.workers.channel import (
     Failed,
     Ready,
     Reload,
-    Shares,
     Usage,
     Waits,
     encode,
@@ -43,7 +42,7 @@ from kproxy.workers.channel import (
     next_order,
     unpickled,
 )
-from kproxy.workers.shares import MOST_CHANGES, ROUND_S
+from kproxy.workers.shares import MOST_CHANGES, ROUND_S, Shares
 
 # Shorter than a supervisor's wait for a page.
 READINESS_S = 1.5
