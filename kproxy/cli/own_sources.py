@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import msgspec
 
 from kproxy.cli.options import AdminPlace, EtcdPlace, etcd_client
-from kproxy.cli.table_sources import WATCH_INTERVAL_S, NoAnswer, Unanswered, ask, not_ours
+from kproxy.cli.table_sources import WATCH_INTERVAL_S, NoAnswer, Unanswered, ask, consistent, decoded
 from kproxy.config.etcd import EtcdOptions
 from kproxy.errors import StartupError
 from kproxy.observe.table import ClaimRow, ClaimsPage, FreeOrder, FreeOutcome, merge_claims
@@ -70,9 +70,6 @@ def changes_between(before: Iterable[ClaimRow], after: Iterable[ClaimRow]) -> li
     ]
 
 
-# The most reads of claims that change between two of their pages.
-CONSISTENT_READS = 5
-
 Told = ClaimsPage | Change | Unanswered
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _Asked = TypeVar("_Asked")
@@ -111,14 +108,7 @@ class AdminClaims:
 
     def _read(self, group: str | None) -> ClaimsPage:
         """Return all claims, of one revision if they do not change too often."""
-        pages: list[ClaimsPage] = []
-        for _ in range(CONSISTENT_READS):
-            pages = [self._ask(ClaimsPage, "/own", {"group": group})]
-            while pages[-1].next is not None:
-                pages.append(self._ask(ClaimsPage, "/own", {"group": group, "after": pages[-1].next}))
-            if len({page.revision for page in pages}) == 1:
-                break
-        return merge_claims(pages)
+        return merge_claims(consistent(lambda after: self._ask(ClaimsPage, "/own", {"group": group, "after": after})))
 
     def _free(self, order: FreeOrder) -> FreeOutcome:
         return self._ask(FreeOutcome, "/own/free", order=msgspec.json.encode(order))
@@ -130,12 +120,7 @@ class AdminClaims:
         text = body[:500].decode(errors="replace").strip()
         if status in (400, 501, 503) and text:
             raise NoAnswer(f"the proxy with the admin page {self._place} says: {text}.")
-        if status != 200:
-            raise not_ours(self._place, f"status {status}")
-        try:
-            return msgspec.json.decode(body, type=kind)
-        except msgspec.DecodeError as error:
-            raise not_ours(self._place, error) from error
+        return decoded(self._place, (status, body), kind)
 
 
 def _or_startup_error(ask_page: Callable[[_Asked], _Struct], asked: _Asked) -> _Struct:

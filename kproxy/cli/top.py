@@ -26,7 +26,7 @@ from rich.text import Text
 from kproxy.cli import run_async, start_logging
 from kproxy.cli.options import AdminPlace, Asked, admin_option, admin_place
 from kproxy.cli.table import echo_columns
-from kproxy.cli.table_sources import NoAnswer, ask, not_ours
+from kproxy.cli.table_sources import NoAnswer, ask, decoded, not_ours
 from kproxy.errors import StartupError
 from kproxy.observe.overview import (
     CLIENT_ORDERS,
@@ -317,12 +317,9 @@ def _asked(place: AdminPlace, path: str, kind: type[_Struct], **query: str) -> _
     status, body = ask(place, path, query)
     if status in (400, 503):
         raise NoAnswer(f"the admin page {place} says: {body[:500].decode(errors='replace').strip()}.")
-    try:
-        if status == 200:
-            return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError as error:
-        raise not_ours(place, error) from error
-    raise not_ours(place, f"{path} has status {status}: it is an older kproxy, or another server")
+    if status != 200:
+        raise not_ours(place, f"{path} has status {status}: it is an older kproxy, or another server")
+    return decoded(place, (status, body), kind)
 
 
 @click.command("top", epilog="Keys: 1 to 6 choose the view, s the order, / filters, Esc shows all, q ends.")
