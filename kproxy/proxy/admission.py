@@ -131,18 +131,13 @@ class Admission:
     listener: str = ""
     events: SecurityEvents = NO_EVENTS
 
-    def gate(self, client: ClientSession, on_pressure: Callable[[bool], None]) -> Gate:
-        """Make the gate of one client; `on_pressure` stops and resumes reading."""
-        return Gate(self, client, on_pressure)
-
 
 class Gate:
-    """See the module's text."""
+    """The gate of one client; see the module's text."""
 
-    def __init__(self, admission: Admission, client: ClientSession, on_pressure: Callable[[bool], None]) -> None:
+    def __init__(self, admission: Admission, client: ClientSession) -> None:
         self._admission = admission
         self._client = client
-        self._on_pressure = on_pressure
         self._exchange = SaslExchange(
             admission.servers or {}, admission.times, carries=admission.carries, allows_v0=admission.allows_v0
         )
@@ -241,7 +236,7 @@ class Gate:
 
     def _carry_out(self, outcome: Answer | Failure | Pending, slot: Slot) -> None:
         if isinstance(outcome, Pending):
-            self._on_pressure(True)
+            self._client.broker_presses(True)
             self._task = asyncio.get_running_loop().create_task(self._finish(outcome, slot))
         elif isinstance(outcome, Failure):
             self._count_failure(outcome.reason)
@@ -276,7 +271,7 @@ class Gate:
             self._exchange.time_is_over()
             self._client.refuse(NotAdmitted(reason))
         finally:
-            self._on_pressure(False)
+            self._client.broker_presses(False)
 
     async def _judged(self, result: Step | Refused) -> Step | Refused:
         """Return the outcome of a step: a broker's if the identity is forwarded. Raises NotJudged."""

@@ -39,7 +39,7 @@ import structlog
 from kproxy.observe.busiest import Use
 from kproxy.observe.overview import MAX_TEXT
 from kproxy.observe.tally import OTHER_VERSION, VERSION_BITS
-from kproxy.proxy.admission import Admission
+from kproxy.proxy.admission import Admission, Gate
 from kproxy.proxy.answer_memory import ClientMemory
 from kproxy.proxy.answer_order import AnswerOrder, Slot
 from kproxy.proxy.api_versions import check_served, covers
@@ -176,7 +176,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         # The client's principal once it is admitted, and the quotas, if none of them applied.
         self._principal: Principal | None = None
         self._looked_at: Quotas | None = None
-        self._gate = admission.gate(self, self.broker_presses) if admission is not None else None
+        self._gate = Gate(admission, self) if admission is not None else None
         if self._gate is not None:
             self.guard()
         self._control = ControlRequests(

@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf, isfinite
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, Literal, NamedTuple, TypeVar
 
 from kproxy.address import Address
 from kproxy.installed import version
@@ -93,6 +93,11 @@ _COUNTERS: Final[Mapping[str, tuple[str, Level, str]]] = {
     "quotas.throttled": ("quota", "warn", "requests were throttled by a quota"),
     "audit.rows_dropped": ("audit", "bad", "rows of the audit trail were lost"),
     "audit.overlaps": ("audit", "bad", "offsets were assigned twice"),
+}
+_TROUBLES: Final[Mapping[State, tuple[Level, str]]] = {
+    "down": ("bad", "cannot be reached"),
+    "hung": ("bad", "hangs: it takes requests and does not answer"),
+    "gone": ("warn", "has left the table"),
 }
 _WAITS: Final = {"sending": "has been sending a request for", "reading": "has not read its answers for"}
 _Key = TypeVar("_Key", bound=Hashable)
@@ -273,17 +278,8 @@ class ProxyObserver:
             was, at = before.get(broker, ("gone", ""))
             if state == was:
                 continue
-            where = f"broker {broker} at {address or at}"
-            if state == "down":
-                self._timeline.add("broker", "bad", f"{where} cannot be reached")
-            elif state == "hung":
-                self._timeline.add("broker", "bad", f"{where} hangs: it takes requests and does not answer")
-            elif state == "gone":
-                self._timeline.add("broker", "warn", f"{where} has left the table")
-            elif was == "gone":
-                self._timeline.add("broker", "good", f"{where} has joined")
-            else:
-                self._timeline.add("broker", "good", f"{where} answers again")
+            level, text = _TROUBLES.get(state, ("good", "has joined" if was == "gone" else "answers again"))
+            self._timeline.add("broker", level, f"broker {broker} at {address or at} {text}")
 
     def _note_counts(self) -> None:
         tally, errors = self.tally, self._errors[-1]
@@ -477,11 +473,8 @@ class ProxyObserver:
     async def topics(self, query: RowsQuery) -> TopicsPage:
         """Return the page that was asked for. Raises ValueError."""
         query.check(TOPIC_ORDERS)
-        topology, wanted, is_counted = (
-            self.table().topology,
-            query.search.lower().encode(),
-            self.tally.topics is not None,
-        )
+        topology, wanted = self.table().topology, query.search.lower().encode()
+        is_counted = self.tally.topics is not None
         rates, errors = self._topic_rates(), self.tally.topic_errors
         ranks: Mapping[str, Callable[[bytes], float]] = {
             "rate": lambda topic: rates.get(topic, _UNUSED).received,
@@ -662,20 +655,14 @@ def _spread(before: Counter[int], now: Counter[int]) -> str:
 
 
 def _limits(vitals: Vitals, shipping: ShipperVitals | None) -> list[LimitLine]:
-    limits = vitals.limits
+    def line(name: str, key: str, used: float, unit: Literal["", "B"] = "") -> LimitLine:
+        return LimitLine(name, f"limits.{key}", used, getattr(vitals.limits, key), unit)
+
     lines = [
-        LimitLine("client connections", "limits.max_connections", vitals.client_connections, limits.max_connections),
-        LimitLine(
-            "bytes in flight",
-            "limits.max_in_flight_bytes_total",
-            vitals.in_flight_bytes,
-            limits.max_in_flight_bytes_total,
-            "B",
-        ),
-        LimitLine("requests of one client", "limits.max_open_requests", vitals.most_requests, limits.max_open_requests),
-        LimitLine(
-            "bytes of one client", "limits.max_in_flight_bytes", vitals.most_bytes, limits.max_in_flight_bytes, "B"
-        ),
+        line("client connections", "max_connections", vitals.client_connections),
+        line("bytes in flight", "max_in_flight_bytes_total", vitals.in_flight_bytes, "B"),
+        line("requests of one client", "max_open_requests", vitals.most_requests),
+        line("bytes of one client", "max_in_flight_bytes", vitals.most_bytes, "B"),
     ]
     if vitals.half_open_limit:
         lines.append(
