@@ -90,26 +90,18 @@ class Vitals:
     own_unsettled: int = 0
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ProxyCollector(Collector):
     """The families of one serving process, at one moment.
 
     `counters` are named events: `splits`, `deadlines` and so on.
     """
 
-    def __init__(
-        self,
-        *,
-        tally: Tally,
-        counters: Mapping[str, int],
-        table: TableView,
-        vitals: Vitals,
-        shipping: ShipperVitals | None = None,
-    ) -> None:
-        self._tally = tally
-        self._counters = counters
-        self._table = table
-        self._vitals = vitals
-        self._shipping = shipping
+    tally: Tally
+    counters: Mapping[str, int]
+    table: TableView
+    vitals: Vitals
+    shipping: ShipperVitals | None = None
 
     def collect(self) -> Iterable[Metric]:
         yield from self.of_clients()
@@ -117,26 +109,26 @@ class ProxyCollector(Collector):
 
     def of_brokers(self) -> BrokersCollector:
         """Return the collector of the families about brokers."""
-        return BrokersCollector(self._vitals.brokers, self._tally)
+        return BrokersCollector(self.vitals.brokers, self.tally)
 
     def of_clients(self) -> Iterable[Metric]:
         """Yield all other families."""
         yield build_info()
-        yield from _traffic(self._tally, self._vitals)
-        yield from _limits(self._vitals)
-        yield from _outcomes(self._tally, self._counters, self._vitals.brokers)
-        yield from _named("topic", self._tally.topics, "Produce requests that name a topic", _TOPIC_BYTES)
-        yield from _busiest_partitions(self._tally.topics)
-        yield from _named("client_id", self._tally.clients, "Requests of a client", _CLIENT_BYTES)
-        if self._tally.clients is not None:
-            yield _slow(self._vitals.slow)
-        yield from _connections(self._vitals, self._counters)
-        yield from _tls(self._vitals, self._counters)
-        yield from _table(self._table)
-        yield from _fleet(self._table, self._counters)
-        yield from _claims(self._vitals, self._counters)
-        yield from _security(self._counters)
-        yield from _audit(self._shipping, self._counters)
+        yield from _traffic(self.tally, self.vitals)
+        yield from _limits(self.vitals)
+        yield from _outcomes(self.tally, self.counters, self.vitals.brokers)
+        yield from _named("topic", self.tally.topics, "Produce requests that name a topic", _TOPIC_BYTES)
+        yield from _busiest_partitions(self.tally.topics)
+        yield from _named("client_id", self.tally.clients, "Requests of a client", _CLIENT_BYTES)
+        if self.tally.clients is not None:
+            yield _slow(self.vitals.slow)
+        yield from _connections(self.vitals, self.counters)
+        yield from _tls(self.vitals, self.counters)
+        yield from _table(self.table)
+        yield from _fleet(self.table, self.counters)
+        yield from _claims(self.vitals, self.counters)
+        yield from _security(self.counters)
+        yield from _audit(self.shipping, self.counters)
 
 
 class WorkersCollector(Collector):
@@ -162,16 +154,12 @@ class ProcessesCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         families: dict[str, Metric] = {}
         for name, pid in self._pids.items():
-            for metric in _of_process(pid):
+            # An unused registry: the collector requires one.
+            for metric in ProcessCollector(pid=lambda pid=pid: pid, registry=CollectorRegistry()).collect():
                 family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
                 for sample in metric.samples:
                     family.add_sample(sample.name, {**sample.labels, "worker": name}, sample.value)
         return families.values()
-
-
-def _of_process(pid: int) -> Iterable[Metric]:
-    # An unused registry: the collector requires one.
-    return ProcessCollector(pid=lambda: pid, registry=CollectorRegistry()).collect()
 
 
 def own_process() -> Iterable[Collector]:

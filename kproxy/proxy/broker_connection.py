@@ -171,7 +171,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
     # Sending
 
     def send(self, ticket: Ticket, correlation_id: int, buffers: Sequence[Buffer]) -> None:
-        """Send one request. Do not call when closed."""
+        """Send one request; queue it while the connection is not open. Do not call when closed."""
         if self._outbox is None:
             self._queue.append((ticket, correlation_id, buffers))
             self._queued_bytes += sum(map(len, buffers))
@@ -423,6 +423,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         self._adjust_reading()
 
     def _rest(self) -> None:
+        """Read no more answers for this client in this turn of the event loop."""
         if self._keeper is not None:
             self._keeper.yield_turn()
         else:
@@ -519,7 +520,8 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         self._press(False)
         if self._transport is not None:
             self._transport.abort()
-        if self._renewal is not None and not self._is_renewal():
+        # The task that renews the session may be the one that runs this.
+        if self._renewal is not None and self._renewal is not asyncio.current_task():
             self._renewal.cancel()
         self._queued_bytes = 0
         self._tell_of_session()
@@ -531,10 +533,6 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
             self._queue.pop(0)[0].lost(written=False)
         if self._keeper is not None:
             self._keeper.ended(self)
-
-    def _is_renewal(self) -> bool:
-        """Whether this runs in the task that renews the session, which needs no cancelling."""
-        return self._renewal is asyncio.current_task()
 
     def _end_unanswered(self, *, by_client: bool) -> None:
         """End requests that expect no answer: those that have not left are lost, the last that left is unconfirmed.

@@ -60,7 +60,6 @@ from kproxy.routing.fleet import Fleet
 from kproxy.routing.topology import Address
 from kproxy.runtime.sockets import keep_alive
 from kproxy.runtime.tasks import TURN_S
-from kproxy.security.broker_auth import IdentityRefused
 from kproxy.security.mechanisms import Refused, Step
 from kproxy.security.principals import Principal
 from kproxy.security.proxy_protocol import Source
@@ -157,7 +156,8 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
                 context.broker_auth,
                 lambda: self._control.plane.authenticate(),
                 lambda: self._upstreams,
-                self._identity_refused,
+                # It authenticates again.
+                lambda error: self.dismiss(f"a broker says of its identity: {error}"),
             )
         to_brokers = self._identity.access if self._identity is not None else None
         # When a connection that drains by itself is closed.
@@ -260,10 +260,6 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         if self._identity is None:
             return step
         return await self._identity.carry(step, credential, within_s)
-
-    def _identity_refused(self, error: IdentityRefused) -> None:
-        """Make the client authenticate again: a broker no longer accepts its identity."""
-        self.dismiss(f"a broker says of its identity: {error}")
 
     def dismiss(self, reason: str) -> None:
         """Close once the pending answers are sent, after FLUSH_S at the latest."""

@@ -125,55 +125,55 @@ class Listener:
 
     async def vitals(self) -> Vitals:
         """The current values for the metrics, and the tally's sent bytes. Clients have their turns meanwhile."""
+        acceptors = [acceptor for acceptor, _ in self._acceptors]
+        of_process = Vitals(
+            client_connections=self._client_count,
+            limits=self._limits,
+            draining=self._leaving or self._draining,
+            certificates={
+                ("listener", each.name): each.expires_at for each in acceptors if each.expires_at is not None
+            },
+            half_open_connections=sum(each.half_open for each in acceptors),
+            half_open_limit=len(acceptors) * self._limits.max_half_open,
+        )
+        context = self._context
+        if context is None:
+            return of_process
         in_flight_requests = most_requests = most_bytes = 0
-        requests: Counter[int] = Counter()
-        bytes_of: Counter[int] = Counter()
-        connections: Counter[int] = Counter()
+        requests, bytes_of, connections = Counter[int](), Counter[int](), Counter[int]()
         oldest_s: defaultdict[int, float] = defaultdict(float)
         slow: list[SlowClient] = []
-        context = self._context
-        if context is not None:
-            now = context.clock()
-            async for session in self._in_portions(context):
-                open_requests = session.open_requests
-                in_flight_requests += open_requests
-                most_requests = max(most_requests, open_requests)
-                most_bytes = max(most_bytes, session.in_flight_bytes)
-                session.tell_sent()
-                slow_s, slow_at = session.slow(now)
-                if slow_s >= SLOW_S:
-                    slow.append(SlowClient(slow_s, slow_at, session.client_id or "", session.principal, session.peer))
-                connections.update(session.connected_brokers)
-                for broker, count, size, age_s in session.unanswered(now):
-                    requests[broker] += count
-                    bytes_of[broker] += size
-                    oldest_s[broker] = max(oldest_s[broker], age_s)
-        own = context.own if context is not None else None
-        brokers = context.brokers.vitals() if context is not None else {}
-        return Vitals(
-            client_connections=self._client_count,
+        now = context.clock()
+        async for session in self._in_portions(context):
+            open_requests = session.open_requests
+            in_flight_requests += open_requests
+            most_requests = max(most_requests, open_requests)
+            most_bytes = max(most_bytes, session.in_flight_bytes)
+            session.tell_sent()
+            slow_s, slow_at = session.slow(now)
+            if slow_s >= SLOW_S:
+                slow.append(SlowClient(slow_s, slow_at, session.client_id or "", session.principal, session.peer))
+            connections.update(session.connected_brokers)
+            for broker, count, size, age_s in session.unanswered(now):
+                requests[broker] += count
+                bytes_of[broker] += size
+                oldest_s[broker] = max(oldest_s[broker], age_s)
+        own = context.own
+        return replace(
+            of_process,
             upstream_connections=connections,
             in_flight_requests=in_flight_requests,
-            in_flight_bytes=self._in_flight_bytes,
+            in_flight_bytes=context.budget.held + context.answer_memory.held,
             most_requests=most_requests,
             most_bytes=most_bytes,
             slow=nlargest(MOST_SLOW, slow),
-            limits=self._limits,
-            paused_connections=len(context.budget.waiting) if context is not None else 0,
+            paused_connections=len(context.budget.waiting),
             brokers={
                 broker: replace(
                     vitals, in_flight=requests[broker], in_flight_bytes=bytes_of[broker], oldest_s=oldest_s[broker]
                 )
-                for broker, vitals in brokers.items()
+                for broker, vitals in context.brokers.vitals().items()
             },
-            draining=self._leaving or self._draining,
-            certificates={
-                ("listener", acceptor.name): acceptor.expires_at
-                for acceptor, _ in self._acceptors
-                if acceptor.expires_at is not None
-            },
-            half_open_connections=sum(acceptor.half_open for acceptor, _ in self._acceptors),
-            half_open_limit=len(self._acceptors) * self._limits.max_half_open,
             own_claims=own.held_count if own is not None else 0,
             own_members=len(own.table.members) if own is not None else 0,
             own_unsettled=len(own.unsettled.places()) if own is not None else 0,
@@ -202,10 +202,6 @@ class Listener:
             async for session in self._in_portions(self._context):
                 if session not in self._inside:
                     yield session
-
-    @property
-    def _in_flight_bytes(self) -> int:
-        return self._context.budget.held + self._context.answer_memory.held if self._context is not None else 0
 
     @property
     def _client_count(self) -> int:

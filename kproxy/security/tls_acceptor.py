@@ -41,6 +41,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -144,6 +145,7 @@ def _pace_of_loop() -> _Pace:
     return found
 
 
+@dataclass(slots=True)
 class _Handshake:
     """The data that a handshake needs while it runs, and if it fails.
 
@@ -151,12 +153,9 @@ class _Handshake:
     the event loop closes its own.
     """
 
-    __slots__ = ("pace", "server_name", "spare")
-
-    def __init__(self, spare: socket.socket, pace: _Pace) -> None:
-        self.server_name = ""
-        self.spare = spare
-        self.pace = pace
+    spare: socket.socket
+    pace: _Pace
+    server_name: str = ""
 
     def send_alert(self, alert: bytes) -> None:
         """Send the client the reason, as event loops drop the last bytes that TLS sends (python/cpython#98078)."""

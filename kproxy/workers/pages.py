@@ -223,8 +223,9 @@ class WorkerPages:
         """Return the answer of `worker`, or of the first worker that gives one."""
         page = str(request.rel_url.without_query_params("worker"))
         order = Order(await request.read(), request.content_type) if request.method == "POST" else None
+        serving_first = sorted(self._slots, key=lambda slot: not slot.serves)
         unanswered = _refused(503, "no worker answers" if worker is None else f"worker {worker} does not answer")
-        for slot in self._serving_first() if worker is None else [self._slots[worker - 1]]:
+        for slot in serving_first if worker is None else [self._slots[worker - 1]]:
             try:
                 answer = await slot.ask(page, order)
             except NoAnswer:
@@ -236,9 +237,6 @@ class WorkerPages:
                 return response
             unanswered = response
         return unanswered
-
-    def _serving_first(self) -> list[Slot]:
-        return sorted(self._slots, key=lambda slot: not slot.serves)
 
     async def readiness(self) -> Readiness:
         if self._drains:
