@@ -110,7 +110,7 @@ class HttpPage:
 
     def __init__(self, pages: VitalPages, more: Sequence[web.RouteDef] = (), guard: PageGuard | None = None) -> None:
         self._vital = pages
-        self._live = LivePage(self.overview, pages.sample, guard)
+        self._live = LivePage(pages.overview, pages.sample, guard)
         routes = [
             *more,
             *self._live.routes,
@@ -211,10 +211,6 @@ class HttpPage:
         if self._server is not None:
             self._server.close()
         await self._runner.cleanup()
-
-    async def overview(self) -> Overview:
-        """Return what the live page shows."""
-        return await self._vital.overview()
 
     async def _index(self, request: web.Request) -> web.Response:
         if wants_html(request):

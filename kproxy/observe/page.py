@@ -1,4 +1,4 @@
-"""The proxy's admin page, which shows the table, partitions, clients, claims and replicas, and frees claims.
+"""The pages of a proxy besides the vital ones (kproxy.observe.http_page).
 
 | page | answer |
 | --- | --- |
@@ -10,7 +10,8 @@
 | `/own/free` | POST `{"group": "g", "resources": ["t/0"]}`, null: all of the group; their claimants are severed |
 | `/replication` | JSON of reference brokers' replicas: `?topic=`, `?after=`, `?limit=`; 501 if there is no etcd |
 
-`observe.http_page` has the pages of every process. In `/readyz` a stale table is degraded, not unready.
+A proxy that serves alone answers them in kproxy.proxy.process_host, one with workers in kproxy.workers.pages. In
+`/readyz` a stale table is degraded, not unready.
 """
 
 from __future__ import annotations
@@ -19,27 +20,15 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Protocol
 
 import msgspec
 from aiohttp import web
 
 from kproxy.config import ProxyConfig
 from kproxy.etcd import EtcdError
-from kproxy.observe.http_page import HttpPage, VitalPages
-from kproxy.observe.overview import ClientsPage, Overview, PartitionsPage, RowsQuery, TopicsPage
-from kproxy.observe.page_guard import Handler, PageGuard
-from kproxy.observe.table import (
-    MAX_CLAIM_ROWS,
-    MAX_ORDER_BYTES,
-    MAX_PAGE_ROWS,
-    ClaimsQuery,
-    FreeOrder,
-    NotOffered,
-    ReplicaRow,
-    TableQuery,
-    replication_page,
-)
+from kproxy.observe.overview import Overview, PartitionsPage, RowsQuery
+from kproxy.observe.page_guard import Handler
+from kproxy.observe.table import MAX_PAGE_ROWS, NotOffered, ReplicaRow, TableQuery, replication_page
 from kproxy.ownership.replication import ReplicationReader
 from kproxy.runtime.tasks import in_portions
 
@@ -53,95 +42,9 @@ class Unanswered(Exception):
     """There is no answer at the moment; the text says why."""
 
 
-class Pages(VitalPages, Protocol):
-    """The content of the pages, of one process or of several together."""
-
-    async def table(self, query: TableQuery, worker: int | None) -> bytes:
-        """Return JSON of a TablePage, of `worker` if named.
-
-        Raises ValueError for an invalid query, and Unanswered.
-        """
-        ...
-
-    async def partitions(self, search: str, owner: int | None, after: str | None, limit: int) -> PartitionsPage:
-        """Return a page of partitions. Raises ValueError for an invalid query."""
-        ...
-
-    async def topics(self, query: RowsQuery) -> TopicsPage:
-        """Return a page of topics. Raises ValueError for an invalid query."""
-        ...
-
-    async def clients(self, query: RowsQuery) -> ClientsPage:
-        """Return a page of clients. Raises ValueError for an invalid query."""
-        ...
-
-    async def claims(self, query: ClaimsQuery) -> bytes:
-        """Return JSON of a ClaimsPage.
-
-        Raises ValueError for an invalid query, Unanswered, NotOffered.
-        """
-        ...
-
-    async def free(self, order: FreeOrder) -> bytes:
-        """Return JSON of a FreeOutcome.
-
-        Raises ValueError, Unanswered, NotOffered as `claims`.
-        """
-        ...
-
-
-class AdminPage(HttpPage):
-    """Serves `pages` and `replicas`. With `guard` None everybody is served."""
-
-    def __init__(self, pages: Pages, replicas: ReplicaPages, guard: PageGuard | None = None) -> None:
-        self._pages = pages
-        self._replicas = replicas
-        super().__init__(
-            pages,
-            [
-                web.get("/table", _json(self._table)),
-                web.get("/partitions", _json(self._partitions)),
-                web.get("/topics", _json(lambda request: _rows(request, pages.topics))),
-                web.get("/clients", _json(lambda request: _rows(request, pages.clients))),
-                replication_route(replicas),
-                web.get("/own", _json(self._claims)),
-                web.post("/own/free", _json(self._free)),
-            ],
-            guard,
-        )
-
-    async def _table(self, request: web.Request) -> bytes:
-        worker = int(request.query["worker"]) if "worker" in request.query else None
-        return await self._pages.table(_table_query(request), worker)
-
-    async def overview(self) -> Overview:
-        return await self._replicas.complete(await super().overview())
-
-    async def _partitions(self, request: web.Request) -> bytes:
-        asked = request.query
-        owner = int(asked["owner"]) if "owner" in asked else None
-        search, after, limit = asked.get("search", ""), asked.get("after"), int(asked.get("limit", 100))
-        found = await self._pages.partitions(search, owner, after, limit)
-        return msgspec.json.encode(await self._replicas.complete_partitions(found))
-
-    async def _claims(self, request: web.Request) -> bytes:
-        asked = request.query
-        query = ClaimsQuery(asked.get("group"), asked.get("after"), int(asked.get("limit", MAX_CLAIM_ROWS)))
-        return await self._pages.claims(query)
-
-    async def _free(self, request: web.Request) -> bytes:
-        if request.content_type != "application/json":
-            # A foreign web page can make a browser send a form, but not JSON.
-            raise web.HTTPUnsupportedMediaType(text="send application/json\n")
-        body = await request.read()
-        if len(body) > MAX_ORDER_BYTES:
-            raise ValueError(f"an order of {len(body)} bytes; at most {MAX_ORDER_BYTES} are allowed: name fewer")
-        return await self._pages.free(msgspec.json.decode(body, type=FreeOrder))
-
-
 def replication_route(replicas: ReplicaPages) -> web.RouteDef:
     """Return the page `/replication`."""
-    return web.get("/replication", _json(lambda request: replicas.page(_table_query(request))))
+    return web.get("/replication", json_of(lambda request: replicas.page(table_query(request))))
 
 
 class ReplicaPages:
@@ -223,16 +126,13 @@ def rows_query(request: web.Request) -> RowsQuery:
         raise ValueError(str(error)) from error
 
 
-def _table_query(request: web.Request) -> TableQuery:
+def table_query(request: web.Request) -> TableQuery:
+    """Return the query of a request for `/table` or `/replication`. Raises ValueError."""
     asked = request.query
     return TableQuery(asked.get("topic"), asked.get("after"), int(asked.get("limit", MAX_PAGE_ROWS)))
 
 
-async def _rows(request: web.Request, ask: Callable[[RowsQuery], Awaitable[msgspec.Struct]]) -> bytes:
-    return msgspec.json.encode(await ask(rows_query(request)))
-
-
-def _json(make: Callable[[web.Request], Awaitable[bytes]]) -> Handler:
+def json_of(make: Callable[[web.Request], Awaitable[bytes]]) -> Handler:
     """Return a handler that answers with the JSON that `make` returns, or with its error."""
 
     async def answer(request: web.Request) -> web.Response:

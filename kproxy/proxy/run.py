@@ -393,7 +393,7 @@ class _Proxy:
             name=f"kproxy at {Address(*self._advertised(port))}",
             facts=self._status.facts,
         )
-        return OwnPages(observer, self._claims)
+        return OwnPages(observer, self._claims, self._host.replicas)
 
     def _wait(self, sentence: str) -> None:
         """Report the reason why startup waits."""

@@ -55,7 +55,7 @@ from kproxy.observe.overview import (
     merge_clients,
     merge_topics,
 )
-from kproxy.observe.page import ReplicaPages, replication_route, rows_query
+from kproxy.observe.page import ReplicaPages, json_of, replication_route, rows_query
 from kproxy.observe.page_guard import PageGuard
 from kproxy.observe.table import TablePage
 from kproxy.security.events import SecurityEvents
@@ -100,8 +100,8 @@ class WorkerPages:
         routes = [
             web.get("/table", self._get_table),
             web.get("/partitions", self._get_partitions),
-            web.get("/topics", self._get_topics),
-            web.get("/clients", self._get_clients),
+            web.get("/topics", json_of(self._topics)),
+            web.get("/clients", json_of(self._clients)),
             replication_route(self._replicas),
             web.get("/own", self._pass_on),
             web.post("/own/free", self._pass_on),
@@ -160,35 +160,32 @@ class WorkerPages:
             answer.body = msgspec.json.encode(await self._replicas.complete_partitions(page))
         return answer
 
-    async def _get_topics(self, request: web.Request) -> web.Response:
-        return await self._get_rows(request, TopicsPage, TOPIC_ORDERS, lambda page, _: page, merge_topics)
+    async def _topics(self, request: web.Request) -> bytes:
+        return await self._rows(request, TopicsPage, TOPIC_ORDERS, lambda page, _: page, merge_topics)
 
-    async def _get_clients(self, request: web.Request) -> web.Response:
+    async def _clients(self, request: web.Request) -> bytes:
         def of(page: ClientsPage, worker: int) -> ClientsPage:
             return ClientsPage([msgspec.structs.replace(line, worker=worker) for line in page.clients], page.total)
 
-        return await self._get_rows(request, ClientsPage, CLIENT_ORDERS, of, merge_clients)
+        return await self._rows(request, ClientsPage, CLIENT_ORDERS, of, merge_clients)
 
-    async def _get_rows(
+    async def _rows(
         self,
         request: web.Request,
         kind: type[_Page],
         orders: Iterable[str],
         of: Callable[[_Page, int], _Page],
         merge: Callable[[Sequence[_Page], RowsQuery], _Page],
-    ) -> web.Response:
-        """Join the first rows of all workers; `of` adds the worker to a page."""
-        try:
-            query = rows_query(request)
-            query.check(orders)
-        except ValueError as error:
-            return _refused(400, str(error))
+    ) -> bytes:
+        """Join the first rows of all workers; `of` adds the worker to a page. Raises ValueError."""
+        query = rows_query(request)
+        query.check(orders)
         first = {"order": query.order, "search": query.search, "limit": str(query.skip + query.limit)}
         asked = await asyncio.gather(
             *(_asked(slot, f"{request.path}?{urlencode(first)}", kind) for slot in self._slots)
         )
         pages = [of(each, slot.number) for slot, each in zip(self._slots, asked, strict=True) if each is not None]
-        return web.Response(body=msgspec.json.encode(merge(pages, query)), content_type="application/json")
+        return msgspec.json.encode(merge(pages, query))
 
     async def summary(self) -> str:
         return f"kproxy, {len(self._slots)} workers"
