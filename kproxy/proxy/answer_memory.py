@@ -44,6 +44,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -215,35 +216,23 @@ class AnswerMemory:
             self.wake()
 
 
+@dataclass(slots=True, eq=False)
 class ClientMemory:
     """One client's part of the memory."""
 
-    __slots__ = (
-        "_arrival",
-        "_client",
-        "_has_taken",
-        "_in_rooms",
-        "_pauses",
-        "_untaken",
-        "arrived_bytes",
-        "room",
-        "sources",
-    )
-
-    def __init__(self, room: AnswerMemory, client: ClientSession) -> None:
-        self.room = room
-        self._client = client
-        # Bytes with room, by whether this client was proven then; and other bytes that it does not read.
-        self._in_rooms = [0, 0]
-        self._untaken = 0
-        # The connections of the answers with room, each with its number of answers.
-        self.sources: dict[Upstream, int] = {}
-        self._has_taken = False
-        # Bytes of large answers, including complete ones.
-        self.arrived_bytes = 0
-        self._arrival = Arrival()
-        # Unequal to the first count: a window begins only when there is something to judge.
-        self._pauses = 1
+    room: AnswerMemory
+    _client: ClientSession
+    # Bytes with room, by whether this client was proven then; and other bytes that it does not read.
+    _in_rooms: list[int] = field(default_factory=lambda: [0, 0], init=False)
+    _untaken: int = field(default=0, init=False)
+    # The connections of the answers with room, each with its number of answers.
+    sources: dict[Upstream, int] = field(default_factory=dict, init=False)
+    _has_taken: bool = field(default=False, init=False)
+    # Bytes of large answers, including complete ones.
+    arrived_bytes: int = field(default=0, init=False)
+    _arrival: Arrival = field(default_factory=Arrival, init=False)
+    # Unequal to the first count: a window begins only when there is something to judge.
+    _pauses: int = field(default=1, init=False)
 
     @property
     def held(self) -> int:

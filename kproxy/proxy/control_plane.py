@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -96,6 +97,7 @@ Serve = Callable[[memoryview, RequestHeader], Awaitable[list[Buffer]]]
 Take = Callable[[memoryview], Awaitable[Result]]
 
 
+@dataclass(slots=True, eq=False)
 class ControlRequests:
     """Run the control requests of `client`.
 
@@ -103,42 +105,19 @@ class ControlRequests:
     `fleet` and `to_brokers` as in ControlPlane.
     """
 
-    __slots__ = (
-        "_access",
-        "_claims",
-        "_client",
-        "_context",
-        "_fleet",
-        "_gate",
-        "_made",
-        "_to_brokers",
-        "is_claiming",
-        "tasks",
-    )
-
-    def __init__(
-        self,
-        context: ProxyContext,
-        client: ClientSession,
-        claims: ClientClaims,
-        gate: Gate | None,
-        access: ClientAccess | None,
-        fleet: Fleet,
-        to_brokers: BrokerAuth | None,
-    ) -> None:
-        self._context = context
-        self._client = client
-        self._claims = claims
-        self._gate = gate
-        self._access = access
-        self._fleet = fleet
-        self._to_brokers = to_brokers
-        # None before the first request and after the last one, unless it has connections to brokers.
-        self._made: ControlPlane | None = None
-        # Whether a claim is being served: one at a time, as later requests must see its result.
-        self.is_claiming = False
-        # A dict: an empty set takes 216 bytes.
-        self.tasks: dict[asyncio.Task[None], None] = {}
+    _context: ProxyContext
+    _client: ClientSession
+    _claims: ClientClaims
+    _gate: Gate | None
+    _access: ClientAccess | None
+    _fleet: Fleet
+    _to_brokers: BrokerAuth | None
+    # None before the first request and after the last one, unless it has connections to brokers.
+    _made: ControlPlane | None = None
+    # Whether a claim is being served: one at a time, as later requests must see its result.
+    is_claiming: bool = False
+    # A dict: an empty set takes 216 bytes.
+    tasks: dict[asyncio.Task[None], None] = field(default_factory=dict)
 
     @property
     def plane(self) -> ControlPlane:
@@ -230,6 +209,7 @@ class ControlRequests:
         await asyncio.gather(*(each.close() for each in self.connections))
 
 
+@dataclass(slots=True, eq=False)
 class ControlPlane:
     """Answer control requests of `client`, AT_ONCE of them in `places`.
 
@@ -237,44 +217,26 @@ class ControlPlane:
     brokers, if given.
     """
 
-    __slots__ = (
-        "_access",
-        "_client",
-        "_commits",
-        "_connections",
-        "_context",
-        "_doubted",
-        "_fleet",
-        "_key",
-        "_shares_answers",
-        "_to_coordinators",
-        "places",
-    )
+    _context: ProxyContext
+    _client: ClientSession
+    _fleet: Fleet
+    _access: ClientAccess | None
+    _to_brokers: BrokerAuth | None
+    _connections: Connections = field(init=False)
+    # Separate: a request to a coordinator may wait for other clients, and must not delay others.
+    _to_coordinators: Connections = field(init=False)
+    # Spreads the control planes of many connections over the brokers.
+    _key: bytes = field(init=False)
+    # Brokers that did not answer when last asked: they are asked last.
+    _doubted: dict[int, None] = field(default_factory=dict, init=False)
+    # Held while a commit's epochs are removed: a later commit must not overtake it.
+    _commits: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE), init=False)
 
-    def __init__(
-        self,
-        context: ProxyContext,
-        client: ClientSession,
-        fleet: Fleet,
-        access: ClientAccess | None,
-        to_brokers: BrokerAuth | None,
-    ) -> None:
-        self._context = context
-        self._client = client
-        self._fleet = fleet
-        self._access = access
-        # Brokers answer each client by its own identity; all clients alike under the proxy's.
-        self._shares_answers = to_brokers is None
-        self._connections = Connections(context, client, access=to_brokers)
-        # Separate: a request to a coordinator may wait for other clients, and must not delay others.
-        self._to_coordinators = Connections(context, client, access=to_brokers)
-        # Spreads the control planes of many connections over the brokers.
-        self._key = context.random.randbytes(8)
-        # Brokers that did not answer when last asked: they are asked last.
-        self._doubted: dict[int, None] = {}
-        # Held while a commit's epochs are removed: a later commit must not overtake it.
-        self._commits = asyncio.Lock()
-        self.places = asyncio.Semaphore(AT_ONCE)
+    def __post_init__(self) -> None:
+        self._connections = Connections(self._context, self._client, access=self._to_brokers)
+        self._to_coordinators = Connections(self._context, self._client, access=self._to_brokers)
+        self._key = self._context.random.randbytes(8)
 
     @property
     def _virtual(self) -> VirtualBrokers:
@@ -294,7 +256,7 @@ class ControlPlane:
             return _framed(header, encode_response(await self._api_versions(header, body)))
         if self._access is None:
             return await self._answer(frame, header)
-        context, is_carried = self._context, not self._shares_answers
+        context, is_carried = self._context, self._to_brokers is not None
         screen = AclFilter(self._access, context.topology, context.portions, is_carried=is_carried)
         screened = await screen.screen(frame, header)
         try:
@@ -358,8 +320,9 @@ class ControlPlane:
         Clients of one listener that ask for all topics at the same time share one answer.
         """
         body = frame[header.body_offset :]
+        # Brokers answer each client by its own identity; all clients alike under the proxy's.
         if verdict is not None or not (
-            self._shares_answers
+            self._to_brokers is None
             and header.api_key == keys.METADATA
             and len(body) <= _MAX_SHARED_BYTES
             and asks_for_all_topics(header.api_version, body)

@@ -25,6 +25,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
@@ -94,26 +95,21 @@ Target: TypeAlias = "int | str | Refusal | None"
 """Where a part goes: to the broker with this id, to one in the place of the proxy with this id, or to any."""
 
 
+@dataclass(eq=False)
 class Distribution:
     """Divide the request in `frame`, of an API with `is_divided`."""
 
-    def __init__(
-        self,
-        context: ProxyContext,
-        virtual: VirtualBrokers,
-        brokers: ControlPlane,
-        frame: memoryview,
-        header: RequestHeader,
-    ) -> None:
-        self._context = context
-        self._topology = context.topology
-        self._virtual = virtual
-        self._brokers = brokers
-        self._frame = frame
-        self._header = header
-        self._api: Api = api_of(header.api_key, header.api_version)
+    _context: ProxyContext
+    _virtual: VirtualBrokers
+    _brokers: ControlPlane
+    _frame: memoryview
+    _header: RequestHeader
+    _answered_bytes: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._topology = self._context.topology
+        self._api: Api = api_of(self._header.api_key, self._header.api_version)
         self._at, self._to = self._api.parts
-        self._answered_bytes = 0
 
     async def answer(self) -> Buffer | None:
         """The body of the answer; None if any broker may have the request as it is. Raises CodecError."""

@@ -170,45 +170,32 @@ class TableTimes:
         return self._times[place] if 0 < place < len(self._versions) else None
 
 
+@dataclass(eq=False, kw_only=True)
 class ProxyObserver:
     """`vitals`, `table`, `readiness`, `shipping` return what they are called; `claims` their number, if there are any.
 
     `events` are shown once this observes. `facts` returns more of these for the page.
     """
 
-    def __init__(
-        self,
-        *,
-        listener: Listener,
-        table: Callable[[], TableView],
-        readiness: Callable[[], Awaitable[Readiness]],
-        vitals: Callable[[], Awaitable[Vitals]],
-        shipping: Callable[[], ShipperVitals | None],
-        claims: Callable[[], int | None],
-        tally: Tally,
-        counters: Mapping[str, int],
-        events: SecurityEvents,
-        name: str,
-        facts: Callable[[], Mapping[str, str]] = dict,
-        clock: Callable[[], float] = time.monotonic,
-        wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
-    ) -> None:
-        self._facts = facts
-        self._listener = listener
-        self.table = table
-        self.readiness = readiness
-        self.vitals = vitals
-        self.shipping = shipping
-        self._claims = claims
-        self.tally = tally
-        self.counters = counters
-        self._events = events
-        self._name = name
-        self._clock = clock
-        self._wall_ms = wall_ms
-        self._started = wall_ms()
-        events.show()
-        self._timeline = Timeline(wall_ms)
+    listener: Listener
+    table: Callable[[], TableView]
+    readiness: Callable[[], Awaitable[Readiness]]
+    vitals: Callable[[], Awaitable[Vitals]]
+    shipping: Callable[[], ShipperVitals | None]
+    claims: Callable[[], int | None]
+    tally: Tally
+    counters: Mapping[str, int]
+    events: SecurityEvents
+    name: str
+    facts: Callable[[], Mapping[str, str]] = dict
+    clock: Callable[[], float] = time.monotonic
+    wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000
+
+    def __post_init__(self) -> None:
+        self._started = self.wall_ms()
+        self.events.show()
+        self._timeline = Timeline(self.wall_ms)
+        self._clients = _Clients(self.listener, self.clock, self.wall_ms)
         self._samples: deque[_Sample] = deque(maxlen=WINDOW_S + 1)
         self._sampled = 0
         # By broker, and denials by principal.
@@ -228,17 +215,16 @@ class ProxyObserver:
         self._count_due = -inf
         self._moves = 0
         self._owned: Counter[int] | None = None
-        self._clients = _Clients(listener, clock, wall_ms)
 
     # Once a second
 
     async def sample(self) -> None:
         """Note what has changed since the last call."""
-        context = self._listener.context
+        context = self.listener.context
         if context is None:
             return
-        now, view = self._clock(), self.table()
-        self._times.note(view.topology.version, self._wall_ms())
+        now, view = self.clock(), self.table()
+        self._times.note(view.topology.version, self.wall_ms())
         if self._sampled % ERRORS_EVERY == 0:
             self._errors.append(Counter())
             if self.tally.topics is not None:
@@ -249,7 +235,7 @@ class ProxyObserver:
         self._note_counts()
         self._note_others(view)
         await self._note_owners(view.topology)
-        await self._listener.tell_sent()
+        await self.listener.tell_sent()
         tally = self.tally
         self._samples.append(
             _Sample(
@@ -299,7 +285,7 @@ class ProxyObserver:
             self._timeline.add(*_COUNTERS[name], count)
         for name, count in _grown(self._before_denials, denials_of(self.counters)):
             errors[name] += count
-        for name, text in self._events.take_shown():
+        for name, text in self.events.take_shown():
             if name in SECURITY:
                 self._timeline.add(*SECURITY[name], f"{name.replace('_', ' ')}: {text}")
 
@@ -318,16 +304,16 @@ class ProxyObserver:
 
     async def _note_owners(self, topology: Topology) -> None:
         """Count the partitions of each broker, and tell of moves."""
-        began = self._clock()
+        began = self.clock()
         if topology.version == self._counted_version or began < self._count_due:
             return
         self._counted_version = topology.version
         owned: Counter[int] = Counter()
         names = topology.names
-        async for topic in in_portions(names, self._clock):
+        async for topic in in_portions(names, self.clock):
             owned.update(await self._owners(topology, topic))
         owned.pop(NO_OWNER, None)
-        self._count_due = self._clock() + 20 * (self._clock() - began)
+        self._count_due = self.clock() + 20 * (self.clock() - began)
         before, self._owned = self._owned, owned
         moves = sum(topology.owner_changes.values())
         moved, self._moves = moves - self._moves, moves
@@ -355,9 +341,9 @@ class ProxyObserver:
             verdict = serving(brokers, total, None if problem else table_age_s, notes, problem)
         return Overview(
             kind="proxy",
-            name=self._name,
+            name=self.name,
             version=version(),
-            at=self._wall_ms(),
+            at=self.wall_ms(),
             started=self._started,
             verdict=verdict,
             notes=notes,
@@ -366,12 +352,12 @@ class ProxyObserver:
             rates=self._rates(),
             clients=vitals.client_connections,
             partitions=topology.owned_count,
-            claims=self._claims(),
+            claims=self.claims(),
             brokers=shown(brokers),
             brokers_total=total,
             proxies=[ProxyLine(each.id, str(Address(each.host, each.port)), each.this) for each in view.proxies][:200],
             limits=_limits(vitals, self.shipping()),
-            facts={**_facts(vitals, view), **self._facts()},
+            facts={**_facts(vitals, view), **self.facts()},
             events=self._timeline.latest,
         )
 
@@ -454,7 +440,7 @@ class ProxyObserver:
         if self.tally.topics is None or not self._topics:
             return {}
         (since, before), now = self._topics[0], self.tally.topics.uses()
-        span_s = max(1.0, self._clock() - since)
+        span_s = max(1.0, self.clock() - since)
         rates = {}
         for topic, counts in now.items():
             was = before.get(topic)
@@ -482,7 +468,7 @@ class ProxyObserver:
             "errors": lambda topic: errors[topic],
             "name": lambda _: 0.0,
         }
-        matching = (topic async for topic in in_portions(topology.names, self._clock) if wanted in topic.lower())
+        matching = (topic async for topic in in_portions(topology.names, self.clock) if wanted in topic.lower())
         names, total = await first_of(matching, query.skip + query.limit, ranks[query.order])
         lines = []
         for topic in names[query.skip :]:
@@ -522,7 +508,7 @@ class ProxyObserver:
         wanted = query.search.lower()
         matching = (
             line
-            async for line in in_portions(await self._clients.lines(), self._clock)
+            async for line in in_portions(await self._clients.lines(), self.clock)
             if wanted in f"{line.client_id} {line.software} {line.principal} {line.address}".lower()
         )
         rows, total = await first_of(matching, query.skip + query.limit, CLIENT_ORDERS[query.order])
@@ -538,20 +524,20 @@ class ProxyObserver:
         start = parse_place(after) if after is not None else (b"", -1)
         topology, wanted, lines = self.table().topology, search.lower().encode(), list[PartitionLine]()
         names = topology.names
-        async for topic in in_portions(names[bisect_left(names, start[0]) :], self._clock):
+        async for topic in in_portions(names[bisect_left(names, start[0]) :], self.clock):
             is_wanted = wanted in topic.lower()
             if not is_wanted and b"/" not in wanted:
                 continue
             first = start[1] + 1 if topic == start[0] else 0
-            began = self._clock()
+            began = self.clock()
             for index in range(first, len(topology.partition_indexes(topic))):
                 of = topology.owner(topic, index)
                 if (of == NO_OWNER if owner is None else of != owner) or not (
                     is_wanted or wanted in b"%b/%d" % (topic.lower(), index)
                 ):
-                    if self._clock() - began > 0.001:
+                    if self.clock() - began > 0.001:
                         await asyncio.sleep(0)
-                        began = self._clock()
+                        began = self.clock()
                     continue
                 if len(lines) == limit:
                     return PartitionsPage(lines, f"{lines[-1].topic}/{lines[-1].partition}")
