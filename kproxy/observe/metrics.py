@@ -6,7 +6,7 @@ import math
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -155,7 +155,7 @@ class ProcessesCollector(Collector):
         families: dict[str, Metric] = {}
         for name, pid in self._pids.items():
             # An unused registry: the collector requires one.
-            for metric in ProcessCollector(pid=lambda pid=pid: pid, registry=CollectorRegistry()).collect():
+            for metric in ProcessCollector(pid=partial(int, pid), registry=CollectorRegistry()).collect():
                 family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
                 for sample in metric.samples:
                     family.add_sample(sample.name, {**sample.labels, "worker": name}, sample.value)

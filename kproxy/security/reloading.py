@@ -62,7 +62,7 @@ class Reloading(Generic[T]):
     entries: Callable[[T], Mapping[str, object]] = lambda value: {}
 
     def __post_init__(self) -> None:
-        self.pass_over()
+        self._attempted = self._seen = _print_of(self.files)
         self.current = self.load()
 
     async def look(self, events: SecurityEvents = NO_EVENTS) -> None:
