@@ -107,7 +107,10 @@ class AccessControl:
             "resource": resource.value,
             "name": name[:249],
         }
-        log.warning("access denied" if self.is_enforced else "access would be denied", **told)
+        if self.is_enforced:
+            log.warning("access denied", **told)
+        else:
+            log.warning("access would be denied", **told)
         return self.is_enforced
 
     def tell_denied(
