@@ -10,7 +10,8 @@ import click
 
 from kproxy.cli import run_async
 from kproxy.cli.options import EtcdPlace, entries_in_etcd, etcd_client, etcd_place, etcd_place_flags
-from kproxy.config.parsing import check_prefix
+from kproxy.config.etcd import etcd_options_from
+from kproxy.config.parsing import check_prefix, split_list
 from kproxy.errors import StartupError
 
 if TYPE_CHECKING:
@@ -126,10 +127,7 @@ _in_etcd = etcd_place_flags("The etcd with the rules.", required=True)
 
 
 def _place(etcd: str, prefix: str, etcd_access: Mapping[str, str | None]) -> EtcdPlace:
-    place = etcd_place(etcd, check_prefix(prefix, "--prefix"), etcd_access)
-    if place is None:
-        raise ValueError("--etcd is required")
-    return place
+    return EtcdPlace(split_list(etcd, "--etcd"), etcd_options_from(etcd_access), check_prefix(prefix, "--prefix"))
 
 
 async def _read(place: EtcdPlace) -> tuple[dict[str, AclSection], int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -46,20 +47,7 @@ from kproxy.config import DEFAULT_PREFIX, split_list
 @click.option("--no-audit", is_flag=True, help="Skip the audit of acknowledged records.")
 @click.option("--keep", is_flag=True, help="Keep the run's data and logs. A failed run always keeps them.")
 @click.pass_context
-def command(
-    context: click.Context,
-    rows: int | None,
-    kill_owner: bool,
-    tls: bool,
-    sasl: bool,
-    bootstrap: str | None,
-    etcd: str | None,
-    prefix: str,
-    data_dir: Path | None,
-    report: Path,
-    no_audit: bool,
-    keep: bool,
-) -> int:
+def command(context: click.Context, /, etcd: str | None, no_audit: bool, **given: Any) -> int:
     """Write real data with Spark through the proxy, read it back, judge it, audit it.
 
     Starts the processes of `kproxy dev`, on free ports. A Spark Structured Streaming job writes the flights that left
@@ -76,18 +64,5 @@ def command(
     start_logging(context, default="warning")
     from kproxy.demo.run import DemoOptions, run_demo
 
-    return run_demo(
-        DemoOptions(
-            rows=rows,
-            bootstrap=bootstrap,
-            etcd=() if etcd is None else split_list(etcd, "--etcd"),
-            prefix=prefix,
-            data_dir=data_dir,
-            audit=not no_audit,
-            keep=keep,
-            kill_owner=kill_owner,
-            tls=tls,
-            sasl=sasl,
-            report=report,
-        )
-    )
+    endpoints = () if etcd is None else split_list(etcd, "--etcd")
+    return run_demo(DemoOptions(etcd=endpoints, audit=not no_audit, **given))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 
 from kproxy.cli.options import AdminPlace, EtcdPlace, etcd_client
-from kproxy.cli.table_sources import WATCH_INTERVAL_S, NoAnswer, Unanswered, ask, not_ours
+from kproxy.cli.table_sources import WATCH_INTERVAL_S, NoAnswer, Unanswered, ask, consistent, decoded
 from kproxy.config.etcd import EtcdOptions
 from kproxy.errors import StartupError
 from kproxy.observe.table import ClaimRow, ClaimsPage, FreeOrder, FreeOutcome, merge_claims
@@ -70,9 +70,6 @@ def changes_between(before: Iterable[ClaimRow], after: Iterable[ClaimRow]) -> li
     ]
 
 
-# The most reads of claims that change between two of their pages.
-CONSISTENT_READS = 5
-
 Told = ClaimsPage | Change | Unanswered
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _Asked = TypeVar("_Asked")
@@ -82,36 +79,21 @@ def _news(before: ClaimsPage | None, page: ClaimsPage) -> Sequence[Told]:
     return [page] if before is None else changes_between(before.claims, page.claims)
 
 
-class Claims(Protocol):
-    """One source of claims. Its methods raise StartupError if it does not answer."""
-
-    async def page(self, group: str | None) -> ClaimsPage:
-        """Return all claims, of one group if named."""
-        ...
-
-    async def free(self, order: FreeOrder) -> FreeOutcome:
-        """Free the claims in the order."""
-        ...
-
-    def follow(self, group: str | None) -> AsyncGenerator[Told]:
-        """Yield all claims, and then each change, for ever."""
-        ...
-
-
 class AdminClaims:
-    """Claims from a proxy's admin page."""
+    """Claims from a proxy's admin page. The methods raise StartupError if it does not answer."""
 
     def __init__(self, place: AdminPlace) -> None:
         self._place = place
 
     async def page(self, group: str | None) -> ClaimsPage:
+        """Return all claims, of one group if named."""
         return await asyncio.to_thread(_or_startup_error, self._read, group)
 
     async def free(self, order: FreeOrder) -> FreeOutcome:
         return await asyncio.to_thread(_or_startup_error, self._free, order)
 
     async def follow(self, group: str | None) -> AsyncGenerator[Told]:
-        """Poll the page, so that changes within WATCH_INTERVAL_S appear as one."""
+        """Yield all claims, and then each change, for ever: changes within WATCH_INTERVAL_S appear as one."""
         before: ClaimsPage | None = None
         while True:
             try:
@@ -126,14 +108,7 @@ class AdminClaims:
 
     def _read(self, group: str | None) -> ClaimsPage:
         """Return all claims, of one revision if they do not change too often."""
-        pages: list[ClaimsPage] = []
-        for _ in range(CONSISTENT_READS):
-            pages = [self._ask(ClaimsPage, "/own", {"group": group})]
-            while pages[-1].next is not None:
-                pages.append(self._ask(ClaimsPage, "/own", {"group": group, "after": pages[-1].next}))
-            if len({page.revision for page in pages}) == 1:
-                break
-        return merge_claims(pages)
+        return merge_claims(consistent(lambda after: self._ask(ClaimsPage, "/own", {"group": group, "after": after})))
 
     def _free(self, order: FreeOrder) -> FreeOutcome:
         return self._ask(FreeOutcome, "/own/free", order=msgspec.json.encode(order))
@@ -145,12 +120,7 @@ class AdminClaims:
         text = body[:500].decode(errors="replace").strip()
         if status in (400, 501, 503) and text:
             raise NoAnswer(f"the proxy with the admin page {self._place} says: {text}.")
-        if status != 200:
-            raise not_ours(self._place, f"status {status}")
-        try:
-            return msgspec.json.decode(body, type=kind)
-        except msgspec.DecodeError as error:
-            raise not_ours(self._place, error) from error
+        return decoded(self._place, (status, body), kind)
 
 
 def _or_startup_error(ask_page: Callable[[_Asked], _Struct], asked: _Asked) -> _Struct:
@@ -206,3 +176,7 @@ class EtcdClaims:
             finally:
                 running.cancel()
                 await asyncio.gather(running, return_exceptions=True)
+
+
+Claims = AdminClaims | EtcdClaims
+"""A source of claims."""

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kproxy.cli.own_sources import Change
-from kproxy.cli.table import MAX_BOXED_ROWS, echo_columns
+from kproxy.cli.table import MAX_BOXED_ROWS, counted, echo_columns
 from kproxy.observe.table import (
     WHOLE_GROUP_TEXT,
     ClaimRow,
@@ -100,7 +100,7 @@ def headline(page: ClaimsPage, group: str | None = None) -> str:
     if not count:
         of_group = "" if group is None else f" of group {printable(group)}"
         return f"revision {page.revision}, nobody owns anything{of_group}"
-    return f"revision {page.revision}, {_number(count, 'claim')} in {_number(groups, 'group')}"
+    return f"revision {page.revision}, {counted(count, 'claim')} in {counted(groups, 'group')}"
 
 
 def members_line(page: ClaimsPage) -> str:
@@ -130,7 +130,7 @@ def _shown_member(member: MemberRow, claims: Iterable[ClaimRow]) -> str:
     if member.seen < last:
         waits.append(f"has confirmed no claim since revision {member.seen}")
     if member.unsettled:
-        waits.append(f"{_number(member.unsettled, 'partition')} not settled")
+        waits.append(f"{counted(member.unsettled, 'partition')} not settled")
     return f"{member.address} [{'; '.join(waits)}]" if waits else member.address
 
 
@@ -217,7 +217,3 @@ def _boxed(page: ClaimsPage, group: str | None, rows: Iterable[tuple[str, ...]])
     if not page.claims:
         return Group(headlined, Text("`kproxy own claim GROUP RESOURCE` claims something.", style="dim"), *lines)
     return Group(headlined, grid, *lines)
-
-
-def _number(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"

@@ -107,6 +107,11 @@ def echo_columns(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> N
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
+def counted(count: int, what: str) -> str:
+    """Return a number of things, in words."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
 def headline(table: TablePage) -> str:
     """Return one line with the age of the table."""
     if table.source == "static":
@@ -125,7 +130,7 @@ def footline(table: TablePage, rows: Sequence[Row]) -> str:
         per_owner.setdefault(broker.id, 0)
     total = sum(per_owner.values())
     spread = ", ".join(f"broker {owner}: {count}" for owner, count in sorted(per_owner.items()))
-    line = f"{total:,} {'partition' if total == 1 else 'partitions'} owned ({spread or 'no brokers'})"
+    line = f"{counted(total, 'partition')} owned ({spread or 'no brokers'})"
     lacking = sum(bool(row.in_sync and row.in_sync.missing) for row in rows)
     refused = sum(bool(row.in_sync and row.in_sync.too_few) for row in rows)
     if lacking or refused:

@@ -12,7 +12,7 @@ import http.client
 import os
 import socket
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,16 @@ from kproxy.config import DEFAULT_ADMIN
 from kproxy.config.admin import SPEAKS_TLS, read_token
 from kproxy.config.etcd import EtcdOptions
 from kproxy.errors import StartupError
-from kproxy.observe.table import ProxyRow, ReplicationPage, TablePage, TableView, merge_pages, table_page, with_replicas
+from kproxy.observe.table import (
+    ClaimsPage,
+    ProxyRow,
+    ReplicationPage,
+    TablePage,
+    TableView,
+    merge_pages,
+    table_page,
+    with_replicas,
+)
 from kproxy.security.tls_errors import DialWords, broker_failure
 
 if TYPE_CHECKING:
@@ -45,6 +54,12 @@ MAX_ANSWER_BYTES = 64 << 20
 # The variables with the token of the admin page; no flag has it, as all users of the machine can read command lines.
 TOKEN_VARIABLE = "KPROXY_ADMIN_TOKEN"  # noqa: S105 -- its name
 TOKEN_FILE_VARIABLE = "KPROXY_ADMIN_TOKEN_FILE"  # noqa: S105 -- its name
+
+
+# The most reads of a table, or of claims, that change between two of their pages.
+CONSISTENT_READS = 5
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
+_Page = TypeVar("_Page", TablePage, ClaimsPage)
 
 
 class NoAnswer(Exception):
@@ -111,13 +126,34 @@ def not_ours(place: AdminPlace, what: object) -> NoAnswer:
     return NoAnswer(f"what answers at {place} is not an admin page of kproxy ({what}): give another --admin.")
 
 
+def decoded(place: AdminPlace, answer: tuple[int, bytes], kind: type[_Struct]) -> _Struct:
+    """Return the JSON of an answer of `ask`. Raises NoAnswer."""
+    status, body = answer
+    if status != 200:
+        raise not_ours(place, f"status {status}")
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.DecodeError as error:
+        raise not_ours(place, error) from error
+
+
+def consistent(read: Callable[[str | None], _Page]) -> list[_Page]:
+    """Return all pages, of one revision if they do not change too often; `read` returns the page after a place."""
+    pages: list[_Page] = []
+    for _ in range(CONSISTENT_READS):
+        pages = [read(None)]
+        while pages[-1].next is not None:
+            pages.append(read(pages[-1].next))
+        if len({page.revision for page in pages}) == 1:
+            break
+    return pages
+
+
 def _reason(error: Exception) -> str:
     return (getattr(error, "strerror", None) or str(error) or type(error).__name__).lower()
 
 
 WATCH_INTERVAL_S = 1.0
-# The most reads of a table that changes between two of its pages.
-CONSISTENT_READS = 5
 
 
 @dataclass(frozen=True)
@@ -164,14 +200,11 @@ async def tables_from_admin(place: AdminPlace, topic: str | None) -> AsyncGenera
 
 def _ask(place: AdminPlace, topic: str | None) -> TablePage:
     """Return the whole table, of one revision if it does not change too often."""
-    pages: list[TablePage] = []
-    for _ in range(CONSISTENT_READS):
-        pages = [_ask_page(place, topic, None)]
-        while pages[-1].next is not None:
-            pages.append(_ask_page(place, topic, pages[-1].next))
-        if len({page.revision for page in pages}) == 1:
-            break
-    table = merge_pages(pages)
+
+    def read(after: str | None) -> TablePage:
+        return decoded(place, ask(place, "/table", {"topic": topic, "after": after}), TablePage)
+
+    table = merge_pages(consistent(read))
     try:
         replicas = ask_replication(place, topic)
     except ReplicasUnknown:
@@ -193,23 +226,8 @@ def ask_replication(place: AdminPlace, topic: str | None = None) -> list[Replica
         if status == 501:
             # The proxy has no reference brokers.
             return []
-        if status != 200:
-            raise not_ours(place, f"status {status}")
-        try:
-            pages.append(msgspec.json.decode(body, type=ReplicationPage))
-        except msgspec.DecodeError as error:
-            raise not_ours(place, error) from error
+        pages.append(decoded(place, (status, body), ReplicationPage))
     return pages
-
-
-def _ask_page(place: AdminPlace, topic: str | None, after: str | None) -> TablePage:
-    status, body = ask(place, "/table", {"topic": topic, "after": after})
-    if status != 200:
-        raise not_ours(place, f"status {status}")
-    try:
-        return msgspec.json.decode(body, type=TablePage)
-    except msgspec.DecodeError as error:
-        raise not_ours(place, error) from error
 
 
 async def tables_from_etcd(

@@ -25,8 +25,8 @@ from rich.text import Text
 
 from kproxy.cli import run_async, start_logging
 from kproxy.cli.options import AdminPlace, Asked, admin_option, admin_place
-from kproxy.cli.table import echo_columns
-from kproxy.cli.table_sources import NoAnswer, ask, not_ours
+from kproxy.cli.table import counted, echo_columns
+from kproxy.cli.table_sources import NoAnswer, ask, decoded, not_ours
 from kproxy.errors import StartupError
 from kproxy.observe.overview import (
     CLIENT_ORDERS,
@@ -75,10 +75,6 @@ def _text(heading: str, name: str) -> Column:
 
 def _number(heading: str, name: str, unit: str = "") -> Column:
     return Column(heading, attrgetter(name), lambda value: _some(value, unit), is_number=True)
-
-
-def _counted(count: int | None, what: str) -> str:
-    return f"{count or 0:,} {what}{'' if count == 1 else 's'}"
 
 
 def _some(value: float | None, unit: str) -> str:
@@ -305,8 +301,8 @@ class Screen:
 
 def summary(overview: Overview) -> str:
     """Return a line with the counts and the rates."""
-    rates, words = overview.rates, f"{overview.name}   {_counted(overview.clients, 'client')}   "
-    words += _counted(overview.partitions, "partition")
+    rates, words = overview.rates, f"{overview.name}   {counted(overview.clients or 0, 'client')}   "
+    words += counted(overview.partitions or 0, "partition")
     if rates is None:
         return words
     received, sent = in_bytes(rates.received_bytes), in_bytes(rates.sent_bytes)
@@ -317,12 +313,9 @@ def _asked(place: AdminPlace, path: str, kind: type[_Struct], **query: str) -> _
     status, body = ask(place, path, query)
     if status in (400, 503):
         raise NoAnswer(f"the admin page {place} says: {body[:500].decode(errors='replace').strip()}.")
-    try:
-        if status == 200:
-            return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError as error:
-        raise not_ours(place, error) from error
-    raise not_ours(place, f"{path} has status {status}: it is an older kproxy, or another server")
+    if status != 200:
+        raise not_ours(place, f"{path} has status {status}: it is an older kproxy, or another server")
+    return decoded(place, (status, body), kind)
 
 
 @click.command("top", epilog="Keys: 1 to 6 choose the view, s the order, / filters, Esc shows all, q ends.")

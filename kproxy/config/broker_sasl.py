@@ -11,7 +11,7 @@ from typing import ClassVar, Final, Literal, Self
 
 import msgspec
 
-from kproxy.config.parsing import Secret, given_keys, read_file
+from kproxy.config.parsing import Secret, given_keys, read_secret
 from kproxy.errors import StartupError
 
 MAX_SECRET_BYTES: Final = 64 << 10
@@ -40,14 +40,7 @@ class BrokerSasl(msgspec.Struct, frozen=True):
         file, named = (self.token_file if kind == "token" else self.password_file), f"{self.prefix}{kind}_file"
         if file is None:
             return self.password or ""
-        try:
-            secret = read_file(file, named, MAX_SECRET_BYTES, "that is another file").decode().strip("\r\n ")
-        except UnicodeDecodeError:
-            # The error is not chained, because its cause has the content of the file.
-            raise StartupError(f"{named} {file} is not UTF-8 text: name the file that has the {kind}.") from None
-        if not secret:
-            raise StartupError(f"{named} {file} is empty: write the {kind} into it.")
-        return secret
+        return read_secret(file, named, kind, MAX_SECRET_BYTES, lambda text: text.strip("\r\n "))
 
     def checked(self, sources: Mapping[str, str], *, with_tls: bool) -> Self | None:
         """Return itself, or None if the proxy does not authenticate to brokers. Raises StartupError."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kproxy.config.parsing import Secret, parse_section, read_file
+from kproxy.config.parsing import Secret, parse_section, read_file, read_secret
 from kproxy.config.tls import MAX_FILE_BYTES, load_authorities, load_pair
 from kproxy.errors import StartupError
 
@@ -72,16 +72,8 @@ class EtcdOptions(msgspec.Struct, frozen=True, kw_only=True):
         """Return the present password, reading its file again. Raises StartupError."""
         if self.password_file is None:
             return self.password or ""
-        try:
-            password = _read(self.password_file, "password_file").decode().rstrip("\r\n")
-        except UnicodeDecodeError:
-            # The error is not chained, because its cause has the content of the file.
-            raise StartupError(
-                f"etcd's password_file {self.password_file} is not UTF-8 text: name the file that has the password."
-            ) from None
-        if not password:
-            raise StartupError(f"etcd's password_file {self.password_file} is empty: write the password into it.")
-        return password
+        named = "etcd's password_file"
+        return read_secret(self.password_file, named, "password", MAX_FILE_BYTES, lambda text: text.rstrip("\r\n"))
 
 
 class TlsFiles(NamedTuple):

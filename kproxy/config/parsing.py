@@ -14,7 +14,7 @@ import errno
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import NoneType
@@ -209,6 +209,18 @@ def read_file(file: Path, named: str, limit: int, otherwise: str) -> bytes:
         most = f"{limit >> 20} MiB" if limit >= 1 << 20 else f"{limit} bytes"
         raise StartupError(f"{named} {file} is larger than {most}: {otherwise}.")
     return content
+
+
+def read_secret(file: Path, named: str, kind: str, limit: int, strip: Callable[[str], str]) -> str:
+    """Return the password or token that a file has, after `strip`. Raises StartupError, which never shows it."""
+    try:
+        secret = strip(read_file(file, named, limit, "that is another file").decode())
+    except UnicodeDecodeError:
+        # The error is not chained, because its cause has the content of the file.
+        raise StartupError(f"{named} {file} is not UTF-8 text: name the file that has the {kind}.") from None
+    if not secret:
+        raise StartupError(f"{named} {file} is empty: write the {kind} into it.")
+    return secret
 
 
 def read_toml(file: Path, flag: str = "--config") -> dict[str, Any]:

@@ -35,6 +35,7 @@ import enum
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from types import MappingProxyType
 from typing import Annotated
 
@@ -123,6 +124,7 @@ class RegistrarState(enum.Enum):
     STANDING_BY = "standing by"
 
 
+@dataclass(eq=False)
 class Registrar:
     """Registers the address `host`, `port` until cancelled.
 
@@ -132,23 +134,17 @@ class Registrar:
     seconds, of which etcd may grant more.
     """
 
-    def __init__(
-        self,
-        client: EtcdClient,
-        prefix: str,
-        host: str,
-        port: int,
-        *,
-        ttl_s: int,
-        listeners: Listeners = NO_LISTENERS,
-    ) -> None:
-        self._listeners = listeners
-        self._client = client
-        self._prefix = proxies_prefix(prefix)
-        self._host = host
-        self._port = port
-        self._ttl_s = ttl_s
-        self._look_s = ttl_s / LOOKS_PER_TTL
+    client: EtcdClient
+    prefix: str
+    host: str
+    port: int
+    _: KW_ONLY
+    ttl_s: int
+    listeners: Listeners = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # The prefix of the keys of all entries.
+        self._entries = proxies_prefix(self.prefix)
         self._lease_id = 0
         self._key = ""
         self._entered = asyncio.Event()
@@ -170,7 +166,7 @@ class Registrar:
                     if self.state is RegistrarState.REGISTERED:
                         may_take_over = await self._hold()
                     else:
-                        await asyncio.sleep(self._look_s)
+                        await asyncio.sleep(self.ttl_s / LOOKS_PER_TTL)
                 except EtcdError as error:
                     if self.last_error is None or self.state is not RegistrarState.OUT:
                         log.warning("proxy not registered", address=self._address, reason=str(error))
@@ -182,20 +178,20 @@ class Registrar:
 
     @property
     def _address(self) -> str:
-        return str(Address(self._host, self._port))
+        return str(Address(self.host, self.port))
 
     # Claiming
 
     async def _claim(self, *, may_take_over: bool) -> None:
         """Register, or stand by. Raises EtcdError."""
         while True:
-            entries = (await self._client.get_prefix(self._prefix)).kvs
+            entries = (await self.client.get_prefix(self._entries)).kvs
             mine = next((kv for kv in entries if self._is_mine(kv)), None)
             if mine is not None and not may_take_over:
                 self._stand_by(mine)
                 return
             node_id = self._lowest_free(entries) if mine is None else self._id_of(mine.key)
-            key = f"{self._prefix}{node_id}"
+            key = f"{self._entries}{node_id}"
             absent_or_as_seen = key_absent(key) if mine is None else mod_revision_is(key, mine.mod_revision)
             if await self._put(node_id, key, absent_or_as_seen):
                 self._registered(node_id, key, mine)
@@ -204,11 +200,11 @@ class Registrar:
 
     async def _put(self, node_id: int, key: str, condition: TxnCompare) -> bool:
         """Put the entry on a new lease if the condition holds; return whether it did."""
-        lease = await self._client.lease_grant(self._ttl_s)
+        lease = await self.client.lease_grant(self.ttl_s)
         self._lease_id, done = lease.lease_id, False
         try:
-            value = encode_proxy(Proxy(node_id, self._host, self._port), self._listeners)
-            done = (await self._client.txn([condition], [put_op(key, value, lease.lease_id)])).succeeded
+            value = encode_proxy(Proxy(node_id, self.host, self.port), self.listeners)
+            done = (await self.client.txn([condition], [put_op(key, value, lease.lease_id)])).succeeded
         finally:
             if not done:
                 await self._give_up()
@@ -234,18 +230,18 @@ class Registrar:
 
     def _is_mine(self, kv: KeyValue) -> bool:
         try:
-            return parse_proxy(kv.key.removeprefix(self._prefix), kv.value).address == (self._host, self._port)
+            return parse_proxy(kv.key.removeprefix(self._entries), kv.value).address == (self.host, self.port)
         except InvalidEntry:
             return False
 
     def _id_of(self, key: str) -> int:
-        return parse_proxy_id(key.removeprefix(self._prefix))
+        return parse_proxy_id(key.removeprefix(self._entries))
 
     def _lowest_free(self, entries: Sequence[KeyValue]) -> int:
         """Return the lowest id without an entry; an invalid entry takes its id too."""
         taken = {kv.key for kv in entries}
         node_id = FIRST_NODE_ID
-        while f"{self._prefix}{node_id}" in taken:
+        while f"{self._entries}{node_id}" in taken:
             node_id += 1
         return node_id
 
@@ -254,7 +250,7 @@ class Registrar:
     async def _hold(self) -> bool:
         """Wait until the entry is no longer ours; return whether it may be taken over from its owner."""
         keeper = asyncio.create_task(
-            lease_keep_alive(self._client, self._lease_id, clock=time.monotonic, on_renewed=lambda *_: None)
+            lease_keep_alive(self.client, self._lease_id, clock=time.monotonic, on_renewed=lambda *_: None)
         )
         looker = asyncio.create_task(self._until_another_is_seen())
         try:
@@ -284,9 +280,9 @@ class Registrar:
     async def _until_another_is_seen(self) -> KeyValue | None:
         """Wait for another entry in place of ours; return it, or None if there is none. Ignore failed reads."""
         while True:
-            await asyncio.sleep(self._look_s)
+            await asyncio.sleep(self.ttl_s / LOOKS_PER_TTL)
             try:
-                found = await self._client.get(self._key)
+                found = await self.client.get(self._key)
             except EtcdError as error:
                 log.debug("proxy entry not read", reason=str(error))
                 continue
@@ -300,6 +296,6 @@ class Registrar:
         if lease_id:
             try:
                 async with asyncio.timeout(REVOKE_TIMEOUT_S):
-                    await self._client.lease_revoke(lease_id)
+                    await self.client.lease_revoke(lease_id)
             except (EtcdError, TimeoutError) as error:
                 log.warning("proxy lease not revoked", address=self._address, reason=str(error) or "no answer in time")

@@ -145,6 +145,26 @@ def gauge(name: str, documentation: str, value: float) -> Metric:
     return GaugeMetricFamily(name, documentation, value=value)
 
 
+def counter_by(
+    name: str, documentation: str, labels: Sequence[str], series: Iterable[tuple[Sequence[str], float]]
+) -> Metric:
+    """Make a counter with labels; each of `series` has its values of `labels`."""
+    family = CounterMetricFamily(name, documentation, labels=labels)
+    for values, count in series:
+        family.add_metric(values, count)
+    return family
+
+
+def gauge_by(
+    name: str, documentation: str, labels: Sequence[str], series: Iterable[tuple[Sequence[str], float]]
+) -> Metric:
+    """Make a gauge with labels, as `counter_by`."""
+    family = GaugeMetricFamily(name, documentation, labels=labels)
+    for values, value in series:
+        family.add_metric(values, value)
+    return family
+
+
 class Counted(Protocol):
     """What a histogram counted: one number for each bucket, not cumulated, and one for values beyond `bounds`."""
 

@@ -110,7 +110,7 @@ class HttpPage:
 
     def __init__(self, pages: VitalPages, more: Sequence[web.RouteDef] = (), guard: PageGuard | None = None) -> None:
         self._vital = pages
-        self._live = LivePage(self.overview, pages.sample, guard)
+        self._live = LivePage(pages.overview, pages.sample, guard)
         routes = [
             *more,
             *self._live.routes,
@@ -142,18 +142,22 @@ class HttpPage:
         """
         if counters is not None:
             self._visitors.counters = counters
-        if tls is not None:
-            return await self._start_with_tls(host, port, tls)
-
         await self._set_up()
         try:
-            self._server = await bind(self._visitor, host, port, choose=_REMEDY)
-            await accept_from(self._server)
+            if tls is None:
+                bound = self._server = await bind(self._visitor, host, port, choose=_REMEDY)
+                real_port = bound_port(bound)
+                await accept_from(bound)
+            else:
+                bound = await bind(asyncio.Protocol, host, port, choose=_REMEDY)
+                real_port = bound_port(bound)
+                self._acceptor = self._make_acceptor(tls)
+                self._acceptor.open(bound)
             self._live.start()
         except StartupError:
             await self.stop()
             raise
-        return bound_port(self._server)
+        return real_port
 
     async def _set_up(self) -> None:
         await self._runner.setup()
@@ -169,11 +173,8 @@ class HttpPage:
 
         server.request_factory = make_any
 
-    async def _start_with_tls(self, host: str, port: int, tls: Callable[[], Loaded]) -> int:
-        bound = await bind(asyncio.Protocol, host, port, choose=_REMEDY)
-        real_port = bound_port(bound)
-        await self._set_up()
-        acceptor = self._acceptor = TlsAcceptor(
+    def _make_acceptor(self, tls: Callable[[], Loaded]) -> TlsAcceptor[asyncio.BaseProtocol]:
+        return TlsAcceptor(
             "admin page",
             tls,
             max_half_open=MAX_HALF_OPEN,
@@ -184,13 +185,6 @@ class HttpPage:
             answer_to_http=http_answer(f"{SPEAKS_TLS}\n".encode()),
             events=self._events,
         )
-        try:
-            acceptor.open(bound)
-            self._live.start()
-        except StartupError:
-            await self.stop()
-            raise
-        return real_port
 
     def _visitor(self) -> asyncio.BaseProtocol:
         """Return the protocol of a new connection, while the page has not stopped."""
@@ -217,10 +211,6 @@ class HttpPage:
         if self._server is not None:
             self._server.close()
         await self._runner.cleanup()
-
-    async def overview(self) -> Overview:
-        """Return what the live page shows."""
-        return await self._vital.overview()
 
     async def _index(self, request: web.Request) -> web.Response:
         if wants_html(request):

@@ -6,17 +6,17 @@ import math
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.core import Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
 from kproxy.config import Limits
 from kproxy.installed import commit, version
 from kproxy.observe.busiest import Busiest
-from kproxy.observe.exposition import counter, gauge, histogram, this_process
+from kproxy.observe.exposition import counter, counter_by, gauge, gauge_by, histogram, this_process
 from kproxy.observe.table import TableView
 from kproxy.observe.tally import (
     BROKER_BOUNDS_S,
@@ -90,26 +90,18 @@ class Vitals:
     own_unsettled: int = 0
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ProxyCollector(Collector):
     """The families of one serving process, at one moment.
 
     `counters` are named events: `splits`, `deadlines` and so on.
     """
 
-    def __init__(
-        self,
-        *,
-        tally: Tally,
-        counters: Mapping[str, int],
-        table: TableView,
-        vitals: Vitals,
-        shipping: ShipperVitals | None = None,
-    ) -> None:
-        self._tally = tally
-        self._counters = counters
-        self._table = table
-        self._vitals = vitals
-        self._shipping = shipping
+    tally: Tally
+    counters: Mapping[str, int]
+    table: TableView
+    vitals: Vitals
+    shipping: ShipperVitals | None = None
 
     def collect(self) -> Iterable[Metric]:
         yield from self.of_clients()
@@ -117,26 +109,26 @@ class ProxyCollector(Collector):
 
     def of_brokers(self) -> BrokersCollector:
         """Return the collector of the families about brokers."""
-        return BrokersCollector(self._vitals.brokers, self._tally)
+        return BrokersCollector(self.vitals.brokers, self.tally)
 
     def of_clients(self) -> Iterable[Metric]:
         """Yield all other families."""
         yield build_info()
-        yield from _traffic(self._tally, self._vitals)
-        yield from _limits(self._vitals)
-        yield from _outcomes(self._tally, self._counters, self._vitals.brokers)
-        yield from _named("topic", self._tally.topics, "Produce requests that name a topic", _TOPIC_BYTES)
-        yield from _busiest_partitions(self._tally.topics)
-        yield from _named("client_id", self._tally.clients, "Requests of a client", _CLIENT_BYTES)
-        if self._tally.clients is not None:
-            yield _slow(self._vitals.slow)
-        yield from _connections(self._vitals, self._counters)
-        yield from _tls(self._vitals, self._counters)
-        yield from _table(self._table)
-        yield from _fleet(self._table, self._counters)
-        yield from _claims(self._vitals, self._counters)
-        yield from _security(self._counters)
-        yield from _audit(self._shipping, self._counters)
+        yield from _traffic(self.tally, self.vitals)
+        yield from _limits(self.vitals)
+        yield from _outcomes(self.tally, self.counters, self.vitals.brokers)
+        yield from _named("topic", self.tally.topics, "Produce requests that name a topic", _TOPIC_BYTES)
+        yield from _busiest_partitions(self.tally.topics)
+        yield from _named("client_id", self.tally.clients, "Requests of a client", _CLIENT_BYTES)
+        if self.tally.clients is not None:
+            yield _slow(self.vitals.slow)
+        yield from _connections(self.vitals, self.counters)
+        yield from _tls(self.vitals, self.counters)
+        yield from _table(self.table)
+        yield from _fleet(self.table, self.counters)
+        yield from _claims(self.vitals, self.counters)
+        yield from _security(self.counters)
+        yield from _audit(self.shipping, self.counters)
 
 
 class WorkersCollector(Collector):
@@ -148,10 +140,8 @@ class WorkersCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         yield gauge("kproxy_workers", "Configured worker processes.", len(self._up))
-        up = GaugeMetricFamily("kproxy_worker_up", "1 while a worker serves and answers.", labels=["worker"])
-        for number, is_up in sorted(self._up.items()):
-            up.add_metric([str(number)], int(is_up))
-        yield up
+        up = [([str(number)], int(is_up)) for number, is_up in sorted(self._up.items())]
+        yield gauge_by("kproxy_worker_up", "1 while a worker serves and answers.", ["worker"], up)
         yield counter("kproxy_worker_restarts", "Workers restarted after they ended.", self._restarts)
 
 
@@ -164,16 +154,12 @@ class ProcessesCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         families: dict[str, Metric] = {}
         for name, pid in self._pids.items():
-            for metric in _of_process(pid):
+            # An unused registry: the collector requires one.
+            for metric in ProcessCollector(pid=partial(int, pid), registry=CollectorRegistry()).collect():
                 family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
                 for sample in metric.samples:
                     family.add_sample(sample.name, {**sample.labels, "worker": name}, sample.value)
         return families.values()
-
-
-def _of_process(pid: int) -> Iterable[Metric]:
-    # An unused registry: the collector requires one.
-    return ProcessCollector(pid=lambda: pid, registry=CollectorRegistry()).collect()
 
 
 def own_process() -> Iterable[Collector]:
@@ -192,9 +178,8 @@ def denials_of(counters: Mapping[str, int]) -> dict[str, int]:
 @cache
 def build_info() -> Metric:
     """Return the gauge that tells what runs; the first call may take a moment."""
-    family = GaugeMetricFamily("kproxy_build_info", "1, with what runs.", labels=["version", "commit", "python"])
-    family.add_metric([version(), commit(), platform.python_version()], 1)
-    return family
+    what = [version(), commit(), platform.python_version()]
+    return gauge_by("kproxy_build_info", "1, with what runs.", ["version", "commit", "python"], [(what, 1)])
 
 
 def _limits(vitals: Vitals) -> Iterable[Metric]:
@@ -217,13 +202,11 @@ def _limits(vitals: Vitals) -> Iterable[Metric]:
 
 
 def _traffic(tally: Tally, vitals: Vitals) -> Iterable[Metric]:
-    requests = CounterMetricFamily("kproxy_requests", "Requests received.", labels=["api", "version"])
-    for key, count in sorted(tally.requests.items()):
-        version = key & OTHER_VERSION
-        requests.add_metric(
-            [api_keys.name_of(key >> VERSION_BITS), "other" if version == OTHER_VERSION else str(version)], count
-        )
-    yield requests
+    requests = [
+        ([api_keys.name_of(key >> VERSION_BITS), _version(key & OTHER_VERSION)], count)
+        for key, count in sorted(tally.requests.items())
+    ]
+    yield counter_by("kproxy_requests", "Requests received.", ["api", "version"], requests)
     yield counter("kproxy_client_received_bytes", "Bytes received from clients.", tally.received_bytes)
     yield counter("kproxy_client_sent_bytes", "Bytes sent to clients.", tally.sent_bytes)
     yield gauge("kproxy_in_flight_requests", "Requests that are not answered yet.", vitals.in_flight_requests)
@@ -250,28 +233,26 @@ def _traffic(tally: Tally, vitals: Vitals) -> Iterable[Metric]:
     )
 
 
+def _version(version: int) -> str:
+    return "other" if version == OTHER_VERSION else str(version)
+
+
 def _outcomes(tally: Tally, counters: Mapping[str, int], brokers: Iterable[int]) -> Iterable[Metric]:
     shown = {OTHER_BROKERS, NO_OWNER, *brokers}
-    errors = CounterMetricFamily(
-        "kproxy_errors",
-        "Partitions answered with an error code, by its name and the broker they were sent to last.",
-        labels=["api", "error", "broker"],
-    )
-    for (api_key, error_code, broker), count in sorted(tally.errors.items()):
-        if broker not in shown:
-            continue
-        errors.add_metric([api_keys.name_of(api_key), error_codes.name_of(error_code), _broker(broker)], count)
-    yield errors
-    retries = CounterMetricFamily(
-        "kproxy_retries",
-        "Partitions that are sent again, by cause and broker.",
-        labels=["cause", "broker"],
-    )
-    for (event, broker), count in sorted(tally.retries.items()):
-        if broker not in shown:
-            continue
-        retries.add_metric([event_name(event), _broker(broker)], count)
-    yield retries
+    errors = [
+        ([api_keys.name_of(api_key), error_codes.name_of(error_code), _broker(broker)], count)
+        for (api_key, error_code, broker), count in sorted(tally.errors.items())
+        if broker in shown
+    ]
+    text = "Partitions answered with an error code, by its name and the broker they were sent to last."
+    yield counter_by("kproxy_errors", text, ["api", "error", "broker"], errors)
+    retries = [
+        ([event_name(event), _broker(broker)], count)
+        for (event, broker), count in sorted(tally.retries.items())
+        if broker in shown
+    ]
+    text = "Partitions that are sent again, by cause and broker."
+    yield counter_by("kproxy_retries", text, ["cause", "broker"], retries)
     yield counter("kproxy_split_requests", "Requests that went to more than one broker.", counters.get("splits", 0))
     yield counter(
         "kproxy_plain_path_requests",
@@ -284,19 +265,19 @@ def _outcomes(tally: Tally, counters: Mapping[str, int], brokers: Iterable[int])
         counters.get("plain.left", 0),
     )
     yield counter("kproxy_deadlines", "Requests that were answered at their deadline.", counters.get("deadlines", 0))
-    drops = CounterMetricFamily("kproxy_acks0_dropped", "acks=0 batches that are lost.", labels=["topic", "reason"])
-    for topic, reasons in tally.drops.items():
-        for error_code, count in reasons.items():
-            drops.add_metric([topic.decode("utf-8", "backslashreplace"), error_codes.name_of(error_code)], count)
-    yield drops
-    unconfirmed = CounterMetricFamily(
-        "kproxy_acks0_unconfirmed",
-        "acks=0 batches sent shortly before a broker's connection ended: it is unknown whether they arrived.",
-        labels=["topic"],
-    )
-    for topic, count in sorted(tally.unconfirmed.items()):
-        unconfirmed.add_metric([topic.decode("utf-8", "backslashreplace")], count)
-    yield unconfirmed
+    drops = [
+        ([_text(topic), error_codes.name_of(error_code)], count)
+        for topic, reasons in tally.drops.items()
+        for error_code, count in reasons.items()
+    ]
+    yield counter_by("kproxy_acks0_dropped", "acks=0 batches that are lost.", ["topic", "reason"], drops)
+    text = "acks=0 batches sent shortly before a broker's connection ended: it is unknown whether they arrived."
+    unconfirmed = [([_text(topic)], count) for topic, count in sorted(tally.unconfirmed.items())]
+    yield counter_by("kproxy_acks0_unconfirmed", text, ["topic"], unconfirmed)
+
+
+def _text(name: bytes) -> str:
+    return name.decode("utf-8", "backslashreplace")
 
 
 _TOPIC_BYTES = {"bytes": (1, "Bytes of its batches")}
@@ -307,34 +288,26 @@ def _named(of: str, busiest: Busiest | None, requests: str, more: Mapping[str, t
     """Yield the counters of the busiest."""
     if busiest is None:
         return
-    rows = [([part.decode("utf-8", "backslashreplace") for part in name], counts) for name, counts in busiest.read()]
+    rows = [([*map(_text, name)], counts) for name, counts in busiest.read()]
     for name, (place, text) in {"requests": (0, requests), **more}.items():
-        family = CounterMetricFamily(
-            f"kproxy_{of}_{name}", f"{text}: the busiest by name, all others as other.", labels=busiest.labels
-        )
-        for labels, counts in rows:
-            family.add_metric(labels, counts[place])
-        yield family
+        series = [(labels, counts[place]) for labels, counts in rows]
+        text = f"{text}: the busiest by name, all others as other."
+        yield counter_by(f"kproxy_{of}_{name}", text, busiest.labels, series)
 
 
 def _busiest_partitions(topics: Busiest | None) -> Iterable[Metric]:
     if topics is None:
         return
     text = "Bytes of the batches of a topic's busiest partition, since it is the busiest."
-    family = CounterMetricFamily("kproxy_topic_busiest_partition_bytes", text, labels=["topic", "partition"])
-    for (topic,), partition_index, count in topics.partitions():
-        family.add_metric([topic.decode("utf-8", "backslashreplace"), str(partition_index)], count)
-    yield family
+    series = [([_text(topic), str(partition)], count) for (topic,), partition, count in topics.partitions()]
+    yield counter_by("kproxy_topic_busiest_partition_bytes", text, ["topic", "partition"], series)
 
 
 def _slow(clients: Sequence[SlowClient]) -> Metric:
     text = "For how long a client has kept the proxy waiting, by sending a request or not reading answers: the slowest."
-    family = GaugeMetricFamily("kproxy_client_id_slow_seconds", text, labels=["client_id", "principal", "at"])
     # Of each name, the slowest.
     worst = {(each.client_id, each.principal, each.slow_at): each.slow_s for each in reversed(clients)}
-    for labels, slow_s in worst.items():
-        family.add_metric(labels, slow_s)
-    return family
+    return gauge_by("kproxy_client_id_slow_seconds", text, ["client_id", "principal", "at"], worst.items())
 
 
 def _broker(broker: int) -> str:
@@ -354,10 +327,11 @@ def _connections(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric
         "1 where the compiled plain path runs, 0 where Python does its work at a higher cost.",
         int(compiled is not None),
     )
-    upstream = GaugeMetricFamily("kproxy_upstream_connections", "Connections to brokers.", labels=["broker"])
-    for broker in sorted(vitals.brokers.keys() | vitals.upstream_connections.keys()):
-        upstream.add_metric([_broker(broker)], vitals.upstream_connections.get(broker, 0))
-    yield upstream
+    upstream = [
+        ([_broker(broker)], vitals.upstream_connections.get(broker, 0))
+        for broker in sorted(vitals.brokers.keys() | vitals.upstream_connections.keys())
+    ]
+    yield gauge_by("kproxy_upstream_connections", "Connections to brokers.", ["broker"], upstream)
     yield counter("kproxy_client_connections_accepted", "Client connections.", counters.get("clients.accepted", 0))
     yield counter(
         "kproxy_client_connections_refused",
@@ -437,14 +411,10 @@ class BrokersCollector(Collector):
         hung = sum(broker.hung for broker in self._brokers.values())
         yield gauge("kproxy_hung_brokers", "Brokers that hang: nothing is sent to them.", hung)
         for name, (text, value_of) in _BROKER_GAUGES.items():
-            family = GaugeMetricFamily(name, text, labels=["broker"])
-            for broker, vitals in self._brokers.items():
-                family.add_metric([str(broker)], float(value_of(vitals)))
-            yield family
-        hangs = CounterMetricFamily("kproxy_hangs", "Brokers found to hang.", labels=["broker"])
-        for broker, count in self._hangs.items():
-            hangs.add_metric([_broker(broker)], count)
-        yield hangs
+            values = [([str(broker)], float(value_of(vitals))) for broker, vitals in self._brokers.items()]
+            yield gauge_by(name, text, ["broker"], values)
+        hangs = [([_broker(broker)], count) for broker, count in self._hangs.items()]
+        yield counter_by("kproxy_hangs", "Brokers found to hang.", ["broker"], hangs)
         probes = SummaryMetricFamily(
             "kproxy_broker_probe_duration_seconds",
             "Probes of a broker that lets a request wait, from the question to the answer or until they are given up.",
@@ -457,17 +427,16 @@ class BrokersCollector(Collector):
 
     def _of_connections(self) -> Iterable[Metric]:
         for name, (text, count_of) in _BROKER_COUNTERS.items():
-            family = CounterMetricFamily(name, text, labels=["broker"])
-            for broker, counts in self._counts.items():
-                family.add_metric([_broker(broker)], count_of(counts))
-            yield family
-        failures = CounterMetricFamily(
-            "kproxy_broker_connection_errors", "Errors of connections to a broker, by kind.", labels=["broker", "kind"]
-        )
-        for broker, counts in self._counts.items():
-            for kind in BROKER_ERRORS:
-                failures.add_metric([_broker(broker), kind], counts.errors[kind])
-        yield failures
+            yield counter_by(
+                name, text, ["broker"], [([_broker(each)], count_of(counts)) for each, counts in self._counts.items()]
+            )
+        failures = [
+            ([_broker(broker), kind], counts.errors[kind])
+            for broker, counts in self._counts.items()
+            for kind in BROKER_ERRORS
+        ]
+        text = "Errors of connections to a broker, by kind."
+        yield counter_by("kproxy_broker_connection_errors", text, ["broker", "kind"], failures)
         yield histogram(
             "kproxy_broker_request_seconds",
             "Time from a request's hand-over to a broker until its answer. A fetch includes its wait for data.",
@@ -485,22 +454,14 @@ _OUTCOMES = ("done", "failed")
 
 def expiry(certificates: Mapping[tuple[str, str], float]) -> Metric:
     """Return the gauge of certificates' ends, which are as in Vitals."""
-    family = GaugeMetricFamily(
-        "kproxy_tls_certificate_expiry_timestamp_seconds",
-        "When a certificate in use ends, as Unix time.",
-        labels=["use", "listener"],
-    )
-    for (use, listener), expires_at in sorted(certificates.items()):
-        family.add_metric([use, listener], expires_at)
-    return family
+    text = "When a certificate in use ends, as Unix time."
+    ends = sorted(certificates.items())
+    return gauge_by("kproxy_tls_certificate_expiry_timestamp_seconds", text, ["use", "listener"], ends)
 
 
 def _by(label: str, values: Iterable[str], name: str, text: str, counters: Mapping[str, int], prefix: str) -> Metric:
     """Return a counter with one label; those of its values are in `counters` under `prefix` and the value."""
-    family = CounterMetricFamily(name, text, labels=[label])
-    for value in values:
-        family.add_metric([value], counters.get(prefix + value, 0))
-    return family
+    return counter_by(name, text, [label], [([value], counters.get(prefix + value, 0)) for value in values])
 
 
 def reloads(counters: Mapping[str, int]) -> Metric:
@@ -535,11 +496,12 @@ def page_connections(counters: Mapping[str, int]) -> Iterable[Metric]:
 
 
 def _handshakes(name: str, text: str, counters: Mapping[str, int], counted_as: str) -> Metric:
-    family = CounterMetricFamily(name, text, labels=["outcome"])
-    for key, count in sorted(counters.items()):
-        if key.startswith(counted_as):
-            family.add_metric([key.removeprefix(counted_as).removeprefix("failed.")], count)
-    return family
+    ended = [
+        ([key.removeprefix(counted_as).removeprefix("failed.")], count)
+        for key, count in sorted(counters.items())
+        if key.startswith(counted_as)
+    ]
+    return counter_by(name, text, ["outcome"], ended)
 
 
 def _tls(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric]:
@@ -565,16 +527,10 @@ def _table(view: TableView) -> Iterable[Metric]:
         ("kproxy_table_age_seconds", "Time since the ownership source last answered.", view.age_s),
         ("kproxy_table_stale", "1 while the table is older than the limit.", int(view.stale)),
     ):
-        family = GaugeMetricFamily(name, text, labels=["source"])
-        if math.isfinite(value):
-            family.add_metric([view.source], value)
-        yield family
-    changes = CounterMetricFamily(
-        "kproxy_owner_changes", "Partitions that got another owner, or one again, by topic.", labels=["topic"]
-    )
-    for topic, count in sorted(topology.owner_changes.items()):
-        changes.add_metric([topic.decode("utf-8", "backslashreplace")], count)
-    yield changes
+        yield gauge_by(name, text, ["source"], [([view.source], value)] if math.isfinite(value) else [])
+    text = "Partitions that got another owner, or one again, by topic."
+    changes = [([_text(topic)], count) for topic, count in sorted(topology.owner_changes.items())]
+    yield counter_by("kproxy_owner_changes", text, ["topic"], changes)
     yield gauge("kproxy_table_partitions", "Partitions that have an owner.", topology.owned_count)
     yield gauge("kproxy_table_brokers", "Brokers with an address.", len(topology.brokers))
 
@@ -582,14 +538,9 @@ def _table(view: TableView) -> Iterable[Metric]:
 def _fleet(view: TableView, counters: Mapping[str, int]) -> Iterable[Metric]:
     yield gauge("kproxy_fleet_proxies", "Proxies that metadata names to clients.", len(view.proxies))
     yield registered(view.registration)
-    skipped = CounterMetricFamily(
-        "kproxy_fleet_keys_skipped", "Proxies' entries in etcd that could not be parsed.", labels=["reason"]
-    )
-    for name, count in sorted(counters.items()):
-        reason = name.removeprefix("fleet.skipped.")
-        if reason != name:
-            skipped.add_metric([reason], count)
-    yield skipped
+    text, prefix = "Proxies' entries in etcd that could not be parsed.", "fleet.skipped."
+    skipped = [(name.removeprefix(prefix), n) for name, n in sorted(counters.items()) if name.startswith(prefix)]
+    yield counter_by("kproxy_fleet_keys_skipped", text, ["reason"], [([reason], count) for reason, count in skipped])
 
 
 # Outcomes of requests for a resource; counters are named after them.
@@ -615,46 +566,27 @@ def _claims(vitals: Vitals, counters: Mapping[str, int]) -> Iterable[Metric]:
         "Partitions released at their leaders, without a claimant.",
         counters.get("own.released", 0),
     )
-    gated = CounterMetricFamily(
-        "kproxy_own_gated", "Partitions refused to clients without a claim of them.", labels=["api"]
-    )
-    for api, name in _OWN_GATED.items():
-        gated.add_metric([api], counters.get(name, 0))
-    yield gated
+    text = "Partitions refused to clients without a claim of them."
+    gated = [([api], counters.get(name, 0)) for api, name in _OWN_GATED.items()]
+    yield counter_by("kproxy_own_gated", text, ["api"], gated)
     yield counter("kproxy_own_keys_skipped", "Claims in etcd that could not be parsed.", counters.get("own.skipped", 0))
 
 
 def _security(counters: Mapping[str, int]) -> Iterable[Metric]:
-    authentications = CounterMetricFamily(
-        "kproxy_authentications",
-        "Attempts of clients to authenticate, by mechanism and outcome.",
-        labels=["mechanism", "outcome"],
-    )
-    for name, count in sorted(counters.items()):
-        kind, _, rest = name.partition(".")
-        if kind == "sasl":
-            outcome, _, mechanism = rest.partition(".")
-            authentications.add_metric([mechanism, outcome], count)
-    yield authentications
-    denials = CounterMetricFamily(
-        "kproxy_denials",
-        "Operations on resources that ACLs deny, or with access.dry_run would deny.",
-        labels=["resource", "operation", "enforced"],
-    )
-    for name, count in sorted(counters.items()):
-        parts = name.split(".")
-        if parts[0] == "access":
-            _, outcome, operation, resource = parts
-            denials.add_metric([resource, operation, str(outcome == "denied").lower()], count)
-    yield denials
-    by_principal = CounterMetricFamily(
-        "kproxy_principal_denials",
-        "The same by principal; after the first 100 all others are other.",
-        labels=["principal"],
-    )
-    for principal, count in sorted(denials_of(counters).items()):
-        by_principal.add_metric([principal], count)
-    yield by_principal
+    named = [(name.split("."), count) for name, count in sorted(counters.items())]
+    text = "Attempts of clients to authenticate, by mechanism and outcome."
+    attempts = [([".".join(parts[2:]), parts[1]], count) for parts, count in named if parts[0] == "sasl"]
+    yield counter_by("kproxy_authentications", text, ["mechanism", "outcome"], attempts)
+    text = "Operations on resources that ACLs deny, or with access.dry_run would deny."
+    denials = [
+        ([parts[3], parts[2], str(parts[1] == "denied").lower()], count)
+        for parts, count in named
+        if parts[0] == "access"
+    ]
+    yield counter_by("kproxy_denials", text, ["resource", "operation", "enforced"], denials)
+    text = "The same by principal; after the first 100 all others are other."
+    by_principal = [([principal], count) for principal, count in sorted(denials_of(counters).items())]
+    yield counter_by("kproxy_principal_denials", text, ["principal"], by_principal)
     yield events_lost(counters)
     yield counter(
         "kproxy_throttled_requests",

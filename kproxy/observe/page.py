@@ -1,4 +1,4 @@
-"""The proxy's admin page, which shows the table, partitions, clients, claims and replicas, and frees claims.
+"""The pages of a proxy besides the vital ones (kproxy.observe.http_page).
 
 | page | answer |
 | --- | --- |
@@ -10,7 +10,8 @@
 | `/own/free` | POST `{"group": "g", "resources": ["t/0"]}`, null: all of the group; their claimants are severed |
 | `/replication` | JSON of reference brokers' replicas: `?topic=`, `?after=`, `?limit=`; 501 if there is no etcd |
 
-`observe.http_page` has the pages of every process. In `/readyz` a stale table is degraded, not unready.
+A proxy that serves alone answers them in kproxy.proxy.process_host, one with workers in kproxy.workers.pages. In
+`/readyz` a stale table is degraded, not unready.
 """
 
 from __future__ import annotations
@@ -19,27 +20,15 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Protocol
 
 import msgspec
 from aiohttp import web
 
 from kproxy.config import ProxyConfig
 from kproxy.etcd import EtcdError
-from kproxy.observe.http_page import HttpPage, VitalPages
-from kproxy.observe.overview import ClientsPage, Overview, PartitionsPage, RowsQuery, TopicsPage
-from kproxy.observe.page_guard import PageGuard
-from kproxy.observe.table import (
-    MAX_CLAIM_ROWS,
-    MAX_ORDER_BYTES,
-    MAX_PAGE_ROWS,
-    ClaimsQuery,
-    FreeOrder,
-    NotOffered,
-    ReplicaRow,
-    TableQuery,
-    replication_page,
-)
+from kproxy.observe.overview import Overview, PartitionsPage, RowsQuery
+from kproxy.observe.page_guard import Handler
+from kproxy.observe.table import MAX_PAGE_ROWS, NotOffered, ReplicaRow, TableQuery, replication_page
 from kproxy.ownership.replication import ReplicationReader
 from kproxy.runtime.tasks import in_portions
 
@@ -53,126 +42,9 @@ class Unanswered(Exception):
     """There is no answer at the moment; the text says why."""
 
 
-class Pages(VitalPages, Protocol):
-    """The content of the pages, of one process or of several together."""
-
-    async def table(self, query: TableQuery, worker: int | None) -> bytes:
-        """Return JSON of a TablePage, of `worker` if named.
-
-        Raises ValueError for an invalid query, and Unanswered.
-        """
-        ...
-
-    async def partitions(self, search: str, owner: int | None, after: str | None, limit: int) -> PartitionsPage:
-        """Return a page of partitions. Raises ValueError for an invalid query."""
-        ...
-
-    async def topics(self, query: RowsQuery) -> TopicsPage:
-        """Return a page of topics. Raises ValueError for an invalid query."""
-        ...
-
-    async def clients(self, query: RowsQuery) -> ClientsPage:
-        """Return a page of clients. Raises ValueError for an invalid query."""
-        ...
-
-    async def claims(self, query: ClaimsQuery) -> bytes:
-        """Return JSON of a ClaimsPage.
-
-        Raises ValueError for an invalid query, Unanswered, NotOffered.
-        """
-        ...
-
-    async def free(self, order: FreeOrder) -> bytes:
-        """Return JSON of a FreeOutcome.
-
-        Raises ValueError, Unanswered, NotOffered as `claims`.
-        """
-        ...
-
-
-class AdminPage(HttpPage):
-    """Serves `pages` and `replicas`. With `guard` None everybody is served."""
-
-    def __init__(self, pages: Pages, replicas: ReplicaPages, guard: PageGuard | None = None) -> None:
-        self._pages = pages
-        self._replicas = replicas
-        super().__init__(
-            pages,
-            [
-                web.get("/table", self._get_table),
-                web.get("/partitions", self._get_partitions),
-                web.get("/topics", lambda request: self._get_rows(request, self._pages.topics)),
-                web.get("/clients", lambda request: self._get_rows(request, self._pages.clients)),
-                replication_route(replicas),
-                web.get("/own", self._get_claims),
-                web.post("/own/free", self._free),
-            ],
-            guard,
-        )
-
-    async def _get_table(self, request: web.Request) -> web.Response:
-        asked = request.query
-
-        async def page() -> bytes:
-            worker = int(asked["worker"]) if "worker" in asked else None
-            return await self._pages.table(_table_query(request), worker)
-
-        return await _json(page())
-
-    async def overview(self) -> Overview:
-        return await self._replicas.complete(await super().overview())
-
-    async def _get_partitions(self, request: web.Request) -> web.Response:
-        asked = request.query
-
-        async def page() -> bytes:
-            owner = int(asked["owner"]) if "owner" in asked else None
-            search, after, limit = asked.get("search", ""), asked.get("after"), int(asked.get("limit", 100))
-            found = await self._pages.partitions(search, owner, after, limit)
-            return msgspec.json.encode(await self._replicas.complete_partitions(found))
-
-        return await _json(page())
-
-    @staticmethod
-    async def _get_rows(request: web.Request, ask: Callable[[RowsQuery], Awaitable[msgspec.Struct]]) -> web.Response:
-        async def page() -> bytes:
-            return msgspec.json.encode(await ask(rows_query(request)))
-
-        return await _json(page())
-
-    async def _get_claims(self, request: web.Request) -> web.Response:
-        asked = request.query
-
-        async def page() -> bytes:
-            query = ClaimsQuery(asked.get("group"), asked.get("after"), int(asked.get("limit", MAX_CLAIM_ROWS)))
-            return await self._pages.claims(query)
-
-        return await _json(page())
-
-    async def _free(self, request: web.Request) -> web.Response:
-        if request.content_type != "application/json":
-            # A foreign web page can make a browser send a form, but not JSON.
-            return web.Response(status=415, text="send application/json\n")
-
-        async def outcome() -> bytes:
-            body = await request.read()
-            if len(body) > MAX_ORDER_BYTES:
-                raise ValueError(f"an order of {len(body)} bytes; at most {MAX_ORDER_BYTES} are allowed: name fewer")
-            return await self._pages.free(msgspec.json.decode(body, type=FreeOrder))
-
-        return await _json(outcome())
-
-
 def replication_route(replicas: ReplicaPages) -> web.RouteDef:
     """Return the page `/replication`."""
-
-    async def get(request: web.Request) -> web.Response:
-        async def page() -> bytes:
-            return await replicas.page(_table_query(request))
-
-        return await _json(page())
-
-    return web.get("/replication", get)
+    return web.get("/replication", json_of(lambda request: replicas.page(table_query(request))))
 
 
 class ReplicaPages:
@@ -254,17 +126,23 @@ def rows_query(request: web.Request) -> RowsQuery:
         raise ValueError(str(error)) from error
 
 
-def _table_query(request: web.Request) -> TableQuery:
+def table_query(request: web.Request) -> TableQuery:
+    """Return the query of a request for `/table` or `/replication`. Raises ValueError."""
     asked = request.query
     return TableQuery(asked.get("topic"), asked.get("after"), int(asked.get("limit", MAX_PAGE_ROWS)))
 
 
-async def _json(page: Awaitable[bytes]) -> web.Response:
-    try:
-        return web.Response(body=await page, content_type="application/json")
-    except ValueError as error:
-        return web.Response(status=400, text=f"{error}\n")
-    except NotOffered as error:
-        return web.Response(status=501, text=f"{error}\n")
-    except Unanswered as error:
-        return web.Response(status=503, text=f"{error}\n")
+def json_of(make: Callable[[web.Request], Awaitable[bytes]]) -> Handler:
+    """Return a handler that answers with the JSON that `make` returns, or with its error."""
+
+    async def answer(request: web.Request) -> web.Response:
+        try:
+            return web.Response(body=await make(request), content_type="application/json")
+        except ValueError as error:
+            return web.Response(status=400, text=f"{error}\n")
+        except NotOffered as error:
+            return web.Response(status=501, text=f"{error}\n")
+        except Unanswered as error:
+            return web.Response(status=503, text=f"{error}\n")
+
+    return answer

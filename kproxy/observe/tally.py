@@ -147,22 +147,6 @@ if not TYPE_CHECKING and compiled is not None:
 class Tally(ProduceCounts):
     """Counts since the process began."""
 
-    __slots__ = (
-        "_brokers",
-        "by_broker",
-        "clients",
-        "delays",
-        "drops",
-        "errors",
-        "hangs",
-        "probe_seconds",
-        "probes",
-        "retries",
-        "topic_errors",
-        "topics",
-        "unconfirmed",
-    )
-
     def __init__(self, named: MetricsSection = NOTHING_NAMED, clock: Callable[[], float] = time.monotonic) -> None:
         """`named`: how many topics and clients are counted by name; `clock` in seconds."""
         super().__init__(Counter(), VERSION_BITS, PRODUCE_BOUNDS_S)

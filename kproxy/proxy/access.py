@@ -62,7 +62,7 @@ class AccessControl:
         self._events = events
         self._rules = rules
         self._counters = counters
-        self._dry_run = dry_run
+        self.is_enforced = not dry_run
         self._named: set[str] = set()
         kind = "dry_run" if dry_run else "denied"
         self._counted = {
@@ -91,13 +91,13 @@ class AccessControl:
     ) -> bool:
         """Count and log a refusal; return whether it is one."""
         self._counters[self._counted[operation, resource]] += 1
-        if not self._dry_run:
+        if self.is_enforced:
             named = str(principal)
             if len(self._named) < _MOST_NAMED:
                 self._named.add(named)
             self._counters[DENIED + (named if named in self._named else "other")] += 1
         if not is_logged:
-            return not self._dry_run
+            return self.is_enforced
         told = {
             "most_a_minute": _LOGGED_A_MINUTE,
             "bounded_by": "principal",
@@ -107,11 +107,11 @@ class AccessControl:
             "resource": resource.value,
             "name": name[:249],
         }
-        if self._dry_run:
+        if self.is_enforced:
+            log.warning("access denied", **told)
+        else:
             log.warning("access would be denied", **told)
-            return False
-        log.warning("access denied", **told)
-        return True
+        return self.is_enforced
 
     def tell_denied(
         self, principal: Principal, peer: str, operation: Operation, resource: Resource, names: Iterable[str]
@@ -125,19 +125,16 @@ class AccessControl:
             resource=resource.value,
             names=list(names),
             error=name_of(ERRORS[resource]),
-            dry_run=self._dry_run,
+            dry_run=not self.is_enforced,
         )
-
-    @property
-    def is_enforced(self) -> bool:
-        return not self._dry_run
 
 
 class ClientAccess:
-    """The permissions of one connection's client."""
+    """The permissions of one connection's client. `is_enforced`: refusals count, as there is no dry run."""
 
     def __init__(self, control: AccessControl) -> None:
-        self._control = control
+        self.control = control
+        self.is_enforced = control.is_enforced
         self.peer = "?"
         self.principal = ANONYMOUS
         # The permissions, with their rules and principal: one object, replaced whole, as a thread may still read the
@@ -153,7 +150,7 @@ class ClientAccess:
 
     def current(self) -> Permissions:
         """The permissions by the rules that were read last."""
-        rules, principal = self._control.rules, self.principal
+        rules, principal = self.control.rules, self.principal
         of_rules, of_principal, permissions = self._found
         if rules is not of_rules or principal is not of_principal:
             permissions = rules.of(principal)
@@ -166,18 +163,9 @@ class ClientAccess:
         changed, self._looked_at = permissions is not self._looked_at, permissions
         return changed
 
-    def request(self) -> RequestAccess:
-        """The view of one request."""
-        return RequestAccess(self, self._control)
-
-    @property
-    def is_enforced(self) -> bool:
-        """Whether refusals count; see AccessControl."""
-        return self._control.is_enforced
-
     def allows(self, operation: Operation, resource: Resource, name: str) -> bool:
         """Like `allows` of a request that needs only this permission."""
-        with self.request() as access:
+        with RequestAccess(self) as access:
             return access.allows(operation, resource, name)
 
     def may_write(self, topic: bytes) -> bool:
@@ -197,11 +185,11 @@ class ClientAccess:
     def refused(self, operation: Operation, request: PartitionedRequest) -> Mapping[Entry, int]:
         """The entries of a request that its client may not access, each with its error code."""
         refused: dict[Entry, int] = {}
-        with self.request() as access:
+        with RequestAccess(self) as access:
             for place, topic in enumerate(request.topics):
                 if request.is_nameless(topic):
                     # The id may be any topic's; the client asks again, and by then the name is known.
-                    code = UNKNOWN_TOPIC_ID if access.is_enforced else 0
+                    code = UNKNOWN_TOPIC_ID if self.is_enforced else 0
                 else:
                     is_allowed = access.allows(operation, Resource.TOPIC, text(topic.name))
                     code = 0 if is_allowed else TOPIC_AUTHORIZATION_FAILED
@@ -232,11 +220,11 @@ class RequestAccess:
     One thread at a time uses it.
     """
 
-    __slots__ = ("_client", "_control", "_denied")
+    __slots__ = ("_client", "_denied", "is_enforced")
 
-    def __init__(self, client: ClientAccess, control: AccessControl) -> None:
+    def __init__(self, client: ClientAccess) -> None:
         self._client = client
-        self._control = control
+        self.is_enforced = client.is_enforced
         # The names, each once, in order.
         self._denied: dict[tuple[Operation, Resource], dict[str, None]] = {}
 
@@ -248,9 +236,9 @@ class RequestAccess:
 
     def end(self) -> None:
         """Report the refusals."""
-        denied, self._denied = self._denied, {}
+        client, denied, self._denied = self._client, self._denied, {}
         for (operation, resource), names in denied.items():
-            self._control.tell_denied(self._client.principal, self._client.peer, operation, resource, names)
+            client.control.tell_denied(client.principal, client.peer, operation, resource, names)
 
     def allows(self, operation: Operation, resource: Resource, name: str) -> bool:
         """Whether the client may do this; a refusal is counted, told, and logged if it is the first of its kind."""
@@ -265,16 +253,11 @@ class RequestAccess:
         is_first = not names
         names[name] = None
         client = self._client
-        return self._control.denied(client.principal, client.peer, operation, resource, name, is_logged=is_first)
+        return client.control.denied(client.principal, client.peer, operation, resource, name, is_logged=is_first)
 
     def permits(self, operation: Operation, resource: Resource, name: str) -> bool:
         """Like `allows`, for a resource that the request does not name: nothing is counted."""
-        return self._client.current().allows(operation, resource, name) or not self._control.is_enforced
-
-    @property
-    def is_enforced(self) -> bool:
-        """Whether refusals count; see AccessControl."""
-        return self._control.is_enforced
+        return self._client.current().allows(operation, resource, name) or not self.is_enforced
 
     def may_create(self, topic: str) -> bool:
         """Whether the client may create a topic: by a permission for it, or for the cluster."""

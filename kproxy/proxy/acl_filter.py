@@ -39,7 +39,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
 from uuid import UUID
 
-from kproxy.proxy.access import ERRORS, ClientAccess, text
+from kproxy.proxy.access import ERRORS, ClientAccess, RequestAccess, text
 from kproxy.proxy.apis import APIS, Permission
 from kproxy.proxy.long_answers import READ_AT_ONCE_BYTES, Portions
 from kproxy.routing.topology import Topology
@@ -130,7 +130,7 @@ class AclFilter:
         """`is_carried`: brokers know the client by its own identity."""
         self._tells_apart = access.is_enforced and not is_carried
         self._portions = portions
-        self._access = access.request()
+        self._access = RequestAccess(access)
         self._topology = topology
         # The topics known when the filter begins; threads do not read the topology itself.
         self._names: Sequence[bytes] = ()

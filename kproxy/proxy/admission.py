@@ -31,7 +31,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
@@ -45,9 +45,11 @@ from kproxy.security.mechanisms import Refused, Servers, Step
 from kproxy.security.principals import ANONYMOUS, NoPrincipal, Principal, distinguished_name, principal_of
 from kproxy.security.quotas import Quotas, digest_of
 from kproxy.security.sasl import Answer, Failure, ForwardToBroker, Pending, SaslExchange, State, Times, illegal_state
-from kproxy.security.sasl_client import Credential
 from kproxy.security.users import Users
 from kproxy_codec.framing import parse_request_header
+
+if TYPE_CHECKING:
+    from kproxy.proxy.client_session import ClientSession
 
 log = structlog.get_logger(__name__)
 
@@ -65,40 +67,6 @@ _PRINCIPAL: Final = "principal"
 
 class NotAdmitted(Exception):
     """Closes the client's connection because of what it sent, or failed to send, to authenticate."""
-
-
-class Guarded(Protocol):
-    """The session behind a gate."""
-
-    peer: str
-
-    def place(self, frame: memoryview) -> Slot:
-        """Take the next place among the answers, for this request."""
-        ...
-
-    async def carry(self, step: Step, credential: Credential, within_s: float) -> Step | Refused:
-        """Have a broker judge the credential that the client has presented. Raises NotJudged."""
-        ...
-
-    def admit(self, principal: Principal) -> None:
-        """Begin requests without the gate from now on."""
-        ...
-
-    def guard(self) -> None:
-        """Let the gate begin requests from now on."""
-        ...
-
-    def refuse(self, error: Exception) -> None:
-        """Close the connection."""
-        ...
-
-    def drain(self) -> None:
-        """Close the connection after the pending answers."""
-        ...
-
-    def dismiss(self, reason: str) -> None:
-        """Close it within a bounded time; `reason` is for the log."""
-        ...
 
 
 class OpenConnections:
@@ -163,18 +131,13 @@ class Admission:
     listener: str = ""
     events: SecurityEvents = NO_EVENTS
 
-    def gate(self, client: Guarded, on_pressure: Callable[[bool], None]) -> Gate:
-        """Make the gate of one client; `on_pressure` stops and resumes reading."""
-        return Gate(self, client, on_pressure)
-
 
 class Gate:
-    """See the module's text."""
+    """The gate of one client; see the module's text."""
 
-    def __init__(self, admission: Admission, client: Guarded, on_pressure: Callable[[bool], None]) -> None:
+    def __init__(self, admission: Admission, client: ClientSession) -> None:
         self._admission = admission
         self._client = client
-        self._on_pressure = on_pressure
         self._exchange = SaslExchange(
             admission.servers or {}, admission.times, carries=admission.carries, allows_v0=admission.allows_v0
         )
@@ -273,7 +236,7 @@ class Gate:
 
     def _carry_out(self, outcome: Answer | Failure | Pending, slot: Slot) -> None:
         if isinstance(outcome, Pending):
-            self._on_pressure(True)
+            self._client.broker_presses(True)
             self._task = asyncio.get_running_loop().create_task(self._finish(outcome, slot))
         elif isinstance(outcome, Failure):
             self._count_failure(outcome.reason)
@@ -308,7 +271,7 @@ class Gate:
             self._exchange.time_is_over()
             self._client.refuse(NotAdmitted(reason))
         finally:
-            self._on_pressure(False)
+            self._client.broker_presses(False)
 
     async def _judged(self, result: Step | Refused) -> Step | Refused:
         """Return the outcome of a step: a broker's if the identity is forwarded. Raises NotJudged."""

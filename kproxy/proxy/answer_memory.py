@@ -44,12 +44,17 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kproxy.plain import compiled
 from kproxy.proxy.memory_budget import Arrival, Budget
 from kproxy_codec.primitives import Buffer
+
+if TYPE_CHECKING:
+    from kproxy.proxy.broker_connection import Upstream
+    from kproxy.proxy.client_session import ClientSession
 
 # More than the longest answer to an accepted produce request (4,096 partitions of some 35 bytes).
 LARGE_BYTES = 256 << 10
@@ -57,28 +62,12 @@ HOLD_BACK_BYTES = 256 << 10
 LONG_S = 10.0
 
 
-class Waiter(Protocol):
-    """A broker's connection with a large answer that has begun to arrive."""
-
-    def give_room(self, room: AnswerBuffer) -> None:
-        """Read the answer into `room`."""
-        ...
-
-
-class HeldBackClient(Protocol):
-    """The client connection of a share."""
-
-    def hold_back(self, holds: bool) -> None:
-        """Stop reading its brokers, or resume."""
-        ...
-
-
 class AnswerBuffer(bytearray):
     """The memory of one answer; it is free again when nothing refers to this object."""
 
     __slots__ = ("_finishes", "_kind", "_share", "_waiter")
 
-    def __init__(self, size: int, share: ClientMemory, waiter: Waiter, *, finishes: bool = False) -> None:
+    def __init__(self, size: int, share: ClientMemory, waiter: Upstream, *, finishes: bool = False) -> None:
         if compiled is None:
             super().__init__(size)
         else:
@@ -100,22 +89,6 @@ class AnswerBuffer(bytearray):
 class AnswerMemory:
     """The answers held for all clients of one process; `clock` in seconds."""
 
-    __slots__ = (
-        "_budget",
-        "_clock",
-        "_finisher",
-        "_finishing",
-        "_half",
-        "_held",
-        "_is_waking",
-        "_loop",
-        "_served",
-        "_takes_last",
-        "_thread",
-        "_waiting",
-        "cut_at",
-    )
-
     def __init__(self, budget: Budget, clock: Callable[[], float]) -> None:
         self._budget = budget
         self._clock = clock
@@ -123,13 +96,13 @@ class AnswerMemory:
         # Keyed by whether the client is proven.
         self._held = {False: 0, True: 0}
         # In order of arrival: the client's share, the answer's size, and its waiting time's start.
-        self._waiting: dict[Waiter, tuple[ClientMemory, int, float]] = {}
+        self._waiting: dict[Upstream, tuple[ClientMemory, int, float]] = {}
         self._is_waking = False
         self._takes_last = False
         # The client that finishes, how many answers it got for that, and the connections that get no more.
         self._finisher: ClientMemory | None = None
         self._finishing = 0
-        self._served = set[Waiter]()
+        self._served: set[Upstream] = set()
         # The event loop that reads answers; known from the first answer on.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
@@ -153,7 +126,7 @@ class AnswerMemory:
                 return self._clock() - since
         return None
 
-    def take(self, waiter: Waiter, share: ClientMemory, size: int) -> AnswerBuffer | None:
+    def take(self, waiter: Upstream, share: ClientMemory, size: int) -> AnswerBuffer | None:
         """Return room for an answer of `size` bytes; None if `waiter` must wait for `give_room`."""
         if self._loop is None:
             self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
@@ -163,7 +136,7 @@ class AnswerMemory:
         self.wake()
         return None
 
-    def leave(self, waiter: Waiter) -> None:
+    def leave(self, waiter: Upstream) -> None:
         """Remove a waiter whose connection has ended."""
         if self._waiting.pop(waiter, None) is not None:
             self.wake()
@@ -204,7 +177,7 @@ class AnswerMemory:
         """Give room to one waiter; other events run before the next one."""
         self._is_waking = False
         kinds = {kind for kind in (True, False) if self._has_room(kind)}
-        in_order: Iterable[tuple[Waiter, tuple[ClientMemory, int, float]]] = self._waiting.items()
+        in_order: Iterable[tuple[Upstream, tuple[ClientMemory, int, float]]] = self._waiting.items()
         if self._takes_last and (self.waited_s((True, False)) or 0.0) >= LONG_S:
             in_order = reversed(self._waiting.items())
         for waiter, (share, _, _) in in_order:
@@ -215,12 +188,12 @@ class AnswerMemory:
                 self._let_go(waiter, finishes=True)
                 return
 
-    def _may_finish(self, waiter: Waiter, share: ClientMemory) -> bool:
+    def _may_finish(self, waiter: Upstream, share: ClientMemory) -> bool:
         if self._finisher is None:
             return share.may_finish and waiter not in share.sources
         return self._finisher is share and share.may_finish and waiter not in self._served
 
-    def _let_go(self, waiter: Waiter, *, finishes: bool = False) -> None:
+    def _let_go(self, waiter: Upstream, *, finishes: bool = False) -> None:
         share, size, _ = self._waiting[waiter]
         room = AnswerBuffer(size, share, waiter, finishes=finishes)
         if finishes:
@@ -243,35 +216,23 @@ class AnswerMemory:
             self.wake()
 
 
+@dataclass(slots=True, eq=False)
 class ClientMemory:
     """One client's part of the memory."""
 
-    __slots__ = (
-        "_arrival",
-        "_client",
-        "_has_taken",
-        "_in_rooms",
-        "_pauses",
-        "_untaken",
-        "arrived_bytes",
-        "room",
-        "sources",
-    )
-
-    def __init__(self, room: AnswerMemory, client: HeldBackClient) -> None:
-        self.room = room
-        self._client = client
-        # Bytes with room, by whether this client was proven then; and other bytes that it does not read.
-        self._in_rooms = [0, 0]
-        self._untaken = 0
-        # The connections of the answers with room, each with its number of answers.
-        self.sources: dict[Waiter, int] = {}
-        self._has_taken = False
-        # Bytes of large answers, including complete ones.
-        self.arrived_bytes = 0
-        self._arrival = Arrival()
-        # Unequal to the first count: a window begins only when there is something to judge.
-        self._pauses = 1
+    room: AnswerMemory
+    _client: ClientSession
+    # Bytes with room, by whether this client was proven then; and other bytes that it does not read.
+    _in_rooms: list[int] = field(default_factory=lambda: [0, 0], init=False)
+    _untaken: int = field(default=0, init=False)
+    # The connections of the answers with room, each with its number of answers.
+    sources: dict[Upstream, int] = field(default_factory=dict, init=False)
+    _has_taken: bool = field(default=False, init=False)
+    # Bytes of large answers, including complete ones.
+    arrived_bytes: int = field(default=0, init=False)
+    _arrival: Arrival = field(default_factory=Arrival, init=False)
+    # Unequal to the first count: a window begins only when there is something to judge.
+    _pauses: int = field(default=1, init=False)
 
     @property
     def held(self) -> int:
@@ -288,7 +249,7 @@ class ClientMemory:
         """Whether it has some of its answers and may need the rest."""
         return not self._untaken and self._in_rooms[False] + self._in_rooms[True] > 0
 
-    def take(self, size: int, source: Waiter) -> bool:
+    def take(self, size: int, source: Upstream) -> bool:
         """Count an answer that got room; return its kind."""
         kind = self.is_proven
         self.sources[source] = self.sources.get(source, 0) + 1
@@ -297,7 +258,7 @@ class ClientMemory:
         self.room.change(size, kind)
         return kind
 
-    def give_back(self, size: int, source: Waiter, kind: bool) -> None:
+    def give_back(self, size: int, source: Upstream, kind: bool) -> None:
         """Count an answer that is gone."""
         self.sources[source] -= 1
         if not self.sources[source]:

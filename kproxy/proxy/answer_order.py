@@ -23,12 +23,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from operator import attrgetter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from kproxy.plain import compiled
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.outbox import PacedOutbox
 from kproxy_codec.primitives import Buffer
+
+if TYPE_CHECKING:
+    from kproxy.proxy.client_session import ClientSession
 
 
 class Slot:
@@ -78,18 +81,6 @@ class Slot:
             self.order.unload(self)
 
 
-class ResumedClient(Protocol):
-    """The client connection whose answers they are."""
-
-    def go_on(self) -> None:
-        """Begin requests that wait: less is in flight."""
-        ...
-
-    def forbidden(self) -> None:
-        """Close: an answer is no longer allowed in its turn."""
-        ...
-
-
 class AnswerOrder:
     """The slots of one client connection, `client`, which continues after an answer while `is_waited_for`.
 
@@ -110,7 +101,7 @@ class AnswerOrder:
         "slots",
     )
 
-    def __init__(self, context: ProxyContext, client: ResumedClient) -> None:
+    def __init__(self, context: ProxyContext, client: ClientSession) -> None:
         self.now = context.clock
         self._tally = context.tally
         self._budget = context.budget

@@ -96,6 +96,12 @@ class AnswerReader:
 
     __slots__ = ("_clock", "_in_flight", "_longest_read", "_outbox", "_reader", "_share", "closed", "counts")
 
+    # Methods of the whole connection.
+    distrust: Callable[[str], None]
+    send: Callable[[Ticket, int, Sequence[Buffer]], None]
+    _rest: Callable[[], None]
+    _take_in: Callable[[ClientMemory, int], None]
+
     def __init__(
         self, reader: FrameReader, share: ClientMemory | None, clock: Callable[[], float], counts: BrokerCounts
     ) -> None:
@@ -166,22 +172,6 @@ class AnswerReader:
             return
         self.hand_over(ticket, correlation_id, len(frame))
         self._outbox.put_one(frame)
-
-    def send(self, ticket: Ticket, correlation_id: int, buffers: Sequence[Buffer]) -> None:
-        """Send one request; queue it while the connection is not open. Do not call when closed."""
-        raise NotImplementedError
-
-    def _rest(self) -> None:
-        """Read no more answers for this client in this event-loop turn."""
-        raise NotImplementedError
-
-    def distrust(self, reason: str) -> None:
-        """Close because of the broker's answer."""
-        raise NotImplementedError
-
-    def _take_in(self, share: ClientMemory, nbytes: int) -> None:
-        """Count the bytes of a large answer that arrives."""
-        raise NotImplementedError
 
 
 if not TYPE_CHECKING and compiled is not None:

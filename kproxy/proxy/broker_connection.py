@@ -42,7 +42,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import inf
-from typing import NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import structlog
 
@@ -56,6 +56,9 @@ from kproxy.runtime.tasks import cancel
 from kproxy.security.broker_auth import CLIENT_ID, BrokerAuth, Session
 from kproxy_codec.framing import CHUNK_BYTES, frame_message, request_header
 from kproxy_codec.primitives import Buffer
+
+if TYPE_CHECKING:
+    from kproxy.proxy.connections import Connections
 
 log = structlog.get_logger(__name__)
 
@@ -73,34 +76,6 @@ class Oldest(NamedTuple):
 
     correlation_id: int | None
     written: bool
-
-
-class ConnectionOwner(Protocol):
-    """The client's connections, which own this one (kproxy.proxy.connections)."""
-
-    def press(self, slow: bool) -> None:
-        """A connection accepts no more for now (`slow`), or does again."""
-        ...
-
-    def yield_turn(self) -> None:
-        """Pause all connections of the client for this event-loop turn."""
-        ...
-
-    def opens(self, upstream: Upstream) -> None:
-        """Queued requests are about to be written; some may be withdrawn."""
-        ...
-
-    def in_turn(self, step: Callable[[], object]) -> None:
-        """Run this step of a connection in its turn of the event loop (kproxy.runtime.tasks.Turns)."""
-        ...
-
-    def puts_off(self, upstream: Upstream) -> bool:
-        """Whether a large answer that has begun to arrive is not read until `read_on`: nobody waits for it now."""
-        ...
-
-    def ended(self, upstream: Upstream) -> None:
-        """The connection has ended and all its tickets have been called; not called by `close`."""
-        ...
 
 
 class Upstream(AnswerReader, asyncio.BufferedProtocol):
@@ -147,7 +122,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         max_answer_bytes: int,
         connect_timeout_s: float,
         is_paced: bool = True,
-        keeper: ConnectionOwner | None = None,
+        keeper: Connections | None = None,
         share: ClientMemory | None = None,
         access: BrokerAuth | None = None,
     ) -> None:
@@ -196,7 +171,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
     # Sending
 
     def send(self, ticket: Ticket, correlation_id: int, buffers: Sequence[Buffer]) -> None:
-        """Send one request. Do not call when closed."""
+        """Send one request; queue it while the connection is not open. Do not call when closed."""
         if self._outbox is None:
             self._queue.append((ticket, correlation_id, buffers))
             self._queued_bytes += sum(map(len, buffers))
@@ -448,6 +423,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         self._adjust_reading()
 
     def _rest(self) -> None:
+        """Read no more answers for this client in this turn of the event loop."""
         if self._keeper is not None:
             self._keeper.yield_turn()
         else:
@@ -544,7 +520,8 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         self._press(False)
         if self._transport is not None:
             self._transport.abort()
-        if self._renewal is not None and not self._is_renewal():
+        # The task that renews the session may be the one that runs this.
+        if self._renewal is not None and self._renewal is not asyncio.current_task():
             self._renewal.cancel()
         self._queued_bytes = 0
         self._tell_of_session()
@@ -556,10 +533,6 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
             self._queue.pop(0)[0].lost(written=False)
         if self._keeper is not None:
             self._keeper.ended(self)
-
-    def _is_renewal(self) -> bool:
-        """Whether this runs in the task that renews the session, which needs no cancelling."""
-        return self._renewal is asyncio.current_task()
 
     def _end_unanswered(self, *, by_client: bool) -> None:
         """End requests that expect no answer: those that have not left are lost, the last that left is unconfirmed.

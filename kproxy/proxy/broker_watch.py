@@ -46,6 +46,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum
 from math import inf
 from typing import Final
@@ -97,21 +98,6 @@ class _Failure(Enum):
 
 class BrokerWatch(BrokerDials):
     """One broker at one address, and the proxy's own connection to it."""
-
-    __slots__ = (
-        "_answer",
-        "_brokers",
-        "_connection",
-        "_is_suspected",
-        "_task",
-        "_was_known",
-        "answered_at",
-        "apis",
-        "asked_at",
-        "breaker",
-        "due_at",
-        "left_at",
-    )
 
     def __init__(self, brokers: Brokers, owner: int, address: Address) -> None:
         super().__init__(owner, address, brokers.dialler)
@@ -297,23 +283,18 @@ class BrokerWatch(BrokerDials):
             await self._connection.close()
 
 
+@dataclass(eq=False)
 class Brokers:
     """The brokers of `topology`. `offer` works out what clients are offered."""
 
-    def __init__(
-        self,
-        topology: Topology,
-        limits: Limits,
-        tally: Tally,
-        dialler: Dialler,
-        offer: Callable[[Sequence[BrokerApis]], OfferedApis],
-    ) -> None:
-        self.topology = topology
-        self.limits = limits
-        self.clock = dialler.clock
-        self.tally = tally
-        self.dialler = dialler
-        self._offer = offer
+    topology: Topology
+    limits: Limits
+    tally: Tally
+    dialler: Dialler
+    offer: Callable[[Sequence[BrokerApis]], OfferedApis]
+
+    def __post_init__(self) -> None:
+        self.clock = self.dialler.clock
         self._watches: dict[tuple[int, Address], BrokerWatch] = {}
         # The watches that are probing; without any, no breaker is open.
         self.asking: set[BrokerWatch] = set()
@@ -324,7 +305,7 @@ class Brokers:
         self._disproved: set[int] = set()
         # The topology's version, and `know_batches_again` for it.
         self._know_again: tuple[int, bool] | None = None
-        self.offered = offer([])
+        self.offered = self.offer([])
         # The last logged state; nothing is logged before the first round of probes ends.
         self._logged = self.offered
         self._is_logging = False
@@ -476,7 +457,7 @@ class Brokers:
         """Work out what is offered, and report a change."""
         self._know_again = None
         said = [watch.apis.without(self._disproved) for watch in self._here if watch.apis is not None]
-        before, self.offered = self.offered, self._offer(said)
+        before, self.offered = self.offered, self.offer(said)
         if self.offered.ranges != before.ranges:
             self.on_change(self.offered.ranges)
         if self._is_logging:

@@ -21,7 +21,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import structlog
 
@@ -63,6 +63,9 @@ from kproxy_codec.own import (
 from kproxy_codec.partitioned import PartitionedRequest, with_length
 from kproxy_codec.primitives import Buffer
 
+if TYPE_CHECKING:
+    from kproxy.proxy.client_session import ClientSession
+
 # How long a starting proxy waits for etcd. Without etcd it serves, but grants no claims.
 ETCD_WAIT_S: Final = 2.0
 # How much of a client's id is shown in lists of claims.
@@ -93,14 +96,6 @@ class Respond(Protocol):
     def __call__(self, answer: list[Buffer], is_allowed: Callable[[], bool] | None = None, /) -> None: ...
 
 
-class SeverableClient(Protocol):
-    """The client connection that claims."""
-
-    def sever(self, reason: str) -> None:
-        """Close it, because another client has its claims now."""
-        ...
-
-
 class ClientClaims:
     """Serves Own requests of one client connection, if there is a service for them.
 
@@ -120,7 +115,7 @@ class ClientClaims:
     )
 
     def __init__(
-        self, context: ProxyContext, connections: Connections, client: SeverableClient, lookups: OwnerLookups
+        self, context: ProxyContext, connections: Connections, client: ClientSession, lookups: OwnerLookups
     ) -> None:
         self._context = context
         self._lookups = lookups

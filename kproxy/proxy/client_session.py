@@ -30,7 +30,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from math import inf
 from typing import Final, cast
@@ -40,7 +39,7 @@ import structlog
 from kproxy.observe.busiest import Use
 from kproxy.observe.overview import MAX_TEXT
 from kproxy.observe.tally import OTHER_VERSION, VERSION_BITS
-from kproxy.proxy.admission import Admission
+from kproxy.proxy.admission import Admission, Gate
 from kproxy.proxy.answer_memory import ClientMemory
 from kproxy.proxy.answer_order import AnswerOrder, Slot
 from kproxy.proxy.api_versions import check_served, covers
@@ -49,7 +48,7 @@ from kproxy.proxy.broker_connection import FLUSH_S, Unanswerable, Upstream
 from kproxy.proxy.client_identity import ClientIdentity
 from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
-from kproxy.proxy.control_plane import ControlPlane, ControlRequests
+from kproxy.proxy.control_plane import ControlRequests
 from kproxy.proxy.fanout import FanoutShell
 from kproxy.proxy.memory_budget import Arrival
 from kproxy.proxy.metering import Meter, ThrottledSlot
@@ -61,7 +60,6 @@ from kproxy.routing.fleet import Fleet
 from kproxy.routing.topology import Address
 from kproxy.runtime.sockets import keep_alive
 from kproxy.runtime.tasks import TURN_S
-from kproxy.security.broker_auth import IdentityRefused
 from kproxy.security.mechanisms import Refused, Step
 from kproxy.security.principals import Principal
 from kproxy.security.proxy_protocol import Source
@@ -156,9 +154,10 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         if admission is not None and admission.carries:
             self._identity = ClientIdentity(
                 context.broker_auth,
-                lambda: self._control.authenticate(),
+                lambda: self._control.plane.authenticate(),
                 lambda: self._upstreams,
-                self._identity_refused,
+                # It authenticates again.
+                lambda error: self.dismiss(f"a broker says of its identity: {error}"),
             )
         to_brokers = self._identity.access if self._identity is not None else None
         # When a connection that drains by itself is closed.
@@ -177,16 +176,11 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         # The client's principal once it is admitted, and the quotas, if none of them applied.
         self._principal: Principal | None = None
         self._looked_at: Quotas | None = None
-        self._gate = admission.gate(self, self.broker_presses) if admission is not None else None
+        self._gate = Gate(admission, self) if admission is not None else None
         if self._gate is not None:
             self.guard()
         self._control = ControlRequests(
-            context,
-            self,
-            self._fanout.claims,
-            self._gate,
-            self._access,
-            partial(ControlPlane, context, self, self._origin.fleet, self._access, to_brokers),
+            context, self, self._fanout.claims, self._gate, self._access, self._origin.fleet, to_brokers
         )
         self._waiting = Waiting(context.brokers)
         # The versions that may be sent here: those of an ApiVersions answer or, before any, those offered now.
@@ -266,10 +260,6 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         if self._identity is None:
             return step
         return await self._identity.carry(step, credential, within_s)
-
-    def _identity_refused(self, error: IdentityRefused) -> None:
-        """Make the client authenticate again: a broker no longer accepts its identity."""
-        self.dismiss(f"a broker says of its identity: {error}")
 
     def dismiss(self, reason: str) -> None:
         """Close once the pending answers are sent, after FLUSH_S at the latest."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kproxy.proxy.answer_memory import ClientMemory
 from kproxy.proxy.answer_reader import Ticket
@@ -40,21 +40,13 @@ from kproxy.routing.topology import Address
 from kproxy.security.broker_auth import BrokerAuth
 from kproxy_codec.api_keys import PRODUCE
 
+if TYPE_CHECKING:
+    from kproxy.proxy.client_session import ClientSession
+    from kproxy.proxy.fanout import FanoutShell
+
 
 class NoAddress(Exception):
     """The topology has no address of a broker."""
-
-
-class PressedClient(Protocol):
-    """The client connection that they serve."""
-
-    def broker_presses(self, slow: bool) -> None:
-        """A broker connection takes no more for now, or does again."""
-        ...
-
-    def handed_over(self, sequence: int) -> None:
-        """A piece of the produce request with this number is written now."""
-        ...
 
 
 class Connections:
@@ -69,7 +61,7 @@ class Connections:
     def __init__(
         self,
         context: ProxyContext,
-        client: PressedClient | None = None,
+        client: ClientSession | None = None,
         share: ClientMemory | None = None,
         *,
         access: BrokerAuth | None = None,
@@ -109,18 +101,18 @@ class Connections:
             self._client.broker_presses(slow)
 
     def opens(self, upstream: Upstream) -> None:
-        """Do nothing: the waiting requests are sent."""
+        """Note that queued requests of one are about to be written; here none is withdrawn."""
 
     def in_turn(self, step: Callable[[], object]) -> None:
         """Take this step of one of them in its turn of the event loop."""
         self._context.turns.take(step)
 
     def puts_off(self, upstream: Upstream) -> bool:
-        """Put off no answer: each is waited for."""
+        """Whether a large answer that has begun to arrive is not read until `read_on`; here each is waited for."""
         return False
 
     def ended(self, upstream: Upstream) -> None:
-        """Do nothing: the waiting requests have been lost already."""
+        """Note that one has ended, and all its tickets have been called; `close` does not call it."""
 
     def hold_back(self, holds: bool) -> None:
         """Stop reading all of them, or resume."""
@@ -170,31 +162,6 @@ def _give_up_unless_at(address: Address, upstream: Upstream) -> None:
 
 
 # For the core
-
-
-class Shell(Protocol):
-    """Takes the events of pieces and of connections."""
-
-    def answered(self, ticket: PieceTicket, frame: memoryview) -> None:
-        """A broker has answered a piece."""
-        ...
-
-    def left(self, ticket: PieceTicket) -> None:
-        """A piece has left this process, and no answer will come (acks=0)."""
-        ...
-
-    def before_open(self, upstream: Upstream) -> None:
-        """A dial has succeeded: the waiting requests are about to be written."""
-        ...
-
-    def ended(self, upstream: Upstream) -> None:
-        """A connection has ended; all its pieces are known to be lost."""
-        ...
-
-    @property
-    def is_reading(self) -> bool:
-        """Whether a read of the client waits for answers now."""
-        ...
 
 
 class PieceTicket:
@@ -250,7 +217,12 @@ class NumberedConnections(Connections):
     __slots__ = ("_doubted", "_is_closed", "_losses", "shell", "unread", "upstreams", "version")
 
     def __init__(
-        self, context: ProxyContext, client: PressedClient, shell: Shell, share: ClientMemory, access: BrokerAuth | None
+        self,
+        context: ProxyContext,
+        client: ClientSession,
+        shell: FanoutShell,
+        share: ClientMemory,
+        access: BrokerAuth | None,
     ) -> None:
         super().__init__(context, client, share, access=access)
         self.shell = shell

@@ -25,8 +25,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import structlog
 
@@ -39,9 +40,9 @@ from kproxy.proxy.answer_order import Slot
 from kproxy.proxy.api_versions import check_api_versions_request, offered_response, unsupported_version_response
 from kproxy.proxy.apis import NOT_SERVED, REQUEST_KEY_TYPES, SERVED, Ranges, api_of
 from kproxy.proxy.broker_connection import Lost, Unanswerable, Upstream, ask
-from kproxy.proxy.claims import MAX_CLIENT_BYTES, ClientClaims, NoClaims, SeverableClient
+from kproxy.proxy.claims import MAX_CLIENT_BYTES, ClientClaims, NoClaims
 from kproxy.proxy.client_identity import NotJudged
-from kproxy.proxy.connections import Connections, PressedClient
+from kproxy.proxy.connections import Connections
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.coordinators import CoordinatorRequests
 from kproxy.proxy.dialling import reason_of
@@ -76,6 +77,9 @@ from kproxy_codec.own import OwnResponse, encode_own_response, parse_own_request
 from kproxy_codec.partitioned import set_correlation_id, set_response_correlation_id, with_length
 from kproxy_codec.primitives import INT16, INT32, INT64, Buffer
 
+if TYPE_CHECKING:
+    from kproxy.proxy.client_session import ClientSession
+
 log = structlog.get_logger(__name__)
 
 AT_ONCE: Final = 8
@@ -93,73 +97,33 @@ Serve = Callable[[memoryview, RequestHeader], Awaitable[list[Buffer]]]
 Take = Callable[[memoryview], Awaitable[Result]]
 
 
-class ControlClient(PressedClient, SeverableClient, Protocol):
-    """The connection that the requests came on."""
-
-    peer: str
-
-    def refuse(self, error: Exception) -> None:
-        """Close it, because a request cannot be answered."""
-        ...
-
-    def abandon(self) -> None:
-        """Close it without waiting for answers."""
-        ...
-
-    def adjust_reading(self) -> None:
-        """Begin or stop reading, after a change of what may be read."""
-        ...
-
-    def offered(self, ranges: Ranges, software: str) -> None:
-        """Use the versions that the client, which has named its software, is about to receive."""
-        ...
-
-
+@dataclass(slots=True, eq=False)
 class ControlRequests:
     """Run the control requests of `client`.
 
-    Its Own requests go to `claims`, its SASL requests to `gate`, others to the plane that `make_plane` makes. `access`
-    None: all is allowed.
+    Its Own requests go to `claims`, its SASL requests to `gate`, others to a plane. `access` None: all is allowed.
+    `fleet` and `to_brokers` as in ControlPlane.
     """
 
-    __slots__ = (
-        "_access",
-        "_claims",
-        "_client",
-        "_context",
-        "_gate",
-        "_made",
-        "_make_plane",
-        "is_claiming",
-        "tasks",
-    )
-
-    def __init__(
-        self,
-        context: ProxyContext,
-        client: ControlClient,
-        claims: ClientClaims,
-        gate: Gate | None,
-        access: ClientAccess | None,
-        make_plane: Callable[[], ControlPlane],
-    ) -> None:
-        self._context = context
-        self._client = client
-        self._claims = claims
-        self._gate = gate
-        self._access = access
-        self._make_plane = make_plane
-        # None before the first request and after the last one, unless it has connections to brokers.
-        self._made: ControlPlane | None = None
-        # Whether a claim is being served: one at a time, as later requests must see its result.
-        self.is_claiming = False
-        # A dict: an empty set takes 216 bytes.
-        self.tasks: dict[asyncio.Task[None], None] = {}
+    _context: ProxyContext
+    _client: ClientSession
+    _claims: ClientClaims
+    _gate: Gate | None
+    _access: ClientAccess | None
+    _fleet: Fleet
+    _to_brokers: BrokerAuth | None
+    # None before the first request and after the last one, unless it has connections to brokers.
+    _made: ControlPlane | None = None
+    # Whether a claim is being served: one at a time, as later requests must see its result.
+    is_claiming: bool = False
+    # A dict: an empty set takes 216 bytes.
+    tasks: dict[asyncio.Task[None], None] = field(default_factory=dict)
 
     @property
-    def _plane(self) -> ControlPlane:
+    def plane(self) -> ControlPlane:
+        """What answers the requests."""
         if self._made is None:
-            self._made = self._make_plane()
+            self._made = ControlPlane(self._context, self._client, self._fleet, self._access, self._to_brokers)
         return self._made
 
     def start(self, frame: memoryview, header: RequestHeader, slot: Slot, ranges: Ranges) -> None:
@@ -198,7 +162,7 @@ class ControlRequests:
 
     async def _fill(self, slot: Slot, serve: Serve, frame: memoryview, header: RequestHeader) -> None:
         try:
-            async with self._plane.places:
+            async with self.plane.places:
                 slot.fill(await serve(frame, header))
         except (CodecError, Unanswerable) as error:
             self._client.refuse(error)
@@ -209,7 +173,7 @@ class ControlRequests:
     async def _answer(self, frame: memoryview, header: RequestHeader) -> list[Buffer]:
         if header.api_key == keys.OWN:
             return await self._own(frame, header)
-        return await self._plane.answer(frame, header)
+        return await self.plane.answer(frame, header)
 
     async def _refuse_version(self, frame: memoryview, header: RequestHeader) -> list[Buffer]:
         self._context.tally.error(header.api_key, UNSUPPORTED_VERSION)
@@ -232,10 +196,6 @@ class ControlRequests:
             self.is_claiming = False
             self._client.adjust_reading()
 
-    async def authenticate(self) -> Session:
-        """Let a broker check the client's identity. Raises IdentityRefused, NotJudged."""
-        return await self._plane.authenticate()
-
     @property
     def connections(self) -> Sequence[Connections]:
         """Its connections to brokers."""
@@ -249,6 +209,7 @@ class ControlRequests:
         await asyncio.gather(*(each.close() for each in self.connections))
 
 
+@dataclass(slots=True, eq=False)
 class ControlPlane:
     """Answer control requests of `client`, AT_ONCE of them in `places`.
 
@@ -256,44 +217,26 @@ class ControlPlane:
     brokers, if given.
     """
 
-    __slots__ = (
-        "_access",
-        "_client",
-        "_commits",
-        "_connections",
-        "_context",
-        "_doubted",
-        "_fleet",
-        "_key",
-        "_shares_answers",
-        "_to_coordinators",
-        "places",
-    )
+    _context: ProxyContext
+    _client: ClientSession
+    _fleet: Fleet
+    _access: ClientAccess | None
+    _to_brokers: BrokerAuth | None
+    _connections: Connections = field(init=False)
+    # Separate: a request to a coordinator may wait for other clients, and must not delay others.
+    _to_coordinators: Connections = field(init=False)
+    # Spreads the control planes of many connections over the brokers.
+    _key: bytes = field(init=False)
+    # Brokers that did not answer when last asked: they are asked last.
+    _doubted: dict[int, None] = field(default_factory=dict, init=False)
+    # Held while a commit's epochs are removed: a later commit must not overtake it.
+    _commits: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE), init=False)
 
-    def __init__(
-        self,
-        context: ProxyContext,
-        client: ControlClient,
-        fleet: Fleet,
-        access: ClientAccess | None = None,
-        to_brokers: BrokerAuth | None = None,
-    ) -> None:
-        self._context = context
-        self._client = client
-        self._fleet = fleet
-        self._access = access
-        # Brokers answer each client by its own identity; all clients alike under the proxy's.
-        self._shares_answers = to_brokers is None
-        self._connections = Connections(context, client, access=to_brokers)
-        # Separate: a request to a coordinator may wait for other clients, and must not delay others.
-        self._to_coordinators = Connections(context, client, access=to_brokers)
-        # Spreads the control planes of many connections over the brokers.
-        self._key = context.random.randbytes(8)
-        # Brokers that did not answer when last asked: they are asked last.
-        self._doubted: dict[int, None] = {}
-        # Held while a commit's epochs are removed: a later commit must not overtake it.
-        self._commits = asyncio.Lock()
-        self.places = asyncio.Semaphore(AT_ONCE)
+    def __post_init__(self) -> None:
+        self._connections = Connections(self._context, self._client, access=self._to_brokers)
+        self._to_coordinators = Connections(self._context, self._client, access=self._to_brokers)
+        self._key = self._context.random.randbytes(8)
 
     @property
     def _virtual(self) -> VirtualBrokers:
@@ -313,7 +256,7 @@ class ControlPlane:
             return _framed(header, encode_response(await self._api_versions(header, body)))
         if self._access is None:
             return await self._answer(frame, header)
-        context, is_carried = self._context, not self._shares_answers
+        context, is_carried = self._context, self._to_brokers is not None
         screen = AclFilter(self._access, context.topology, context.portions, is_carried=is_carried)
         screened = await screen.screen(frame, header)
         try:
@@ -377,8 +320,9 @@ class ControlPlane:
         Clients of one listener that ask for all topics at the same time share one answer.
         """
         body = frame[header.body_offset :]
+        # Brokers answer each client by its own identity; all clients alike under the proxy's.
         if verdict is not None or not (
-            self._shares_answers
+            self._to_brokers is None
             and header.api_key == keys.METADATA
             and len(body) <= _MAX_SHARED_BYTES
             and asks_for_all_topics(header.api_version, body)

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -157,6 +158,7 @@ class LeasedCoordinators:
         """Do nothing: brokers' answers do not count."""
 
 
+@dataclass
 class CoordinatorRequests:
     """Send one client connection's requests to coordinators, on `connections`.
 
@@ -164,17 +166,10 @@ class CoordinatorRequests:
     connection's: it is held while a commit's epochs are removed, so that no later commit overtakes it.
     """
 
-    def __init__(
-        self,
-        context: ProxyContext,
-        connections: Connections,
-        find: Callable[[int, Sequence[str]], Awaitable[None]],
-        commits: asyncio.Lock,
-    ) -> None:
-        self._context = context
-        self._connections = connections
-        self._find = find
-        self._commits = commits
+    context: ProxyContext
+    connections: Connections
+    find: Callable[[int, Sequence[str]], Awaitable[None]]
+    commits: asyncio.Lock
 
     async def refuse_transactions(self, header: RequestHeader, body: memoryview) -> list[Buffer] | None:
         """Refuse a request about transactions if brokers have none.
@@ -186,9 +181,9 @@ class CoordinatorRequests:
         else:
             key = coordination_key(header.api_key, header.api_version, body)
             key_type = REQUEST_KEY_TYPES[APIS[header.api_key].handling] if key else GROUP
-        if key_type != TRANSACTION or keys.END_TXN in self._context.brokers.offered.ranges:
+        if key_type != TRANSACTION or keys.END_TXN in self.context.brokers.offered.ranges:
             return None
-        self._context.counters["transactions.refused"] += 1
+        self.context.counters["transactions.refused"] += 1
         log.warning("transactional producer refused", reason=NO_TRANSACTIONS)
         return await self._refusal(header, body, _no_transactions_code(header))
 
@@ -198,22 +193,22 @@ class CoordinatorRequests:
         key_type = REQUEST_KEY_TYPES[api.handling]
         body = frame[header.body_offset :]
         if header.api_version >= COMMIT_EPOCH_FROM.get(header.api_key, header.api_version + 1):
-            async with self._commits:
+            async with self.commits:
                 work = blank_committed_epochs(header.api_key, header.api_version, body)
-                await self._context.portions.of(work, len(body))
+                await self.context.portions.of(work, len(body))
         broker = (await self.brokers_for(key_type, [key]))[key]
         if broker is None:
             return await self._refusal(header, body, COORDINATOR_NOT_AVAILABLE)
-        upstream = self._connections.to(broker)
+        upstream = self.connections.to(broker)
         correlation_id = upstream.next_correlation_id()
         set_correlation_id(frame, correlation_id)
         try:
-            async with asyncio.timeout(None if api.waits else self._context.limits.control_timeout_s):
+            async with asyncio.timeout(None if api.waits else self.context.limits.control_timeout_s):
                 answer = await ask(upstream, correlation_id, [frame])
         except (Lost, TimeoutError) as error:
             if isinstance(error, TimeoutError):
                 upstream.give_up("it does not answer as a coordinator", "timeout")
-            self._context.coordinators.forget(key_type, key)
+            self.context.coordinators.forget(key_type, key)
             return await self._refusal(header, body, NOT_COORDINATOR)
         try:
             await self._inspect(header, answer, key, upstream)
@@ -227,30 +222,30 @@ class CoordinatorRequests:
         """Replace leader epochs by -1, and note NOT_COORDINATOR. Raises CodecError."""
         api_key, version = header.api_key, header.api_version
         has_epochs = api_key == keys.OFFSET_FETCH and version >= FETCH_EPOCH_FROM
-        coordinators = self._context.coordinators
+        coordinators = self.context.coordinators
         if not has_epochs and not (coordinators.are_leased and api_key in TELL_ERRORS):
             return
         body = answer[response_body_offset(answer, api_key, version) :]
-        codes = await self._context.portions.of(error_codes(api_key, version, body, without_epochs=True), len(body))
+        codes = await self.context.portions.of(error_codes(api_key, version, body, without_epochs=True), len(body))
         if coordinators.are_leased and NOT_COORDINATOR in codes:
             coordinators.refused(GROUP, key, upstream.owner)
 
     async def _refusal(self, header: RequestHeader, request_body: memoryview, error_code: int) -> list[Buffer]:
         """Build an answer with this error code everywhere. Raises CodecError."""
-        return await refusal(self._context.portions, header, request_body, error_code, NO_TRANSACTIONS)
+        return await refusal(self.context.portions, header, request_body, error_code, NO_TRANSACTIONS)
 
     async def brokers_for(self, key_type: int, names: Sequence[str]) -> dict[str, int | None]:
         """Return the coordinator of each key, whose address is known; None where there is none."""
         found = {name: self._broker_for(key_type, name) for name in names}
         unknown = [name for name, broker in found.items() if broker is None]
-        if unknown and not self._context.coordinators.are_leased:
-            await self._find(key_type, unknown)
+        if unknown and not self.context.coordinators.are_leased:
+            await self.find(key_type, unknown)
             found |= {name: self._broker_for(key_type, name) for name in unknown}
         return found
 
     def _broker_for(self, key_type: int, key: str) -> int | None:
-        broker = self._context.coordinators.get(key_type, key)
-        return broker if broker is not None and self._context.topology.address(broker) is not None else None
+        broker = self.context.coordinators.get(key_type, key)
+        return broker if broker is not None and self.context.topology.address(broker) is not None else None
 
 
 def _no_transactions_code(header: RequestHeader) -> int:

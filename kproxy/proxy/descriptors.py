@@ -22,8 +22,6 @@ CONTROL = 1
 class Descriptors:
     """Admission under a `limit` of open files; None for no limit."""
 
-    __slots__ = ("_clock", "_new", "_newer", "_since", "limit")
-
     def __init__(self, limit: int | None, clock: Callable[[], float]) -> None:
         self.limit = limit
         self._clock = clock

@@ -69,8 +69,6 @@ class _Stage(Enum):
 class BrokerDials:
     """The dials of the broker `owner` at `address`, for all connections of a process."""
 
-    __slots__ = ("_down_since", "_redial", "_under_way", "address", "counts", "dialler", "owner")
-
     def __init__(self, owner: int, address: Address, dialler: Dialler) -> None:
         self.owner = owner
         self.address = address

@@ -23,10 +23,11 @@ A request may name a million things. It becomes one share for each broker, for e
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from kproxy.proxy.apis import PART_KEY_TYPES, Api, Handling, api_of
 from kproxy.proxy.broker_connection import Unanswerable, Upstream
@@ -65,6 +66,9 @@ from kproxy_codec.parts import (
 )
 from kproxy_codec.primitives import Buffer
 
+if TYPE_CHECKING:
+    from kproxy.proxy.control_plane import ControlPlane
+
 # Of a node id.
 _MOST_DIGITS: Final = 10
 # The same for all proxies, because parts that are refused alike are one share.
@@ -91,47 +95,21 @@ Target: TypeAlias = "int | str | Refusal | None"
 """Where a part goes: to the broker with this id, to one in the place of the proxy with this id, or to any."""
 
 
-class Brokers(Protocol):
-    """How brokers are reached: kproxy.proxy.control_plane."""
-
-    async def ask_first(
-        self,
-        upstreams: Iterable[Upstream],
-        header: RequestHeader,
-        frame_for: Callable[[Upstream], Awaitable[memoryview]],
-        take: Callable[[memoryview], Awaitable[Message]],
-    ) -> Message:
-        """The result of `take` for the first broker that answers. Raises Unanswerable."""
-        ...
-
-    def in_turn(self, key: bytes | None = None) -> Iterable[Upstream]:
-        """Each broker once; the key decides the order."""
-        ...
-
-    def at(self, broker: int) -> Iterable[Upstream]:
-        """That broker, if it is known."""
-        ...
-
-    async def coordinators(self, key_type: int, names: Sequence[str]) -> dict[str, int | None]:
-        """The broker that coordinates each key, if there is one."""
-        ...
-
-
+@dataclass(eq=False)
 class Distribution:
     """Divide the request in `frame`, of an API with `is_divided`."""
 
-    def __init__(
-        self, context: ProxyContext, virtual: VirtualBrokers, brokers: Brokers, frame: memoryview, header: RequestHeader
-    ) -> None:
-        self._context = context
-        self._topology = context.topology
-        self._virtual = virtual
-        self._brokers = brokers
-        self._frame = frame
-        self._header = header
-        self._api: Api = api_of(header.api_key, header.api_version)
+    _context: ProxyContext
+    _virtual: VirtualBrokers
+    _brokers: ControlPlane
+    _frame: memoryview
+    _header: RequestHeader
+    _answered_bytes: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._topology = self._context.topology
+        self._api: Api = api_of(self._header.api_key, self._header.api_version)
         self._at, self._to = self._api.parts
-        self._answered_bytes = 0
 
     async def answer(self) -> Buffer | None:
         """The body of the answer; None if any broker may have the request as it is. Raises CodecError."""

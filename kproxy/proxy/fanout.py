@@ -17,15 +17,15 @@ import asyncio
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from math import inf
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from kproxy.claims.inflight_writes import LastWrites
 from kproxy.proxy.access import ClientAccess
 from kproxy.proxy.answer_memory import ClientMemory
 from kproxy.proxy.answer_reader import Ticket
 from kproxy.proxy.broker_connection import FLUSH_S, Upstream
-from kproxy.proxy.claims import ClientClaims, Respond, SeverableClient
-from kproxy.proxy.connections import NumberedConnections, PieceTicket, PressedClient
+from kproxy.proxy.claims import ClientClaims, Respond
+from kproxy.proxy.connections import NumberedConnections, PieceTicket
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.plain_path import PlainPiece, PlainRequests
 from kproxy.proxy.sources import OwnerLookups
@@ -42,16 +42,11 @@ from kproxy_codec.fetch import FetchApi, as_fetch
 from kproxy_codec.framing import parse_request_header
 from kproxy_codec.partitioned import PartitionedRequest
 
+if TYPE_CHECKING:
+    from kproxy.proxy.client_session import ClientSession
+
 # How long after the client's last byte a batch may wait for a dial.
 SENDS_S: Final = 0.5
-
-
-class FanoutClient(PressedClient, SeverableClient, Protocol):
-    """The client connection that the requests came on."""
-
-    def undeliverable(self, topic: bytes, error_code: int) -> None:
-        """An acks=0 part is lost."""
-        ...
 
 
 class FanoutShell:
@@ -86,7 +81,7 @@ class FanoutShell:
     def __init__(
         self,
         context: ProxyContext,
-        client: FanoutClient,
+        client: ClientSession,
         share: ClientMemory,
         to_brokers: BrokerAuth | None = None,
         access: ClientAccess | None = None,

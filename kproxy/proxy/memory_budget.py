@@ -35,33 +35,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kproxy.plain import compiled
+
+if TYPE_CHECKING:
+    from kproxy.proxy.request_reader import RequestReader
 
 # Limit of bytes that a session still reads from a socket when the limit is reached.
 LAST_READ_BYTES = 4096
 # A session that passes for longer must receive PASS_BYTES in each PASS_S.
 PASS_S = 0.02
 PASS_BYTES = 4096
-
-
-class Waiter(Protocol):
-    """A waiting session."""
-
-    @property
-    def is_amid_frame(self) -> bool:
-        """Whether a frame has partly arrived."""
-        ...
-
-    @property
-    def arrived_bytes(self) -> int:
-        """The number of its bytes that have arrived."""
-        ...
-
-    def read_on(self) -> None:
-        """Resume reading: there is room, or the session passes. Then `leave` or `wait` again."""
-        ...
 
 
 class HeldBytes:
@@ -73,8 +58,8 @@ class HeldBytes:
     arriving: int
     limit: int
     # In the order of arrival.
-    waiting: OrderedDict[Waiter, None]
-    passing: Waiter | None
+    waiting: OrderedDict[RequestReader, None]
+    passing: RequestReader | None
 
 
 if not TYPE_CHECKING and compiled is not None:
@@ -83,8 +68,6 @@ if not TYPE_CHECKING and compiled is not None:
 
 class Budget(HeldBytes):
     """`held` of `limit` bytes, `arriving` of them by frames that are not whole; sessions change both themselves."""
-
-    __slots__ = ("_is_waking", "_pass_timer", "total")
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -107,14 +90,14 @@ class Budget(HeldBytes):
         if grows and self.waiting:
             self.wake()
 
-    def wait(self, waiter: Waiter, *, again: bool) -> None:
+    def wait(self, waiter: RequestReader, *, again: bool) -> None:
         """Queue a session that stopped reading; `again`: it was released and its frame is still partial."""
         self.waiting[waiter] = None
         if again:
             self.waiting.move_to_end(waiter, last=False)
         self.wake()
 
-    def leave(self, waiter: Waiter) -> None:
+    def leave(self, waiter: RequestReader) -> None:
         """Forget a session that has ended, has no partial frame any more, or finds room."""
         self.waiting.pop(waiter, None)
         if self.passing is waiter:
@@ -145,13 +128,13 @@ class Budget(HeldBytes):
             if self.waiting:
                 self.wake()
 
-    def _let_pass(self, waiter: Waiter) -> None:
+    def _let_pass(self, waiter: RequestReader) -> None:
         self.passing = waiter
         self._pass_timer = asyncio.get_running_loop().call_later(
             PASS_S, self._see_to_pass, waiter, waiter.arrived_bytes
         )
 
-    def _see_to_pass(self, waiter: Waiter, arrived_bytes: int) -> None:
+    def _see_to_pass(self, waiter: RequestReader, arrived_bytes: int) -> None:
         """End the pass of a session that receives too little, unless too much is held for another to pass."""
         gets_on = waiter.arrived_bytes - arrived_bytes >= PASS_BYTES
         if gets_on or self.held >= self.limit * 3 / 2:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from kproxy.proxy.answer_order import AnswerOrder, Slot
@@ -42,29 +43,22 @@ SHORTEST_WAIT_S: Final = 0.001
 _AT_BEGINNING_FROM: Final = {FETCH: 1, LIST_OFFSETS: 2}
 
 
+@dataclass(eq=False)
 class Meter:
     """The meter of one connection. `quotas` returns the current quotas, `on_pressure` stops reading.
 
     `begin` begins a request whose answer states for how many ms its client is throttled; it raises CodecError.
     """
 
-    def __init__(
-        self,
-        quotas: Callable[[], Quotas],
-        principal: Principal,
-        begin: Callable[[memoryview, float, int], None],
-        answers: AnswerOrder,
-        on_pressure: Callable[[bool], None],
-        clock: Callable[[], float],
-        counters: Counter[str],
-    ) -> None:
-        self._answers = answers
-        self._quotas = quotas
-        self._principal = principal
-        self._begin = begin
-        self._now = clock
-        self._on_pressure = on_pressure
-        self._counters = counters
+    quotas: Callable[[], Quotas]
+    principal: Principal
+    begin: Callable[[memoryview, float, int], None]
+    answers: AnswerOrder
+    on_pressure: Callable[[bool], None]
+    clock: Callable[[], float]
+    counters: Counter[str]
+
+    def __post_init__(self) -> None:
         self._timer: asyncio.TimerHandle | None = None
         # The exceeded account, and the time at which the wait ends in any case.
         self._exceeded: Account | None = None
@@ -76,7 +70,7 @@ class Meter:
         self._named: bytes | None = None
         self._of_named: Account | None = None
         self._sent_bytes = 0
-        self._known = quotas()
+        self._known = self.quotas()
         self._use_known()
 
     def take(self, frame: memoryview, first_byte_at: float) -> bool:
@@ -90,13 +84,13 @@ class Meter:
                 account = self._account_of(frame)
         if account is None:
             return False
-        fetched, outbox = 0, self._answers.outbox
+        fetched, outbox = 0, self.answers.outbox
         if outbox is not None:
             sent_bytes = outbox.written_bytes
             fetched, self._sent_bytes = sent_bytes - self._sent_bytes, sent_bytes
         size = len(frame)
         is_produce = size >= _API_KEY_END and _int16(frame, _API_KEY_AT)[0] == PRODUCE
-        wait = account.use(self._now(), produced=size if is_produce else 0, fetched=fetched)
+        wait = account.use(self.clock(), produced=size if is_produce else 0, fetched=fetched)
         if wait <= 0.0:
             return False
         self._throttle(frame, first_byte_at, account, wait)
@@ -104,14 +98,14 @@ class Meter:
 
     def look(self) -> None:
         """Use the current quotas."""
-        quotas = self._quotas()
+        quotas = self.quotas()
         if quotas is not self._known:
             self._known = quotas
             self._use_known()
 
     def _use_known(self) -> None:
-        self._names_clients = self._known.names_clients(self._principal)
-        self._account = self._known.account(self._principal, "")
+        self._names_clients = self._known.names_clients(self.principal)
+        self._account = self._known.account(self.principal, "")
         self._named = self._of_named = None
 
     def _account_of(self, frame: memoryview) -> Account | None:
@@ -122,7 +116,7 @@ class Meter:
             # The session refuses it.
             return self._account
         sender = client_id(frame) or b""
-        account = self._known.account(self._principal, sender.decode(errors="replace"))
+        account = self._known.account(self.principal, sender.decode(errors="replace"))
         if len(sender) <= MOST_CLIENT_ID_BYTES:
             self._named = bytes(frame[_CLIENT_ID_AT : _CLIENT_ID_AT + INT16.size + len(sender)])
             self._of_named = account
@@ -130,18 +124,18 @@ class Meter:
 
     def _throttle(self, frame: memoryview, first_byte_at: float, account: Account, wait: float) -> None:
         """Begin a request over its quota, and stop reading for `wait` seconds. Raises CodecError."""
-        self._counters["quotas.throttled"] += 1
+        self.counters["quotas.throttled"] += 1
         if self._timer is None:
-            self._on_pressure(True)
+            self.on_pressure(True)
         else:
             self._timer.cancel()
         self._exceeded = account
-        self._ends_at = self._now() + LONGEST_WAIT_S
+        self._ends_at = self.clock() + LONGEST_WAIT_S
         self._timer = asyncio.get_running_loop().call_later(wait, self._go_on)
-        self._begin(frame, first_byte_at, max(1, round(wait * 1000)))
+        self.begin(frame, first_byte_at, max(1, round(wait * 1000)))
 
     def _go_on(self) -> None:
-        account, now = self._exceeded, self._now()
+        account, now = self._exceeded, self.clock()
         if account is not None and account.is_shared:
             # Its rate may have been cut meanwhile, or may rise during the wait.
             wait = min(account.wait(now), LOOK_S, self._ends_at - now)
@@ -149,7 +143,7 @@ class Meter:
                 self._timer = asyncio.get_running_loop().call_later(wait, self._go_on)
                 return
         self._timer = self._exceeded = None
-        self._on_pressure(False)
+        self.on_pressure(False)
 
     def close(self) -> None:
         """End with the connection."""

@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf, isfinite
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, Literal, NamedTuple, TypeVar
 
 from kproxy.address import Address
 from kproxy.installed import version
@@ -93,6 +93,11 @@ _COUNTERS: Final[Mapping[str, tuple[str, Level, str]]] = {
     "quotas.throttled": ("quota", "warn", "requests were throttled by a quota"),
     "audit.rows_dropped": ("audit", "bad", "rows of the audit trail were lost"),
     "audit.overlaps": ("audit", "bad", "offsets were assigned twice"),
+}
+_TROUBLES: Final[Mapping[State, tuple[Level, str]]] = {
+    "down": ("bad", "cannot be reached"),
+    "hung": ("bad", "hangs: it takes requests and does not answer"),
+    "gone": ("warn", "has left the table"),
 }
 _WAITS: Final = {"sending": "has been sending a request for", "reading": "has not read its answers for"}
 _Key = TypeVar("_Key", bound=Hashable)
@@ -165,45 +170,32 @@ class TableTimes:
         return self._times[place] if 0 < place < len(self._versions) else None
 
 
+@dataclass(eq=False, kw_only=True)
 class ProxyObserver:
     """`vitals`, `table`, `readiness`, `shipping` return what they are called; `claims` their number, if there are any.
 
     `events` are shown once this observes. `facts` returns more of these for the page.
     """
 
-    def __init__(
-        self,
-        *,
-        listener: Listener,
-        table: Callable[[], TableView],
-        readiness: Callable[[], Awaitable[Readiness]],
-        vitals: Callable[[], Awaitable[Vitals]],
-        shipping: Callable[[], ShipperVitals | None],
-        claims: Callable[[], int | None],
-        tally: Tally,
-        counters: Mapping[str, int],
-        events: SecurityEvents,
-        name: str,
-        facts: Callable[[], Mapping[str, str]] = dict,
-        clock: Callable[[], float] = time.monotonic,
-        wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
-    ) -> None:
-        self._facts = facts
-        self._listener = listener
-        self._table = table
-        self._readiness = readiness
-        self._vitals = vitals
-        self._shipping = shipping
-        self._claims = claims
-        self._tally = tally
-        self._counters = counters
-        self._events = events
-        self._name = name
-        self._clock = clock
-        self._wall_ms = wall_ms
-        self._started = wall_ms()
-        events.show()
-        self._timeline = Timeline(wall_ms)
+    listener: Listener
+    table: Callable[[], TableView]
+    readiness: Callable[[], Awaitable[Readiness]]
+    vitals: Callable[[], Awaitable[Vitals]]
+    shipping: Callable[[], ShipperVitals | None]
+    claims: Callable[[], int | None]
+    tally: Tally
+    counters: Mapping[str, int]
+    events: SecurityEvents
+    name: str
+    facts: Callable[[], Mapping[str, str]] = dict
+    clock: Callable[[], float] = time.monotonic
+    wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000
+
+    def __post_init__(self) -> None:
+        self._started = self.wall_ms()
+        self.events.show()
+        self._timeline = Timeline(self.wall_ms)
+        self._clients = _Clients(self.listener, self.clock, self.wall_ms)
         self._samples: deque[_Sample] = deque(maxlen=WINDOW_S + 1)
         self._sampled = 0
         # By broker, and denials by principal.
@@ -223,29 +215,28 @@ class ProxyObserver:
         self._count_due = -inf
         self._moves = 0
         self._owned: Counter[int] | None = None
-        self._clients = _Clients(listener, clock, wall_ms)
 
     # Once a second
 
     async def sample(self) -> None:
         """Note what has changed since the last call."""
-        context = self._listener.context
+        context = self.listener.context
         if context is None:
             return
-        now, view = self._clock(), self._table()
-        self._times.note(view.topology.version, self._wall_ms())
+        now, view = self.clock(), self.table()
+        self._times.note(view.topology.version, self.wall_ms())
         if self._sampled % ERRORS_EVERY == 0:
             self._errors.append(Counter())
-            if self._tally.topics is not None:
-                self._topics.append((now, self._tally.topics.uses()))
-                self._tally.topics.vote_anew()
+            if self.tally.topics is not None:
+                self._topics.append((now, self.tally.topics.uses()))
+                self.tally.topics.vote_anew()
         self._sampled += 1
         self._note_brokers(view.topology, context.brokers.vitals())
         self._note_counts()
         self._note_others(view)
         await self._note_owners(view.topology)
-        await self._listener.tell_sent()
-        tally = self._tally
+        await self.listener.tell_sent()
+        tally = self.tally
         self._samples.append(
             _Sample(
                 now,
@@ -273,20 +264,11 @@ class ProxyObserver:
             was, at = before.get(broker, ("gone", ""))
             if state == was:
                 continue
-            where = f"broker {broker} at {address or at}"
-            if state == "down":
-                self._timeline.add("broker", "bad", f"{where} cannot be reached")
-            elif state == "hung":
-                self._timeline.add("broker", "bad", f"{where} hangs: it takes requests and does not answer")
-            elif state == "gone":
-                self._timeline.add("broker", "warn", f"{where} has left the table")
-            elif was == "gone":
-                self._timeline.add("broker", "good", f"{where} has joined")
-            else:
-                self._timeline.add("broker", "good", f"{where} answers again")
+            level, text = _TROUBLES.get(state, ("good", "has joined" if was == "gone" else "answers again"))
+            self._timeline.add("broker", level, f"broker {broker} at {address or at} {text}")
 
     def _note_counts(self) -> None:
-        tally, errors = self._tally, self._errors[-1]
+        tally, errors = self.tally, self._errors[-1]
         for (api_key, code, broker), count in _grown(self._before_errors, tally.errors):
             errors[broker] += count
             text = f"error answers to {api_keys.name_of(api_key)}: {error_codes.name_of(code)}{_by(broker)}"
@@ -299,11 +281,11 @@ class ProxyObserver:
         for (broker, kind), count in _grown(self._before_kinds, kinds):
             errors[broker] += count
             self._timeline.add("error", "warn", f"connection errors: {kind}{_by(broker)}", count)
-        for name, count in _grown(self._before_counters, {name: self._counters.get(name, 0) for name in _COUNTERS}):
+        for name, count in _grown(self._before_counters, {name: self.counters.get(name, 0) for name in _COUNTERS}):
             self._timeline.add(*_COUNTERS[name], count)
-        for name, count in _grown(self._before_denials, denials_of(self._counters)):
+        for name, count in _grown(self._before_denials, denials_of(self.counters)):
             errors[name] += count
-        for name, text in self._events.take_shown():
+        for name, text in self.events.take_shown():
             if name in SECURITY:
                 self._timeline.add(*SECURITY[name], f"{name.replace('_', ' ')}: {text}")
 
@@ -322,16 +304,16 @@ class ProxyObserver:
 
     async def _note_owners(self, topology: Topology) -> None:
         """Count the partitions of each broker, and tell of moves."""
-        began = self._clock()
+        began = self.clock()
         if topology.version == self._counted_version or began < self._count_due:
             return
         self._counted_version = topology.version
         owned: Counter[int] = Counter()
         names = topology.names
-        async for topic in in_portions(names, self._clock):
+        async for topic in in_portions(names, self.clock):
             owned.update(await self._owners(topology, topic))
         owned.pop(NO_OWNER, None)
-        self._count_due = self._clock() + 20 * (self._clock() - began)
+        self._count_due = self.clock() + 20 * (self.clock() - began)
         before, self._owned = self._owned, owned
         moves = sum(topology.owner_changes.values())
         moved, self._moves = moves - self._moves, moves
@@ -346,8 +328,8 @@ class ProxyObserver:
     # The pages
 
     async def overview(self) -> Overview:
-        vitals, view = await self._vitals(), self._table()
-        readiness, topology = await self._readiness(), view.topology
+        vitals, view = await self.vitals(), self.table()
+        readiness, topology = await self.readiness(), view.topology
         table_age_s = round(view.age_s, 1) if isfinite(view.age_s) and view.source != "static" else None
         brokers = [self._broker(topology, broker, vitals) for broker in vitals.brokers]
         total = sum(line.state != "gone" for line in brokers)
@@ -359,9 +341,9 @@ class ProxyObserver:
             verdict = serving(brokers, total, None if problem else table_age_s, notes, problem)
         return Overview(
             kind="proxy",
-            name=self._name,
+            name=self.name,
             version=version(),
-            at=self._wall_ms(),
+            at=self.wall_ms(),
             started=self._started,
             verdict=verdict,
             notes=notes,
@@ -370,12 +352,12 @@ class ProxyObserver:
             rates=self._rates(),
             clients=vitals.client_connections,
             partitions=topology.owned_count,
-            claims=self._claims(),
+            claims=self.claims(),
             brokers=shown(brokers),
             brokers_total=total,
             proxies=[ProxyLine(each.id, str(Address(each.host, each.port)), each.this) for each in view.proxies][:200],
-            limits=_limits(vitals, self._shipping()),
-            facts={**_facts(vitals, view), **self._facts()},
+            limits=_limits(vitals, self.shipping()),
+            facts={**_facts(vitals, view), **self.facts()},
             events=self._timeline.latest,
         )
 
@@ -447,7 +429,7 @@ class ProxyObserver:
             if len(rates) > 1 and most.received >= HOT_SHARE * total:
                 notes.append(Note(f"topic {_text(topic)}", f"has {int(100 * most.received / total)} % of the bytes"))
         for topic, each in sorted(rates.items(), key=lambda item: -item[1].busiest_bytes)[:MAX_NAMED]:
-            is_one_of_many = len(self._table().topology.partition_indexes(topic)) > 1
+            is_one_of_many = len(self.table().topology.partition_indexes(topic)) > 1
             if is_one_of_many and each.busiest_bytes >= max(HOT_BYTES, HOT_SHARE * each.received):
                 share = f"has {int(100 * each.busiest_bytes / each.received)} % of its topic's bytes"
                 notes.append(Note(f"partition {_text(topic)}/{each.busiest}", share))
@@ -455,10 +437,10 @@ class ProxyObserver:
 
     def _topic_rates(self) -> dict[bytes, _TopicRates]:
         """Return the use per second of the topics that were used lately."""
-        if self._tally.topics is None or not self._topics:
+        if self.tally.topics is None or not self._topics:
             return {}
-        (since, before), now = self._topics[0], self._tally.topics.uses()
-        span_s = max(1.0, self._clock() - since)
+        (since, before), now = self._topics[0], self.tally.topics.uses()
+        span_s = max(1.0, self.clock() - since)
         rates = {}
         for topic, counts in now.items():
             was = before.get(topic)
@@ -477,19 +459,16 @@ class ProxyObserver:
     async def topics(self, query: RowsQuery) -> TopicsPage:
         """Return the page that was asked for. Raises ValueError."""
         query.check(TOPIC_ORDERS)
-        topology, wanted, is_counted = (
-            self._table().topology,
-            query.search.lower().encode(),
-            self._tally.topics is not None,
-        )
-        rates, errors = self._topic_rates(), self._tally.topic_errors
+        topology, wanted = self.table().topology, query.search.lower().encode()
+        is_counted = self.tally.topics is not None
+        rates, errors = self._topic_rates(), self.tally.topic_errors
         ranks: Mapping[str, Callable[[bytes], float]] = {
             "rate": lambda topic: rates.get(topic, _UNUSED).received,
             "moves": topology.topic_moves,
             "errors": lambda topic: errors[topic],
             "name": lambda _: 0.0,
         }
-        matching = (topic async for topic in in_portions(topology.names, self._clock) if wanted in topic.lower())
+        matching = (topic async for topic in in_portions(topology.names, self.clock) if wanted in topic.lower())
         names, total = await first_of(matching, query.skip + query.limit, ranks[query.order])
         lines = []
         for topic in names[query.skip :]:
@@ -529,7 +508,7 @@ class ProxyObserver:
         wanted = query.search.lower()
         matching = (
             line
-            async for line in in_portions(await self._clients.lines(), self._clock)
+            async for line in in_portions(await self._clients.lines(), self.clock)
             if wanted in f"{line.client_id} {line.software} {line.principal} {line.address}".lower()
         )
         rows, total = await first_of(matching, query.skip + query.limit, CLIENT_ORDERS[query.order])
@@ -543,22 +522,22 @@ class ProxyObserver:
         if not 1 <= limit <= MAX_PARTITION_ROWS:
             raise ValueError(f"limit must be a number from 1 to {MAX_PARTITION_ROWS}")
         start = parse_place(after) if after is not None else (b"", -1)
-        topology, wanted, lines = self._table().topology, search.lower().encode(), list[PartitionLine]()
+        topology, wanted, lines = self.table().topology, search.lower().encode(), list[PartitionLine]()
         names = topology.names
-        async for topic in in_portions(names[bisect_left(names, start[0]) :], self._clock):
+        async for topic in in_portions(names[bisect_left(names, start[0]) :], self.clock):
             is_wanted = wanted in topic.lower()
             if not is_wanted and b"/" not in wanted:
                 continue
             first = start[1] + 1 if topic == start[0] else 0
-            began = self._clock()
+            began = self.clock()
             for index in range(first, len(topology.partition_indexes(topic))):
                 of = topology.owner(topic, index)
                 if (of == NO_OWNER if owner is None else of != owner) or not (
                     is_wanted or wanted in b"%b/%d" % (topic.lower(), index)
                 ):
-                    if self._clock() - began > 0.001:
+                    if self.clock() - began > 0.001:
                         await asyncio.sleep(0)
-                        began = self._clock()
+                        began = self.clock()
                     continue
                 if len(lines) == limit:
                     return PartitionsPage(lines, f"{lines[-1].topic}/{lines[-1].partition}")
@@ -662,20 +641,14 @@ def _spread(before: Counter[int], now: Counter[int]) -> str:
 
 
 def _limits(vitals: Vitals, shipping: ShipperVitals | None) -> list[LimitLine]:
-    limits = vitals.limits
+    def line(name: str, key: str, used: float, unit: Literal["", "B"] = "") -> LimitLine:
+        return LimitLine(name, f"limits.{key}", used, getattr(vitals.limits, key), unit)
+
     lines = [
-        LimitLine("client connections", "limits.max_connections", vitals.client_connections, limits.max_connections),
-        LimitLine(
-            "bytes in flight",
-            "limits.max_in_flight_bytes_total",
-            vitals.in_flight_bytes,
-            limits.max_in_flight_bytes_total,
-            "B",
-        ),
-        LimitLine("requests of one client", "limits.max_open_requests", vitals.most_requests, limits.max_open_requests),
-        LimitLine(
-            "bytes of one client", "limits.max_in_flight_bytes", vitals.most_bytes, limits.max_in_flight_bytes, "B"
-        ),
+        line("client connections", "max_connections", vitals.client_connections),
+        line("bytes in flight", "max_in_flight_bytes_total", vitals.in_flight_bytes, "B"),
+        line("requests of one client", "max_open_requests", vitals.most_requests),
+        line("bytes of one client", "max_in_flight_bytes", vitals.most_bytes, "B"),
     ]
     if vitals.half_open_limit:
         lines.append(

@@ -15,6 +15,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.control_plane import ControlRequests
@@ -43,6 +44,8 @@ class PacedReader(RequestReader):
 
     _control: ControlRequests
     _requests: PartitionedRequests
+    _begin_again: Callable[[memoryview, float], None]
+    _end_if_drained: Callable[[], None]
 
     def __init__(self, context: ProxyContext) -> None:
         super().__init__(context)
@@ -165,11 +168,3 @@ class PacedReader(RequestReader):
         self._arriving_bytes = 0
         self._budget.held -= held
         self._budget.leave(self)
-
-    def _begin_again(self, frame: memoryview, first_byte_at: float) -> None:
-        """Begin the request that waited for room for its partitions. Raises CodecError."""
-        raise NotImplementedError
-
-    def _end_if_drained(self) -> None:
-        """Close if reading has ended and all is answered."""
-        raise NotImplementedError

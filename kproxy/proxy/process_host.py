@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
+from aiohttp import web
 
 from kproxy.address import Address
 from kproxy.claims.admin import ClaimsAdmin
@@ -20,11 +21,11 @@ from kproxy.config.admin import read_page_token
 from kproxy.config.tls import Loaded
 from kproxy.observe.exposition import Families, render
 from kproxy.observe.http_page import HttpPage, Readiness
-from kproxy.observe.metrics import ProxyCollector, Vitals, build_info, own_process
-from kproxy.observe.page import AdminPage, ReplicaPages
+from kproxy.observe.metrics import ProxyCollector, build_info, own_process
+from kproxy.observe.overview import Overview
+from kproxy.observe.page import ReplicaPages, json_of, replication_route, rows_query, table_query
 from kproxy.observe.page_guard import PageGuard
-from kproxy.observe.table import ClaimsQuery, FreeOrder, TableQuery, TableView, table_page
-from kproxy.observe.tally import Tally
+from kproxy.observe.table import MAX_CLAIM_ROWS, MAX_ORDER_BYTES, ClaimsQuery, FreeOrder, table_page
 from kproxy.proxy.admission import OpenConnections
 from kproxy.proxy.overview import ProxyObserver
 from kproxy.proxy.reload import Read, ReloadStatus, read_again
@@ -33,70 +34,90 @@ from kproxy.security.events import SecurityEvents
 from kproxy.security.quotas import Accounts
 from kproxy.security.reloading import Reloading, Reloads
 from kproxy.security.tls_acceptor import load_for_acceptor
-from kproxy.trail.shipper import ShipperVitals
 
 Page = TypeVar("Page", bound=HttpPage)
 
 
 class OwnPages:
-    """The admin page of this process alone. `claims` raises NotOffered without an Own API, or Unanswered.
+    """The pages of this process alone, as `observer` sees it, with `replicas`.
+
+    `claims` raises NotOffered without an Own API, or Unanswered.
 
     `readiness_s` bounds the time that `readiness` takes.
     """
 
     readiness_s: float | None = None
 
-    def __init__(
-        self,
-        *,
-        table: Callable[[], TableView],
-        readiness: Callable[[], Awaitable[Readiness]],
-        tally: Tally,
-        counters: Mapping[str, int],
-        vitals: Callable[[], Awaitable[Vitals]],
-        claims: Callable[[], ClaimsAdmin],
-        shipping: Callable[[], ShipperVitals | None],
-        observer: ProxyObserver,
-    ) -> None:
+    def __init__(self, observer: ProxyObserver, claims: Callable[[], ClaimsAdmin], replicas: ReplicaPages) -> None:
         self.sample = observer.sample
-        self.overview = observer.overview
-        self.partitions = observer.partitions
-        self.topics = observer.topics
-        self.clients = observer.clients
-        self._table = table
+        self._observer = observer
         self._claims = claims
-        self._readiness = readiness
-        self._tally = tally
-        self._counters = counters
-        self._vitals = vitals
-        self._shipping = shipping
+        self._replicas = replicas
         self._process = tuple(own_process())
         # In a checkout the first call runs git: do that before clients are served.
         build_info()
 
-    async def table(self, query: TableQuery, worker: int | None = None) -> bytes:
-        if worker not in (None, 1):
+    def routes(self) -> list[web.RouteDef]:
+        """Return the pages besides the vital ones."""
+        return [
+            web.get("/table", json_of(self.table)),
+            web.get("/partitions", json_of(self._partitions)),
+            web.get("/topics", json_of(self._topics)),
+            web.get("/clients", json_of(self._clients)),
+            replication_route(self._replicas),
+            web.get("/own", json_of(self._own)),
+            web.post("/own/free", json_of(self._free)),
+        ]
+
+    async def table(self, request: web.Request) -> bytes:
+        worker = int(request.query.get("worker", 1))
+        if worker != 1:
             raise ValueError(f"there is no worker {worker}: this process serves alone")
-        page = table_page(self._table(), topic=query.topic, after=query.after, limit=query.limit)
+        query = table_query(request)
+        page = table_page(self._observer.table(), topic=query.topic, after=query.after, limit=query.limit)
         return msgspec.json.encode(page)
 
-    async def claims(self, query: ClaimsQuery) -> bytes:
+    async def _partitions(self, request: web.Request) -> bytes:
+        asked = request.query
+        owner = int(asked["owner"]) if "owner" in asked else None
+        search, after, limit = asked.get("search", ""), asked.get("after"), int(asked.get("limit", 100))
+        found = await self._observer.partitions(search, owner, after, limit)
+        return msgspec.json.encode(await self._replicas.complete_partitions(found))
+
+    async def _topics(self, request: web.Request) -> bytes:
+        return msgspec.json.encode(await self._observer.topics(rows_query(request)))
+
+    async def _clients(self, request: web.Request) -> bytes:
+        return msgspec.json.encode(await self._observer.clients(rows_query(request)))
+
+    async def _own(self, request: web.Request) -> bytes:
+        asked = request.query
+        query = ClaimsQuery(asked.get("group"), asked.get("after"), int(asked.get("limit", MAX_CLAIM_ROWS)))
         return msgspec.json.encode(self._claims().page(query))
 
-    async def free(self, order: FreeOrder) -> bytes:
-        return msgspec.json.encode(await self._claims().free(order))
+    async def _free(self, request: web.Request) -> bytes:
+        if request.content_type != "application/json":
+            # A foreign web page can make a browser send a form, but not JSON.
+            raise web.HTTPUnsupportedMediaType(text="send application/json\n")
+        body = await request.read()
+        if len(body) > MAX_ORDER_BYTES:
+            raise ValueError(f"an order of {len(body)} bytes; at most {MAX_ORDER_BYTES} are allowed: name fewer")
+        return msgspec.json.encode(await self._claims().free(msgspec.json.decode(body, type=FreeOrder)))
+
+    async def overview(self) -> Overview:
+        return await self._replicas.complete(await self._observer.overview())
 
     async def summary(self) -> str:
         return "kproxy"
 
     async def metrics(self, accept: str) -> tuple[bytes, str]:
-        vitals = await self._vitals()
+        observer = self._observer
         proxy = ProxyCollector(
-            tally=self._tally,
-            counters=self._counters,
-            table=self._table(),
-            vitals=vitals,
-            shipping=self._shipping(),
+            tally=observer.tally,
+            counters=observer.counters,
+            vitals=await observer.vitals(),
+            table=observer.table(),
+            shipping=observer.shipping(),
         )
         # Read on the event loop, which changes the tally. Counting thousands of open files takes some 10 ms, and so do
         # the families about a hundred brokers.
@@ -106,7 +127,7 @@ class OwnPages:
     async def readiness(self) -> Readiness:
         try:
             async with asyncio.timeout(self.readiness_s):
-                return await self._readiness()
+                return await self._observer.readiness()
         except TimeoutError:
             return Readiness(ready=False, text="no broker has answered yet")
 
@@ -123,14 +144,14 @@ class ProcessHost:
     worker: int | None = None
 
     def __init__(self, config: ProxyConfig) -> None:
-        self._replicas = ReplicaPages(config)
-        self._admin: AdminPage | None = None
+        self.replicas = ReplicaPages(config)
+        self._admin: HttpPage | None = None
         self._said = ""
 
     async def open(self, pages: OwnPages, site: AdminSite | None) -> None:
         """Show `pages` on the admin page, if there is a `site`. Raises StartupError."""
         if site is not None:
-            self._admin, self._said = await site.start(AdminPage(pages, self._replicas, site.guard))
+            self._admin, self._said = await site.start(HttpPage(pages, pages.routes(), site.guard))
 
     def configurations(self, hangup: asyncio.Event) -> tuple[asyncio.Event, Read]:
         """Return what is set when another configuration is to be read, and what reads it."""
@@ -162,7 +183,7 @@ class ProcessHost:
     async def close(self) -> None:
         if self._admin is not None:
             await self._admin.stop()
-        await self._replicas.close()
+        await self.replicas.close()
 
 
 class AdminSite:

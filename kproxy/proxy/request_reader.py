@@ -8,7 +8,7 @@ The compiled plain path (kproxy.plain) has a twin of the class here, which is us
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from kproxy.observe.busiest import Use
@@ -74,6 +74,13 @@ class RequestReader:
     _ranges: Ranges
     _plain: Taker | None
     _charging: Meter | None
+    # Methods of the session. The budget calls `read_on`, which calls its `leave` or `wait` again.
+    adjust_reading: Callable[[], None]
+    read_on: Callable[[], None]
+    refuse: Callable[[Exception], None]
+    _rest: Callable[[], None]
+    _take: Callable[[memoryview, float], None]
+    _use_of: Callable[[bytes], Use]
 
     def __init__(self, context: ProxyContext) -> None:
         self._clock = context.clock
@@ -195,10 +202,6 @@ class RequestReader:
         self._count_sent(outbox)
         self._use = None
 
-    def _use_of(self, client_id: bytes) -> Use:
-        """Find the use of a client."""
-        raise NotImplementedError
-
     @property
     def is_amid_frame(self) -> bool:
         """Whether a frame has begun to arrive and is not whole."""
@@ -208,26 +211,6 @@ class RequestReader:
     def arrived_bytes(self) -> int:
         """The bytes that have arrived of a frame that is not whole."""
         return self._reader.pending_bytes
-
-    def read_on(self) -> None:
-        """Resume reading: the budget has room again, or this session may pass."""
-        raise NotImplementedError
-
-    def refuse(self, error: Exception) -> None:
-        """Close because of the client's bytes, or because its request has no possible answer."""
-        raise NotImplementedError
-
-    def adjust_reading(self) -> None:
-        """Read while there is room."""
-        raise NotImplementedError
-
-    def _take(self, frame: memoryview, first_byte_at: float) -> None:
-        """Begin a request that `_plain` leaves to the session. Raises CodecError."""
-        raise NotImplementedError
-
-    def _rest(self) -> None:
-        """Start no more requests in this turn of the event loop."""
-        raise NotImplementedError
 
 
 if not TYPE_CHECKING and compiled is not None:

@@ -14,9 +14,11 @@ import gc
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf
+from pathlib import Path
 from random import Random
 
 import structlog
@@ -26,7 +28,7 @@ from kproxy.claims.service import OwnService
 from kproxy.config import Address, AuditOptions, ProxyConfig
 from kproxy.config.listeners import ListenerConfig, advertised_listeners, ready_listeners
 from kproxy.config.principal_rules import DEFAULT_MAPPING
-from kproxy.config.tls import BrokerTls, ListenerTls, Loaded, load_broker_tls
+from kproxy.config.tls import BrokerTls, Loaded, load_broker_tls
 from kproxy.errors import StartupError
 from kproxy.fleet.membership import Membership
 from kproxy.observe.metrics import Vitals
@@ -102,6 +104,11 @@ class _Proxy:
         self._access = self._open_access()
         self._status = host.status(self._counters, self._events)
 
+    @property
+    def _tells(self) -> bool:
+        """Whether this process, and not another worker, logs what all of them see."""
+        return self._host.worker in (None, 1)
+
     async def serve(self) -> None:
         """Serve until cancelled; then drain."""
         config = self._config
@@ -120,10 +127,12 @@ class _Proxy:
             if sharing is not None:
                 stack.push_async_callback(cancel, sharing)
             audit = self._audit = self._open_audit(port)
-            site = self._site = self._open_site()
+            # Another process may have the page.
+            if config.admin is not None:
+                self._site = AdminSite(config, config.admin, self._reloads, self._counters, self._events)
             pages = self._pages(port)
             stack.push_async_callback(self._host.close)
-            await self._host.open(pages, site)
+            await self._host.open(pages, self._site)
             opened = self._opened = await stack.enter_async_context(
                 open_source(config, self._topology, self._wait, self._access)
             )
@@ -141,7 +150,7 @@ class _Proxy:
             await self._listener.serve(
                 context, fleets=membership.by_listener, admissions=self._admissions(config, security)
             )
-            if self._host.worker in (None, 1):
+            if self._tells:
                 log.info("plain path chosen", kind="Python" if compiled is None else "compiled")
                 _warn_about_fd_limit(config)
             audit.ship()
@@ -193,7 +202,9 @@ class _Proxy:
         for listener in self._config.listeners:
             tls = None
             if listener.tls is not None:
-                tls = self._reloads.add(self._reloading(listener, listener.tls))
+                named = f"TLS of listener {listener.name}" if listener.name else "TLS of the listener"
+                load = partial(load_for_acceptor, listener.tls)
+                tls = self._reloads.add(self._reloading(named, listener.tls.files, load))
                 self._certificates[listener.name] = tls
             ports.append(
                 await self._listener.bind_for(
@@ -206,14 +217,9 @@ class _Proxy:
             )
         return ports
 
-    def _reloading(self, listener: ListenerConfig, tls: ListenerTls) -> Reloading[Loaded]:
-        return Reloading(
-            f"TLS of listener {listener.name}" if listener.name else "TLS of the listener",
-            tls.files,
-            lambda: load_for_acceptor(tls),
-            counters=self._counters,
-            tells=self._host.worker in (None, 1),
-        )
+    def _reloading(self, named: str, files: Sequence[Path], load: Callable[[], Loaded]) -> Reloading[Loaded]:
+        """Load TLS's files. Raises StartupError."""
+        return Reloading(named, files, load, counters=self._counters, tells=self._tells)
 
     def _open_access(self) -> BrokerAuth:
         """Make the access to brokers. Raises StartupError."""
@@ -228,21 +234,7 @@ class _Proxy:
         return BrokerAuth(options.tls, tls, options.sasl, random=self._random, needs_tls="set audit.tls")
 
     def _reloading_towards(self, options: BrokerTls | None, named: str) -> Reloading[Loaded] | None:
-        """Load a context for connections. Raises StartupError."""
-        if options is None:
-            return None
-        return Reloading(
-            named,
-            options.files,
-            lambda: load_broker_tls(options),
-            counters=self._counters,
-            tells=self._host.worker in (None, 1),
-        )
-
-    def _open_site(self) -> AdminSite | None:
-        """Find where the admin page is; None without one or if another process has it. Raises StartupError."""
-        admin = self._config.admin
-        return None if admin is None else AdminSite(self._config, admin, self._reloads, self._counters, self._events)
+        return None if options is None else self._reloading(named, options.files, partial(load_broker_tls, options))
 
     async def _vitals(self) -> Vitals:
         vitals = await self._listener.vitals()
@@ -285,7 +277,7 @@ class _Proxy:
             has_users=has_users,
             has_acls=has_acls,
             counters=self._counters,
-            tells=self._host.worker in (None, 1),
+            tells=self._tells,
             events=self._events,
         )
 
@@ -298,7 +290,7 @@ class _Proxy:
             config.quotas,
             self._reloads,
             counters=self._counters,
-            tells=self._host.worker in (None, 1),
+            tells=self._tells,
             in_etcd=in_etcd,
             events=self._events,
         )
@@ -345,7 +337,7 @@ class _Proxy:
         access = self._config.access
         if access is None:
             return None
-        if not security.has_acls and self._host.worker in (None, 1):
+        if not security.has_acls and self._tells:
             advice = "write [[acls]] into the configuration file"
             if access.acls_in_etcd:
                 advice = "add rules with `kproxy acl add --etcd`"
@@ -388,13 +380,12 @@ class _Proxy:
         return context
 
     def _pages(self, port: int) -> OwnPages:
-        shipping = lambda: self._audit.shipping if self._audit is not None else None  # noqa: E731
         observer = ProxyObserver(
             listener=self._listener,
             table=self._view,
             readiness=lambda: self._listener.readiness(self._view()),
             vitals=self._vitals,
-            shipping=shipping,
+            shipping=lambda: self._audit.shipping if self._audit is not None else None,
             claims=lambda: self._own.table.count if self._own is not None else None,
             tally=self._tally,
             counters=self._counters,
@@ -402,16 +393,7 @@ class _Proxy:
             name=f"kproxy at {Address(*self._advertised(port))}",
             facts=self._status.facts,
         )
-        return OwnPages(
-            observer=observer,
-            table=self._view,
-            readiness=lambda: self._listener.readiness(self._view()),
-            tally=self._tally,
-            counters=self._counters,
-            vitals=self._vitals,
-            claims=self._claims,
-            shipping=shipping,
-        )
+        return OwnPages(observer, self._claims, self._host.replicas)
 
     def _wait(self, sentence: str) -> None:
         """Report the reason why startup waits."""

@@ -125,55 +125,55 @@ class Listener:
 
     async def vitals(self) -> Vitals:
         """The current values for the metrics, and the tally's sent bytes. Clients have their turns meanwhile."""
+        acceptors = [acceptor for acceptor, _ in self._acceptors]
+        of_process = Vitals(
+            client_connections=self._client_count,
+            limits=self._limits,
+            draining=self._leaving or self._draining,
+            certificates={
+                ("listener", each.name): each.expires_at for each in acceptors if each.expires_at is not None
+            },
+            half_open_connections=sum(each.half_open for each in acceptors),
+            half_open_limit=len(acceptors) * self._limits.max_half_open,
+        )
+        context = self._context
+        if context is None:
+            return of_process
         in_flight_requests = most_requests = most_bytes = 0
-        requests: Counter[int] = Counter()
-        bytes_of: Counter[int] = Counter()
-        connections: Counter[int] = Counter()
+        requests, bytes_of, connections = Counter[int](), Counter[int](), Counter[int]()
         oldest_s: defaultdict[int, float] = defaultdict(float)
         slow: list[SlowClient] = []
-        context = self._context
-        if context is not None:
-            now = context.clock()
-            async for session in self._in_portions(context):
-                open_requests = session.open_requests
-                in_flight_requests += open_requests
-                most_requests = max(most_requests, open_requests)
-                most_bytes = max(most_bytes, session.in_flight_bytes)
-                session.tell_sent()
-                slow_s, slow_at = session.slow(now)
-                if slow_s >= SLOW_S:
-                    slow.append(SlowClient(slow_s, slow_at, session.client_id or "", session.principal, session.peer))
-                connections.update(session.connected_brokers)
-                for broker, count, size, age_s in session.unanswered(now):
-                    requests[broker] += count
-                    bytes_of[broker] += size
-                    oldest_s[broker] = max(oldest_s[broker], age_s)
-        own = context.own if context is not None else None
-        brokers = context.brokers.vitals() if context is not None else {}
-        return Vitals(
-            client_connections=self._client_count,
+        now = context.clock()
+        async for session in self._in_portions(context):
+            open_requests = session.open_requests
+            in_flight_requests += open_requests
+            most_requests = max(most_requests, open_requests)
+            most_bytes = max(most_bytes, session.in_flight_bytes)
+            session.tell_sent()
+            slow_s, slow_at = session.slow(now)
+            if slow_s >= SLOW_S:
+                slow.append(SlowClient(slow_s, slow_at, session.client_id or "", session.principal, session.peer))
+            connections.update(session.connected_brokers)
+            for broker, count, size, age_s in session.unanswered(now):
+                requests[broker] += count
+                bytes_of[broker] += size
+                oldest_s[broker] = max(oldest_s[broker], age_s)
+        own = context.own
+        return replace(
+            of_process,
             upstream_connections=connections,
             in_flight_requests=in_flight_requests,
-            in_flight_bytes=self._in_flight_bytes,
+            in_flight_bytes=context.budget.held + context.answer_memory.held,
             most_requests=most_requests,
             most_bytes=most_bytes,
             slow=nlargest(MOST_SLOW, slow),
-            limits=self._limits,
-            paused_connections=len(context.budget.waiting) if context is not None else 0,
+            paused_connections=len(context.budget.waiting),
             brokers={
                 broker: replace(
                     vitals, in_flight=requests[broker], in_flight_bytes=bytes_of[broker], oldest_s=oldest_s[broker]
                 )
-                for broker, vitals in brokers.items()
+                for broker, vitals in context.brokers.vitals().items()
             },
-            draining=self._leaving or self._draining,
-            certificates={
-                ("listener", acceptor.name): acceptor.expires_at
-                for acceptor, _ in self._acceptors
-                if acceptor.expires_at is not None
-            },
-            half_open_connections=sum(acceptor.half_open for acceptor, _ in self._acceptors),
-            half_open_limit=len(self._acceptors) * self._limits.max_half_open,
             own_claims=own.held_count if own is not None else 0,
             own_members=len(own.table.members) if own is not None else 0,
             own_unsettled=len(own.unsettled.places()) if own is not None else 0,
@@ -182,6 +182,12 @@ class Listener:
     @property
     def context(self) -> ProxyContext | None:
         """What the sessions share; None until `serve`."""
+        return self._context
+
+    @property
+    def _serving(self) -> ProxyContext:
+        if self._context is None:
+            raise RuntimeError("call serve first")
         return self._context
 
     async def tell_sent(self) -> None:
@@ -198,19 +204,15 @@ class Listener:
                     yield session
 
     @property
-    def _in_flight_bytes(self) -> int:
-        return self._context.budget.held + self._context.answer_memory.held if self._context is not None else 0
-
-    @property
     def _client_count(self) -> int:
         return len(self._sessions) - len(self._inside)
 
-    async def bind(self, host: str, port: int, *, shared: bool = False) -> int:
+    async def bind(self, host: str, port: int, *, name: str = "", shared: bool = False, only_ipv6: bool = False) -> int:
         """Listen without accepting yet; return the real port.
 
         `shared`: other processes may listen there too. Raises StartupError.
         """
-        server = await bind(self._session, host, port, shared=shared)
+        server = await bind(lambda: self._session(name), host, port, shared=shared, only_ipv6=only_ipv6)
         self._servers.append(server)
         return bound_port(server)
 
@@ -225,11 +227,7 @@ class Listener:
     ) -> int:
         """Like `bind`, for a configured listener; `tls` if it has TLS."""
         if config.is_plain:
-            server = await bind(
-                lambda: self._session(config.name), *config.listen, shared=shared, only_ipv6=config.only_ipv6
-            )
-            self._servers.append(server)
-            return bound_port(server)
+            return await self.bind(*config.listen, name=config.name, shared=shared, only_ipv6=config.only_ipv6)
         server = await bind(asyncio.Protocol, *config.listen, shared=shared, only_ipv6=config.only_ipv6)
         acceptor = TlsAcceptor(
             config.name,
@@ -315,25 +313,19 @@ class Listener:
             end.close()
 
     def _inside_session(self) -> ClientSession:
-        if self._context is None:
-            raise RuntimeError("call serve first")
-        session = ClientSession(self._context, self._session_closed)
+        session = ClientSession(self._serving, self._session_closed)
         self._sessions.add(session)
         self._inside.add(session)
         return session
 
-    def _session(self, listener: str = "") -> asyncio.BaseProtocol:
+    def _session(self, listener: str) -> asyncio.BaseProtocol:
         if self._refuses():
             return _Refusal()
         return self._admit(self._origin(listener))
 
-    def _fleet_of(self, listener: str) -> Fleet:
-        if self._context is None:
-            raise RuntimeError("call serve first")
-        return self._fleets.get(listener, self._context.fleet)
-
     def _origin(self, listener: str, source: Source | None = None) -> ClientOrigin:
-        return ClientOrigin(self._fleet_of(listener), source, self._admissions.get(listener))
+        fleet = self._fleets.get(listener, self._serving.fleet)
+        return ClientOrigin(fleet, source, self._admissions.get(listener))
 
     def _session_inside(self, listener: str, source: Source | None) -> ClientSession | None:
         """The session of an accepted client; None if the limit was reached meanwhile."""
@@ -346,30 +338,24 @@ class Listener:
         if self._context is None:
             return True
         if self._client_count >= self._limits.max_connections:
-            log.warning(
-                "client connection refused",
-                reason="limits.max_connections is reached",
-                limit=self._limits.max_connections,
-            )
-            self._context.counters["clients.too_many"] += 1
-            return True
-        if not self._has_descriptors(self._context):
-            log.warning(
-                "client connection refused",
-                reason="too few open files are allowed (ulimit -Hn, LimitNOFILE= of systemd)",
-                limit=open_file_limit(),
-                clients=self._client_count,
-            )
-            self._context.counters["clients.too_many"] += 1
-            return True
-        return False
+            reason: dict[str, object] = {
+                "reason": "limits.max_connections is reached",
+                "limit": self._limits.max_connections,
+            }
+        elif not self._has_descriptors(self._context):
+            text = "too few open files are allowed (ulimit -Hn, LimitNOFILE= of systemd)"
+            reason = {"reason": text, "limit": open_file_limit(), "clients": self._client_count}
+        else:
+            return False
+        log.warning("client connection refused", **reason)
+        self._context.counters["clients.too_many"] += 1
+        return True
 
     def _admit(self, origin: ClientOrigin) -> ClientSession:
         """The session of a client that is admitted."""
-        if self._context is None:
-            raise RuntimeError("call serve first")
-        self._context.counters["clients.accepted"] += 1
-        session = ClientSession(self._context, self._session_closed, origin)
+        context = self._serving
+        context.counters["clients.accepted"] += 1
+        session = ClientSession(context, self._session_closed, origin)
         self._sessions.add(session)
         self._empty.clear()
         return session
@@ -393,9 +379,7 @@ class Listener:
         return self._acceptors[0][0].descriptor
 
     def _session_closed(self, session: ClientSession) -> None:
-        if self._context is None:
-            raise RuntimeError("call serve first")
-        self._context.turns.take(partial(self._begin_close, session))
+        self._serving.turns.take(partial(self._begin_close, session))
 
     def _begin_close(self, session: ClientSession) -> None:
         task = asyncio.get_running_loop().create_task(self._close(session))

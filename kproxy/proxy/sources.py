@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Protocol
@@ -19,7 +19,7 @@ from kproxy.ownership.kafka_metadata import KafkaMetadata
 from kproxy.ownership.leases import LeaseTable
 from kproxy.ownership.static_table import StaticTable
 from kproxy.proxy.api_versions import NO_CAPS
-from kproxy.proxy.context import ProxyContext
+from kproxy.proxy.context import OwnershipSource, ProxyContext
 from kproxy.proxy.coordinators import LeasedCoordinators
 from kproxy.routing import retry
 from kproxy.routing.topology import Topology
@@ -45,7 +45,7 @@ PATIENCE_S = 5.0
 MAX_LOOKUPS: Final = 256
 
 
-class Source(Protocol):
+class Source(OwnershipSource, Protocol):
     """Feeds a topology."""
 
     @property
@@ -64,10 +64,6 @@ class Source(Protocol):
 
     async def wait_synced(self) -> None:
         """Wait until the table has been loaded once."""
-        ...
-
-    def refresh(self, topic: bytes, partition_index: int, seen_revision: int) -> Awaitable[object]:
-        """Read one partition's owner again after a broker refused a request routed at `seen_revision`; shared."""
         ...
 
     async def reload(self) -> str:

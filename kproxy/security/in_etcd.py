@@ -148,22 +148,24 @@ def _check_length(value: bytes, most: int) -> None:
 Value = TypeVar("Value")
 
 
-class _Kind(NamedTuple, Generic[Value]):
-    """`parse_key` and `parse` raise ValueError; `one` and `many` are for people."""
-
-    one: str
-    many: str
-    prefix: str
-    parse_key: Callable[[str], str]
-    parse: Callable[[bytes], Value]
-    most: int
-
-
 class _Kept(Generic[Value]):
-    """The good values of one kind, by name. `refused` is called with each invalid value and the reason."""
+    """The good values of one kind, by name; `one` and `many` name the kind for people.
 
-    def __init__(self, kind: _Kind[Value], refused: Callable[[_Kind[Value], KeyValue, str, bool], None]) -> None:
-        self.kind = kind
+    `parse_key` and `parse` raise ValueError. `refused` is called with each invalid value and the reason.
+    """
+
+    def __init__(
+        self,
+        one: str,
+        many: str,
+        prefix: str,
+        parse_key: Callable[[str], str],
+        parse: Callable[[bytes], Value],
+        most: int,
+        refused: Callable[[_Kept[Value], KeyValue, str, bool], None],
+    ) -> None:
+        self.one, self.many, self.prefix = one, many, prefix
+        self._parse_key, self._parse, self._most = parse_key, parse, most
         self.by_name: dict[str, Value] = {}
         # The revision in which each key was created.
         self.created: dict[str, int] = {}
@@ -175,13 +177,13 @@ class _Kept(Generic[Value]):
 
     def of(self, events: Iterable[WatchEvent]) -> dict[str, Value]:
         """Return the good values of these keys."""
-        names = {unquote(event.kv.key.removeprefix(self.kind.prefix)) for event in events}
+        names = {unquote(event.kv.key.removeprefix(self.prefix)) for event in events}
         return {name: self.by_name[name] for name in names if name in self.by_name}
 
     def delete(self, key: str) -> bool:
         """Drop the value of a key; return whether there was one."""
         try:
-            name = self.kind.parse_key(key.removeprefix(self.kind.prefix))
+            name = self._parse_key(key.removeprefix(self.prefix))
         except ValueError:
             # The key never had a value.
             return False
@@ -193,24 +195,24 @@ class _Kept(Generic[Value]):
         fresh: dict[str, Value] = {}
         created: dict[str, int] = {}
         for ordinal, kv in enumerate(kvs, 1):
-            if kv.key.startswith(self.kind.prefix):
+            if kv.key.startswith(self.prefix):
                 self._put(kv, fresh, created)
             if ordinal % SLICE == 0:
                 await asyncio.sleep(0)
         self.by_name, self.created = fresh, created
 
     def _put(self, kv: KeyValue, values: dict[str, Value], created: dict[str, int]) -> bool:
-        kind, name, before = self.kind, None, self.by_name
+        name, before = None, self.by_name
         try:
-            name = kind.parse_key(kv.key.removeprefix(kind.prefix))
-            value = kind.parse(kv.value)
-            if name not in values and len(values) >= kind.most:
-                raise ValueError(f"there are more than {kind.most} {kind.many}: remove some, and write it again")
+            name = self._parse_key(kv.key.removeprefix(self.prefix))
+            value = self._parse(kv.value)
+            if name not in values and len(values) >= self._most:
+                raise ValueError(f"there are more than {self._most} {self.many}: remove some, and write it again")
         except ValueError as error:
-            is_kept = name is not None and name in before and (name in values or len(values) < kind.most)
+            is_kept = name is not None and name in before and (name in values or len(values) < self._most)
             if name is not None and is_kept:
                 values[name], created[name] = before[name], self.created[name]
-            self._refused(kind, kv, str(error), is_kept)
+            self._refused(self, kv, str(error), is_kept)
             return False
         values[name], created[name] = value, kv.create_revision
         return True
@@ -243,13 +245,9 @@ class AccessInEtcd:
         self._counters = counters
         self._tells = tells
         self._events = events if tells else NO_EVENTS
-        self._users = _Kept(
-            _Kind("user", "users", keys.users, parse_user_key, decode_user, MOST_USERS), self._value_refused
-        )
-        self._acls = _Kept(
-            _Kind("rule", "rules", keys.acls, check_acl_id, lambda value: acls_of([decode_acl(value)]), MOST_ACLS),
-            self._value_refused,
-        )
+        refused, parse_acls = self._value_refused, lambda value: acls_of([decode_acl(value)])
+        self._users = _Kept("user", "users", keys.users, parse_user_key, decode_user, MOST_USERS, refused)
+        self._acls = _Kept("rule", "rules", keys.acls, check_acl_id, parse_acls, MOST_ACLS, refused)
         wanted = [*([keys.users] if has_users else []), *([keys.acls] if has_acls else [])]
         self._mirror = PrefixMirror(self._client, wanted, self)
         self.users = Users({})
@@ -298,14 +296,14 @@ class AccessInEtcd:
             await self._acls.replace(snapshot.kvs)
             self.on_acls()
         if self._is_read:
-            self._changed("users and rules" if self.has_users and self.has_acls else self._kinds()[0].kind.many)
+            self._changed("users and rules" if self.has_users and self.has_acls else self._kinds()[0].many)
             for kept, values in before:
                 await asyncio.to_thread(self._tell_changes, kept, values, kept.by_name)
         self._is_read = True
 
     def on_events(self, events: list[WatchEvent], revision: int) -> None:
         for kept in self._kinds():
-            ours = [event for event in events if event.kv.key.startswith(kept.kind.prefix)]
+            ours = [event for event in events if event.kv.key.startswith(kept.prefix)]
             before = kept.of(ours)
             changes = [kept.delete(event.kv.key) if event.deleted else kept.put(event.kv) for event in ours]
             if any(changes):
@@ -313,7 +311,7 @@ class AccessInEtcd:
                     self._take_users()
                 else:
                     self.on_acls()
-                self._changed(kept.kind.many)
+                self._changed(kept.many)
                 self._tell_changes(kept, before, kept.of(ours))
 
     def _kinds(self) -> list[_Kept[Credentials] | _Kept[list[Acl]]]:
@@ -333,9 +331,9 @@ class AccessInEtcd:
                 {f"{acl_id}: {acl}": acl for acl_id, acls in values.items() for acl in acls}
                 for values in (before, after)
             )
-        self._events.tell_changes(f"{kept.kind.many} in etcd", before, after)
+        self._events.tell_changes(f"{kept.many} in etcd", before, after)
 
-    def _value_refused(self, kind: _Kind[Value], kv: KeyValue, reason: str, is_kept: bool) -> None:
+    def _value_refused(self, kept: _Kept[Value], kv: KeyValue, reason: str, is_kept: bool) -> None:
         key = kv.key[:_MOST_SHOWN]
         if self._told.get(key) == kv.mod_revision:
             return
@@ -346,9 +344,9 @@ class AccessInEtcd:
         if self._tells:
             log.error(
                 "reload failed",
-                consequence="its last good value stays" if is_kept else f"the {kind.one} is ignored",
-                what=f"a {kind.one} in etcd",
+                consequence="its last good value stays" if is_kept else f"the {kept.one} is ignored",
+                what=f"a {kept.one} in etcd",
                 key=key,
                 reason=reason,
             )
-        self._events.tell("not_reloaded", what=f"{kind.one} in etcd: {key}", reason=reason)
+        self._events.tell("not_reloaded", what=f"{kept.one} in etcd: {key}", reason=reason)

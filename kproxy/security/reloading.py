@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
@@ -43,6 +44,7 @@ Take = Callable[[SecurityEvents], Callable[[], None]]
 _Print = tuple[tuple[int, int, int] | None, ...]
 
 
+@dataclass(eq=False)
 class Reloading(Generic[T]):
     """A value that `load` makes of `files`; `named` is its name in the log.
 
@@ -50,30 +52,22 @@ class Reloading(Generic[T]):
     value by name, so that security events can name the added, removed and changed parts.
     """
 
-    def __init__(
-        self,
-        named: str,
-        files: Sequence[Path],
-        load: Callable[[], T],
-        *,
-        counters: Counter[str],
-        tells: bool = True,
-        on_change: Callable[[T], None] = lambda value: None,
-        entries: Callable[[T], Mapping[str, object]] = lambda value: {},
-    ) -> None:
-        self.named = named
-        self._files = tuple(files)
-        self._load = load
-        self._counters = counters
-        self._tells = tells
-        self._on_change = on_change
-        self._entries = entries
-        self._attempted = self._seen = _print_of(self._files)
-        self.current = load()
+    named: str
+    files: Sequence[Path]
+    load: Callable[[], T]
+    _: KW_ONLY
+    counters: Counter[str]
+    tells: bool = True
+    on_change: Callable[[T], None] = lambda value: None
+    entries: Callable[[T], Mapping[str, object]] = lambda value: {}
+
+    def __post_init__(self) -> None:
+        self._attempted = self._seen = _print_of(self.files)
+        self.current = self.load()
 
     async def look(self, events: SecurityEvents = NO_EVENTS) -> None:
         """Load the files if they have changed, and are the same as at the last check."""
-        seen = await asyncio.to_thread(_print_of, self._files)
+        seen = await asyncio.to_thread(_print_of, self.files)
         before, self._seen = self._seen, seen
         if seen != self._attempted and seen == before:
             await self.reload(events)
@@ -95,40 +89,40 @@ class Reloading(Generic[T]):
 
     def prepare(self, source: Source[T] | None = None) -> Take:
         """Load the files, or those of another `source` from now on, on any thread. Raises StartupError."""
-        files, load = source or (self._files, self._load)
+        files, load = source or (self.files, self.load)
         seen, value = _print_of(files), load()
 
         def take(events: SecurityEvents) -> Callable[[], None]:
-            self._files, self._load, self._attempted, self._seen = tuple(files), load, seen, seen
+            self.files, self.load, self._attempted, self._seen = tuple(files), load, seen, seen
             before, self.current = self.current, value
-            self._counters["tls.reloads.done"] += 1
-            self._on_change(value)
-            if not self._tells:
+            self.counters["tls.reloads.done"] += 1
+            self.on_change(value)
+            if not self.tells:
                 return lambda: None
             log.info("reloaded", what=self.named)
             events.tell("reloaded", what=self.named)
-            entries = self._entries
+            entries = self.entries
             return lambda: events.tell_changes(self.named, entries(before), entries(value))
 
         return take
 
     def reads(self, file: Path) -> bool:
         """Whether the value is made from this file."""
-        return file in self._files
+        return file in self.files
 
     def pass_over(self) -> None:
         """Do not load the files as they are now."""
-        self._attempted = self._seen = _print_of(self._files)
+        self._attempted = self._seen = _print_of(self.files)
 
     def _failed(self, reason: str, events: SecurityEvents) -> None:
-        if self._tells:
+        if self.tells:
             log.error("reload failed", consequence="the last valid files stay in force", what=self.named, reason=reason)
         self.tell_failed(reason, events)
 
     def tell_failed(self, reason: str, events: SecurityEvents) -> None:
         """Count an attempt that failed, and record it in `events`."""
-        self._counters["tls.reloads.failed"] += 1
-        if self._tells:
+        self.counters["tls.reloads.failed"] += 1
+        if self.tells:
             events.tell("not_reloaded", what=self.named, reason=reason)
 
 

@@ -41,6 +41,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Final, Generic, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -144,6 +145,7 @@ def _pace_of_loop() -> _Pace:
     return found
 
 
+@dataclass(slots=True)
 class _Handshake:
     """The data that a handshake needs while it runs, and if it fails.
 
@@ -151,12 +153,9 @@ class _Handshake:
     the event loop closes its own.
     """
 
-    __slots__ = ("pace", "server_name", "spare")
-
-    def __init__(self, spare: socket.socket, pace: _Pace) -> None:
-        self.server_name = ""
-        self.spare = spare
-        self.pace = pace
+    spare: socket.socket
+    pace: _Pace
+    server_name: str = ""
 
     def send_alert(self, alert: bytes) -> None:
         """Send the client the reason, as event loops drop the last bytes that TLS sends (python/cpython#98078)."""
@@ -266,6 +265,7 @@ def handshakes_of(counters: Counter[str]) -> dict[str, int]:
     return {name.rpartition(".")[2]: count for name, count in counters.items() if name.startswith(HANDSHAKES)}
 
 
+@dataclass(eq=False)
 class TlsAcceptor(Generic[Session]):
     """One listener; `name` is empty for the only one. `tls` returns the TLS settings for new handshakes.
 
@@ -276,47 +276,31 @@ class TlsAcceptor(Generic[Session]):
     The names of counters begin with `counted_as`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        tls: Callable[[], Loaded] | None,
-        *,
-        proxy_protocol: bool = False,
-        proxy_senders: Collection[Network] | None = None,
-        max_half_open: int,
-        refuses: Callable[[], bool] = lambda: False,
-        session: Callable[[Source | None], Session | None],
-        welcome: Callable[[Session], None] = lambda session: None,
-        counters: Counter[str],
-        words: ListenerWords = ListenerWords(),  # noqa: B008 -- it does not change
-        answer_to_http: bytes = ANSWER_TO_HTTP,
-        counted_as: str = HANDSHAKES,
-        events: SecurityEvents = NO_EVENTS,
-    ) -> None:
-        self.name = name
-        self._tls = tls
-        self._proxy_protocol = proxy_protocol
-        self._proxy_senders = proxy_senders
-        self.max_half_open = max_half_open
-        self._refuses = refuses
-        self._session = session
-        self._welcome = welcome
-        self._counters = counters
-        self._words = words
-        self._answer_to_http = answer_to_http
-        self._counted_as = counted_as
-        self._events = events
-        self._sockets: list[socket.socket] = []
-        self._accepting: list[asyncio.Task[None]] = []
-        # The tasks of connections, the oldest first, each with the address that the connection comes from.
-        self._half_open: dict[asyncio.Task[None], str] = {}
-        self._evicted: dict[asyncio.Task[None], str] = {}
-        self._queue = asyncio.Lock()
+    name: str
+    tls: Callable[[], Loaded] | None
+    _: KW_ONLY
+    proxy_protocol: bool = False
+    proxy_senders: Collection[Network] | None = None
+    max_half_open: int
+    refuses: Callable[[], bool] = lambda: False
+    session: Callable[[Source | None], Session | None]
+    welcome: Callable[[Session], None] = lambda session: None
+    counters: Counter[str]
+    words: ListenerWords = ListenerWords()  # noqa: RUF009 -- it does not change
+    answer_to_http: bytes = ANSWER_TO_HTTP
+    counted_as: str = HANDSHAKES
+    events: SecurityEvents = NO_EVENTS
+    _sockets: list[socket.socket] = field(default_factory=list, init=False)
+    _accepting: list[asyncio.Task[None]] = field(default_factory=list, init=False)
+    # The tasks of connections, the oldest first, each with the address that the connection comes from.
+    _half_open: dict[asyncio.Task[None], str] = field(default_factory=dict, init=False)
+    _evicted: dict[asyncio.Task[None], str] = field(default_factory=dict, init=False)
+    _queue: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     @property
     def expires_at(self) -> float | None:
         """When the certificate expires, in seconds since the epoch; None without TLS."""
-        certificate = self._tls().certificate if self._tls is not None else None
+        certificate = self.tls().certificate if self.tls is not None else None
         return None if certificate is None else certificate.expires_at
 
     @property
@@ -369,10 +353,10 @@ class TlsAcceptor(Generic[Session]):
                 log.warning("client connection not accepted", listener=self.name, reason=str(error))
                 await asyncio.sleep(PAUSE_S)
                 continue
-            if self._proxy_senders is not None and not is_among(address[0], self._proxy_senders):
+            if self.proxy_senders is not None and not is_among(address[0], self.proxy_senders):
                 connection.close()
                 self._refused(_FOREIGN_SENDER, str(Address(*address[:2])))
-            elif self._refuses():
+            elif self.refuses():
                 connection.close()
             else:
                 self._begin(connection, str(Address(*address[:2])))
@@ -398,14 +382,14 @@ class TlsAcceptor(Generic[Session]):
     async def _let_in(self, connection: socket.socket, peer: str) -> None:
         try:
             async with asyncio.timeout(HANDSHAKE_S):
-                source = await _read_header(connection) if self._proxy_protocol else None
+                source = await _read_header(connection) if self.proxy_protocol else None
                 if source is not None:
                     peer = str(Address(source.host, source.port))
-                first = await _peek(connection, _FIRST_BYTES) if self._tls is not None else b""
-                if self._tls is not None and first[0] == _TLS_HANDSHAKE:
+                first = await _peek(connection, _FIRST_BYTES) if self.tls is not None else b""
+                if self.tls is not None and first[0] == _TLS_HANDSHAKE:
                     await self._turn()
-                    await self._shake_hands(connection, source, self._tls(), peer)
-                elif self._tls is None:
+                    await self._shake_hands(connection, source, self.tls(), peer)
+                elif self.tls is None:
                     await self._enter(connection, source, None)
                 else:
                     await self._refuse_plain_text(connection, first, peer)
@@ -414,7 +398,7 @@ class TlsAcceptor(Generic[Session]):
             await _let_read(connection)
         except (OSError, EOFError) as error:
             # TimeoutError is an OSError.
-            self._refused(client_failure(error, names=(), asked_for="", words=self._words), peer)
+            self._refused(client_failure(error, names=(), asked_for="", words=self.words), peer)
         except Exception:  # the boundary: an error with one connection must not end the listener
             log.exception("handshake failed with an error", client=peer)
         finally:
@@ -433,12 +417,12 @@ class TlsAcceptor(Generic[Session]):
             _handshake.set(handshake)
             try:
                 await self._enter(connection, source, loaded.context)
-                self._counters[self._counted_as + "done"] += 1
+                self.counters[self.counted_as + "done"] += 1
             except OSError as error:
                 # SSLError is an OSError.
                 names = loaded.certificate.names if loaded.certificate is not None else ()
                 asked_for = handshake.server_name
-                self._refused(client_failure(error, names=names, asked_for=asked_for, words=self._words), peer)
+                self._refused(client_failure(error, names=names, asked_for=asked_for, words=self.words), peer)
                 if isinstance(error, ssl.SSLError):
                     await _let_read(spare)
 
@@ -447,7 +431,7 @@ class TlsAcceptor(Generic[Session]):
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         worked = _pace_of_loop().worked if context is not None else None
-        threshold = _HandshakeProtocol(lambda: self._session(source), worked)
+        threshold = _HandshakeProtocol(lambda: self.session(source), worked)
         taken = socket.socket(fileno=connection.detach())
         loop = asyncio.get_running_loop()
         if context is None:
@@ -461,7 +445,7 @@ class TlsAcceptor(Generic[Session]):
                 ssl_shutdown_timeout=SHUTDOWN_S,
             )
         if threshold.session is not None:
-            self._welcome(threshold.session)
+            self.welcome(threshold.session)
 
     async def _refuse_plain_text(self, connection: socket.socket, first: bytes, peer: str) -> None:
         """Refuse a connection without TLS. Raises OSError."""
@@ -469,13 +453,13 @@ class TlsAcceptor(Generic[Session]):
         protocol = stranger.protocol if stranger is not None and stranger.protocol != "TLS" else "plain text"
         if protocol == "HTTP":
             with contextlib.suppress(OSError):
-                connection.send(self._answer_to_http)
-        text = f"it speaks {protocol}, and this listener speaks TLS: {self._words.speak_tls}"
+                connection.send(self.answer_to_http)
+        text = f"it speaks {protocol}, and this listener speaks TLS: {self.words.speak_tls}"
         self._refused(Failure("plain_text", text), peer)
         await _let_read(connection)
 
     def _refused(self, failure: Failure, peer: str) -> None:
-        self._counters[f"{self._counted_as}failed.{failure.word}"] += 1
+        self.counters[f"{self.counted_as}failed.{failure.word}"] += 1
         if failure.word == "gone":
             # This is a load balancer's check of the port, or a client that did not wait.
             log.debug("handshake rejected", listener=self.name, client=peer, reason=failure.text)
@@ -489,7 +473,7 @@ class TlsAcceptor(Generic[Session]):
             client=peer,
             reason=failure.text,
         )
-        self._events.tell(
+        self.events.tell(
             "connection_refused", client=peer, listener=self.name, outcome=failure.word, reason=failure.text
         )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from base64 import urlsafe_b64decode
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -52,32 +53,27 @@ class TokenOptions(NamedTuple):
     clock_skew_s: float = 30.0
 
 
+@dataclass(frozen=True)
 class TokenVerifier:
     """Verifies tokens by `keys`, which are by id. None is the id of the only key, for tokens that name no key.
 
     `on_unknown_key` is called, on any thread, if a token names another key.
     """
 
-    def __init__(
-        self,
-        keys: Mapping[str | None, Any],
-        options: TokenOptions,
-        on_unknown_key: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._keys = dict(keys)
-        self._on_unknown_key = on_unknown_key
-        self._options = options
+    keys: Mapping[str | None, Any]
+    options: TokenOptions
+    on_unknown_key: Callable[[], None] = lambda: None
 
     def verify(self, token: str) -> Verified:
         """Verify a token, by the machine's clock. Raises InvalidToken."""
         import jwt
 
-        options = self._options
+        options = self.options
         try:
             key_id = jwt.get_unverified_header(token).get("kid")
-            key = self._keys.get(key_id if isinstance(key_id, str) else None)
+            key = self.keys.get(key_id if isinstance(key_id, str) else None)
             if key is None:
-                self._on_unknown_key()
+                self.on_unknown_key()
                 raise InvalidToken("no key of the set has the id that the token names")
             claims = jwt.decode(
                 token,
@@ -97,10 +93,11 @@ class TokenVerifier:
         return Verified(Principal(name, self._groups(claims)), float(min(int(claims["exp"]), LATEST_S)))
 
     def _groups(self, claims: Mapping[str, Any]) -> frozenset[str]:
-        groups = claims.get(self._options.groups_claim, ()) if self._options.groups_claim is not None else ()
+        claim = self.options.groups_claim
+        groups = claims.get(claim, ()) if claim is not None else ()
         groups = [groups] if isinstance(groups, str) else groups
         if not isinstance(groups, list | tuple) or not all(isinstance(group, str) for group in groups):
-            raise InvalidToken(f"the claim {self._options.groups_claim} is not a list of names")
+            raise InvalidToken(f"the claim {claim} is not a list of names")
         if len(groups) > MOST_GROUPS:
             raise InvalidToken(f"the token names {len(groups)} groups; at most {MOST_GROUPS} are read")
         return frozenset(groups)

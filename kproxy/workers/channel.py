@@ -23,8 +23,7 @@ import msgspec
 from msgspec import Meta
 
 from kproxy.config import ProxyConfig
-from kproxy.security.quotas import DIGEST_BYTES, PARTS
-from kproxy.workers.shares import MOST_CHANGES
+from kproxy.workers.shares import MOST_CHANGES, Amount, Counts, RateKey, Shares
 
 # A configuration may carry a static table of a million partitions.
 MAX_ASSIGNMENT_BYTES = 256 << 20
@@ -71,32 +70,17 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     sentence: str
 
 
-# The key of a rate is a digest and the kind, that of a principal or an address the digest alone.
-_RateKey = Annotated[bytes, Meta(min_length=DIGEST_BYTES + 1, max_length=DIGEST_BYTES + 1)]
-_CountKey = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
-_Amount = Annotated[int, Meta(ge=0, le=1 << 40)]
-_Counts = Annotated[dict[_CountKey, _Amount], Meta(max_length=MOST_CHANGES)]
-
-
 class Usage(msgspec.Struct, frozen=True, tag=True):
     """The use of rates in the last second, as Accounts.uses returns it, and the limited connections."""
 
-    uses: Annotated[list[tuple[_RateKey, _Amount, bool]], Meta(max_length=MOST_CHANGES)]
-    connections: _Counts
+    uses: Annotated[list[tuple[RateKey, Amount, bool]], Meta(max_length=MOST_CHANGES)]
+    connections: Counts
 
 
 class Applied(msgspec.Struct, frozen=True, tag=True):
     """The worker uses the Shares with this number."""
 
     number: int
-
-
-class Shares(msgspec.Struct, frozen=True, tag=True):
-    """The changed shares of a worker, and the connections that other workers have."""
-
-    number: int
-    parts: Annotated[dict[_RateKey, Annotated[int, Meta(ge=1, le=PARTS << 20)]], Meta(max_length=MOST_CHANGES)]
-    elsewhere: _Counts
 
 
 class Reload(msgspec.Struct, frozen=True, tag=True):

@@ -20,6 +20,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import TypeVar
 from urllib.parse import urlencode
 
@@ -55,7 +56,7 @@ from kproxy.observe.overview import (
     merge_clients,
     merge_topics,
 )
-from kproxy.observe.page import ReplicaPages, replication_route, rows_query
+from kproxy.observe.page import ReplicaPages, json_of, replication_route, rows_query
 from kproxy.observe.page_guard import PageGuard
 from kproxy.observe.table import TablePage
 from kproxy.security.events import SecurityEvents
@@ -66,43 +67,36 @@ _Page = TypeVar("_Page", bound=msgspec.Struct)
 NO_VERDICT = Verdict("bad", "no worker answers")
 
 
+@dataclass(eq=False)
 class WorkerPages:
     """Serves pages of the workers in `slots`; `registration` returns the state of their common entry.
 
     `certificates`, `counters` and `events` are those of this process's own page; `facts` returns more for it.
     """
 
-    def __init__(
-        self,
-        slots: Sequence[Slot],
-        registration: Callable[[], str],
-        *,
-        replicas: ReplicaPages,
-        certificates: Callable[[], Mapping[tuple[str, str], float]],
-        counters: Mapping[str, int],
-        events: SecurityEvents,
-        facts: Callable[[], Mapping[str, str]] = dict,
-    ) -> None:
-        self._slots = slots
-        self._facts = facts
-        self._replicas = replicas
+    slots: Sequence[Slot]
+    registration: Callable[[], str]
+    _: KW_ONLY
+    replicas: ReplicaPages
+    certificates: Callable[[], Mapping[tuple[str, str], float]]
+    counters: Mapping[str, int]
+    events: SecurityEvents
+    facts: Callable[[], Mapping[str, str]] = dict
+
+    def __post_init__(self) -> None:
         self._timeline = Timeline(lambda: time.time_ns() // 1_000_000)
-        self._restarts = {slot.number: 0 for slot in slots}
-        self._events = events
-        events.show()
-        self._registration = registration
-        self._certificates = certificates
-        self._counters = counters
+        self._restarts = {slot.number: 0 for slot in self.slots}
         self._drains = False
+        self.events.show()
 
     def page(self, guard: PageGuard | None = None) -> HttpPage:
         """Make the page. With `guard` None everybody is served."""
         routes = [
             web.get("/table", self._get_table),
             web.get("/partitions", self._get_partitions),
-            web.get("/topics", self._get_topics),
-            web.get("/clients", self._get_clients),
-            replication_route(self._replicas),
+            web.get("/topics", json_of(self._topics)),
+            web.get("/clients", json_of(self._clients)),
+            replication_route(self.replicas),
             web.get("/own", self._pass_on),
             web.post("/own/free", self._pass_on),
         ]
@@ -113,16 +107,16 @@ class WorkerPages:
         self._drains = True
 
     async def sample(self) -> None:
-        for slot in self._slots:
+        for slot in self.slots:
             more, self._restarts[slot.number] = slot.restarts - self._restarts[slot.number], slot.restarts
             if more:
                 self._timeline.add("worker", "bad", f"worker {slot.number} ended and was started again", more)
-        for name, text in self._events.take_shown():
+        for name, text in self.events.take_shown():
             if name in SECURITY:
                 self._timeline.add(*SECURITY[name], f"{name.replace('_', ' ')}: {text}")
 
     async def overview(self) -> Overview:
-        slots = self._slots
+        slots = self.slots
         asked, said = await asyncio.gather(
             asyncio.gather(*(_asked(slot, "/overview", Overview) for slot in slots)),
             asyncio.gather(*map(_readiness, slots)),
@@ -144,12 +138,12 @@ class WorkerPages:
         else:
             now = time.time_ns() // 1_000_000
             folded = Overview(kind="proxy", name="kproxy", version=version(), at=now, started=now, verdict=NO_VERDICT)
-        verdict, facts = folded.verdict, {**folded.facts, **self._facts()}
+        verdict, facts = folded.verdict, {**folded.facts, **self.facts()}
         if self._drains or not readiness.ready:
             verdict = Verdict("bad", (await self.readiness()).text)
         elif readiness.text != READY:
             verdict = Verdict("warn", f"serving, {readiness.text.removeprefix('ready, ')}")
-        return await self._replicas.complete(
+        return await self.replicas.complete(
             msgspec.structs.replace(folded, verdict=verdict, workers=lines, facts=facts)
         )
 
@@ -157,53 +151,48 @@ class WorkerPages:
         answer = await self._pass_on(request)
         if answer.status == 200 and isinstance(answer.body, bytes):
             page = msgspec.json.decode(answer.body, type=PartitionsPage)
-            answer.body = msgspec.json.encode(await self._replicas.complete_partitions(page))
+            answer.body = msgspec.json.encode(await self.replicas.complete_partitions(page))
         return answer
 
-    async def _get_topics(self, request: web.Request) -> web.Response:
-        return await self._get_rows(request, TopicsPage, TOPIC_ORDERS, lambda page, _: page, merge_topics)
+    async def _topics(self, request: web.Request) -> bytes:
+        return await self._rows(request, TopicsPage, TOPIC_ORDERS, lambda page, _: page, merge_topics)
 
-    async def _get_clients(self, request: web.Request) -> web.Response:
+    async def _clients(self, request: web.Request) -> bytes:
         def of(page: ClientsPage, worker: int) -> ClientsPage:
             return ClientsPage([msgspec.structs.replace(line, worker=worker) for line in page.clients], page.total)
 
-        return await self._get_rows(request, ClientsPage, CLIENT_ORDERS, of, merge_clients)
+        return await self._rows(request, ClientsPage, CLIENT_ORDERS, of, merge_clients)
 
-    async def _get_rows(
+    async def _rows(
         self,
         request: web.Request,
         kind: type[_Page],
         orders: Iterable[str],
         of: Callable[[_Page, int], _Page],
         merge: Callable[[Sequence[_Page], RowsQuery], _Page],
-    ) -> web.Response:
-        """Join the first rows of all workers; `of` adds the worker to a page."""
-        try:
-            query = rows_query(request)
-            query.check(orders)
-        except ValueError as error:
-            return _refused(400, str(error))
+    ) -> bytes:
+        """Join the first rows of all workers; `of` adds the worker to a page. Raises ValueError."""
+        query = rows_query(request)
+        query.check(orders)
         first = {"order": query.order, "search": query.search, "limit": str(query.skip + query.limit)}
-        asked = await asyncio.gather(
-            *(_asked(slot, f"{request.path}?{urlencode(first)}", kind) for slot in self._slots)
-        )
-        pages = [of(each, slot.number) for slot, each in zip(self._slots, asked, strict=True) if each is not None]
-        return web.Response(body=msgspec.json.encode(merge(pages, query)), content_type="application/json")
+        asked = await asyncio.gather(*(_asked(slot, f"{request.path}?{urlencode(first)}", kind) for slot in self.slots))
+        pages = [of(each, slot.number) for slot, each in zip(self.slots, asked, strict=True) if each is not None]
+        return msgspec.json.encode(merge(pages, query))
 
     async def summary(self) -> str:
-        return f"kproxy, {len(self._slots)} workers"
+        return f"kproxy, {len(self.slots)} workers"
 
     async def metrics(self, accept: str) -> tuple[bytes, str]:
-        asked = [slot for slot in self._slots if slot.serves]
-        up = dict.fromkeys((slot.number for slot in self._slots), False)
+        asked = [slot for slot in self.slots if slot.serves]
+        up = dict.fromkeys((slot.number for slot in self.slots), False)
         for slot, answers in zip(asked, await asyncio.gather(*(slot.ask_counts() for slot in asked)), strict=True):
             up[slot.number] = answers
-        ours = [registered(self._registration()), expiry(self._certificates())]
-        ours += config_reloads(self._counters)
-        ours += [reloads(self._counters), events_lost(self._counters), *page_connections(self._counters)]
-        families = of_known_brokers(merge([*(slot.counts(is_up=up[slot.number]) for slot in self._slots), ours]))
-        pids = {str(slot.number): slot.pid for slot in self._slots if slot.pid} | {"supervisor": os.getpid()}
-        restarts = sum(slot.restarts for slot in self._slots)
+        ours = [registered(self.registration()), expiry(self.certificates())]
+        ours += config_reloads(self.counters)
+        ours += [reloads(self.counters), events_lost(self.counters), *page_connections(self.counters)]
+        families = of_known_brokers(merge([*(slot.counts(is_up=up[slot.number]) for slot in self.slots), ours]))
+        pids = {str(slot.number): slot.pid for slot in self.slots if slot.pid} | {"supervisor": os.getpid()}
+        restarts = sum(slot.restarts for slot in self.slots)
         return render((ProcessesCollector(pids), WorkersCollector(up, restarts), Families(families)), accept)
 
     async def _get_table(self, request: web.Request) -> web.Response:
@@ -211,20 +200,21 @@ class WorkerPages:
             worker = int(request.query["worker"]) if "worker" in request.query else None
         except ValueError as error:
             return _refused(400, str(error))
-        if worker is not None and not 1 <= worker <= len(self._slots):
-            return _refused(400, f"there is no worker {worker}: there are 1 to {len(self._slots)}")
+        if worker is not None and not 1 <= worker <= len(self.slots):
+            return _refused(400, f"there is no worker {worker}: there are 1 to {len(self.slots)}")
         answer = await self._pass_on(request, worker)
         if answer.status == 200 and isinstance(answer.body, bytes):
             page = msgspec.json.decode(answer.body, type=TablePage)
-            answer.body = msgspec.json.encode(msgspec.structs.replace(page, registration=self._registration()))
+            answer.body = msgspec.json.encode(msgspec.structs.replace(page, registration=self.registration()))
         return answer
 
     async def _pass_on(self, request: web.Request, worker: int | None = None) -> web.Response:
         """Return the answer of `worker`, or of the first worker that gives one."""
         page = str(request.rel_url.without_query_params("worker"))
         order = Order(await request.read(), request.content_type) if request.method == "POST" else None
+        serving_first = sorted(self.slots, key=lambda slot: not slot.serves)
         unanswered = _refused(503, "no worker answers" if worker is None else f"worker {worker} does not answer")
-        for slot in self._serving_first() if worker is None else [self._slots[worker - 1]]:
+        for slot in serving_first if worker is None else [self.slots[worker - 1]]:
             try:
                 answer = await slot.ask(page, order)
             except NoAnswer:
@@ -237,17 +227,14 @@ class WorkerPages:
             unanswered = response
         return unanswered
 
-    def _serving_first(self) -> list[Slot]:
-        return sorted(self._slots, key=lambda slot: not slot.serves)
-
     async def readiness(self) -> Readiness:
         if self._drains:
             return Readiness(False, "draining: what is in flight is being answered, new connections are not taken")
-        said = await asyncio.gather(*map(_readiness, self._slots))
-        return combine_readiness({slot.number: each for slot, each in zip(self._slots, said, strict=True)})
+        said = await asyncio.gather(*map(_readiness, self.slots))
+        return combine_readiness({slot.number: each for slot, each in zip(self.slots, said, strict=True)})
 
     async def liveness(self) -> Readiness:
-        asked = [slot for slot in self._slots if slot.serves]
+        asked = [slot for slot in self.slots if slot.serves]
         if asked and not any(await asyncio.gather(*map(_lives, asked))):
             return Readiness(False, "no worker answers")
         return Readiness(True, "alive")

@@ -46,7 +46,7 @@ import pickle
 import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 import aiohttp
@@ -67,14 +67,13 @@ from kproxy.workers.channel import (
     Failed,
     Ready,
     Reload,
-    Shares,
     Usage,
     Waits,
     assign,
     encode,
     next_message,
 )
-from kproxy.workers.shares import Ledger
+from kproxy.workers.shares import Ledger, Shares
 
 ANSWER_TIMEOUT_S = 2.0
 MAX_OPEN_PAGES = 16
@@ -122,29 +121,26 @@ class NoAnswer(Exception):
     """A worker does not answer; the text says why."""
 
 
+@dataclass(eq=False)
 class WorkerProcess:
     """`on_wait` is called with the reason why the worker waits; `failure` is its reason for not starting.
 
     `on_use` is called with the worker's reports of use.
     """
 
-    def __init__(
-        self,
-        assignment: Assignment,
-        launch: WorkerCommand,
-        on_wait: Callable[[str], None],
-        on_use: Callable[[Usage | Applied], None],
-    ) -> None:
+    assignment: Assignment
+    launch: WorkerCommand
+    on_wait: Callable[[str], None]
+    on_use: Callable[[Usage | Applied], None]
+
+    def __post_init__(self) -> None:
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
-        self._assignment = assignment
-        self._launch = launch
-        self._on_wait = on_wait
-        self._on_use = on_use
         self._process: asyncio.subprocess.Process | None = None
         self._channel: Channel | None = None
         self._listening: asyncio.Task[None] | None = None
         self.failure = ""
-        self._page = launch.pages / f"{assignment.number}.sock" if launch.pages is not None else None
+        pages = self.launch.pages
+        self._page = pages / f"{self.assignment.number}.sock" if pages is not None else None
         self._open: set[asyncio.Task[Answer]] = set()
         self._late: set[asyncio.Task[Answer]] = set()
 
@@ -162,14 +158,14 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                number = self._assignment.number
+                number = self.assignment.number
                 page = ("--page", str(self._page)) if self._page is not None else ()
                 self._process = await spawn(
-                    *(*self._launch.arguments, "--number", str(number), "--channel", str(theirs.fileno()), *page),
+                    *(*self.launch.arguments, "--number", str(number), "--channel", str(theirs.fileno()), *page),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.DEVNULL,
-                    env={**os.environ, **self._launch.environ},
-                    pass_fds=(*self._launch.pass_fds, theirs.fileno()),
+                    env={**os.environ, **self.launch.environ},
+                    pass_fds=(*self.launch.pass_fds, theirs.fileno()),
                     start_new_session=True,
                 )
             self._channel = await Channel.over(ours)
@@ -179,7 +175,7 @@ class WorkerProcess:
                 send_signal(self._process, signal.SIGKILL)
                 await self._process.wait()
             raise
-        assign(self._channel, self._assignment)
+        assign(self._channel, self.assignment)
         self._listening = asyncio.create_task(self._listen(self._channel), name=f"worker {number}")
 
     async def wait(self) -> int:
@@ -194,7 +190,7 @@ class WorkerProcess:
             asked.cancel()
         await asyncio.gather(*self._open, return_exceptions=True)
         if not self.ready.done():
-            failure = self.failure or f"worker {self._assignment.number} {exit_text(status)}"
+            failure = self.failure or f"worker {self.assignment.number} {exit_text(status)}"
             self.ready.set_exception(StartupError(failure))
             # This marks the error as retrieved, as nobody has to await it.
             self.ready.exception()
@@ -213,11 +209,11 @@ class WorkerProcess:
 
     def follow(self, config: ProxyConfig | None) -> None:
         """Send the worker a configuration, if it takes one and has another; None: the file has been refused."""
-        if config is self._assignment.config or not self.serves or self._channel is None or self._channel.is_behind:
+        if config is self.assignment.config or not self.serves or self._channel is None or self._channel.is_behind:
             return
         self._channel.send(encode(Reload(b"" if config is None else pickle.dumps(config))))
         if config is not None:
-            self._assignment = dataclasses.replace(self._assignment, config=config)
+            self.assignment = dataclasses.replace(self.assignment, config=config)
 
     async def ask(self, page: str, order: Order | None = None) -> Answer:
         """Get `page`, or send it an `order`. Raises NoAnswer."""
@@ -262,18 +258,18 @@ class WorkerProcess:
             raise NoAnswer("it has ended" if self.serves else "it is starting") from error
 
     async def _listen(self, channel: Channel) -> None:
-        number = self._assignment.number
+        number = self.assignment.number
         try:
             while True:
                 match await next_message(channel):
                     case Waits(sentence):
-                        self._on_wait(sentence)
+                        self.on_wait(sentence)
                     case Ready() as ready:
                         self.ready.set_result(ready)
                     case Failed(sentence):
                         self.failure = sentence
                     case Usage() | Applied() as use:
-                        self._on_use(use)
+                        self.on_use(use)
         except ChannelClosed:
             # The process is ending; `wait` returns its status.
             return
@@ -287,29 +283,24 @@ def exit_text(status: int) -> str:
     return f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
 
 
+@dataclass(eq=False)
 class Slot:
     """Restarts a worker. `clock` is in seconds; `on_wait` is called with the reason why the worker waits.
 
     `ledger` shares the limits that hold over all workers.
     """
 
-    def __init__(
-        self,
-        assignment: Assignment,
-        launch: WorkerCommand,
-        *,
-        clock: Callable[[], float],
-        on_wait: Callable[[str], None],
-        ledger: Ledger,
-    ) -> None:
-        self.number = assignment.number
+    assignment: Assignment
+    launch: WorkerCommand
+    _: KW_ONLY
+    clock: Callable[[], float]
+    on_wait: Callable[[str], None]
+    ledger: Ledger
+
+    def __post_init__(self) -> None:
+        self.number = self.assignment.number
         self.first: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.restarts = 0
-        self._assignment = assignment
-        self._launch = launch
-        self._clock = clock
-        self._on_wait = on_wait
-        self._ledger = ledger
         self._process: WorkerProcess | None = None
         self._starting: asyncio.Task[None] | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -334,11 +325,11 @@ class Slot:
     async def _keep(self) -> None:
         pause_s = PAUSE_S
         while True:
-            began = self._clock()
+            began = self.clock()
             end, sentence = await self._run_one()
             if not self.first.done():
                 raise StartupError(sentence or f"worker {self.number} {end} while it started")
-            if self._clock() - began >= STEADY_S:
+            if self.clock() - began >= STEADY_S:
                 pause_s = PAUSE_S
             said = {"reason": sentence} if sentence else {}
             log.error(
@@ -350,8 +341,8 @@ class Slot:
 
     async def _run_one(self) -> tuple[str, str]:
         """Run one process. Return how it ended, and why it could not start, or an empty text."""
-        assignment = dataclasses.replace(self._assignment, parts=self._ledger.begin(self.number - 1))
-        process = self._process = WorkerProcess(assignment, self._launch, self._on_wait, self._on_use)
+        assignment = dataclasses.replace(self.assignment, parts=self.ledger.begin(self.number - 1))
+        process = self._process = WorkerProcess(assignment, self.launch, self.on_wait, self._on_use)
         process.ready.add_done_callback(self._on_ready)
         # The start is shielded, as a half-started process could not be ended.
         self._starting = asyncio.create_task(process.start())
@@ -367,21 +358,21 @@ class Slot:
 
     def _end(self) -> None:
         self._process = None
-        self._ledger.end(self.number - 1)
+        self.ledger.end(self.number - 1)
 
     def _on_ready(self, ready: asyncio.Future[Ready]) -> None:
         if ready.cancelled() or ready.exception() is not None:
             return
         if self._process is not None and self._process.ready is ready:
-            self._ledger.serve(self.number - 1)
+            self.ledger.serve(self.number - 1)
         if not self.first.done():
             self.first.set_result(ready.result())
 
     def _on_use(self, message: Usage | Applied) -> None:
         if isinstance(message, Applied):
-            self._ledger.applied(self.number - 1, message.number)
+            self.ledger.applied(self.number - 1, message.number)
         else:
-            self._ledger.report(self.number - 1, message.uses, message.connections)
+            self.ledger.report(self.number - 1, message.uses, message.connections)
 
     def tell(self, shares: Shares) -> None:
         """Send the process its shares."""
@@ -390,12 +381,12 @@ class Slot:
 
     def reload(self, config: ProxyConfig) -> None:
         """Have the present process, by `follow`, and later ones take another configuration."""
-        self._assignment = dataclasses.replace(self._assignment, config=config)
+        self.assignment = dataclasses.replace(self.assignment, config=config)
 
     def follow(self, *, refused: bool = False) -> None:
         """Send the process the latest configuration as soon as it takes it: call this often. `refused`: say so."""
         if self._process is not None:
-            self._process.follow(None if refused else self._assignment.config)
+            self._process.follow(None if refused else self.assignment.config)
 
     async def ask(self, page: str, order: Order | None = None) -> Answer:
         """Get `page`, or send it an `order`. Raises NoAnswer."""

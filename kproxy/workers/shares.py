@@ -38,9 +38,12 @@ import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Annotated, Final
 
-from kproxy.security.quotas import PARTS
+import msgspec
+from msgspec import Meta
+
+from kproxy.security.quotas import DIGEST_BYTES, PARTS
 
 # The time between two reports of a worker, and between two rounds, in seconds.
 ROUND_S: Final = 1.0
@@ -53,13 +56,19 @@ SMALLEST_CHANGE: Final = PARTS // 50
 QUIET_ROUNDS: Final = 30
 
 
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """The message of one round to one worker: new shares by key, and connections of others by key."""
+# The key of a rate is a digest and the kind, that of a principal or an address the digest alone.
+RateKey = Annotated[bytes, Meta(min_length=DIGEST_BYTES + 1, max_length=DIGEST_BYTES + 1)]
+CountKey = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+Amount = Annotated[int, Meta(ge=0, le=1 << 40)]
+Counts = Annotated[dict[CountKey, Amount], Meta(max_length=MOST_CHANGES)]
+
+
+class Shares(msgspec.Struct, frozen=True, tag=True):
+    """The message of one round to one worker: its changed shares, and the connections that other workers have."""
 
     number: int
-    parts: dict[bytes, int]
-    elsewhere: dict[bytes, int]
+    parts: Annotated[dict[RateKey, Annotated[int, Meta(ge=1, le=PARTS << 20)]], Meta(max_length=MOST_CHANGES)]
+    elsewhere: Counts
 
 
 @dataclass(slots=True)
@@ -128,7 +137,7 @@ class Ledger:
             if is_short and key not in self._rates and len(self._rates) < MOST_RATES:
                 self._rates[key] = _Rate([PARTS] * len(self._workers))
 
-    def round(self) -> dict[int, Changes]:
+    def round(self) -> dict[int, Shares]:
         """Share the rates again; return the changes to be sent, by worker."""
         parts: list[dict[bytes, int]] = [{} for _ in self._workers]
         for key, rate in list(self._rates.items()):
@@ -146,7 +155,7 @@ class Ledger:
             if parts[worker] or elsewhere != state.elsewhere:
                 state.number += 1
                 state.sent, state.elsewhere = parts[worker], elsewhere
-                changes[worker] = Changes(state.number, parts[worker], elsewhere)
+                changes[worker] = Shares(state.number, parts[worker], elsewhere)
         return changes
 
     def _share(self, key: bytes, rate: _Rate, parts: list[dict[bytes, int]]) -> None:

@@ -49,7 +49,7 @@ from kproxy.runtime.sockets import bind, bound_port
 from kproxy.runtime.tasks import cancel, unless_failed
 from kproxy.security.events import SecurityEvents
 from kproxy.security.reloading import Reloads
-from kproxy.workers.channel import Assignment, Shares
+from kproxy.workers.channel import Assignment
 from kproxy.workers.pages import WorkerPages
 from kproxy.workers.process import Slot, WorkerCommand
 from kproxy.workers.shares import ROUND_S, Ledger
@@ -184,8 +184,8 @@ class _Supervisor:
             await asyncio.sleep(ROUND_S)
             for slot in self._slots:
                 slot.follow()
-            for worker, changes in self._ledger.round().items():
-                self._slots[worker].tell(Shares(changes.number, changes.parts, changes.elsewhere))
+            for worker, shares in self._ledger.round().items():
+                self._slots[worker].tell(shares)
 
     def _wait(self, sentence: str) -> None:
         """Report a wait once, as all workers wait for the same."""

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from kproxy.config import ProxyConfig
 from kproxy.errors import StartupError
+from kproxy.observe.http_page import HttpPage
 from kproxy.observe.logging import set_level
-from kproxy.observe.page import AdminPage
 from kproxy.proxy.admission import OpenConnections
 from kproxy.proxy.process_host import AdminSite, OwnPages, ProcessHost
 from kproxy.proxy.reload import Read, ReloadStatus
@@ -35,7 +35,6 @@ from kproxy.workers.channel import (
     Failed,
     Ready,
     Reload,
-    Shares,
     Usage,
     Waits,
     encode,
@@ -43,7 +42,7 @@ from kproxy.workers.channel import (
     next_order,
     unpickled,
 )
-from kproxy.workers.shares import MOST_CHANGES, ROUND_S
+from kproxy.workers.shares import MOST_CHANGES, ROUND_S, Shares
 
 # Shorter than a supervisor's wait for a page.
 READINESS_S = 1.5
@@ -88,7 +87,7 @@ class WorkerHost(ProcessHost):
     async def open(self, pages: OwnPages, site: AdminSite | None) -> None:
         pages.readiness_s = READINESS_S
         if self._page is not None:
-            self._admin = AdminPage(pages, self._replicas)
+            self._admin = HttpPage(pages, pages.routes())
             await self._admin.start_unix(self._page)
 
     def waits(self, sentence: str) -> None:

@@ -22,12 +22,15 @@ from typing import Final, cast
 import pytest
 
 from kproxy.broker.replication.authentication import AuthenticationFailed, ListenerHandshake, Secret
+from kproxy.claims.admin import ClaimsAdmin
 from kproxy.config.tls import ListenerTls
 from kproxy.observe import http_page
 from kproxy.observe.exposition import render
-from kproxy.observe.http_page import Readiness
-from kproxy.observe.page import AdminPage, Pages, ReplicaPages
+from kproxy.observe.http_page import HttpPage, Readiness
+from kproxy.observe.page import ReplicaPages
 from kproxy.observe.page_guard import PageGuard
+from kproxy.proxy.overview import ProxyObserver
+from kproxy.proxy.process_host import OwnPages
 from kproxy.security.proxy_protocol import MAX_BYTES, SIGNATURE, ProxyHeader, ProxyHeaderError
 from kproxy.security.sasl import MOST_FRAME_BYTES, Pending, SaslExchange
 from kproxy.security.tls_acceptor import MOST_HELLO_BYTES, load_for_acceptor
@@ -203,7 +206,7 @@ def with_kinds(kinds: Sequence[int], size: int) -> bytes:
     return hello.client_hello(hello.EXTENSIONS, more=empty)
 
 
-class _Pages:
+class _Pages(OwnPages):
     """A page whose content does not matter."""
 
     async def metrics(self, accept: str) -> tuple[bytes, str]:
@@ -212,29 +215,21 @@ class _Pages:
     async def readiness(self) -> Readiness:
         return Readiness(True, "ready")
 
-    liveness = readiness
+    async def table(self, request: object) -> bytes:
+        return b"{}"
 
+
+class _Observer:
     async def sample(self) -> None:
         """Nothing changes."""
-
-    async def summary(self) -> str:
-        return "here"
-
-    async def table(self, query: object, worker: int | None = None) -> bytes:
-        return b"{}"
-
-    async def claims(self, query: object) -> bytes:
-        return b"{}"
-
-    free = claims
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["open", "token"])
 def ask(request: pytest.FixtureRequest) -> Iterator[Taker]:
     """Send a request to a page, and wait until the page has closed the connection."""
     guard = PageGuard((lambda: "0123456789abcdef") if request.param else (lambda: ""))
-    pages = _Pages()
-    page = AdminPage(cast(Pages, pages), cast(ReplicaPages, pages), guard)
+    pages = _Pages(cast(ProxyObserver, _Observer()), lambda: cast(ClaimsAdmin, None), cast(ReplicaPages, None))
+    page = HttpPage(pages, pages.routes(), guard)
     with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
         # aiohttp does not answer a host that is not a valid IDNA name: the page closes the connection.
         patch.setattr(http_page, "REQUEST_S", 0.2)

@@ -20,7 +20,7 @@ from kproxy.proxy.metering import SHORTEST_WAIT_S
 from kproxy.security.principals import Principal
 from kproxy.security.quotas import BURST_S, LONGEST_WAIT_S, PARTS, Account, Accounts, Bucket, Quotas
 from kproxy.workers import shares
-from kproxy.workers.shares import LEAST, MOST_CHANGES, MOST_RATES, QUIET_ROUNDS, Changes, Ledger, aims_of
+from kproxy.workers.shares import LEAST, MOST_CHANGES, MOST_RATES, QUIET_ROUNDS, Ledger, aims_of
 from tests.support.rules import examples
 
 RATE = 1_000_000.0
@@ -53,7 +53,7 @@ class Worker:
     accounts: Accounts | None
     clients: list[Client] = field(default_factory=list)
     account: Account | None = None
-    inbox: deque[Changes] = field(default_factory=deque)
+    inbox: deque[shares.Shares] = field(default_factory=deque)
     # Reports, and numbers of applied changes.
     outbox: list[list[tuple[bytes, int, bool]] | int] = field(default_factory=list)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import pytest
 
@@ -14,6 +14,7 @@ from kproxy.config.quotas import QuotaSection
 from kproxy.proxy import admission as admissions
 from kproxy.proxy.admission import Admission, Gate, NotAdmitted, OpenConnections
 from kproxy.proxy.client_identity import NotJudged
+from kproxy.proxy.client_session import ClientSession
 from kproxy.security.mechanisms import Refused, Servers, Step, servers
 from kproxy.security.principals import ANONYMOUS, Principal
 from kproxy.security.quotas import Quotas
@@ -50,6 +51,8 @@ class Session:
         self.refusals: list[str] = []
         self.carried: list[tuple[Credential, float]] = []
         self.judge: Callable[[Step], Step | Refused] = lambda step: step
+        self.pressures: list[bool] = []
+        self.broker_presses = self.pressures.append
 
     def place(self, frame: memoryview) -> Slot:
         self.slots.append(Slot())
@@ -96,10 +99,10 @@ class Site:
         )
 
     def enter(self, certificate: object = None, address: str = "192.0.2.1") -> tuple[Gate, Session, list[bool]]:
-        session, pressures = Session(), list[bool]()
-        gate = self.admission.gate(session, pressures.append)  # type: ignore[arg-type]  # it is none to mypy
+        session = Session()
+        gate = Gate(self.admission, cast(ClientSession, session))
         gate.connected(certificate, address)
-        return gate, session, pressures
+        return gate, session, session.pressures
 
 
 async def take(gate: Gate, frame: bytes) -> bool:

@@ -305,7 +305,7 @@ async def test_many_partitions_and_clients_stall_nobody() -> None:
     site = Site()
     site.sessions = [Session(number) for number in range(CLIENTS)]
     site.clock = time.perf_counter  # type: ignore[method-assign]
-    site.observer._clock = site.observer._clients._clock = time.perf_counter
+    site.observer.clock = site.observer._clients._clock = time.perf_counter
     for topic in range(100):
         for partition in range(PARTITIONS // 100):
             site.topology.set_owner(b"t%d" % topic, partition, partition % 3, topic * 1_000 + partition + 1)
