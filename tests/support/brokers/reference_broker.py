@@ -236,22 +236,10 @@ class RawClient:
 
     # The most frequent requests
 
-    def produce(
-        self,
-        topic: str,
-        partition: int,
-        records: bytes | bytearray,
-        *,
-        version: int = 9,
-        acks: int = -1,
-        answered: bool = True,
-        timeout_ms: int = 30_000,
-    ) -> Any:
-        """The partition's result; None for acks=0."""
-        self.send_produce(
-            topic, partition, records, version=version, acks=acks, answered=answered, timeout_ms=timeout_ms
-        )
-        return self.produced() if answered else None
+    def produce(self, topic: str, partition: int, records: bytes | bytearray, **options: Any) -> Any:
+        """The partition's result; None for acks=0. `options` are those of `send_produce`."""
+        self.send_produce(topic, partition, records, **options)
+        return self.produced() if options.get("answered", True) else None
 
     def send_produce(
         self,
