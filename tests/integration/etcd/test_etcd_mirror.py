@@ -366,13 +366,6 @@ async def test_a_watch_that_goes_quiet_is_replaced(etcd_client: EtcdClient, etcd
         await eventually(lambda: f"{prefix}a" in copy.kvs)
 
 
-async def test_quiet_prefix_still_gets_progress(etcd_client: EtcdClient, etcd_prefix: str) -> None:
-    async with mirrored(etcd_client, f"{etcd_prefix}/", progress_interval_s=0.1) as (mirror, _):
-        first = mirror.last_heard
-        await eventually(lambda: mirror.last_heard > first + 0.3)
-        assert mirror.state is MirrorState.WATCHING
-
-
 async def test_progress_moves_quiet_prefix_past_compaction(tmp_path: Path) -> None:
     arguments = ("--experimental-watch-progress-notify-interval", "200ms")
     async with (
