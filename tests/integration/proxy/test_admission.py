@@ -267,7 +267,10 @@ async def test_users_are_read_again(tmp_path: Path, way: str) -> None:
         change("bob")
         await eventually(lambda: "reloaded" in s.process.stderr(), "the file is read again", timeout_s=60)
         bob = await sasl.logged_in(await s.client(), "bob")
-        # Without him.
+        await asyncio.sleep(3 * server.DEADLINE_TICK_S)
+        # He is a user since.
+        bob.send(control_frame(API_VERSIONS, 0))
+        assert (await bob.answer(API_VERSIONS, 0)).message.error_code == NONE
         change("alice")
         assert await bob.is_closed(60)
 
