@@ -17,8 +17,6 @@ from tests.support.clients.attempts import log_bytes
 from tests.support.clients.idempotent_writers import IdempotentWriter
 from tests.support.waiting import PATIENCE_S
 
-pytest_plugins = ["tests.support.etcd.embedded", "tests.support.brokers.reference_broker"]
-
 RECORDS = 300
 
 

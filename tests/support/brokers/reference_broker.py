@@ -1,7 +1,6 @@
 """Reference brokers as child processes, and a client that sends exactly what a test specifies.
 
-`start_broker` runs a broker for one test; the fixture `cluster` shares three between the tests that only use them. It
-needs `pytest_plugins = ["tests.support.etcd.embedded", "tests.support.brokers.reference_broker"]`.
+`start_broker` runs a broker for one test; the fixture `cluster` shares three between the tests that only use them.
 """
 
 from __future__ import annotations
