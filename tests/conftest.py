@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support.processes.dev import KproxyProcess, dev_arguments, serving
+from tests.support.processes.served import kafka_proxy
+from tests.support.security.tls_files import Signer
+
+if TYPE_CHECKING:
+    from tests.support.brokers.real_kafka import RealKafka
 
 # Tests read the logs of commands as text, but commands log JSON if stderr is not a terminal.
 os.environ["KPROXY_LOG_FORMAT"] = "text"
@@ -40,3 +46,16 @@ def dev_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KproxyProc
     with serving(dev_arguments(directory / "data"), directory / "stderr") as dev:
         yield dev
     assert dev.wait() == 0, dev.stderr()[-2000:]
+
+
+@pytest.fixture(scope="module")
+def proxy(real_kafka: RealKafka, tmp_path_factory: pytest.TempPathFactory) -> Iterator[KproxyProcess]:
+    """A proxy before the shared Apache Kafka, unless the module has a proxy of its own."""
+    with kafka_proxy(tmp_path_factory.mktemp("proxy"), real_kafka.bootstrap) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def signer(tmp_path_factory: pytest.TempPathFactory) -> Signer:
+    """A certificate authority of the module's own."""
+    return Signer(tmp_path_factory.mktemp("signer") / "ca")

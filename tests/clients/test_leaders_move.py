@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator
 from itertools import takewhile
 
 import pytest
@@ -20,7 +19,7 @@ from tests.support.clients.java_client import run_java_client
 from tests.support.clients.kafka_io import read_topic
 from tests.support.clients.librdkafka_client import run_librdkafka
 from tests.support.processes.dev import KproxyProcess
-from tests.support.processes.served import counted, kafka_proxy
+from tests.support.processes.served import counted
 
 # The first run of all downloads the jars.
 pytestmark = [pytest.mark.java, pytest.mark.long, pytest.mark.timeout(900)]
@@ -32,12 +31,6 @@ READ_TIMEOUT_S = 60.0
 # Of /metrics.
 RETRIES = "kproxy_retries_total{"
 OUT_OF_ORDER = 'kproxy_errors_total{api="PRODUCE",error="OUT_OF_ORDER_SEQUENCE_NUMBER",'
-
-
-@pytest.fixture(scope="module")
-def proxy(real_kafka: RealKafka, tmp_path_factory: pytest.TempPathFactory) -> Iterator[KproxyProcess]:
-    with kafka_proxy(tmp_path_factory.mktemp("proxy"), real_kafka.bootstrap) as process:
-        yield process
 
 
 # Small batches, so that several of each partition are on their way when its leader moves. librdkafka puts one partition

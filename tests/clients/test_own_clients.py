@@ -13,7 +13,7 @@ from aiokafka.errors import PolicyViolationError
 from aiokafka.protocol.produce import ProduceRequest
 
 from kproxy.claims.client import OwnNotOffered, OwnRefused, Severed, own
-from kproxy_codec.error_codes import FENCED_INSTANCE_ID, NONE
+from kproxy_codec.error_codes import NONE
 from tests.support.claims.owned_topics import PARTITIONS, WRITERS, OwnedTopics
 from tests.support.waiting import PATIENCE_S, eventually
 from tests.support.wire.record_batches import build_batch
@@ -157,67 +157,6 @@ async def test_severed_writer_sends_nothing_after_its_successor(
     assert all(failed), "whoever hears of a failure can know why"
     log = owned_topics.log(topic)
     assert log[log.index(b"second 0") :] == [b"second %d" % number for number in range(50)]
-
-
-async def test_lower_generation_is_refused_and_leaves_nothing_claimed(owned_topics: OwnedTopics) -> None:
-    topic = owned_topics.topic()
-    resources = [f"{topic}/{each}" for each in range(PARTITIONS)]
-    async with producers(owned_topics, 3) as (owner, other, third), own(owner, WRITERS, resources[1:2], 5) as ownership:
-        with pytest.raises(OwnRefused, match="/1 of the group writers is owned with a generation above 4") as refused:
-            async with own(other, WRITERS, resources, 4):
-                pytest.fail("it is owned")
-        assert (refused.value.error_code, refused.value.resource) == (FENCED_INSTANCE_ID, resources[1])
-        await eventually(lambda: is_free(third, resources[0], *resources[2:]))
-        assert ownership.is_valid
-
-
-async def test_generation_0_takes_over_from_any_owner(owned_topics: OwnedTopics) -> None:
-    topic = owned_topics.topic()
-    async with AsyncExitStack() as stack:
-        first, second = await stack.enter_async_context(producers(owned_topics))
-        owning = await stack.enter_async_context(somebody_owning(own(first, WRITERS, [f"{topic}/1"], 5)))
-        ownership = await stack.enter_async_context(own(second, WRITERS, [f"{topic}/1"], 0))
-        assert ownership.generations == {f"{topic}/1": 1}
-        with pytest.raises(Severed):
-            await owning
-
-
-async def test_standby_waits_for_owner_of_same_generation(owned_topics: OwnedTopics) -> None:
-    topic = owned_topics.topic()
-    resources = [f"{topic}/{each}" for each in range(PARTITIONS)]
-    order: list[str] = []
-    async with producers(owned_topics, 3) as (active, *standbys):
-
-        async def stand_by(producer: Any) -> None:
-            async with own(producer, WRITERS, resources, 2, stand_by=True) as ownership:
-                order.append("entered")
-                await write(producer, topic, b"standby")
-                assert ownership.is_valid
-                order.append("left")
-
-        async with own(active, WRITERS, resources, 2, stand_by=True) as ownership:
-            waiting = [asyncio.create_task(stand_by(each)) for each in standbys]
-            await asyncio.sleep(4 * SOME_TIME_S)
-            assert order == []
-            await write(active, topic, b"active")
-            assert ownership.is_valid
-        async with asyncio.timeout(PATIENCE_S):
-            await asyncio.gather(*waiting)
-    assert order == ["entered", "left"] * 2
-    assert owned_topics.log(topic) == [b"active", b"standby", b"standby"]
-
-
-async def test_a_lost_connection_severs(owned_topics: OwnedTopics) -> None:
-    topic = owned_topics.topic()
-
-    async def owning() -> None:
-        async with own(producer, WRITERS, [f"{topic}/0"], 2):
-            await asyncio.to_thread(owned_topics.cut)
-            await asyncio.Event().wait()
-
-    async with producers(owned_topics, 1) as (producer,):
-        with pytest.raises(Severed, match="somebody else claimed it, or the connection broke"):
-            await asyncio.wait_for(owning(), PATIENCE_S)
 
 
 async def test_reclaim_precedes_any_write_on_new_connection(

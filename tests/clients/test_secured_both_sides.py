@@ -421,7 +421,7 @@ def change_the_listeners_certificate(loaded: Loaded, site: Site) -> None:
 def change_the_users(loaded: Loaded, site: Site, topic: str) -> float:
     """Dave may log in then, and bob with another password alone; return how many attempts have failed until then.
 
-    Bob's connections stay, as with Kafka: only the removal of a user closes them (test_removed_users).
+    Bob's connections stay, as with Kafka: only the removal of a user closes them (test_admission).
     The proxy notices the file by itself.
     """
     assert log_in(site, "dave", topic) == "_AUTHENTICATION"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -10,15 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import aiokafka  # type: ignore[import-untyped]
 import confluent_kafka
-import kafka
 import pytest
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 
 from tests.support.brokers.kafka_jars import kafka_classpath
 from tests.support.clients.java_client import run_java_client
 from tests.support.clients.kafka_io import Record
+from tests.support.clients.python_clients import CLIENTS, IDEMPOTENT, check, read, write
 from tests.support.processes.dev import KproxyProcess, serving
 from tests.support.security.tls_files import Pair, Signer, client_context
 
@@ -51,6 +49,12 @@ class Site:
             "ssl.certificate.location": str(self.client.cert),
             "ssl.key.location": str(self.client.key),
         }
+
+    @property
+    def python(self) -> dict[str, Any]:
+        """For kafka-python and aiokafka."""
+        context = client_context(self.signer.ca, self.client)
+        return {"bootstrap_servers": self.bootstrap, "security_protocol": "SSL", "ssl_context": context}
 
 
 @contextmanager
@@ -92,69 +96,12 @@ def values() -> list[bytes]:
     return [b"%d:" % number + bytes(number % 7 * 9_000) for number in range(RECORDS)]
 
 
-def test_confluent_kafka_writes_by_tls(site: Site, topic: str) -> None:
-    errors: list[object] = []
-    producer = confluent_kafka.Producer(site.librdkafka)
-    for value in values():
-        producer.produce(topic, value, on_delivery=lambda error, _: errors.append(error) if error else None)
-        producer.poll(0)
-    assert producer.flush(TIMEOUT_S) == 0
-    assert errors == []
-    consumer = confluent_kafka.Consumer({**site.librdkafka, "group.id": topic, "enable.auto.commit": False})
-    consumer.assign([confluent_kafka.TopicPartition(topic, index, 0) for index in range(PARTITIONS)])
-    read: list[bytes] = []
-    deadline = time.monotonic() + TIMEOUT_S
-    while len(read) < RECORDS:
-        assert time.monotonic() < deadline, f"{len(read)} of {RECORDS}"
-        message = consumer.poll(1.0)
-        # The reference brokers have no groups, and say so.
-        if message is not None and message.error() is None:
-            read.append(message.value())
-    consumer.close()
-    assert sorted(read) == sorted(values())
-
-
-def test_kafka_python_writes_by_tls(site: Site, topic: str) -> None:
-    settings: dict[str, Any] = {
-        "bootstrap_servers": site.bootstrap,
-        "security_protocol": "SSL",
-        "ssl_context": client_context(site.signer.ca, site.client),
-    }
-    producer = kafka.KafkaProducer(**settings, acks="all")
-    placed = [producer.send(topic, value).get(TIMEOUT_S) for value in values()[:100]]
-    producer.close()
-    assert len({(each.partition, each.offset) for each in placed}) == 100
-    consumer = kafka.KafkaConsumer(**settings, consumer_timeout_ms=60_000)
-    consumer.assign([kafka.TopicPartition(topic, index) for index in range(PARTITIONS)])
-    consumer.seek_to_beginning()
-    read = []
-    for record in consumer:
-        read.append(record.value)
-        if len(read) == 100:
-            break
-    consumer.close()
-    assert sorted(read) == sorted(values()[:100])
-
-
-async def test_aiokafka_writes_by_tls(site: Site, topic: str) -> None:
-    settings: dict[str, Any] = {
-        "bootstrap_servers": site.bootstrap,
-        "security_protocol": "SSL",
-        "ssl_context": client_context(site.signer.ca, site.client),
-    }
-    producer = aiokafka.AIOKafkaProducer(**settings, enable_idempotence=True)
-    await producer.start()
-    placed = await asyncio.gather(*[await producer.send(topic, value) for value in values()])
-    await producer.stop()
-    assert len({(each.partition, each.offset) for each in placed}) == RECORDS
-    consumer = aiokafka.AIOKafkaConsumer(**settings)
-    await consumer.start()
-    consumer.assign([aiokafka.TopicPartition(topic, index) for index in range(PARTITIONS)])
-    await consumer.seek_to_beginning()
-    async with asyncio.timeout(TIMEOUT_S):
-        read = [(await consumer.getone()).value for _ in range(RECORDS)]
-    await consumer.stop()
-    assert sorted(read) == sorted(values())
+@pytest.mark.parametrize("client", CLIENTS)
+def test_client_writes_by_tls(site: Site, topic: str, client: str) -> None:
+    settings = site.librdkafka if client == "librdkafka" else site.python
+    records = [(b"%d" % (number % 60), value) for number, value in enumerate(values())]
+    written = write(client, {**settings, **IDEMPOTENT[client]}, topic, records)
+    check(written, read(client, settings, topic, PARTITIONS, RECORDS), PARTITIONS)
 
 
 @pytest.mark.java

@@ -21,10 +21,9 @@ from kproxy_codec.coordination import GROUP, TRANSACTION
 from kproxy_codec.framing import request_header
 from tests.contract.asked import ASKED, CLOSED, NEW, NODE, SILENT, TOPIC, TOPIC_ID, UNKNOWN, WRITTEN, Asked
 from tests.support.brokers.oracle import NODES, ONE, PATIENCE_S, Side
-from tests.support.brokers.real_kafka import RealKafka
 from tests.support.brokers.reference_broker import Closed, RawClient
 from tests.support.processes.dev import KproxyProcess
-from tests.support.processes.served import kafka_proxy, port_of
+from tests.support.processes.served import port_of
 from tests.support.waiting import wait_for
 
 
@@ -206,12 +205,6 @@ class Answers(NamedTuple):
 
 def ask_all(place: Place) -> dict[str, str]:
     return {each.what: ask(place, each) for each in ASKED}
-
-
-@pytest.fixture(scope="module")
-def proxy(real_kafka: RealKafka, tmp_path_factory: pytest.TempPathFactory) -> Iterator[KproxyProcess]:
-    with kafka_proxy(tmp_path_factory.mktemp("proxy"), real_kafka.bootstrap) as process:
-        yield process
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ from tests.support.brokers.oracle import NODES, Outcome, RealSide, outcome
 from tests.support.brokers.real_kafka import RealKafka
 from tests.support.brokers.reference_broker import RawClient, create_topic
 from tests.support.processes.dev import KproxyProcess
-from tests.support.processes.served import kafka_proxy, port_of
+from tests.support.processes.served import port_of
 from tests.support.waiting import wait_for
 from tests.support.wire.record_batches import build_batch
 
@@ -422,12 +422,6 @@ def race(side: RealSide, roles: Roles, topic: Topic) -> Counter[tuple[str, bool]
 
 
 # The proxy's answers
-
-
-@pytest.fixture(scope="module")
-def proxy(real_kafka: RealKafka, tmp_path_factory: pytest.TempPathFactory) -> Iterator[KproxyProcess]:
-    with kafka_proxy(tmp_path_factory.mktemp("proxy"), real_kafka.bootstrap) as process:
-        yield process
 
 
 def test_proxy_resends_appended_batch_only_where_recognised(

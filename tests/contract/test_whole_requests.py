@@ -9,7 +9,7 @@ import socket
 import struct
 import subprocess
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import kafka
@@ -27,15 +27,9 @@ from tests.support.brokers.real_kafka import RealKafka, shared_classes
 from tests.support.brokers.reference_broker import RawClient
 from tests.support.clients.java import SHORT_JAVA, java_executable
 from tests.support.processes.dev import KproxyProcess
-from tests.support.processes.served import kafka_proxy, port_of
+from tests.support.processes.served import port_of
 
 REQUESTS = 20
-
-
-@pytest.fixture(scope="module")
-def proxy(real_kafka: RealKafka, tmp_path_factory: pytest.TempPathFactory) -> Iterator[KproxyProcess]:
-    with kafka_proxy(tmp_path_factory.mktemp("proxy"), real_kafka.bootstrap) as process:
-        yield process
 
 
 @pytest.fixture(scope="module")

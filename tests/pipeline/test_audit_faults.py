@@ -35,8 +35,6 @@ from tests.support.waiting import wait_for
 from tests.support.wire.record_batches import build_batch
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
-pytest_plugins = ["tests.support.etcd.embedded"]
-
 CLEAN = {("clean", 0): 300, ("clean", 1): 300, ("clean", 2): 300}
 FORGED = {("cut", 0): 400, ("twice", 0): 400}
 BEFORE, LATE, AFTER, UNSENT = 5, 3, 20, 100

@@ -1,4 +1,4 @@
-"""Write and read the few Kafka messages of a simulated world, fast and without `kproxy_codec`.
+"""Write and read the few Kafka messages of a simulated world, records and reads fast and without `kproxy_codec`.
 
 Produce 3-13, Fetch 11, ListOffsets 5, Own 1, BindFences 0. A batch is a header of version 2, followed by some bytes
 instead of records; its base_timestamp is its number in its world.
@@ -9,6 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from struct import Struct, error
 from typing import Final, NamedTuple
+
+from kproxy_codec.errors import CodecError
+from kproxy_codec.framing import parse_request_header, request_header, response_correlation_id
+from kproxy_codec.own import (
+    OWN_MAX_VERSION,
+    BoundFence,
+    OwnRequest,
+    OwnResource,
+    encode_bind_fences_response,
+    encode_own_request,
+    parse_bind_fences_request,
+    parse_own_response,
+)
 
 PRODUCE: Final = 0
 FETCH: Final = 1
@@ -38,10 +51,6 @@ _FETCH_PARTITION = Struct(">iiqqi")
 _FETCHED = Struct(">ihqqqiii")
 _LIST_OFFSETS_PARTITION = Struct(">iiq")
 _LISTED = Struct(">ihqqi")
-_INT64 = Struct(">q")
-_OWNED = Struct(">hqq")
-_BINDING = Struct(">iq?")
-_BOUND = Struct(">ihq")
 
 # Topics as the message names them, each with (partition_index, records).
 Asked = list[tuple[bytes, list[tuple[int, bytes]]]]
@@ -383,63 +392,38 @@ def read_read_response(api_key: int, frame: bytes) -> tuple[int, Results]:
     return correlation_id, results
 
 
-# Claims
+# Claims, which are few: by the codec, whose bytes test_codec_own compares with its own
 
 
 def own_request(correlation_id: int, client_id: bytes, group: str, resources: list[tuple[str, int]] | None) -> bytes:
     """Claim these resources, each with its generation; None claims the whole group."""
-    parts = [_HEAD.pack(OWN, 1, correlation_id, len(client_id)), client_id, b"\0", _compact(group.encode())]
-    parts.append(_uvarint(0 if resources is None else len(resources) + 1))
-    for resource, generation in resources or ():
-        parts += (_compact(resource.encode()), _INT64.pack(generation), b"\0")
-    parts.append(b"\0")
-    return _framed(parts)
-
-
-def _compact(text: bytes) -> bytes:
-    return _uvarint(len(text) + 1) + text
-
-
-def _read_compact(data: bytes, at: int) -> tuple[bytes, int]:
-    length, at = _read_uvarint(data, at)
-    return data[at : at + length - 1], at + length - 1
+    claimed = None if resources is None else tuple(OwnResource(*each) for each in resources)
+    body = encode_own_request(OwnRequest(group, claimed))
+    return _framed([request_header(OWN, OWN_MAX_VERSION, correlation_id, client_id), body])
 
 
 def read_own_response(frame: bytes, group: str) -> tuple[int, Results]:
     """Return one entry for each resource, with its error code and fence; none if all was refused. Raise NoMessage."""
     try:
-        correlation_id, _, refusal = Struct(">ixih").unpack_from(frame, 4)
-        called, at = _read_compact(frame, 15)
-        count, at = _read_uvarint(frame, at)
-        results: Results = []
-        for _ in range(count - 1):
-            resource, at = _read_compact(frame, at)
-            code, _, fence = _OWNED.unpack_from(frame, at)
-            results.append((resource, [(0, code, fence)]))
-            at += _OWNED.size + 1
-    except (IndexError, error) as reason:
+        response = parse_own_response(frame, OWN_MAX_VERSION)
+    except CodecError as reason:
         raise NoMessage(f"no answer to a claim: {frame!r}") from reason
-    if at + 1 != len(frame) or called != group.encode() or bool(refusal) is bool(results):
+    results: Results = [(each.resource.encode(), [(0, each.error_code, each.fence)]) for each in response.resources]
+    if response.group != group or bool(response.error_code) is bool(results):
         raise NoMessage(f"no answer to a claim: {frame!r}")
-    return correlation_id, results
+    return response_correlation_id(frame), results
 
 
 def read_bind_request(frame: bytes) -> tuple[int, list[tuple[bytes, int, int, bool]]]:
     """Return the correlation_id and the bindings: topic, partition index, fence, and whether it is a release."""
-    _, _, correlation_id, at = head_of(frame)
-    count, at = _read_uvarint(frame, at + 1)
-    bindings = []
-    for _ in range(count - 1):
-        topic, at = _read_compact(frame, at)
-        bindings.append((topic, *_BINDING.unpack_from(frame, at)))
-        at += _BINDING.size + 1
-    return correlation_id, bindings
+    header = parse_request_header(frame)
+    bindings = parse_bind_fences_request(frame, header)
+    return header.correlation_id, [
+        (each.topic.encode(), each.partition_index, each.fence, each.is_released) for each in bindings
+    ]
 
 
 def bind_response(correlation_id: int, bound: list[tuple[bytes, int, int, int]]) -> bytes:
     """Write an error code and the highest fence for each topic and partition index."""
-    parts = [_INT32.pack(correlation_id), b"\0", _INT32.pack(0), _uvarint(len(bound) + 1)]
-    for topic, index, code, fence in bound:
-        parts += (_compact(topic), _BOUND.pack(index, code, fence), b"\0")
-    parts.append(b"\0")
-    return _framed(parts)
+    fences = [BoundFence(topic.decode(), index, code, fence) for topic, index, code, fence in bound]
+    return _framed([_INT32.pack(correlation_id), b"\0", encode_bind_fences_response(fences)])

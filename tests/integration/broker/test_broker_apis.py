@@ -16,8 +16,6 @@ from tests.support.brokers.reference_broker import ANSWER_TIMEOUT_S, BrokerProce
 from tests.support.waiting import PATIENCE_S, wait_for
 from tests.support.wire.record_batches import build_batch, with_attributes
 
-pytest_plugins = ["tests.support.etcd.embedded", "tests.support.brokers.reference_broker"]
-
 
 def base_offsets(records: bytes | None) -> list[int]:
     return [batch.base_offset for batch in iterate_batches(records or b"")]

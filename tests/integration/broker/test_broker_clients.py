@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import confluent_kafka
-import kafka
-import kafka.errors
 import pytest
-from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic  # type: ignore[attr-defined]
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy_codec.record_batch import iterate_batches
@@ -19,8 +16,6 @@ from tests.support.brokers.reference_broker import Cluster, fetch, start_broker
 from tests.support.clients.attempts import log_bytes
 from tests.support.clients.idempotent_writers import IdempotentWriter
 from tests.support.waiting import PATIENCE_S
-
-pytest_plugins = ["tests.support.etcd.embedded", "tests.support.brokers.reference_broker"]
 
 RECORDS = 300
 
@@ -79,19 +74,6 @@ def read_with_librdkafka(cluster: Cluster, topic: str) -> list[Any]:
     return read
 
 
-def test_offsets_by_time_are_found_by_a_client(cluster: Cluster, topic: str) -> None:
-    producer = kafka.KafkaProducer(bootstrap_servers=cluster.bootstrap.split(","), linger_ms=0)
-    for timestamp in (1_000, 2_000, 3_000):
-        producer.send(topic, b"v", partition=0, timestamp_ms=timestamp).get()
-    producer.close()
-    consumer = kafka.KafkaConsumer(bootstrap_servers=cluster.bootstrap.split(","))
-    partition = kafka.TopicPartition(topic, 0)
-    found = consumer.offsets_for_times({partition: 1_500})[partition]
-    ends = consumer.end_offsets([partition])[partition]
-    consumer.close()
-    assert (found.offset, found.timestamp, ends) == (1, 2_000, 3)
-
-
 async def test_idempotent_producer_survives_restarts_and_kill_9(
     etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path
 ) -> None:
@@ -105,45 +87,3 @@ async def test_idempotent_producer_survives_restarts_and_kill_9(
                 broker.start()
             await asyncio.to_thread(writer.wait_for_more, 100)
         writer.judge(0, log_bytes(broker.data_dir / "t-0"))
-
-
-# An unsupported feature fails at once, with the reason
-
-
-def test_librdkafka_transactions_are_refused(cluster: Cluster) -> None:
-    producer = confluent_kafka.Producer({"bootstrap.servers": cluster.bootstrap, "transactional.id": "t"})
-    started = time.monotonic()
-    with pytest.raises(confluent_kafka.KafkaException) as raised:
-        producer.init_transactions(3 * PATIENCE_S)
-    assert time.monotonic() - started < PATIENCE_S
-    assert "transactions are not offered" in str(raised.value)
-
-
-def test_kafka_python_transactions_are_refused(cluster: Cluster) -> None:
-    producer = kafka.KafkaProducer(
-        bootstrap_servers=cluster.bootstrap.split(","), transactional_id="t", max_block_ms=3000 * PATIENCE_S
-    )
-    started = time.monotonic()
-    with pytest.raises(kafka.errors.KafkaError):
-        producer.init_transactions()
-    assert time.monotonic() - started < PATIENCE_S
-    producer.close(timeout=1)
-
-
-# Administration
-
-
-def test_librdkafka_admin_creates_describes_and_deletes(cluster: Cluster, topic: str) -> None:
-    admin = AdminClient({"bootstrap.servers": cluster.bootstrap, "allow.auto.create.topics": False})
-    admin.create_topics([NewTopic(topic, num_partitions=6, replication_factor=2)])[topic].result(PATIENCE_S)
-    metadata = admin.list_topics(topic, timeout=PATIENCE_S)
-    assert {each.leader for each in metadata.topics[topic].partitions.values()} == {1, 2, 3}
-    assert {len(each.replicas) for each in metadata.topics[topic].partitions.values()} == {2}
-    assert len(admin.describe_cluster().result(PATIENCE_S).nodes) == 3
-    resource = ConfigResource("topic", topic)
-    assert admin.describe_configs([resource])[resource].result(PATIENCE_S)["max.message.bytes"].value == "1048588"
-    four = NewTopic(f"{topic}-4", num_partitions=1, replication_factor=4)
-    with pytest.raises(confluent_kafka.KafkaException, match="replication factor"):
-        admin.create_topics([four])[four.topic].result(PATIENCE_S)
-    admin.delete_topics([topic])[topic].result(PATIENCE_S)
-    assert topic not in admin.list_topics(timeout=PATIENCE_S).topics

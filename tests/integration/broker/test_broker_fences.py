@@ -25,8 +25,6 @@ from tests.support.etcd.embedded import freeze, kill, own_etcd
 from tests.support.waiting import wait_for
 from tests.support.wire.record_batches import build_batch
 
-pytest_plugins = ["tests.support.etcd.embedded", "tests.support.brokers.reference_broker"]
-
 TTL_S = 4
 REFUSED = error_codes.POLICY_VIOLATION
 NOT_LEADER = error_codes.NOT_LEADER_OR_FOLLOWER

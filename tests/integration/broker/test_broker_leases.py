@@ -24,8 +24,6 @@ from tests.support.brokers.replica_group import broker_value, on_disk
 from tests.support.brokers.topics import DEAD, put_topic
 from tests.support.waiting import PATIENCE_S
 
-pytest_plugins = ["tests.support.etcd.embedded"]
-
 TOPIC = "t"
 LOG_IDS = {node_id: on_disk(node_id).log_id for node_id in range(1, 6)}
 # Any of the brokers may take such a partition at once.

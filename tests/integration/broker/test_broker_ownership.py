@@ -42,8 +42,6 @@ from tests.support.brokers.topics import DEAD, put_topic
 from tests.support.waiting import PATIENCE_S, eventually, wait_for
 from tests.support.wire.record_batches import build_batch
 
-pytest_plugins = ["tests.support.etcd.embedded", "tests.support.brokers.reference_broker"]
-
 TTL_S = 2
 TOPIC = "t"
 NOT_LEADER = error_codes.NOT_LEADER_OR_FOLLOWER

@@ -17,15 +17,11 @@ from prometheus_client.samples import Sample
 from kproxy.broker.keys import Keys
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import EtcdClient
-from tests.support.brokers.reference_broker import BrokerProcess, RawClient, start_broker, start_brokers
+from tests.support.brokers.reference_broker import start_broker, start_brokers
 from tests.support.brokers.topics import put_topic
 from tests.support.etcd.embedded import own_etcd
-from tests.support.processes.dev import serving
-from tests.support.processes.served import port_of
 from tests.support.waiting import wait_for
 from tests.support.wire.record_batches import build_batch
-
-pytest_plugins = ["tests.support.etcd.embedded"]
 
 # etcd's metrics of granted leases, and of the streams that keep leases alive and watch.
 GRANTED = "etcd_debugging_lease_granted"
@@ -135,27 +131,12 @@ async def test_stalled_follower_leaves_isr_only_after_the_lag(
 ) -> None:
     """It is suspended, not dead: its connections and its lease exist."""
     keys, lag_s = Keys(etcd_prefix), 4.0
-    common = [
-        "--listen",
-        "127.0.0.1:0",
-        "--admin",
-        "127.0.0.1:0",
-        "--etcd",
-        etcd.endpoint,
-        "--prefix",
-        etcd_prefix,
-        "--lease-ttl",
-        "60",
-    ]
     with ExitStack() as stack:
-        leader = ["broker", "--node-id", "1", "--data-dir", tmp_path / "1", "--isr-lag", str(lag_s), *common]
-        leading = await asyncio.to_thread(stack.enter_context, serving(leader, tmp_path / "1.stderr"))
-        follower = BrokerProcess(2, tmp_path / "2", etcd.endpoint, etcd_prefix, lease_ttl_s=60)
-        stack.callback(follower.stop)
-        await asyncio.to_thread(follower.start)
+        brokers = start_brokers((1, 2), tmp_path, etcd.endpoint, etcd_prefix, lease_ttl_s=60, isr_lag_s=lag_s)
+        leader, follower = await asyncio.to_thread(stack.enter_context, brokers)
         await put_topic(etcd_client, keys, "t", [[1, 2]])
         await in_sync(etcd_client, keys, {1, 2})
-        with RawClient("127.0.0.1", port_of(leading)) as client:
+        with leader.client() as client:
 
             def written_since() -> float | None:
                 asked_at = time.monotonic()

@@ -25,8 +25,6 @@ from tests.support.processes.ports import free_port
 from tests.support.waiting import PATIENCE_S, eventually, wait_for
 from tests.support.wire.record_batches import build_batch
 
-pytest_plugins = ["tests.support.etcd.embedded", "tests.support.brokers.reference_broker"]
-
 
 def refusal(broker: BrokerProcess) -> str:
     """Return the last output of a broker that must not start."""
@@ -37,14 +35,6 @@ def refusal(broker: BrokerProcess) -> str:
         broker.stop()
     assert "Traceback" not in broker.log()
     return broker.log().splitlines()[-1]
-
-
-def test_port_in_use_is_named(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        said = refusal(BrokerProcess(1, tmp_path / "1", etcd.endpoint, etcd_prefix, listen=port))
-    assert f"cannot listen on 127.0.0.1:{port}" in said
-    assert "--listen" in said
 
 
 def waiting_broker(tmp_path: Path, endpoint: str, node_id: int = 1) -> KproxyProcess:
@@ -160,22 +150,6 @@ async def test_data_directory_in_use_is_refused(
             assert client.leaders("t") == {0: 1}
             assert client.produce("t", 0, build_batch()).error_code == 0
     assert await etcd_client.get(f"{etcd_prefix}/brokers/2") is None
-
-
-def test_data_directory_of_another_id_is_refused(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path) -> None:
-    with start_broker(1, tmp_path / "data", etcd.endpoint, etcd_prefix) as broker:
-        broker.terminate()
-    said = refusal(BrokerProcess(2, tmp_path / "data", etcd.endpoint, etcd_prefix))
-    assert "belongs to broker 1, not 2" in said
-
-
-@pytest.mark.parametrize("kind", ["a file", "below a file"])
-def test_unusable_data_directory_is_refused(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path, kind: str) -> None:
-    (tmp_path / "file").write_text("not a directory")
-    path = tmp_path / "file" if kind == "a file" else tmp_path / "file" / "below"
-    broker = BrokerProcess(1, path, etcd.endpoint, etcd_prefix)
-    broker.stderr_path = tmp_path / "stderr"
-    assert "cannot be used" in refusal(broker)
 
 
 def test_impossible_numbers_are_refused(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path) -> None:

@@ -12,8 +12,6 @@ from tests.support.brokers.reference_broker import Cluster, RawClient
 from tests.support.waiting import wait_for
 from tests.support.wire.record_batches import build_batch
 
-pytest_plugins = ["tests.support.etcd.embedded", "tests.support.brokers.reference_broker"]
-
 
 @pytest.mark.parametrize("version", range(14))
 def test_every_metadata_version_names_brokers_and_leaders(cluster: Cluster, topic: str, version: int) -> None:

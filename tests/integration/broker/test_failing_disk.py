@@ -20,8 +20,6 @@ from tests.support.clients.idempotent_writers import IdempotentWriter
 from tests.support.waiting import wait_for
 from tests.support.wire.record_batches import build_batch
 
-pytest_plugins = ["tests.support.etcd.embedded"]
-
 IDS = (1, 2, 3)
 TOPIC = "t"
 # A leader gives up after half of this.

@@ -24,8 +24,6 @@ from tests.support.clients.kafka_io import produce
 from tests.support.processes.dev import serving
 from tests.support.waiting import PATIENCE_S, wait_for
 
-pytest_plugins = ["tests.support.etcd.embedded"]
-
 PARTITIONS = 3
 OFFSETS_TOPIC = "__consumer_offsets"
 OPTIONS: dict[str, Any] = {

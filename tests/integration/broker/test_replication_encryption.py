@@ -36,8 +36,6 @@ from tests.support.security.tls_files import Pair, Signer, client_context
 from tests.support.waiting import PATIENCE_S, eventually, wait_for
 from tests.support.wire.record_batches import build_batch
 
-pytest_plugins = ["tests.support.etcd.embedded", "tests.support.brokers.reference_broker"]
-
 HOST = "127.0.0.1"
 TOPIC, TOPIC_ID = "replicated", uuid.uuid4()
 IDS = (1, 2, 3)

@@ -28,8 +28,6 @@ from tests.support.brokers.reference_broker import BrokerProcess, Cluster
 from tests.support.waiting import wait_for
 from tests.support.wire.record_batches import build_batch
 
-pytest_plugins = ["tests.support.etcd.embedded", "tests.support.brokers.reference_broker"]
-
 TOPIC = "replicated"
 # An id that no broker here has.
 STRANGER = 9

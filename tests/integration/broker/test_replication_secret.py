@@ -11,8 +11,6 @@ from kproxy.broker.replication.authentication import SharedSecret
 from kproxy.errors import StartupError
 from kproxy.etcd import EtcdClient, delete_op, put_op
 
-pytest_plugins = ["tests.support.etcd.embedded"]
-
 
 async def test_first_broker_creates_the_secret(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     brokers = [SharedSecret(etcd_client, Keys(etcd_prefix)) for _ in range(5)]

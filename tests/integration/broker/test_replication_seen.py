@@ -34,8 +34,6 @@ from tests.support.processes.served import Samples, beside, page, samples, stati
 from tests.support.waiting import wait_for
 from tests.support.wire.record_batches import build_batch
 
-pytest_plugins = ["tests.support.etcd.embedded", "tests.support.brokers.reference_broker"]
-
 TTL_S = 2
 TOPIC = "t"
 DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"

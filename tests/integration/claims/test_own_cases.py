@@ -46,7 +46,7 @@ from tests.support.claims.own_cases import (
     take,
     writes,
 )
-from tests.support.claims.own_client import OwnClient
+from tests.support.claims.own_client import Fetched, OwnClient
 from tests.support.claims.own_proxies import OPEN_TOPIC, OwnSite, on_site
 from tests.support.processes.served import ServedBroker, port_of, static_proxy
 
@@ -80,18 +80,19 @@ def partly_refused() -> Step:
     return send
 
 
+async def gets_none(fetched: asyncio.Future[Fetched]) -> None:
+    """Its connection ends instead."""
+    with pytest.raises(ConnectionError):
+        await fetched
+
+
 def claimed_while_it_waits() -> Step:
     """A, which owns partition 0 as a reader, waits for records; B claims it, and A gets none."""
 
     async def send(run: CaseRun) -> Checked:
         fetched = run.clients["A"].send_fetch(run.topic, 0, await run.end_of(0), max_wait_ms=30_000)
         await (await own("B", [("0", 1)], New(1), group=READERS)(run))
-
-        async def check() -> None:
-            with pytest.raises(ConnectionError):
-                await fetched
-
-        return check()
+        return gets_none(fetched)
 
     return send
 
@@ -103,12 +104,7 @@ def claimed_while_nobody_had_it() -> Step:
         fetched = run.clients["B"].send_fetch(run.topic, 0, await run.end_of(0), max_wait_ms=30_000)
         for step in (own("A", [("0", 1)], New(1), group=READERS), own("C", [("0", 1)], New(1)), writes("C", 0)):
             await (await step(run))
-
-        async def check() -> None:
-            with pytest.raises(ConnectionError):
-                await fetched
-
-        return check()
+        return gets_none(fetched)
 
     return send
 

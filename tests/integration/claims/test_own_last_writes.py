@@ -227,37 +227,6 @@ async def test_unwritten_request_is_never_sent(
     assert site.proxies[0].counters["acks0.undeliverable"] == (acks == 0)
 
 
-@ends_with_acks
-async def test_retry_of_departed_writer_is_not_sent(
-    site: Site, acks: int, ends: Callable[[OwnClient], Awaitable[None]]
-) -> None:
-    owner, successor = await site.owner(), await site.client(1)
-    asked = await site.writes(owner, acks)
-    asked.answer(results={("t", 0): NOT_LEADER_OR_FOLLOWER})
-    again = await site.broker.next()
-    # The second refusal is followed by a pause.
-    again.answer(results={("t", 0): NOT_LEADER_OR_FOLLOWER})
-    await eventually(lambda: site.proxies[0].retries(6) == 2)
-    await ends(owner)
-    await claim_until_granted(successor)
-    assert await site.broker.is_silent(0.3)
-
-
-@ends_with_acks
-async def test_refused_write_of_departed_writer_is_not_resent(
-    site: Site, acks: int, ends: Callable[[OwnClient], Awaitable[None]]
-) -> None:
-    site.have_patience()
-    owner, successor = await site.owner(), await site.client(1)
-    asked = await site.writes(owner, acks)
-    await ends(owner)
-    assert await claim(successor) == REQUEST_TIMED_OUT
-    asked.answer(results={("t", 0): NOT_LEADER_OR_FOLLOWER})
-    await claim_until_granted(successor)
-    assert await site.broker.is_silent(0.3)
-    assert site.proxies[0].counters["acks0.undeliverable"] == (acks == 0)
-
-
 @pytest.mark.parametrize("acks", [-1, 0])
 async def test_uncertain_lease_stops_waiting_retries(site: Site, acks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that was stopped finds its timers due before it learns that its lease has ended."""

@@ -146,20 +146,6 @@ async def test_harmful_request_ends_only_its_connection(own_site: OwnSite, harm:
 
 
 @on_site
-async def test_partial_claim_claims_nothing_and_blocks_no_one(own_site: OwnSite) -> None:
-    topic = own_site.topic("harm")
-
-    villain, owner = [await own_site.pool.connect(PLACES[0]) for _ in range(2)]
-    claim = _own(OwnRequest(writers_of(topic), (OwnResource(f"{topic}/0", 1), OwnResource(f"{topic}/1", 1))))
-    villain.raw.send(claim[: len(claim) // 2])
-    (granted,) = (await owner.own(writers_of(topic), [(f"{topic}/0", 1)])).resources
-    assert (granted.error_code, granted.generation) == (NONE, 1)
-    await villain.close()
-    assert not await owner.wait_closed(0.2)
-    await owner.close()
-
-
-@on_site
 async def test_request_with_many_resources_blocks_no_one(own_site: OwnSite) -> None:
     """Others are served while the resources are claimed and freed."""
     topic = own_site.topic("many")

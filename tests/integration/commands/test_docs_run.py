@@ -42,11 +42,6 @@ def of_kind(*kinds: str) -> list[Block]:
 
 
 @pytest.fixture(scope="module")
-def signer(tmp_path_factory: pytest.TempPathFactory) -> Signer:
-    return Signer(tmp_path_factory.mktemp("signer") / "ca")
-
-
-@pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory, signer: Signer) -> Path:
     """The directory in place of /etc/kproxy, with every file that configurations name there."""
     directory = tmp_path_factory.mktemp("etc")

@@ -118,19 +118,6 @@ def test_server_that_is_not_etcd_is_named(tmp_path: Path, etcd: EmbeddedEtcd) ->
     assert "--etcd" in refusal("serve", "--listen", "127.0.0.1:0")
 
 
-def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
-    file = tmp_path / "kproxy.toml"
-    file.write_text("[limits]\nmax_conections = 5\n")
-    assert refusal("serve", "--config", file, "--etcd", "a:1").endswith("did you mean limits.max_connections?")
-    assert refusal("serve", "--etcd", "a:1", KPROXY_LIMIT__DRAIN_S="1").endswith("did you mean KPROXY_LIMITS__DRAIN_S?")
-
-
-def test_command_environment_does_not_configure_serve() -> None:
-    asked = {"KPROXY_BOOTSTRAP": "127.0.0.1:1", "KPROXY_ADMIN": "nowhere"}
-    assert "give some of its brokers with --bootstrap" in refusal("serve", "--ownership", "kafka", **asked)
-    assert "--advertise" in refusal("serve", "--etcd", "a:1", "--listen", "0.0.0.0:0", **asked)
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

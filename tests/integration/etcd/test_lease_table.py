@@ -287,25 +287,6 @@ async def test_refresh_detects_restored_etcd_before_watch(tmp_path: Path) -> Non
             await eventually(lambda: table.restores == 1)
 
 
-async def test_table_follows_etcd_restored_to_earlier_state(tmp_path: Path) -> None:
-    async with own_etcd(tmp_path) as (server, client):
-        await client.put(lease_key("/k", "t", 0), b"1")
-        await server.stop()
-        shutil.copytree(tmp_path / "data", tmp_path / "backup")
-        await server.start()
-        async with table_of(client, "/k") as (table, topology):
-            for owner in (b"2", b"3"):
-                await client.put(lease_key("/k", "t", 0), owner)
-            await eventually(lambda: topology.owner(b"t", 0) == 3)
-            await kill(server)
-            shutil.rmtree(tmp_path / "data")
-            shutil.copytree(tmp_path / "backup", tmp_path / "data")
-            await server.start()
-            await table.refresh(b"t", 0, topology.revision)
-            await eventually(lambda: topology.owner(b"t", 0) == 1)
-            assert table.restores == 1
-
-
 async def test_refresh_detects_restored_etcd_with_newer_revision(tmp_path: Path) -> None:
     """Neither cluster id nor revision shows it; the refused key has an older change than known."""
     async with own_etcd(tmp_path) as (server, writer), Relay(server.endpoint) as relay:

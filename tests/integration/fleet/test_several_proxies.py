@@ -131,46 +131,6 @@ def test_each_proxy_names_all_and_partitions_spread(site: Site) -> None:
             assert all(f"{node_id} at 127.0.0.1:{port}" in said for node_id, port in expected.items()), said
 
 
-@pytest.mark.long
-def test_killed_proxy_leaves_within_ttl_and_regains_id(site: Site) -> None:
-    with site.proxies(3) as proxies:
-        expected = ports(proxies)
-        agree(proxies, expected)
-        before = leaders(proxies[0], "spread")
-        end(proxies[1], signal.SIGKILL)
-        others = [proxies[0], proxies[2]]
-        agree(others, {node_id: port for node_id, port in expected.items() if node_id != FIRST + 1})
-        after = leaders(proxies[2], "spread")
-        kept = {index for index, leader in before.items() if leader != FIRST + 1}
-        assert {index for index in before if after[index] == before[index]} == kept, "only its share moves"
-        with site.proxy(port_of(proxies[1])) as back:
-            agree([*others, back], expected)
-            assert leaders(back, "spread") == before
-            end(back, signal.SIGKILL)
-        # Whether or not the killed one's lease has ended by now.
-        with site.proxy(port_of(proxies[1])) as back_at_once:
-            agree([*others, back_at_once], expected)
-            # If not, it ends now, without any effect.
-            time.sleep(TTL_S + 1)
-            agree([*others, back_at_once], expected)
-
-
-@pytest.mark.long
-def test_hung_proxy_registers_again_and_ended_one_leaves(site: Site) -> None:
-    with site.proxies(2) as proxies:
-        expected = ports(proxies)
-        agree(proxies, expected)
-        proxies[1].signal(signal.SIGSTOP)
-        try:
-            agree(proxies[:1], {FIRST: port_of(proxies[0])})
-        finally:
-            proxies[1].signal(signal.SIGCONT)
-        agree(proxies, expected)
-        end(proxies[1], signal.SIGTERM)
-        # Its lease would live on, but has been given up.
-        agree(proxies[:1], {FIRST: port_of(proxies[0])})
-
-
 async def entries(client: EtcdClient, prefix: str) -> list[str]:
     return [kv.key for kv in (await client.get_prefix(proxies_prefix(prefix))).kvs]
 

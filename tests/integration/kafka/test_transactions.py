@@ -7,7 +7,7 @@ import re
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import confluent_kafka
@@ -19,7 +19,6 @@ from tests.support.brokers.real_kafka import RealKafka, shared_classes
 from tests.support.clients.java import SHORT_JAVA, java_executable
 from tests.support.clients.kafka_io import produce
 from tests.support.processes.dev import KproxyProcess
-from tests.support.processes.served import kafka_proxy
 
 # The very first run downloads Kafka's jars.
 pytestmark = [pytest.mark.java, pytest.mark.timeout(900)]
@@ -34,12 +33,6 @@ Run = Callable[..., str]
 JAVA_SOURCE = Path(__file__).parents[2] / "support" / "clients" / "TransactionalClient.java"
 COMMITTED = sorted(f"commit {number} {record}" for number in (0, 2) for record in range(RECORDS))
 ABORTED = sorted(f"abort {number} {record}" for number in (1, 3) for record in range(RECORDS))
-
-
-@pytest.fixture(scope="module")
-def proxy(real_kafka: RealKafka, tmp_path_factory: pytest.TempPathFactory) -> Iterator[KproxyProcess]:
-    with kafka_proxy(tmp_path_factory.mktemp("proxy"), real_kafka.bootstrap) as process:
-        yield process
 
 
 @pytest.fixture

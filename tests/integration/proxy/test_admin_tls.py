@@ -108,11 +108,6 @@ def test_admin_page_uses_tls_and_reloads_files(tmp_path: Path, workers: int) -> 
 
 
 @pytest.fixture(scope="module")
-def signer(tmp_path_factory: pytest.TempPathFactory) -> Signer:
-    return Signer(tmp_path_factory.mktemp("site") / "ours")
-
-
-@pytest.fixture(scope="module")
 def mutual(signer: Signer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[KproxyProcess]:
     """A page that requires certificates."""
     options = rooms(signer.issue("page", "127.0.0.1", "localhost"), f'tls.client_ca = "{signer.ca}"')

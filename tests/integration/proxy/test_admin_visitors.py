@@ -46,11 +46,6 @@ class Pages:
 
 
 @pytest.fixture(scope="module")
-def signer(tmp_path_factory: pytest.TempPathFactory) -> Signer:
-    return Signer(tmp_path_factory.mktemp("page") / "ca")
-
-
-@pytest.fixture(scope="module")
 def pair(signer: Signer) -> Pair:
     return signer.issue("page", "127.0.0.1")
 

@@ -29,7 +29,6 @@ from tests.support.security import sasl_client as sasl
 from tests.support.waiting import eventually
 from tests.support.wire.record_batches import build_batch
 
-pytest_plugins = ["tests.support.etcd.embedded"]
 NAMED = ("--metrics-topics", "10", "--metrics-clients", "10")
 # Answers of brokers, in seconds; above overview.SLOW_MS.
 LATE_S = 0.8

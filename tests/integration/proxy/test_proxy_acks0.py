@@ -6,7 +6,6 @@ With `confirm_acks0` brokers get acks=1, and no avoidable loss occurs; `confirms
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 from typing import Any
 
@@ -181,17 +180,6 @@ async def test_unconfirmed_requests_are_bounded(s: Scene) -> None:
 
 
 # Losses
-
-
-@scene(DOWN, owners=[1, 1])
-async def test_undeliverable_acks_0_is_counted_and_closes_connection(s: Scene) -> None:
-    """Well before its deadline."""
-    began = time.monotonic()
-    sends(s, 0, 1)
-    sends(s, 2, partitions={"t": [0, 1]})
-    assert await s.client.is_closed()
-    assert time.monotonic() - began < 5
-    await until_lost(s, 4)
 
 
 @scene(DOWN)

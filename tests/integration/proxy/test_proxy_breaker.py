@@ -322,27 +322,7 @@ async def test_offer_awaits_no_probe_of_known_broker(s: Scene, monkeypatch: pyte
 # Order
 
 
-@scene(HANGS, ANSWERS, owners=[1], limits=LIMITS, one_go=True)
-async def test_partition_moved_off_hung_broker_is_retried(s: Scene) -> None:
-    s.send(produce_frame(records=batch(0)))
-    await s.next()
-    s.proxy.own(2)
-    # Waits for the batch before it, which is in flight to another broker.
-    s.send(produce_frame(records=batch(1)))
-    assert [await s.codes() for _ in range(2)] == [{T0: 0}, {T0: 0}]
-    assert len(s.brokers[1].log) == 2
-
-
 # acks=0
-
-
-@scene(HANGS, clients=2, owners=[1, 1], limits=LIMITS, one_go=True)
-async def test_acks_0_for_hung_broker_closes_connection(s: Scene) -> None:
-    await runs_into_hang(s, s.clients[1])
-    s.send(produce_frame(BOTH, acks=0))
-    assert await s.client.is_closed()
-    assert s.proxy.counters["acks0.undeliverable"] == 2
-    assert await s.broker.is_silent()
 
 
 @scene(HANGS, limits=LIMITS, one_go=True)

@@ -146,20 +146,6 @@ async def test_record_errors_and_unknown_tags_survive_the_merge(s: Scene) -> Non
 
 
 @scene(HOLDS, HOLDS)
-async def test_slow_owner_does_not_delay_requests_to_others(s: Scene) -> None:
-    slow, fast = s.brokers
-    s.produces(1, partitions=BOTH)
-    s.send(*(produce_frame({"t": [1]}, correlation_id=each) for each in (2, 3)))
-    held = await slow.next()
-    for _ in range(3):
-        (await fast.next()).answer()
-    # Answers still leave in the order of requests.
-    assert await s.still()
-    held.answer()
-    assert await s.ids(3) == [1, 2, 3]
-
-
-@scene(HOLDS, HOLDS)
 async def test_list_offsets_is_merged_without_leader_epochs(s: Scene) -> None:
     s.send(list_offsets_frame({"t": [1, 0]}))
     for broker, place in zip(s.brokers, (T0, T1), strict=True):

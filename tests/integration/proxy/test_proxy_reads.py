@@ -119,27 +119,6 @@ async def test_answer_between_two_reads_serves_the_next(s: Scene) -> None:
     assert len(s.brokers[1].log) == 1
 
 
-@pytest.mark.parametrize("when", ["before", "after", "never"])
-@scene(HOLDS, HOLDS)
-async def test_seek_between_reads_gets_its_own_offset(s: Scene, when: str) -> None:
-    s.send(reads(5, 7))
-    first, second = [await broker.next() for broker in s.brokers]
-    first.answer(results={T0: {"records": b"a"}})
-    await records(s, 1)
-    if when == "before":
-        second.answer(results={T1: {"records": b"stale"}})
-        await asyncio.sleep(0.05)
-    s.send(reads(6, 100, n=2))
-    # It does not wait behind the broker's wait for the former offset.
-    sought = await s.brokers[1].next()
-    assert offset(sought) == 100
-    if when == "after":
-        second.answer(results={T1: {"records": b"stale"}})
-        await asyncio.sleep(0.05)
-    sought.answer(results={T1: {"records": b"sought"}})
-    assert await records(s, 2) == [b"", b"sought"]
-
-
 @scene(HOLDS, HOLDS, one_go=True)
 async def test_min_bytes_are_counted_over_brokers(s: Scene) -> None:
     s.send(reads(5, 7, min_bytes=100))
@@ -186,16 +165,6 @@ async def test_frozen_broker_delays_a_reader_once(s: Scene) -> None:
     assert await records(s, 6) == [b"", b"thawed"]
 
 
-@scene(HOLDS, HOLDS, one_go=True)
-async def test_read_of_frozen_broker_alone_ends(s: Scene) -> None:
-    for n in (1, 2):
-        began = time.monotonic()
-        s.send(reads(5, n=n, max_wait_ms=100))
-        assert await records(s, n) == [b""]
-        assert time.monotonic() - began < 2.0
-    assert len(s.broker.log) == 1
-
-
 @scene(HOLDS, ANSWERS, one_go=True)
 async def test_waiting_read_holds_up_nothing_else(s: Scene) -> None:
     s.produces(1)
@@ -221,26 +190,6 @@ async def test_leader_moves_while_reader_waits(s: Scene) -> None:
     former.answer(results={T1: 6})
     (await s.brokers[2].next()).answer(results={T1: {"records": b"moved"}})
     assert await records(s, 1) == [b"", b"moved"]
-
-
-@scene(HOLDS, HOLDS, one_go=True)
-async def test_pipelined_reads_are_answered_in_turn(s: Scene) -> None:
-    s.send(reads(5, 7), reads(6, 7, n=2))
-    first, second = [await broker.next() for broker in s.brokers]
-    first.answer(results={T0: {"records": b"a"}})
-    assert await records(s, 1) == [b"a", b""]
-    assert offset(await s.brokers[0].next()) == 6
-    second.answer(results={T1: {"records": b"b"}})
-    assert await records(s, 2) == [b"", b"b"]
-
-
-@scene(HOLDS, HOLDS, one_go=True)
-async def test_throttled_client_hears_of_it_at_once(s: Scene) -> None:
-    s.send(reads(5, 7))
-    (await s.brokers[0].next()).answer(throttle_time_ms=70)
-    answer = await s.answer(FETCH, 12)
-    assert answer.fields["throttle_time_ms"] == 70
-    assert len(s.brokers[0].log) == 1
 
 
 @scene(HOLDS, HOLDS, one_go=True)

@@ -15,7 +15,7 @@ from kproxy.routing import fanout, retry
 from kproxy.routing.topology import Address
 from tests.support.clients.raw_client import batch, produce_frame
 from tests.support.processes.running_proxy import both_loops, in_one_go
-from tests.support.scene import DEAF, DOWN, HOLDS, NOT_WRITTEN, T0, T1, Scene, scene, staged
+from tests.support.scene import DOWN, HOLDS, NOT_WRITTEN, T0, Scene, scene, staged
 from tests.support.waiting import eventually
 
 NOT_LEADER, TIMED_OUT = 6, 7
@@ -102,20 +102,6 @@ async def test_lost_connection_resends_idempotent_batches_in_order(s: Scene) -> 
     assert len(s.broker.log) == 1 + 4 + 3
 
 
-@scene(HOLDS)
-async def test_a_route_is_new_again_on_another_connection(s: Scene) -> None:
-    """A new route starts with a single batch: a broker without the producer's state accepts any sequence."""
-    await s.prove()
-    s.broker.connections[0].close()
-    await s.broker.connections[0].until_closed()
-    s.produces(1, 2)
-    (first,) = await s.takes(1)
-    assert await s.broker.is_silent()
-    first.answer()
-    await s.accepts(2)
-    assert await s.gets(1, 2) == [0, 0]
-
-
 @scene(HOLDS, HOLDS, owners=[1], one_go=True)
 async def test_silent_former_owner_does_not_block_lane_forever(s: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Suspended, not dead: its connection stays open, and the client's batches wait until it is closed."""
@@ -148,19 +134,3 @@ async def test_refused_dial_is_tried_thrice_then_answered_6(s: Scene) -> None:
 async def test_undialable_address_counts_as_refused_dial(s: Scene, host: str) -> None:
     s.proxy.topology.set_broker(1, Address(host, 1))
     assert await s.ask(produce_frame()) == [{T0: NOT_LEADER}]
-
-
-# The deadline
-
-
-@scene(DEAF, owners=[1, 1], limits={"connect_timeout_s": 30.0}, one_go=True)
-async def test_batch_behind_a_piece_with_6_gets_6(s: Scene) -> None:
-    """Sent alone, the later batch would be the first at a broker without the producer's state."""
-    s.produces(0, timeout_ms=SHORT_MS)
-    s.produces(1, partitions={"t": [0, 1]})
-    assert await s.gets(0) == [NOT_LEADER]
-    await s.rises()
-    asked = await s.next()
-    assert asked.partitions == [T1]
-    asked.answer()
-    assert await s.codes() == {T0: NOT_LEADER, T1: 0}

@@ -25,11 +25,6 @@ class Proxy:
 
 
 @pytest.fixture
-def signer(tmp_path: Path) -> Signer:
-    return Signer(tmp_path / "ca")
-
-
-@pytest.fixture
 def proxies(dev_cluster: KproxyProcess, tmp_path: Path, signer: Signer) -> Iterator[list[Proxy]]:
     """Two with both listeners, and one with only the internal one."""
     server = signer.issue("server", "localhost")

@@ -1,7 +1,6 @@
 """Reference brokers as child processes, and a client that sends exactly what a test specifies.
 
-`start_broker` runs a broker for one test; the fixture `cluster` shares three between the tests that only use them. It
-needs `pytest_plugins = ["tests.support.etcd.embedded", "tests.support.brokers.reference_broker"]`.
+`start_broker` runs a broker for one test; the fixture `cluster` shares three between the tests that only use them.
 """
 
 from __future__ import annotations
@@ -236,22 +235,10 @@ class RawClient:
 
     # The most frequent requests
 
-    def produce(
-        self,
-        topic: str,
-        partition: int,
-        records: bytes | bytearray,
-        *,
-        version: int = 9,
-        acks: int = -1,
-        answered: bool = True,
-        timeout_ms: int = 30_000,
-    ) -> Any:
-        """The partition's result; None for acks=0."""
-        self.send_produce(
-            topic, partition, records, version=version, acks=acks, answered=answered, timeout_ms=timeout_ms
-        )
-        return self.produced() if answered else None
+    def produce(self, topic: str, partition: int, records: bytes | bytearray, **options: Any) -> Any:
+        """The partition's result; None for acks=0. `options` are those of `send_produce`."""
+        self.send_produce(topic, partition, records, **options)
+        return self.produced() if options.get("answered", True) else None
 
     def send_produce(
         self,

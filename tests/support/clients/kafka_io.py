@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import aiokafka  # type: ignore[import-untyped]
 import confluent_kafka
 from kafka.admin import KafkaAdminClient
 
@@ -101,7 +100,12 @@ class Placed(NamedTuple):
 
 
 def read_topic(
-    bootstrap: str, topic: str, partitions: int, at_least: int, timeout_s: float = TIMEOUT_S
+    bootstrap: str,
+    topic: str,
+    partitions: int,
+    at_least: int,
+    timeout_s: float = TIMEOUT_S,
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Placed]:
     """All records of a topic that has lost none; in order within each partition.
 
@@ -109,6 +113,7 @@ def read_topic(
     """
     consumer = confluent_kafka.Consumer(
         {
+            **settings,
             "bootstrap.servers": bootstrap,
             "group.id": "unused",
             "enable.auto.commit": False,
@@ -141,21 +146,3 @@ def _placed(message: Any) -> Placed:
     return Placed(
         message.partition(), message.offset(), message.key(), message.value(), headers, message.timestamp()[1]
     )
-
-
-async def read_with_aiokafka(
-    bootstrap: str, topic: str, partitions: int, count: int, timeout_s: float = TIMEOUT_S
-) -> list[tuple[int, int, bytes | None, bytes | None]]:
-    """`count` records of a topic as (partition, offset, key, value), from its beginning."""
-    consumer = aiokafka.AIOKafkaConsumer(bootstrap_servers=bootstrap, auto_offset_reset="earliest")
-    await consumer.start()
-    try:
-        consumer.assign([aiokafka.TopicPartition(topic, each) for each in range(partitions)])
-        read = []
-        async with asyncio.timeout(timeout_s):
-            while len(read) < count:
-                each = await consumer.getone()
-                read.append((each.partition, each.offset, each.key, each.value))
-        return read
-    finally:
-        await consumer.stop()

@@ -365,3 +365,22 @@ class Playbook:
             self.bytes_of[action.sequence] = b"".join(action.answer)
             return f"answer {action.sequence}: {answer}"
         return action_text(action, self.now)
+
+
+def proven(partitions: str = "t-0") -> Playbook:
+    """Request 1 was accepted, so the routes of these partitions are proven, and later batches may be pipelined."""
+    play = Playbook()
+    play.submits(1, partitions)
+    for piece in list(play.pieces.values()):
+        words = [f"{topic.decode()}-{index}" for topic, index in map(piece.exchange.partition, piece.entries())]
+        play.answers(piece.number, " ".join(words))
+    assert play.proven(partitions)
+    return play
+
+
+def piped(*requests: int) -> Playbook:
+    """A proven route of t-0 with these requests in flight: request n is piece n."""
+    play = proven()
+    for n in requests:
+        assert play.submits(n, "t-0") == [f"send #{n} b1/c1: {n} t-0"]
+    return play

@@ -62,44 +62,6 @@ def test_new_leader_keeps_records_above_its_high_watermark(group: Group) -> None
     assert b"acknowledged" in leader.read(0, 1000).records
 
 
-def test_returning_leader_truncates_unreplicated_records(group: Group) -> None:
-    leader = group.elect(1)
-    append(leader, b"both")
-    for node_id in (2, 3, 2, 3):
-        group.fetch(node_id)
-    append(leader, b"alone", acks=1)
-    old, leader = group.replicas[1], group.elect(2)
-    assert old.log_end_offset == 2
-    append(leader, b"other")
-    append(leader, b"words")
-    follower = group.depose(1)
-    first = group.fetch(1)
-    assert first.diverging_epoch == (0, 1)
-    assert follower.log_end_offset == 1
-    group.fetch(1)
-    assert group.contents(1) == group.contents(2)
-    assert b"alone" not in group.contents(1)
-
-
-def test_lagging_follower_leaves_isr_and_comes_back(group: Group) -> None:
-    leader = group.elect(1)
-    append(leader)
-    for node_id in (2, 3, 2, 3):
-        group.fetch(node_id)
-    append(leader)
-    group.clock.now += ISR_LAG_S
-    group.fetch(2)
-    group.clock.now += 1
-    group.fetch(2)
-    assert leader.high_watermark == 1
-    assert group.look_at_isr() == {1, 2}
-    assert leader.high_watermark == 2, "it goes on with those who are left"
-    group.fetch(3)
-    assert group.look_at_isr() == {1, 2}
-    group.fetch(3)
-    assert group.look_at_isr() == {1, 2, 3}
-
-
 def test_dead_follower_leaves_isr_and_blocks_writes(group: Group) -> None:
     leader = group.elect(1)
     group.live.remove(2)

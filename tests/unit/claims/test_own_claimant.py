@@ -20,7 +20,6 @@ from kproxy_codec.error_codes import (
 )
 from kproxy_codec.own import OwnedResource, OwnRequest, OwnResponse
 
-RETRIABLE = (REQUEST_TIMED_OUT, COORDINATOR_NOT_AVAILABLE)
 Answer = int | Exception | OwnedResource | OwnResponse
 
 

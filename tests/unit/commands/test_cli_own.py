@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from kproxy.cli import main
 from kproxy.cli.options import AdminPlace
 from kproxy.cli.own_claim import parse_wanted
 from kproxy.cli.own_sources import AdminClaims, Change, changes_between
@@ -291,25 +290,6 @@ def test_unclaimable_resource_is_reported(group: str, texts: list[str], whole: b
     with pytest.raises(StartupError) as raised:
         parse_wanted(group, texts, whole)
     assert part in str(raised.value)
-
-
-OWN_FLAGS = "admin etcd prefix etcd-ca etcd-password-file"
-
-
-@pytest.mark.parametrize(
-    ("name", "flags"),
-    [
-        ("list", "group json"),
-        ("claim", "all bootstrap client-id"),
-        ("free", "all json"),
-        ("watch", "group json"),
-    ],
-)
-def test_each_command_has_its_flags_and_an_example(name: str, flags: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["own", name, "--help"]) == 0
-    said = capsys.readouterr().out
-    assert [flag for flag in f"{flags} {OWN_FLAGS}".split() if f"--{flag} " not in said] == []
-    assert f"    kproxy own {name}" in said
 
 
 ANSWERS = {

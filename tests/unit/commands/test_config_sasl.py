@@ -25,11 +25,6 @@ ETCD = '[ownership]\netcd = "http://127.0.0.1:2379"\n'
 OAUTH = '[oauth]\njwks = "jwks.json"\nissuer = "i"\naudience = "a"\n'
 
 
-@pytest.fixture(scope="module")
-def signer(tmp_path_factory: pytest.TempPathFactory) -> Signer:
-    return Signer(tmp_path_factory.mktemp("signer") / "ca")
-
-
 def load(directory: Path, text: str, **environ: str) -> ProxyConfig:
     file = directory / "kproxy.toml"
     file.write_text(ETCD + text)

@@ -18,11 +18,6 @@ from kproxy.security.users import read_users
 from tests.support.security.tls_files import Signer
 
 
-@pytest.fixture(scope="module")
-def signer(tmp_path_factory: pytest.TempPathFactory) -> Signer:
-    return Signer(tmp_path_factory.mktemp("signer") / "ca")
-
-
 def written(directory: Path, text: str) -> dict[str, list[str]]:
     """The reports about a configuration, by file."""
     file = directory / "kproxy.toml"

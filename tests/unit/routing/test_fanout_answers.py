@@ -9,7 +9,7 @@ from kproxy.routing.merge import Exchange
 from kproxy.routing.retry import KAFKA
 from kproxy_codec.api_keys import FETCH, PRODUCE
 from kproxy_codec.produce import PRODUCE_API
-from tests.support.models.playbook import Playbook
+from tests.support.models.playbook import Playbook, piped
 from tests.support.models.playbook_words import answer_frame, parse
 from tests.support.wire.messages import frame_of, response_body, response_frame, sample_response, tag_section
 
@@ -162,11 +162,7 @@ def test_mismatching_answer_ends_the_connection(kind: str) -> None:
 
 
 def test_requests_behind_unreadable_answer_are_lost() -> None:
-    play = Playbook()
-    play.submits(1, "t-0")
-    play.answers(1, "t-0")
-    for n in (2, 3):
-        play.submits(n, "t-0")
+    play = piped(2, 3)
     assert play.answers_bytes(2, frame_of(b"\0\0\0\7", b"no answer")) == ["distrust c1"]
     # Nothing is sent before the results of the other batches are known.
     assert play.wakes_in_ms() is None

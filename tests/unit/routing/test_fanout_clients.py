@@ -8,7 +8,7 @@ import pytest
 
 from kproxy.routing.actions import Actions, Counted, Undeliverable
 from kproxy.routing.merge import ExchangeState
-from tests.support.models.playbook import Playbook
+from tests.support.models.playbook import Playbook, piped
 from tests.support.wire.messages import frame_of
 
 
@@ -230,10 +230,7 @@ def test_retry_of_departed_client_is_forgotten() -> None:
 
 
 def test_dropped_request_keeps_lane_until_answered() -> None:
-    play = Playbook()
-    play.submits(1, "t-0")
-    play.answers(1, "t-0")
-    play.submits(2, "t-0")
+    play = piped(2)
     play.submits(3, "t-0", acks=1, silent=True)
     play.moves("t-0", 2)
     assert play.closes() == ["drop 2"]
@@ -263,10 +260,7 @@ def test_acknowledgement_of_departed_client_is_not_noted() -> None:
 
 
 def test_whole_success_of_departed_client_is_dropped() -> None:
-    play = Playbook()
-    play.submits(1, "t-0")
-    play.answers(1, "t-0")
-    play.submits(2, "t-0")
+    play = piped(2)
     assert play.closes() == ["drop 2"]
     assert play.answers(2, "t-0") == []
 

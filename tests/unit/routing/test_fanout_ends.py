@@ -11,18 +11,10 @@ from kproxy.routing.in_flight import WINDOW_S, ConnectionState
 from kproxy.routing.lanes import LaneState
 from kproxy.routing.merge import READ_GRACE_S, ExchangeState
 from kproxy_codec.error_codes import POLICY_VIOLATION
-from tests.support.models.playbook import Playbook
+from tests.support.models.playbook import Playbook, piped, proven
 
 # The time in seconds from a deadline until a silent broker's connection is closed.
 HUNG_AFTER_S = 5.0
-
-
-def proven() -> Playbook:
-    """Broker 1 has accepted a batch of t-0, request 1, so later batches may be pipelined."""
-    play = Playbook()
-    play.submits(1, "t-0")
-    play.answers(1, "t-0")
-    return play
 
 
 # Deadlines
@@ -243,9 +235,7 @@ def test_pieces_of_lost_connection_are_judged_singly() -> None:
 
 
 def test_lost_pipelined_batches_are_resent_one_first() -> None:
-    play = proven()
-    for n in (2, 3, 4):
-        play.submits(n, "t-0")
+    play = piped(2, 3, 4)
     play.answers(2, "t-0")
     assert play.loses(1) == []
     assert play.wakes() == ["send #5 b1/c2: 3 t-0"]
@@ -557,11 +547,7 @@ def test_batches_that_wait_for_retries_are_answered() -> None:
 
 
 def test_batches_refused_after_end_are_not_sent_again() -> None:
-    play = Playbook()
-    play.submits(1, "t-0")
-    play.answers(1, "t-0")
-    play.submits(2, "t-0")
-    play.submits(3, "t-0")
+    play = piped(2, 3)
     play.half_closes()
     assert play.answers(2, "t-0=6") == ["answer 2: t-0=6"]
     assert play.answers(3, "t-0=45") == ["answer 3: t-0=6"]

@@ -4,25 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.models.playbook import Playbook
+from tests.support.models.playbook import Playbook, piped, proven
 
 NOT_LEADER, NOT_ENOUGH_REPLICAS, OUT_OF_ORDER = 6, 19, 45
-
-
-def proven() -> Playbook:
-    """Broker 1 has accepted a batch of t-0, request 1, so later batches may be pipelined."""
-    play = Playbook()
-    assert play.submits(1, "t-0") == ["send #1 b1/c1: 1 t-0"]
-    assert play.answers(1, "t-0") == ["answer 1: t-0@10"]
-    return play
-
-
-def piped(*requests: int) -> Playbook:
-    """The same, with these requests in flight: request n is piece n."""
-    play = proven()
-    for n in requests:
-        assert play.submits(n, "t-0") == [f"send #{n} b1/c1: {n} t-0"]
-    return play
 
 
 # Routes

@@ -8,7 +8,7 @@ import pytest
 
 from kproxy.routing import retry
 from kproxy.routing.retry import CONNECTION_LOST, KAFKA, LEASED, NOT_WRITTEN, UNREADABLE, BrokerSemantics
-from tests.support.models.playbook import Playbook
+from tests.support.models.playbook import Playbook, piped, proven
 from tests.support.models.playbook_words import Producer
 from tests.support.wire.messages import frame_of
 
@@ -329,9 +329,7 @@ def test_retry_waiting_at_deadline_is_not_sent() -> None:
 
 
 def test_batch_waiting_past_deadline_is_not_sent() -> None:
-    play = Playbook()
-    play.submits(1, "t-0")
-    play.answers(1, "t-0")
+    play = proven()
     play.submits(2, "t-0", deadline_s=1)
     play.submits(3, "t-0")
     play.answers(2, "t-0=6")
@@ -428,11 +426,7 @@ def test_batch_waiting_at_hung_broker_fails_unwritten() -> None:
 
 
 def test_batches_at_hung_broker_become_uncertain() -> None:
-    play = Playbook()
-    play.submits(1, "t-0")
-    play.answers(1, "t-0")
-    for n in (2, 3, 4):
-        play.submits(n, "t-0")
+    play = piped(2, 3, 4)
     play.view.hung.add(1)
     assert play.loses(1) == ["answer 2: t-0=7", "answer 3: t-0=7", "answer 4: t-0=7"]
     assert play.lanes == []
@@ -546,11 +540,7 @@ def test_batch_behind_uncertain_one_is_left_to_client(kind: str) -> None:
 @pytest.mark.parametrize("code", [56, 3])
 def test_out_of_order_behind_resent_batch_is_hidden(code: int) -> None:
     """librdkafka would begin a new epoch, and resend batches of other partitions that are in doubt."""
-    play = Playbook()
-    play.submits(1, "t-0")
-    play.answers(1, "t-0")
-    for n in (2, 3):
-        play.submits(n, "t-0")
+    play = piped(2, 3)
     assert play.answers(2, f"t-0={code}") == [f"answer 2: t-0={code}"]
     # The client has not read that answer yet.
     assert play.submits(4, "t-0") == []
@@ -581,11 +571,7 @@ def test_only_earlier_batch_of_same_epoch_misleads(producer: Producer, told: int
 
 def test_batch_behind_clients_retry_is_not_resent() -> None:
     """Another broker may not know the producer, and would accept the later batch first."""
-    play = Playbook()
-    play.submits(1, "t-0")
-    play.answers(1, "t-0")
-    for n in (2, 3):
-        play.submits(n, "t-0")
+    play = piped(2, 3)
     assert play.answers(2, "t-0=56") == ["answer 2: t-0=56"]
     assert play.answers(3, "t-0=5") == ["answer 3: t-0=5"]
     assert play.moves("t-0", 2) == []
@@ -593,21 +579,14 @@ def test_batch_behind_clients_retry_is_not_resent() -> None:
 
 
 def test_batch_without_client_retry_misleads_none() -> None:
-    play = Playbook()
-    play.submits(1, "t-0")
-    play.answers(1, "t-0")
-    for n in (2, 3):
-        play.submits(n, "t-0")
+    play = piped(2, 3)
     assert play.answers(2, "t-0=87") == ["answer 2: t-0=87"]
     assert play.answers(3, "t-0=45") == ["answer 3: t-0=45"]
 
 
 def test_resend_with_acks_0_does_not_count() -> None:
     """Its outcome is unknown."""
-    play = Playbook()
-    play.submits(1, "t-0")
-    play.answers(1, "t-0")
-    play.submits(2, "t-0")
+    play = piped(2)
     play.answers(2, "t-0=56")
     play.submits(3, "t-0", acks=0, producer=(7, 0, 2))
     assert play.leaves(3) == ["done 3"]
@@ -616,10 +595,7 @@ def test_resend_with_acks_0_does_not_count() -> None:
 
 
 def test_resent_batch_misleads_no_longer() -> None:
-    play = Playbook()
-    play.submits(1, "t-0")
-    play.answers(1, "t-0")
-    play.submits(2, "t-0")
+    play = piped(2)
     play.answers(2, "t-0=56")
     _, refused, _ = play.core.gate
     assert refused
@@ -631,10 +607,7 @@ def test_resent_batch_misleads_no_longer() -> None:
 
 
 def test_out_of_order_is_hidden_at_deadline() -> None:
-    play = Playbook()
-    play.submits(1, "t-0")
-    play.answers(1, "t-0")
-    play.submits(2, "t-0")
+    play = piped(2)
     play.submits(3, "t-0", deadline_s=1)
     play.answers(2, "t-0=19")
     play.answers(3, "t-0=45")

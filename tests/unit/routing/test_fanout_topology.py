@@ -7,20 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from kproxy.routing.merge import ExchangeState
-from tests.support.models.playbook import Playbook
+from tests.support.models.playbook import Playbook, piped, proven
 
 UNKNOWN_TOPIC_ID = 100
-
-
-def proven(partitions: str = "t-0") -> Playbook:
-    """Request 1 was accepted, so the routes of these partitions are proven."""
-    play = Playbook()
-    play.submits(1, partitions)
-    for piece in list(play.pieces.values()):
-        words = [f"{topic.decode()}-{index}" for topic, index in map(piece.exchange.partition, piece.entries())]
-        play.answers(piece.number, " ".join(words))
-    assert play.proven(partitions)
-    return play
 
 
 # During a request
@@ -64,8 +53,7 @@ def test_each_of_several_requests_is_checked_for_moves() -> None:
 
 
 def test_move_of_unrequested_partition_changes_nothing() -> None:
-    play = proven()
-    play.submits(2, "t-0")
+    play = piped(2)
     assert play.moves("t-1", 1) == []
     assert play.moves("u-0", 1) == []
     assert play.lanes == []
@@ -80,8 +68,7 @@ def test_reads_do_not_wait_for_former_owners_answers() -> None:
 
 
 def test_partition_moved_away_and_back_is_blocked_too() -> None:
-    play = proven()
-    play.submits(2, "t-0")
+    play = piped(2)
     for owner in (2, 1):
         play.moves("t-0", owner)
     assert play.lanes == ["t-0 blocked"]
@@ -92,8 +79,7 @@ def test_partition_moved_away_and_back_is_blocked_too() -> None:
 
 
 def test_removed_broker_gets_nothing_and_is_awaited() -> None:
-    play = proven()
-    play.submits(2, "t-0")
+    play = piped(2)
     assert play.removes(1) == []
     assert play.lanes == ["t-0 blocked"]
     assert play.submits(3, "t-0") == []
@@ -131,9 +117,7 @@ def test_removed_broker_without_successor_lets_requests_expire() -> None:
 
 
 def test_owner_changing_its_address_keeps_the_order() -> None:
-    play = proven()
-    for n in (2, 3):
-        play.submits(n, "t-0")
+    play = piped(2, 3)
     assert play.readdresses(1) == []
     assert play.proven("t-0")
     assert play.loses(1) == []
@@ -143,8 +127,7 @@ def test_owner_changing_its_address_keeps_the_order() -> None:
 
 
 def test_change_is_applied_before_the_next_send() -> None:
-    play = proven()
-    play.submits(2, "t-0")
+    play = piped(2)
     play.topology.set_owner(b"t", 0, 2, play.topology.revision + 1)
     assert play.submits(3, "t-0") == []
     assert play.lanes == ["t-0 blocked"]
@@ -218,9 +201,7 @@ def test_owner_is_looked_up_when_batch_is_resent() -> None:
 
 
 def test_move_during_awaited_answer_ends_no_back_off() -> None:
-    play = proven()
-    for n in (2, 3):
-        play.submits(n, "t-0")
+    play = piped(2, 3)
     play.answers(2, "t-0=6")
     play.moves("t-0", 2)
     assert play.wakes_in_ms() is None
