@@ -37,8 +37,8 @@ _logger = structlog.get_logger(__name__)
 class DiskWatch:
     """Checks the replicas whose disk may be in trouble, which `restless` yields.
 
-    Each call of `look` is one check; there are LOOKS in `patience_s` seconds. `probe` raises OSError if the disk does not
-    work; it may hang. `on_mended` is called when a replica becomes readable or writable again.
+    Each call of `look` is one check; there are LOOKS in `patience_s` seconds. `probe` raises OSError if the disk
+    does not work; it may hang. `on_mended` is called when a replica becomes readable or writable again.
     """
 
     restless: Callable[[], Iterable[Partition]]
