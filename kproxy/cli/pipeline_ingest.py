@@ -92,6 +92,7 @@ def _choice(name: str, default: str, choices: str, text: str) -> Callable[[F], F
 @_flag("--dead-letters", "json:DIR|topic:NAME", "Where to put rows that cannot be written. [none: the job fails]")
 @_number("--max-message-bytes", DEFAULT_MESSAGE_BYTES, "Treat a larger message as a dead letter.")
 @_flag("--tasks", "N", "The number of writing tasks. [the number of Spark's cores]", type=int)
+@click.option("--exactly-once", is_flag=True, help="Write in transactions, which need Apache Kafka behind --bootstrap.")
 @kafka_flags("A Kafka producer option.")
 @_flag("--metrics", "H:P", "The listen address of metrics for Prometheus.")
 @spark_flags

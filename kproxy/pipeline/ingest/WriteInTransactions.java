@@ -1,0 +1,140 @@
+package kproxy;
+
+import java.time.Duration;
+import java.util.ArrayList;
+import java.util.HashMap;
+import java.util.Iterator;
+import java.util.List;
+import java.util.Map;
+import org.apache.kafka.clients.admin.AdminClient;
+import org.apache.kafka.clients.admin.ListConsumerGroupOffsetsOptions;
+import org.apache.kafka.clients.consumer.ConsumerGroupMetadata;
+import org.apache.kafka.clients.consumer.OffsetAndMetadata;
+import org.apache.kafka.clients.producer.KafkaProducer;
+import org.apache.kafka.clients.producer.ProducerRecord;
+import org.apache.kafka.common.TopicPartition;
+import org.apache.kafka.common.header.internals.RecordHeader;
+import org.apache.kafka.common.serialization.ByteArraySerializer;
+import org.apache.spark.TaskContext;
+import org.apache.spark.api.java.function.ForeachPartitionFunction;
+import org.apache.spark.sql.Row;
+
+/**
+ * Writes the rows of a task in one transaction, which commits the micro-batch's number too; `transactions.py` says why.
+ *
+ * A row has topic, partition, key, value, headers and a digest. Raw types: Janino, which compiles this, infers none.
+ */
+public class WriteInTransactions implements ForeachPartitionFunction {
+    private Map settings;
+    private String name;
+    private long batch;
+    private boolean writes;
+
+    /** Tasks of `batch` are named `name` and their number. Without `writes` they only compare what they wrote before. */
+    public WriteInTransactions of(Map settings, String name, long batch, boolean writes) {
+        WriteInTransactions one = new WriteInTransactions();
+        one.settings = new HashMap(settings);
+        one.name = name;
+        one.batch = batch;
+        one.writes = writes;
+        return one;
+    }
+
+    /** Fails unless the brokers have transactions for this name. */
+    public void check() {
+        close(begun(name));
+    }
+
+    public void call(Iterator rows) throws Exception {
+        // Without rows there is nothing to fence: an earlier attempt had none either.
+        if (!rows.hasNext()) {
+            return;
+        }
+        String task = name + "-" + TaskContext.getPartitionId();
+        // From here on no earlier attempt can commit.
+        KafkaProducer producer = begun(task);
+        try {
+            OffsetAndMetadata last = committed(task);
+            if (last != null && last.offset() > batch) {
+                throw new IllegalStateException("kproxy-later-batch|" + last.offset() + "|");
+            }
+            boolean isWritten = last != null && last.offset() == batch;
+            if (!isWritten && !writes) {
+                return;
+            }
+            if (!isWritten) {
+                producer.beginTransaction();
+            }
+            long count = 0;
+            long digest = 0;
+            Map topics = new HashMap();
+            while (rows.hasNext()) {
+                Row row = (Row) rows.next();
+                count++;
+                digest += row.getLong(5);
+                if (!isWritten) {
+                    // A record that fails makes the commit fail.
+                    producer.send(record(row));
+                    topics.put(new TopicPartition(row.getString(0), 0), null);
+                }
+            }
+            String sum = count + " rows " + Long.toHexString(digest);
+            if (!isWritten) {
+                OffsetAndMetadata done = new OffsetAndMetadata(batch, sum);
+                for (Object place : topics.keySet()) {
+                    topics.put(place, done);
+                }
+                producer.sendOffsetsToTransaction(topics, new ConsumerGroupMetadata(task));
+                producer.commitTransaction();
+            } else if (!sum.equals(last.metadata())) {
+                throw new IllegalStateException("kproxy-other-rows|" + last.metadata() + "|" + sum + "|");
+            }
+        } finally {
+            close(producer);
+        }
+    }
+
+    /** Ends the transaction that an earlier attempt has left open, and fences that attempt. */
+    private KafkaProducer begun(String id) {
+        Map all = new HashMap(settings);
+        all.put("transactional.id", id);
+        KafkaProducer producer = new KafkaProducer(all, new ByteArraySerializer(), new ByteArraySerializer());
+        try {
+            producer.initTransactions();
+        } catch (RuntimeException error) {
+            close(producer);
+            throw error;
+        }
+        return producer;
+    }
+
+    private static void close(KafkaProducer producer) {
+        producer.close(Duration.ofSeconds(30));
+    }
+
+    /** What the task committed last, null if nothing. Commits of a transaction that is still ending are awaited. */
+    private OffsetAndMetadata committed(String group) throws Exception {
+        OffsetAndMetadata last = null;
+        AdminClient admin = AdminClient.create(settings);
+        try {
+            ListConsumerGroupOffsetsOptions stable = new ListConsumerGroupOffsetsOptions().requireStable(true);
+            Map found = (Map) admin.listConsumerGroupOffsets(group, stable).partitionsToOffsetAndMetadata().get();
+            for (Object each : found.values()) {
+                OffsetAndMetadata one = (OffsetAndMetadata) each;
+                last = one == null || (last != null && last.offset() >= one.offset()) ? last : one;
+            }
+        } finally {
+            admin.close(Duration.ofSeconds(30));
+        }
+        return last;
+    }
+
+    private static ProducerRecord record(Row row) {
+        List headers = new ArrayList();
+        for (Object each : row.isNullAt(4) ? new ArrayList() : row.getList(4)) {
+            headers.add(new RecordHeader(((Row) each).getString(0), (byte[]) ((Row) each).get(1)));
+        }
+        return new ProducerRecord(
+            row.getString(0), (Integer) row.get(1), (byte[]) row.get(2), (byte[]) row.get(3), headers);
+    }
+}
