@@ -101,8 +101,9 @@ def command(context: click.Context, /, bootstrap: Asked, metrics: str | None, **
     """Write files, a topic or a counter to a topic, through the proxy.
 
     This is a Structured Streaming job, which continues where it was if it is started again with the same --checkpoint.
-    No row is lost then. If the job was killed, the rows of the micro-batch under way may be written again, which
-    consumers notice by the headers row=_kproxy_row and batch=_kproxy_batch. Rows of one key keep their order.
+    No row is lost then. If the job was killed, the rows of the micro-batch under way may be written again without
+    --exactly-once, which consumers notice by the headers row=_kproxy_row and batch=_kproxy_batch. Rows of one key keep
+    their order.
 
     \b
       kproxy pipeline ingest --from csv:flights/ --topic flights --partitions 12 --key tailnum --checkpoint ck/f

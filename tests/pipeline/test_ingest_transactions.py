@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource  # type: ignore[attr-defined]
 from pyspark.errors import PySparkException
 
 from kproxy.errors import StartupError
@@ -172,41 +173,42 @@ def test_without_transactions_it_is_there_twice(spark: Any, real_kafka: RealKafk
 
 @pytest.mark.long
 def test_task_that_committed_alone_is_left_out(spark: Any, real_kafka: RealKafka, options: IngestOptions) -> None:
-    """One of two tasks has a row for a topic that is missing; the other one commits."""
-    missing = f"missing-{options.topic}"
-    # `missing` is the last row, so that its task has written the others by then.
-    column = f"if(n = 39, '{missing}', '{options.topic}') AS t"
-    options = replace(
-        options, topic=None, topic_column="t", select=("*", column), kafka_options={"max.block.ms": "10000"}
-    )
-    named = replace(options, topic=column.split("'")[3])
+    """The last of four tasks on two cores has a row that its topic does not take; an earlier one has committed."""
+    hashed = spark.range(KEYS).selectExpr("id", f"pmod(hash(cast('key-' || id as binary)), {2 * TASKS}) AS task")
+    refused = hashed.where(f"task = {2 * TASKS - 1}").first()["id"]
+    narrow, wide = f"narrow-{options.topic}", str(options.topic)
+    real_kafka.create_topic(narrow, PARTITIONS, max_message_bytes="50")
+    topics = f"if(n = {refused}, '{narrow}', '{wide}') AS t"
+    options = replace(options, topic=None, topic_column="t", select=("*", topics), tasks=2 * TASKS)
     rows = write_files(options, 1, 40)
     with pytest.raises(PySparkException) as failed:
         ingest(spark, options)
-    assert "cannot be reached" in why(failed.value, options)
-    alone = times_of(read(real_kafka, named.topic))
+    assert "takes no message as large" in why(failed.value, options)
+    alone = times_of(read(real_kafka, wide))
     assert 0 < len(alone) < rows
     assert set(alone.values()) == {1}
-    # Other keys divide rows otherwise: nothing is written then.
-    with pytest.raises(PySparkException) as failed:
-        ingest(spark, replace(options, key=("n",)))
-    assert "it now has other rows or keys than then" in why(failed.value, options)
-    assert times_of(read(real_kafka, named.topic)) == alone
-    with pytest.raises(StartupError, match="is divided among 2 tasks: leave --tasks 3 out"):
+    # Other keys divide rows otherwise, the last three all to one task: nothing is written then.
+    for key in ("n", "'a'", "'b'", "'c'"):
+        with pytest.raises(PySparkException) as failed:
+            ingest(spark, replace(options, key=("other",), select=(*options.select, f"{key} AS other")))
+        assert "it now has other rows or keys than then" in why(failed.value, options)
+        assert times_of(read(real_kafka, wide)) == alone
+    with pytest.raises(StartupError, match="is divided among 4 tasks: leave --tasks 3 out"):
         ingest(spark, replace(options, tasks=3))
-    real_kafka.create_topic(missing, PARTITIONS)
+    larger = ConfigEntry("max.message.bytes", "100000", incremental_operation=AlterConfigOpType.SET)
+    of_topic = ConfigResource(ConfigResource.Type.TOPIC, narrow, incremental_configs=[larger])
+    real_kafka.admin().incremental_alter_configs([of_topic])[of_topic].result(60)
     ingest(spark, options)
-    found = times_of([*read(real_kafka, named.topic), *read(real_kafka, missing, 1)])
-    assert found == dict.fromkeys(range(rows), 1)
+    assert times_of([*read(real_kafka, wide), *read(real_kafka, narrow, 1)]) == dict.fromkeys(range(rows), 1)
 
 
 @pytest.mark.long
 def test_older_checkpoint_ends_the_job(spark: Any, real_kafka: RealKafka, options: IngestOptions) -> None:
     rows = write_files(options, 3, 40)
     ingest(spark, options)
-    for name in ("offsets", "commits", "sources", "metadata"):
-        path = Path(options.checkpoint) / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for path in Path(options.checkpoint).iterdir():
+        if "kproxy-ingest.json" not in path.name:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
     with pytest.raises(PySparkException) as failed:
         ingest(spark, options)
     assert "has micro-batch 2, which is later" in why(failed.value, options)

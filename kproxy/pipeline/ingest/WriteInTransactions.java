@@ -1,17 +1,10 @@
 package kproxy;
 
 import java.time.Duration;
-import java.util.ArrayList;
-import java.util.HashMap;
-import java.util.Iterator;
-import java.util.List;
-import java.util.Map;
-import org.apache.kafka.clients.admin.AdminClient;
-import org.apache.kafka.clients.admin.ListConsumerGroupOffsetsOptions;
-import org.apache.kafka.clients.consumer.ConsumerGroupMetadata;
-import org.apache.kafka.clients.consumer.OffsetAndMetadata;
-import org.apache.kafka.clients.producer.KafkaProducer;
-import org.apache.kafka.clients.producer.ProducerRecord;
+import java.util.*;
+import org.apache.kafka.clients.admin.*;
+import org.apache.kafka.clients.consumer.*;
+import org.apache.kafka.clients.producer.*;
 import org.apache.kafka.common.TopicPartition;
 import org.apache.kafka.common.header.internals.RecordHeader;
 import org.apache.kafka.common.serialization.ByteArraySerializer;
@@ -42,12 +35,12 @@ public class WriteInTransactions implements ForeachPartitionFunction {
 
     /** Fails unless the brokers have transactions for this name. */
     public void check() {
-        close(begun(name));
+        begun(name).close(Duration.ofSeconds(30));
     }
 
     public void call(Iterator rows) throws Exception {
-        // Without rows there is nothing to fence: an earlier attempt had none either.
-        if (!rows.hasNext()) {
+        // The first pass has compared: an earlier attempt had no rows either.
+        if (writes && !rows.hasNext()) {
             return;
         }
         String task = name + "-" + TaskContext.getPartitionId();
@@ -67,7 +60,7 @@ public class WriteInTransactions implements ForeachPartitionFunction {
             }
             long count = 0;
             long digest = 0;
-            Map topics = new HashMap();
+            Set topics = new HashSet();
             while (rows.hasNext()) {
                 Row row = (Row) rows.next();
                 count++;
@@ -75,22 +68,23 @@ public class WriteInTransactions implements ForeachPartitionFunction {
                 if (!isWritten) {
                     // A record that fails makes the commit fail.
                     producer.send(record(row));
-                    topics.put(new TopicPartition(row.getString(0), 0), null);
+                    topics.add(row.getString(0));
                 }
             }
-            String sum = count + " rows " + Long.toHexString(digest);
+            OffsetAndMetadata done = new OffsetAndMetadata(batch, count + " rows " + Long.toHexString(digest));
+            if (isWritten && !done.metadata().equals(last.metadata())) {
+                throw new IllegalStateException("kproxy-other-rows|" + last + "|" + done + "|");
+            }
             if (!isWritten) {
-                OffsetAndMetadata done = new OffsetAndMetadata(batch, sum);
-                for (Object place : topics.keySet()) {
-                    topics.put(place, done);
+                Map commits = new HashMap();
+                for (Object topic : topics) {
+                    commits.put(new TopicPartition((String) topic, 0), done);
                 }
-                producer.sendOffsetsToTransaction(topics, new ConsumerGroupMetadata(task));
+                producer.sendOffsetsToTransaction(commits, new ConsumerGroupMetadata(task));
                 producer.commitTransaction();
-            } else if (!sum.equals(last.metadata())) {
-                throw new IllegalStateException("kproxy-other-rows|" + last.metadata() + "|" + sum + "|");
             }
         } finally {
-            close(producer);
+            producer.close(Duration.ofSeconds(30));
         }
     }
 
@@ -102,14 +96,10 @@ public class WriteInTransactions implements ForeachPartitionFunction {
         try {
             producer.initTransactions();
         } catch (RuntimeException error) {
-            close(producer);
+            producer.close(Duration.ofSeconds(30));
             throw error;
         }
         return producer;
-    }
-
-    private static void close(KafkaProducer producer) {
-        producer.close(Duration.ofSeconds(30));
     }
 
     /** What the task committed last, null if nothing. Commits of a transaction that is still ending are awaited. */

@@ -91,13 +91,7 @@ def start(
         sources.check_lines(ours, options)
     schema = None if job.schema is None else sources.parse_schema(job.schema)
     writer = BatchWriter(
-        options,
-        job.job_id,
-        tasks=tasks,
-        schema=schema,
-        transactions=transactions,
-        on_batch=on_batch,
-        stopping=stopping,
+        options, job.job_id, transactions, tasks=tasks, schema=schema, on_batch=on_batch, stopping=stopping
     )
     if options.keeps_timestamps or options.exactly_once:
         add_jar(ours)

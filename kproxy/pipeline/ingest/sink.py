@@ -85,10 +85,10 @@ class BatchWriter:
         self,
         options: IngestOptions,
         job_id: str,
+        transactions: Transactions | None = None,
         *,
         tasks: int,
         schema: StructType | None,
-        transactions: Transactions | None = None,
         on_batch: Callable[[BatchDone], None],
         stopping: Callable[[], bool],
     ) -> None:
@@ -144,11 +144,7 @@ class BatchWriter:
             counted = counted.where(_refuse(rows, REASONS))
         elif self._options.on_new_columns == "fail":
             counted = counted.where(_refuse(rows, ("new column",)))
-        messages = transforms.messages(counted, tasks=self._tasks, options=self._options)
-        if self._transactions is None:
-            self._to_kafka(messages)
-        else:
-            self._transactions.write(messages, number)
+        self._to_kafka(transforms.messages(counted, tasks=self._tasks, options=self._options), number)
         return _observed(observation) or _counted(rows)
 
     def _write_dead_letters(self, rows: DataFrame, number: int) -> None:
@@ -161,13 +157,14 @@ class BatchWriter:
         excerpt = min(transforms.RECORD_EXCERPT, self._options.max_message_bytes // 16)
         letters = transforms.dead_letters(rows, excerpt=excerpt)
         messages = transforms.as_messages(letters, topic)
-        if self._transactions is None:
-            self._to_kafka(messages)
-        else:
-            divided = messages.repartition(self._tasks, "value").withColumn(NAME, F.col("value"))
-            self._transactions.write(divided, number, "-dead-letters")
+        if self._transactions is not None:
+            messages = messages.repartition(self._tasks, "value").withColumn(NAME, F.col("value"))
+        self._to_kafka(messages, number, "-dead-letters")
 
-    def _to_kafka(self, messages: DataFrame) -> None:
+    def _to_kafka(self, messages: DataFrame, number: int, suffix: str = "") -> None:
+        if self._transactions is not None:
+            self._transactions.write(messages, number, suffix)
+            return
         messages.write.format("kafka").mode("append").options(**spark_options(producer_options(self._options))).save()
 
 

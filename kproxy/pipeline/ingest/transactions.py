@@ -35,13 +35,7 @@ WRITER_CLASS: Final = "kproxy.WriteInTransactions"
 TRANSACTION_TIMEOUT_MS: Final = 15 * 60_000
 # An hour less than brokers keep a group's offsets by default (`offsets.retention.minutes`).
 OFFSETS_KEPT_MS: Final = 7 * 86_400_000 - 3_600_000
-_COLUMNS: Final = {
-    "topic": "string",
-    "partition": "int",
-    "key": "binary",
-    "value": "binary",
-    "headers": HEADER_TYPE,
-}
+_COLUMNS: Final = {"topic": "string", "partition": "int", "key": "binary", "value": "binary", "headers": HEADER_TYPE}
 _INTERCEPTORS: Final = "interceptor.classes"
 
 
@@ -101,7 +95,7 @@ class Transactions:
                 "Apache Kafka, directly or through the proxy, or leave it out and get each row at least once."
             ) from error
 
-    def write(self, messages: DataFrame, batch: int, suffix: str = "") -> None:
+    def write(self, messages: DataFrame, batch: int, suffix: str) -> None:
         """Write `messages` of the micro-batch `batch`; `suffix` tells several writes of a micro-batch apart."""
         columns = [
             (F.col(name) if name in messages.columns else F.lit(None)).cast(kind) for name, kind in _COLUMNS.items()
