@@ -78,10 +78,14 @@ class Checkpoint:
     def unfinished(self) -> Unfinished | None:
         """Return the micro-batch that Spark will run again, None if it committed all that it began."""
         with as_spark_failure(f"The checkpoint {self._given} cannot be looked at"):
-            found = [self._files.globStatus(self._at(f"{name}/[0-9]*")) or () for name in ("offsets", "commits")]
-            begun, done = ({int(each.getPath().getName()): each for each in log} for log in found)
+            begun, done = map(self._numbered, ("offsets", "commits"))
             last = max(begun, default=-1)
             return Unfinished(last, begun[last].getModificationTime()) if last > max(done, default=-1) else None
+
+    def _numbered(self, name: str) -> dict[int, Any]:
+        """Return the files of one of Spark's logs."""
+        found = self._files.listStatus(self._at(name)) if self._files.exists(self._at(name)) else ()
+        return {int(number): each for each in found if (number := each.getPath().getName()).isdigit()}
 
     def _read(self, content: bytes) -> Job:
         try:
