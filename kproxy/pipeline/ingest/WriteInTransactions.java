@@ -84,6 +84,8 @@ public class WriteInTransactions implements ForeachPartitionFunction {
                 producer.commitTransaction();
             }
         } finally {
+            // Spark interrupts tasks of a job that has failed. An interrupted producer would leave its transaction open.
+            Thread.interrupted();
             producer.close(Duration.ofSeconds(30));
         }
     }
