@@ -177,7 +177,8 @@ def test_task_that_committed_alone_is_left_out(spark: Any, real_kafka: RealKafka
     hashed = spark.range(KEYS).selectExpr("id", f"pmod(hash(cast('key-' || id as binary)), {2 * TASKS}) AS task")
     refused = hashed.where(f"task = {2 * TASKS - 1}").first()["id"]
     narrow, wide = f"narrow-{options.topic}", str(options.topic)
-    real_kafka.create_topic(narrow, PARTITIONS, max_message_bytes="50")
+    # Enough for the marker of an aborted transaction.
+    real_kafka.create_topic(narrow, PARTITIONS, max_message_bytes="100")
     topics = f"if(n = {refused}, '{narrow}', '{wide}') AS t"
     options = replace(options, topic=None, topic_column="t", select=("*", topics), tasks=2 * TASKS)
     rows = write_files(options, 1, 40)
