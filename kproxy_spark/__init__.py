@@ -63,6 +63,7 @@ def start(
     dead_letters: str | None = None,
     max_message_bytes: int = 1 << 20,
     tasks: int | None = None,
+    exactly_once: bool = False,
     kafka_options: Mapping[str, str] | None = None,
     on_batch: Callable[[BatchDone], None] = lambda done: None,
 ) -> StreamingQuery | BatchDone:
@@ -93,6 +94,7 @@ def start(
         dead_letters=dead_letters,
         max_message_bytes=max_message_bytes,
         tasks=tasks,
+        exactly_once=exactly_once,
         kafka_options=dict(kafka_options or {}),
     )
     if rows.isStreaming:

@@ -92,6 +92,7 @@ def _choice(name: str, default: str, choices: str, text: str) -> Callable[[F], F
 @_flag("--dead-letters", "json:DIR|topic:NAME", "Where to put rows that cannot be written. [none: the job fails]")
 @_number("--max-message-bytes", DEFAULT_MESSAGE_BYTES, "Treat a larger message as a dead letter.")
 @_flag("--tasks", "N", "The number of writing tasks. [the number of Spark's cores]", type=int)
+@click.option("--exactly-once", is_flag=True, help="Write in transactions, which need Apache Kafka behind --bootstrap.")
 @kafka_flags("A Kafka producer option.")
 @_flag("--metrics", "H:P", "The listen address of metrics for Prometheus.")
 @spark_flags
@@ -100,8 +101,9 @@ def command(context: click.Context, /, bootstrap: Asked, metrics: str | None, **
     """Write files, a topic or a counter to a topic, through the proxy.
 
     This is a Structured Streaming job, which continues where it was if it is started again with the same --checkpoint.
-    No row is lost then. If the job was killed, the rows of the micro-batch under way may be written again, which
-    consumers notice by the headers row=_kproxy_row and batch=_kproxy_batch. Rows of one key keep their order.
+    No row is lost then. If the job was killed, the rows of the micro-batch under way may be written again without
+    --exactly-once, which consumers notice by the headers row=_kproxy_row and batch=_kproxy_batch. Rows of one key keep
+    their order.
 
     \b
       kproxy pipeline ingest --from csv:flights/ --topic flights --partitions 12 --key tailnum --checkpoint ck/f

@@ -16,7 +16,7 @@ import pytest
 from kproxy.errors import StartupError
 from kproxy.pipeline.ingest import documents, sources, transforms
 from kproxy.pipeline.ingest.options import IngestOptions
-from kproxy.pipeline.ingest.sink import INTERCEPTOR_CLASS, JAR
+from kproxy.pipeline.ingest.transactions import JAR
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
 
@@ -267,12 +267,12 @@ def test_schema_errors_are_reported(spark: Any) -> None:
         sources.parse_schema("id INT, name")
 
 
-def test_interceptor_in_jar_is_its_source_compiled(spark: Any) -> None:
+@pytest.mark.parametrize("name", ["KeepTimestamps", "WriteInTransactions"])
+def test_class_in_jar_is_its_source_compiled(spark: Any, name: str) -> None:
     package = resources.files("kproxy.pipeline.ingest")
     compiler = spark._jvm.org.codehaus.janino.SimpleCompiler()
     compiler.setParentClassLoader(spark._jvm.java.lang.Thread.currentThread().getContextClassLoader())
-    compiler.cook((package / "KeepTimestamps.java").read_text())
-    built = compiler.getBytecodes().get(INTERCEPTOR_CLASS)
+    compiler.cook((package / f"{name}.java").read_text())
+    built = compiler.getBytecodes().get(f"kproxy.{name}")
     with zipfile.ZipFile(io.BytesIO((package / JAR).read_bytes())) as jar:
-        (name,) = jar.namelist()
-        assert jar.read(name) == bytes(built)
+        assert jar.read(f"kproxy/{name}.class") == bytes(built)

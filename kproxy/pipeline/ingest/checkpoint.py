@@ -21,6 +21,7 @@ from pyspark.sql import SparkSession
 
 from kproxy.errors import StartupError
 from kproxy.pipeline.ingest.options import RATE, IngestOptions
+from kproxy.pipeline.ingest.transactions import Unfinished
 from kproxy.pipeline.spark import as_spark_failure
 
 FILE_NAME: Final = "kproxy-ingest.json"
@@ -35,7 +36,7 @@ class Job:
     """The stored identity.
 
     `source` and `target` are in words; cluster ids are None if they are not known. `schema` is Spark's JSON, None if
-    the source has its own schema.
+    the source has its own schema. `tasks` is how many write in transactions, None if the last start was without these.
     """
 
     job_id: str
@@ -45,6 +46,7 @@ class Job:
     target_cluster: str | None = None
     schema: str | None = None
     schema_inferred: bool = False
+    tasks: int | None = None
 
 
 class Checkpoint:
@@ -72,6 +74,18 @@ class Checkpoint:
         raise StartupError(
             f"--checkpoint {self._given} belongs to another Spark job: give a directory of this job's own."
         )
+
+    def unfinished(self) -> Unfinished | None:
+        """Return the micro-batch that Spark will run again, None if it committed all that it began."""
+        with as_spark_failure(f"The checkpoint {self._given} cannot be looked at"):
+            begun, done = map(self._numbered, ("offsets", "commits"))
+            last = max(begun, default=-1)
+            return Unfinished(last, begun[last].getModificationTime()) if last > max(done, default=-1) else None
+
+    def _numbered(self, name: str) -> dict[int, Any]:
+        """Return the files of one of Spark's logs."""
+        found = self._files.listStatus(self._at(name)) if self._files.exists(self._at(name)) else ()
+        return {int(number): each for each in found if (number := each.getPath().getName()).isdigit()}
 
     def _read(self, content: bytes) -> Job:
         try:
@@ -134,7 +148,7 @@ def settle(known: Job | None, asked: Job, path: str) -> Job:
                 "a new job, or its own options to go on with that one."
             )
     clusters = {"source_cluster": "--from-bootstrap", "target_cluster": "--bootstrap"}
-    merged: dict[str, Any] = {}
+    merged: dict[str, Any] = {"tasks": asked.tasks}
     for name, flag in clusters.items():
         before, now = getattr(known, name), getattr(asked, name)
         if None not in (before, now) and before != now:

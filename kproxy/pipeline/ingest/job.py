@@ -33,7 +33,7 @@ from kproxy.pipeline.ingest import sources
 from kproxy.pipeline.ingest.checkpoint import Checkpoint, Job, settle, source_in_words
 from kproxy.pipeline.ingest.options import FRAME, RATE, IngestOptions
 from kproxy.pipeline.ingest.progress import Display, Metrics, Tally
-from kproxy.pipeline.ingest.sink import NEW_IN_FILE, REFUSED, BatchDone, BatchWriter, Stopped, add_timestamp_interceptor
+from kproxy.pipeline.ingest.sink import NEW_IN_FILE, REFUSED, BatchDone, BatchWriter, Stopped, add_jar, producer_options
 from kproxy.pipeline.ingest.sources import (
     OVER_LINES,
     PARQUET_TYPE,
@@ -43,6 +43,7 @@ from kproxy.pipeline.ingest.sources import (
     files_there,
     records_behind,
 )
+from kproxy.pipeline.ingest.transactions import Transactions, tasks_of
 from kproxy.pipeline.preflight import check_kafka
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.spark import SparkFailed, as_spark_failure, cause_in
@@ -72,8 +73,15 @@ def start(
     known = checkpoint.job()
     # Before any topic is created: a different source or target shows without asking the clusters.
     asked = Job(uuid.uuid4().hex, source_in_words(ours, options), options.target)
-    settle(known, asked, options.checkpoint)
-    asked = _ask_clusters(ours, options, asked)
+    job_id = settle(known, asked, options.checkpoint).job_id
+    tasks = options.tasks or ours.sparkContext.defaultParallelism
+    transactions = None
+    if options.exactly_once:
+        unfinished, before = checkpoint.unfinished(), None if known is None else known.tasks
+        tasks = tasks_of(options.tasks, before, unfinished, default=tasks, now_ms=time.time() * 1000)
+        asked = replace(asked, tasks=tasks)
+        transactions = Transactions(ours, producer_options(options), job_id)
+    asked = _ask_clusters(ours, options, asked, transactions)
     if options.schema is not None and options.format != RATE:
         asked = replace(asked, schema=sources.parse_schema(options.schema).json())
     job = settle(known, asked, options.checkpoint)
@@ -82,10 +90,11 @@ def start(
     elif known is None:
         sources.check_lines(ours, options)
     schema = None if job.schema is None else sources.parse_schema(job.schema)
-    tasks = options.tasks or ours.sparkContext.defaultParallelism
-    writer = BatchWriter(options, job.job_id, tasks=tasks, schema=schema, on_batch=on_batch, stopping=stopping)
-    if options.keeps_timestamps:
-        add_timestamp_interceptor(ours)
+    writer = BatchWriter(
+        options, job.job_id, transactions, tasks=tasks, schema=schema, on_batch=on_batch, stopping=stopping
+    )
+    if options.keeps_timestamps or options.exactly_once:
+        add_jar(ours)
     rows = sources.read(ours, options, schema) if rows is None else rows
     with as_spark_failure("The rows cannot be made into messages"):
         # Resolve the columns now, so that a missing one is an error before anything is written.
@@ -105,6 +114,8 @@ def start(
 def write(rows: DataFrame, options: IngestOptions) -> BatchDone:
     """Write a DataFrame that is no stream, once: again after an error. Raise StartupError, else SparkFailed."""
     options.check()
+    if options.exactly_once:
+        raise StartupError("exactly_once needs a stream and its checkpoint: rows that are no stream are written once.")
     session, done = rows.sparkSession, list[BatchDone]()
     job = _ask_clusters(session, options, Job(uuid.uuid4().hex, options.source, options.target))
     tasks = options.tasks or session.sparkContext.defaultParallelism
@@ -116,9 +127,13 @@ def write(rows: DataFrame, options: IngestOptions) -> BatchDone:
     return done[0]
 
 
-def _ask_clusters(session: SparkSession, options: IngestOptions, asked: Job) -> Job:
+def _ask_clusters(
+    session: SparkSession, options: IngestOptions, asked: Job, transactions: Transactions | None = None
+) -> Job:
     """Return `asked` with the clusters' ids; create missing topics. Raise StartupError or SparkFailed."""
     with asking(session, options.bootstrap, "--bootstrap", options.kafka_options) as cluster:
+        if transactions is not None:
+            transactions.check(options.bootstrap)
         for topic in filter(None, (options.topic, options.letters_topic)):
             if cluster.partitions(topic) is None:
                 if options.partitions is None:
@@ -368,6 +383,15 @@ def _source(options: IngestOptions) -> str:
 
 # Spark's and Kafka's errors, by a part of their text.
 _KNOWN: Final = {
+    r"kproxy-later-batch\|(?P<number>\d+)\|": "{target} has micro-batch {number}, which is later: another run of this "
+    "job writes it, or Spark's files in the checkpoint {checkpoint} are older; end that run, or give a new "
+    "--checkpoint for a job that begins anew",
+    "kproxy-other-rows": "a part of the micro-batch is written, and it now has other rows or keys than then: start the "
+    "job with the source and options that it had (--select, --key); or once without --exactly-once, which writes this "
+    "micro-batch again",
+    "ProducerFenced|InvalidProducerEpoch": "a transaction took longer than transaction.timeout.ms, or another attempt "
+    "of its task has ended it: start the job again, which writes each row once; if it is repeated, make micro-batches "
+    "smaller, or raise it with --kafka-option up to the brokers' transaction.max.timeout.ms",
     PARQUET_TYPE: "a Parquet file in {source} has a column of a type that Spark does not read ({type}): write the file "
     "without it; or give a --schema that lacks it, with --on-new-columns ignore",
     r"(?:CSV header does not conform|Number of column in CSV header)[^\t]*CSV file: (?P<file>.*)": "the header of "
@@ -382,7 +406,8 @@ _KNOWN: Final = {
     "{source}: add some, or start the job without --keep-partitions",
     "not present in metadata after|UnknownTopicOrPartitionException": "{target} cannot be reached through {bootstrap}: "
     "there is no such topic, or none of its owners answers",
-    "TopicAuthorizationException|SaslAuthenticationException|ClusterAuthorizationException": "{bootstrap} refused the "
+    "TopicAuthorizationException|SaslAuthenticationException|ClusterAuthorizationException|"
+    "TransactionalIdAuthorizationException|GroupAuthorizationException": "{bootstrap} refused the "
     "credentials: set them with --kafka-option",
     r"Expiring \d+ record|delivery timeout|TimeoutException.*(ms has passed|appending record)": "what was written was "
     "not acknowledged in time by {target} through {bootstrap}: start the job again when its brokers are back, nothing "

@@ -52,6 +52,7 @@ class IngestOptions:
     dead_letters:   `json:DIR` or `topic:NAME`; None: a row that cannot be written ends the job.
     max_files_per_trigger: None: FILES_PER_CORE for each of Spark's cores.
     tasks:          how many tasks write; None: as many as Spark has cores.
+    exactly_once:   in Kafka transactions.
     kafka_options:  for the producer and the admin client, with Kafka's names.
     """
 
@@ -80,6 +81,7 @@ class IngestOptions:
     dead_letters: str | None = None
     max_message_bytes: int = DEFAULT_MESSAGE_BYTES
     tasks: int | None = None
+    exactly_once: bool = False
     kafka_options: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -6,7 +6,8 @@ Invariants
 1. Spark commits a micro-batch when the call returns: after each of its rows is acknowledged by its topic or is a dead
    letter. So a kill loses nothing; the one uncommitted micro-batch is written again, with the same rows and number.
 2. Dead letters in files are there once: a repeated micro-batch replaces its own.
-3. Without a place for dead letters the first of them ends the job, and its micro-batch is not committed.
+3. In transactions (`transactions.py`) each row and each dead letter in a topic is there once.
+4. Without a place for dead letters the first of them ends the job, and its micro-batch is not committed.
 
 Spark's Parquet reader silently ignores columns of a file that the schema lacks; `check_files` finds them.
 """
@@ -30,15 +31,16 @@ from pyspark.sql.types import ArrayType, DataType, MapType, StructType
 from kproxy.pipeline.ingest import documents, transforms
 from kproxy.pipeline.ingest.options import IngestOptions
 from kproxy.pipeline.ingest.sources import files_begun
-from kproxy.pipeline.ingest.transforms import CORRUPT, NEW, REASON, REASONS, ROW
+from kproxy.pipeline.ingest.transactions import JAR, Transactions
+from kproxy.pipeline.ingest.transforms import CORRUPT, NAME, NEW, REASON, REASONS, ROW
+from kproxy.pipeline.kafka_access import spark_options
 from kproxy.pipeline.spark import as_spark_failure
 
 # The prefix of the error for a row that cannot be written; a Java stack trace surrounds it.
 REFUSED: Final = "kproxy-refused-row"
 NEW_IN_FILE: Final = "new column in a file"
-# Gives records the timestamps that TIMESTAMP_HEADER tells. A test builds the jar from its source and compares.
+# Gives records the timestamps that TIMESTAMP_HEADER tells.
 INTERCEPTOR_CLASS: Final = "kproxy.KeepTimestamps"
-JAR: Final = "keep_timestamps.jar"
 # A task reads several blocks of files, because each task costs more than a small file. There are more tasks than cores,
 # because files differ in size. Their number does not depend on the blocks, whose number only another plan would tell.
 TASKS_PER_CORE: Final = 4
@@ -83,6 +85,7 @@ class BatchWriter:
         self,
         options: IngestOptions,
         job_id: str,
+        transactions: Transactions | None = None,
         *,
         tasks: int,
         schema: StructType | None,
@@ -93,6 +96,7 @@ class BatchWriter:
         self._job_id = job_id
         self._tasks = tasks
         self._schema = schema
+        self._transactions = transactions
         self._on_batch = on_batch
         self._stopping = stopping
 
@@ -106,7 +110,7 @@ class BatchWriter:
     def _write(self, batch: DataFrame, number: int, began: float) -> BatchDone:
         self._check_files(batch.sparkSession, number)
         rows = self.encode(batch, number)
-        counts = self._write_messages(rows)
+        counts = self._write_messages(rows, number)
         dead = {reason: counts[reason] for reason in REASONS if counts[reason]}
         if dead:
             self._write_dead_letters(rows, number)
@@ -130,7 +134,7 @@ class BatchWriter:
         if options.format == "parquet" and options.on_new_columns != "ignore" and self._schema is not None:
             check_files(session, options.checkpoint, number, self._schema, options.source_options)
 
-    def _write_messages(self, rows: DataFrame) -> dict[str, int]:
+    def _write_messages(self, rows: DataFrame, number: int) -> dict[str, int]:
         """Write the messages. Return the number of `rows` and of dead letters by reason, counted while writing."""
         observation = Observation()
         counts = [F.count(F.lit(1)).alias("rows")]
@@ -140,7 +144,7 @@ class BatchWriter:
             counted = counted.where(_refuse(rows, REASONS))
         elif self._options.on_new_columns == "fail":
             counted = counted.where(_refuse(rows, ("new column",)))
-        self._to_kafka(transforms.messages(counted, tasks=self._tasks, options=self._options))
+        self._to_kafka(transforms.messages(counted, tasks=self._tasks, options=self._options), number)
         return _observed(observation) or _counted(rows)
 
     def _write_dead_letters(self, rows: DataFrame, number: int) -> None:
@@ -152,10 +156,16 @@ class BatchWriter:
             return
         excerpt = min(transforms.RECORD_EXCERPT, self._options.max_message_bytes // 16)
         letters = transforms.dead_letters(rows, excerpt=excerpt)
-        self._to_kafka(transforms.as_messages(letters, topic))
+        messages = transforms.as_messages(letters, topic)
+        if self._transactions is not None:
+            messages = messages.repartition(self._tasks, "value").withColumn(NAME, F.col("value"))
+        self._to_kafka(messages, number, "-dead-letters")
 
-    def _to_kafka(self, messages: DataFrame) -> None:
-        messages.write.format("kafka").mode("append").options(**sink_options(self._options)).save()
+    def _to_kafka(self, messages: DataFrame, number: int, suffix: str = "") -> None:
+        if self._transactions is not None:
+            self._transactions.write(messages, number, suffix)
+            return
+        messages.write.format("kafka").mode("append").options(**spark_options(producer_options(self._options))).save()
 
 
 @contextlib.contextmanager
@@ -186,26 +196,26 @@ def _counted(rows: DataFrame) -> dict[str, int]:
     return {"rows": sum(by_reason.values()), **{reason: by_reason.get(reason, 0) for reason in REASONS}}
 
 
-def add_timestamp_interceptor(session: SparkSession) -> None:
-    """Send INTERCEPTOR_CLASS to the executors of `session`, once. Raise SparkFailed if Spark does not take it."""
+def add_jar(session: SparkSession) -> None:
+    """Send our classes to the executors of `session`, once. Raise SparkFailed if Spark does not take them."""
     context: Any = session.sparkContext
-    with as_spark_failure("The interceptor that keeps timestamps was not taken"):
+    with as_spark_failure("The classes for executors were not taken"):
         if JAR not in str(context._jsc.sc().listJars()):
             context._jsc.addJar(str(resources.files(__package__) / JAR))
 
 
-def sink_options(options: IngestOptions) -> dict[str, str]:
-    """Return the options for Spark's Kafka sink. The producer's own limits are raised to the job's."""
+def producer_options(options: IngestOptions) -> dict[str, str]:
+    """Return the producer's options. Its own limits are raised to the job's."""
     producer = dict(options.kafka_options)
     if options.keeps_timestamps:
         theirs = producer.get("interceptor.classes")
         producer["interceptor.classes"] = ",".join(filter(None, [theirs, INTERCEPTOR_CLASS]))
-    own = {
+    return {
         "max.request.size": str(max(options.max_message_bytes, 1 << 20)),
         "buffer.memory": str(max(2 * options.max_message_bytes, 32 << 20)),
         **producer,
+        "bootstrap.servers": options.bootstrap,
     }
-    return {f"kafka.{name}": value for name, value in {**own, "bootstrap.servers": options.bootstrap}.items()}
 
 
 def _refuse(rows: DataFrame, reasons: Sequence[str]) -> Column:

@@ -65,6 +65,8 @@ KEY: Final = "_kproxy_key"
 VALUE: Final = "_kproxy_value"
 HEADERS: Final = "_kproxy_headers"
 TOPIC: Final = "_kproxy_topic"
+# What tells a message from others, in whatever order its rows are read: for `exactly_once`.
+NAME: Final = "_kproxy_name"
 # The reason why the row is a dead letter, or null.
 REASON: Final = "_kproxy_reason"
 
@@ -77,7 +79,7 @@ RECORD_EXCERPT: Final = 64 << 10
 # `monotonically_increasing_id` has the row's number within its task in these bits, and the task's number above them.
 _NUMBER_BITS: Final = (1 << 33) - 1
 _NESTED: Final = (StructType, ArrayType, MapType)
-_HEADER_TYPE: Final = "array<struct<key:string,value:binary>>"
+HEADER_TYPE: Final = "array<struct<key:string,value:binary>>"
 # The header that tells the interceptor (`KeepTimestamps.java`) a timestamp, in milliseconds and decimal: Spark's Kafka
 # sink has no column for it.
 TIMESTAMP_HEADER: Final = "_kproxy_timestamp"
@@ -159,17 +161,21 @@ def messages(rows: DataFrame, *, tasks: int, options: IngestOptions) -> DataFram
     headers = [F.col(HEADERS)] if options.headers else []
     if options.keeps_timestamps:
         told = F.encode(F.unix_millis(F.col(ORDER)["timestamp"]).cast("string"), "utf-8")
-        headers.append(F.array(F.struct(F.lit(TIMESTAMP_HEADER).alias("key"), told.alias("value"))).cast(_HEADER_TYPE))
+        headers.append(F.array(F.struct(F.lit(TIMESTAMP_HEADER).alias("key"), told.alias("value"))).cast(HEADER_TYPE))
     if headers:
         wanted["headers"] = F.concat(*headers)
     if options.keep_partitions:
         wanted["partition"] = F.col(ORDER)["partition"]
+    # What Spark computes for a row, such as the time, may differ when it is read again.
+    name = F.coalesce(F.encode(ROW, "utf-8"), F.col(VALUE))
+    if options.exactly_once:
+        wanted[NAME] = name
     columns = [column.alias(name) for name, column in wanted.items()]
-    if not options.key:
+    if not (options.key or options.exactly_once):
         # A task reads a partition of the source in order.
         return good.select(*columns)
     # Spread rows without a key over all tasks, rather than sending them all to one.
-    place = [F.coalesce(F.col(KEY), F.encode(ROW, "utf-8"), F.encode(F.to_json(ORDER), "utf-8"))]
+    place = [F.coalesce(F.col(KEY), name)]
     if options.keep_partitions:
         place = [F.col(ORDER)["topic"], F.col(ORDER)["partition"]]
     return good.repartition(tasks, *place).sortWithinPartitions(ORDER).select(*columns)
@@ -309,15 +315,15 @@ class _Parts:
     def _headers(self, headers: Sequence[tuple[str, str]]) -> Column:
         parts = []
         for name, text in headers:
-            column = F.expr(text).cast(_HEADER_TYPE) if name == ALL_HEADERS else F.expr(text)
+            column = F.expr(text).cast(HEADER_TYPE) if name == ALL_HEADERS else F.expr(text)
             with _sql_of(f"--header {name}={text}", self._rows):
                 kind = self._rows.select(column.alias(name)).schema[0].dataType
             if name == ALL_HEADERS:
-                parts.append(F.coalesce(column, F.array().cast(_HEADER_TYPE)))
+                parts.append(F.coalesce(column, F.array().cast(HEADER_TYPE)))
             else:
                 one = F.struct(F.lit(name).alias("key"), self._alone(column, kind).alias("value"))
-                parts.append(F.array(one).cast(_HEADER_TYPE))
-        return F.concat(*parts) if parts else F.array().cast(_HEADER_TYPE)
+                parts.append(F.array(one).cast(HEADER_TYPE))
+        return F.concat(*parts) if parts else F.array().cast(HEADER_TYPE)
 
 
 def _reason(rows: DataFrame, options: IngestOptions, not_finite: Column | None) -> Column:

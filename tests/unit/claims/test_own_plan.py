@@ -50,9 +50,9 @@ def test_resources_may_be_given_in_any_form(changes: dict[str, Any], names: tupl
         ({"resources": [f"t/{each}" for each in range(4097)]}, "4097 resources"),
         ({"group": ""}, "the group has an empty name"),
         ({"generation": -1}, "the generation is -1; it starts at 1, and 0 takes over from anybody"),
-        ({"generation": 1, "stand_by": True}, "they need named resources and a generation of 2 or more"),
-        ({"generation": 0, "reclaim": True}, "they need named resources and a generation of 2 or more"),
-        ({"resources": None, "reclaim": True}, "they need named resources and a generation of 2 or more"),
+        ({"generation": 1, "stand_by": True}, "need named resources and a generation of 2 or more"),
+        ({"generation": 0, "reclaim": True}, "need named resources and a generation of 2 or more"),
+        ({"resources": None, "reclaim": True}, "need named resources and a generation of 2 or more"),
     ],
 )
 def test_invalid_arguments_are_reported(changes: dict[str, Any], sentence: str) -> None:
