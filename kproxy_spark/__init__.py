@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
@@ -59,6 +59,12 @@ def start(
     key: str | Sequence[str] = (),
     value: str | Sequence[str] = (),
     value_column: str | None = None,
+    value_format: Literal["avro", "protobuf", "json-schema"] | None = None,
+    value_schema: str | None = None,
+    registry: str | None = None,
+    registry_user: str | None = None,
+    registry_password: str | None = None,
+    subject: str | None = None,
     headers: Mapping[str, str] | None = None,
     dead_letters: str | None = None,
     max_message_bytes: int = 1 << 20,
@@ -71,7 +77,7 @@ def start(
 
     A stream needs a `checkpoint`; return its query, which has begun. By default it ends with what is available now;
     with `trigger="10s"` it goes on. `on_batch` is called after each micro-batch, on another thread. Rows that are no
-    stream are written once; return their counts.
+    stream are written once; return their counts. `value_schema` is the schema's text, or `latest`.
     """
     if not hasattr(rows, "_jdf"):
         raise StartupError("kproxy_spark.start needs a session with its own driver, not Spark Connect.")
@@ -90,6 +96,12 @@ def start(
         key=_names(key),
         value=_names(value),
         value_column=value_column,
+        value_format=value_format,
+        value_schema=value_schema,
+        registry=registry,
+        registry_user=registry_user,
+        registry_password=registry_password,
+        subject=subject,
         headers=tuple((headers or {}).items()),
         dead_letters=dead_letters,
         max_message_bytes=max_message_bytes,

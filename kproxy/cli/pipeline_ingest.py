@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,22 @@ from kproxy.config import parse_address
 from kproxy.config.parsing import read_file
 from kproxy.errors import StartupError
 from kproxy.pipeline.ingest.options import (
+    AVRO,
     DEFAULT_MESSAGE_BYTES,
     DEFAULT_OFFSETS,
     DEFAULT_ROWS_PER_SECOND,
     FILE_FORMATS,
     FILES_PER_CORE,
+    JSON_SCHEMA,
     KAFKA,
+    LATEST,
+    PROTOBUF,
     RATE,
     SPARKS,
     IngestOptions,
     parse_pair,
 )
+from kproxy.pipeline.ingest.registry import Registry
 from kproxy.pipeline.preflight import check_kafka, check_reachable
 from kproxy.pipeline.spark import SparkFailed, pyspark_home
 
@@ -46,7 +52,7 @@ def _number(name: str, default: int, text: str) -> Callable[[F], F]:
     return _flag(name, "N", text, type=int, default=default, show_default=True)
 
 
-def _choice(name: str, default: str, choices: str, text: str) -> Callable[[F], F]:
+def _choice(name: str, default: str | None, choices: str, text: str) -> Callable[[F], F]:
     return click.option(name, type=click.Choice(choices.split()), default=default, show_default=True, help=text)
 
 
@@ -67,6 +73,12 @@ def _choice(name: str, default: str, choices: str, text: str) -> Callable[[F], F
 @_flag("--key", "COLUMN[,COLUMN...]", "The key: a column as text, or several as JSON. [no key]")
 @_flag("--value", "COLUMN[,COLUMN...]", "The columns of the value, as JSON. [all]")
 @_flag("--value-column", "COLUMN", "The column that is the value, unchanged.")
+@_choice("--value-format", None, f"{AVRO} {PROTOBUF} {JSON_SCHEMA}", "With a schema in --registry. [plain JSON]")
+@_flag("--registry", "URL", "The schema registry (Confluent's API).")
+@_flag("--registry-user", "NAME", "The user at the registry.")
+@_flag("--registry-password-file", "FILE", "The file with its password, or set KPROXY_REGISTRY_PASSWORD.")
+@_flag("--subject", "NAME", "The subject of the schema. [TOPIC-value]")
+@_flag("--value-schema", "FILE|latest", "The schema, or the subject's latest. [made from the columns]")
 @_choice(
     "--on-new-columns",
     "dead-letter",
@@ -124,7 +136,13 @@ def command(context: click.Context, /, bootstrap: Asked, metrics: str | None, **
         given["source"] = ":".join(filter(None, ("" if is_ours else SPARKS, spark_format, given["source"])))
     elif given["source"] is None:
         raise StartupError("--from is missing: name the source, such as csv:DIR.")
-    given["schema"] = _read_schema(given["schema"])
+    given["schema"] = _read_text(given["schema"])
+    if given["value_schema"] not in (None, LATEST):
+        given["value_schema"] = _read_text(f"@{given['value_schema']}", "--value-schema", "the schema's file")
+    given["registry_password"] = os.environ.get("KPROXY_REGISTRY_PASSWORD") if given["registry_user"] else None
+    if (password_file := given.pop("registry_password_file")) is not None:
+        text = _read_text(f"@{password_file}", "--registry-password-file", "the file with the password alone")
+        given["registry_password"] = str(text).rstrip("\r\n")
     for name in ("key", "value"):
         given[name] = tuple(column.strip() for column in (given[name] or "").split(",") if column.strip())
     options = IngestOptions(bootstrap=bootstrap.text, **given)
@@ -134,6 +152,8 @@ def command(context: click.Context, /, bootstrap: Asked, metrics: str | None, **
     session = session_options("kproxy ingest", **spark)
     check_master(session)
     check_kafka(options.bootstrap, bootstrap.source, options.kafka_options)
+    if options.value_format is not None:
+        Registry(options).latest()
     if options.reads_kafka:
         check_kafka(options.source_bootstrap, "--from-bootstrap", options.source_kafka_options)
     try:
@@ -162,11 +182,11 @@ def _run(options: IngestOptions, session: Any, listen: str | None) -> int:
     return 0
 
 
-def _read_schema(text: str | None) -> str | None:
+def _read_text(text: str | None, flag: str = "--schema", what: str = "a file of DDL or of Spark's JSON") -> str | None:
     if text is None or not text.startswith("@"):
         return text
-    content = read_file(Path(text[1:]), "--schema", MAX_SCHEMA_BYTES, "give a file of DDL or of Spark's JSON")
+    content = read_file(Path(text[1:]), flag, MAX_SCHEMA_BYTES, f"give {what}")
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise StartupError(f"--schema {text} is not UTF-8 text: give a file of DDL or of Spark's JSON.") from error
+        raise StartupError(f"{flag} {text} is not UTF-8 text: give {what}.") from error

@@ -343,6 +343,7 @@ _REFUSALS: Final = {
     "corrupt": "it cannot be parsed",
     "new column": "it has what the schema lacks ({names})",
     "not finite": "a number of it is NaN or infinite, which JSON has no number for (--select can make it null or text)",
+    "not of the schema": "its value does not fit the schema in the registry ({names})",
     "no topic": "its topic is null or no name of a topic",
     "too large": "its message is larger than --max-message-bytes",
 }

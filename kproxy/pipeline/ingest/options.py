@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
@@ -29,6 +30,12 @@ MAX_MESSAGE_BYTES: Final = 1 << 30
 ALL_HEADERS: Final = "*"
 # The longest header name and the longest topic name; Kafka's own limit is the latter.
 MAX_NAME: Final = 249
+# The formats of values with a schema in a registry; and the schema that is the subject's latest.
+AVRO: Final = "avro"
+PROTOBUF: Final = "protobuf"
+JSON_SCHEMA: Final = "json-schema"
+LATEST: Final = "latest"
+_HTTP: Final = re.compile(r"https?://[^/@?#\s]+(/[^?#\s]*)?")
 _JSON_LETTERS: Final = "json:"
 _TOPIC_LETTERS: Final = "topic:"
 _KAFKAS: Final = "kafka."
@@ -46,6 +53,9 @@ class IngestOptions:
     select:         SQL expressions that replace the source's columns; empty: these as they are.
     key:            no column: no key; one: its text (bytes if binary); several: JSON of them.
     value:          the value is JSON of these columns; empty: of all. `value_column`: it is this column unchanged.
+    value_format:   AVRO, PROTOBUF or JSON_SCHEMA: the value's columns by a schema in the `registry`, an HTTP address;
+                    None: plain JSON. `subject`: None: the topic's, with `-value`.
+    value_schema:   the schema's text, or LATEST; None: derived from the columns.
     headers:        (name, SQL expression): its text; the name ALL_HEADERS: all headers of an array.
     trigger:        an interval ("10s"): until stopped; AVAILABLE_NOW: read what exists, then end. None: the latter, and
                     of `rate` 1 s.
@@ -73,6 +83,12 @@ class IngestOptions:
     key: tuple[str, ...] = ()
     value: tuple[str, ...] = ()
     value_column: str | None = None
+    value_format: Literal["avro", "protobuf", "json-schema"] | None = None
+    value_schema: str | None = None
+    registry: str | None = None
+    registry_user: str | None = None
+    registry_password: str | None = field(default=None, repr=False)
+    subject: str | None = None
     on_new_columns: Literal["fail", "dead-letter", "ignore", "add"] = "dead-letter"
     keep_timestamps: bool = True
     keep_partitions: bool = False
@@ -151,6 +167,11 @@ class IngestOptions:
         return self.on_new_columns == "add"
 
     @property
+    def value_subject(self) -> str:
+        """The subject of the values' schema in the registry."""
+        return self.subject or f"{self.topic}-value"
+
+    @property
     def target(self) -> str:
         """The target in words."""
         return f"topic {self.topic}" if self.topic is not None else f"the topics named by column {self.topic_column}"
@@ -210,9 +231,29 @@ class IngestOptions:
                 self.verbatim and (not has_documents or self.value or self.value_column is not None)
             ),
         }
-        for sentence, is_wrong in refused.items():
+        for sentence, is_wrong in {**refused, **self._refused_of_registry()}.items():
             if is_wrong:
                 raise StartupError(sentence)
+
+    def _refused_of_registry(self) -> dict[str, object]:
+        has = self.value_format is not None
+        rest = (self.registry, self.registry_user, self.registry_password, self.subject, self.value_schema)
+        return {
+            "--registry, --registry-user, --subject and --value-schema are for values with a --value-format.": (
+                not has and any(each is not None for each in rest)
+            ),
+            "--value-format needs --registry URL, the address of the schema registry.": has and self.registry is None,
+            "--registry is no address such as https://registry:8081; its user is that of --registry-user.": (
+                self.registry is not None and not _HTTP.fullmatch(self.registry)
+            ),
+            "--registry-user needs a password, in --registry-password-file or KPROXY_REGISTRY_PASSWORD.": (
+                (self.registry_user is None) != (self.registry_password is None)
+            ),
+            "--topic-column names many topics: name the one --subject of their values' schema.": (
+                has and self.topic is None and self.subject is None
+            ),
+            "--on-new-columns add writes documents as they are: it goes without --value-format.": has and self.verbatim,
+        }
 
     def _check_numbers(self) -> None:
         for name, least, most in (

@@ -32,7 +32,8 @@ from kproxy.pipeline.ingest import documents, transforms
 from kproxy.pipeline.ingest.options import IngestOptions
 from kproxy.pipeline.ingest.sources import files_begun
 from kproxy.pipeline.ingest.transactions import JAR, Transactions
-from kproxy.pipeline.ingest.transforms import CORRUPT, NAME, NEW, REASON, REASONS, ROW
+from kproxy.pipeline.ingest.transforms import CORRUPT, NAME, NEW, PROBLEM, REASON, REASONS, ROW
+from kproxy.pipeline.ingest.values import RegisteredValues
 from kproxy.pipeline.kafka_access import spark_options
 from kproxy.pipeline.spark import as_spark_failure
 
@@ -93,6 +94,7 @@ class BatchWriter:
         stopping: Callable[[], bool],
     ) -> None:
         self._options = options
+        self._registered = RegisteredValues(options) if options.value_format is not None else None
         self._job_id = job_id
         self._tasks = tasks
         self._schema = schema
@@ -118,7 +120,7 @@ class BatchWriter:
         return BatchDone(number, counts["rows"], written, dead, time.monotonic() - began)
 
     def encode(self, batch: DataFrame, number: int) -> DataFrame:
-        """Add the messages to the rows. Raise StartupError for a column that does not exist."""
+        """Add the messages to the rows. Raise StartupError for a column that does not exist or fit the schema."""
         rows = batch
         if self._options.reads_kafka and self._schema is not None:
             rows = documents.of_records(batch, self._schema, verbatim=self._options.verbatim)
@@ -126,7 +128,8 @@ class BatchWriter:
         if self._options.reads_files and not batch.isStreaming:
             # Rows are numbered by then, each block from 0.
             placed = placed.coalesce(TASKS_PER_CORE * self._tasks)
-        return transforms.encoded(placed, self._options, batch=f"{self._job_id}/{number}")
+        name = f"{self._job_id}/{number}"
+        return transforms.encoded(placed, self._options, batch=name, registered=self._registered)
 
     def _check_files(self, session: SparkSession, number: int) -> None:
         """Check Parquet files themselves: their rows do not show which columns were ignored."""
@@ -224,6 +227,8 @@ def _refuse(rows: DataFrame, reasons: Sequence[str]) -> Column:
     if NEW in rows.columns:
         named = F.array_join(NEW, ", ")
         named = F.when(F.col(REASON) == "corrupt", F.substring(F.btrim(CORRUPT), 1, _BEGINNING)).otherwise(named)
+    if PROBLEM in rows.columns:
+        named = F.when(F.col(REASON) == "not of the schema", F.col(PROBLEM)).otherwise(named)
     # Rows without a name are told by their beginning.
     name = F.coalesce(F.col(ROW), F.substring(transforms.record_of(rows), 1, _ROW_BEGINNING))
     told = (F.col(REASON), *(F.translate(each, "|", " ") for each in (name, F.coalesce(named, F.lit("")))))

@@ -32,12 +32,14 @@ from pyspark.sql.types import (
     DoubleType,
     FloatType,
     MapType,
+    StructField,
     StructType,
     TimestampType,
 )
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.ingest.options import ALL_HEADERS, MAX_NAME, IngestOptions
+from kproxy.pipeline.ingest.options import ALL_HEADERS, JSON_SCHEMA, MAX_NAME, IngestOptions
+from kproxy.pipeline.ingest.values import RegisteredValues
 from kproxy.pipeline.spark import cause_in
 
 # The source's text that a reader could not parse; only for CSV and JSON.
@@ -67,10 +69,12 @@ HEADERS: Final = "_kproxy_headers"
 TOPIC: Final = "_kproxy_topic"
 # What tells a message from others, in whatever order its rows are read: for `exactly_once`.
 NAME: Final = "_kproxy_name"
+# Why a value does not fit the registry's schema, or null.
+PROBLEM: Final = "_kproxy_problem"
 # The reason why the row is a dead letter, or null.
 REASON: Final = "_kproxy_reason"
 
-REASONS: Final = ("corrupt", "new column", "not finite", "no topic", "too large")
+REASONS: Final = ("corrupt", "new column", "not finite", "not of the schema", "no topic", "too large")
 # Upper estimates of kafka-clients, or higher: a batch's header, a record's header, and each length.
 RECORD_OVERHEAD: Final = 61 + 21 + 15
 HEADER_OVERHEAD: Final = 10
@@ -122,14 +126,20 @@ def numbered(rows: DataFrame) -> DataFrame:
     return rows.withColumns({ROW: F.col("value").cast("string"), ORDER: F.struct("value")})
 
 
-def encoded(rows: DataFrame, options: IngestOptions, *, batch: str) -> DataFrame:
+def encoded(
+    rows: DataFrame, options: IngestOptions, *, batch: str, registered: RegisteredValues | None = None
+) -> DataFrame:
     """Add the message (KEY, VALUE, HEADERS, TOPIC) to `placed` rows, and REASON, null if it can be written.
 
-    `batch` is the micro-batch's name. Raise StartupError for a column that does not exist and for SQL that is wrong.
+    `batch` is the micro-batch's name. `registered` makes the values if their schema is in a registry. Raise
+    StartupError for a column that does not exist, for SQL that is wrong, and for what the registry refuses.
     """
     chosen = _selected(rows.withColumn(BATCH, F.lit(batch)), options.select)
-    parts = _Parts(chosen, options)
+    parts = _Parts(chosen, options, registered)
     with_message = chosen.withColumns({KEY: parts.key, VALUE: parts.value, TOPIC: parts.topic, HEADERS: parts.headers})
+    if registered is not None:
+        made = F.col(VALUE)
+        with_message = with_message.withColumns({VALUE: made["value"], PROBLEM: made["problem"]})
     return with_message.withColumn(REASON, _reason(with_message, options, parts.not_finite))
 
 
@@ -268,8 +278,9 @@ def _bytes(column: Column, kind: DataType) -> Column:
 class _Parts:
     """The parts of the message of `rows`, and `not_finite`: whether JSON in them would have a number that it lacks."""
 
-    def __init__(self, rows: DataFrame, options: IngestOptions) -> None:
+    def __init__(self, rows: DataFrame, options: IngestOptions, registered: RegisteredValues | None) -> None:
         self._rows = rows
+        self._registered = registered
         self._json: list[tuple[Column, DataType]] = []
         self.key = self._key(options.key)
         self.value = self._value(options)
@@ -305,12 +316,26 @@ class _Parts:
         return F.when(functools.reduce(operator.or_, (each.isNotNull() for each in columns)), json)
 
     def _value(self, options: IngestOptions) -> Column:
+        # Kafka's columns of a record are not part of its value, unless named.
+        names = options.value or [name for name in columns_of(self._rows) if name != RECORD]
+        if self._registered is not None:
+            return self._of_schema(self._registered, options, names)
         if options.value_column is not None:
             return self._alone(*_find(self._rows, options.value_column))
-        if DOCUMENT in self._rows.columns:
-            return F.encode(DOCUMENT, "utf-8")
-        # Kafka's columns of a record are not part of its value, unless named.
-        return self._together(options.value or [name for name in columns_of(self._rows) if name != RECORD])[1]
+        return F.encode(DOCUMENT, "utf-8") if DOCUMENT in self._rows.columns else self._together(names)[1]
+
+    def _of_schema(self, registered: RegisteredValues, options: IngestOptions, names: Sequence[str]) -> Column:
+        if options.value_column is None:
+            found = {name: _find(self._rows, name) for name in names}
+            record = F.struct(*(column.alias(name) for name, (column, _) in found.items()))
+            kind: DataType = StructType([StructField(name, each) for name, (_, each) in found.items()])
+        else:
+            record, kind = _find(self._rows, options.value_column)
+        if not isinstance(kind, StructType):
+            raise StartupError(f"--value-column {options.value_column} is no STRUCT: name its columns with --value.")
+        if options.value_format == JSON_SCHEMA:
+            self._json.append((record, kind))
+        return registered.column(record, kind, F.encode(F.to_json(record, _WITH_NULLS), "utf-8"))
 
     def _headers(self, headers: Sequence[tuple[str, str]]) -> Column:
         parts = []
@@ -331,6 +356,7 @@ def _reason(rows: DataFrame, options: IngestOptions, not_finite: Column | None) 
         "corrupt": F.col(CORRUPT).isNotNull() if CORRUPT in rows.columns else None,
         "new column": F.col(NEW).isNotNull() if NEW in rows.columns and not options.takes_new_columns else None,
         "not finite": not_finite,
+        "not of the schema": F.col(PROBLEM).isNotNull() if PROBLEM in rows.columns else None,
         "no topic": None if options.topic_column is None else ~_is_topic(F.col(TOPIC)),
         "too large": message_bytes() > options.max_message_bytes,
     }

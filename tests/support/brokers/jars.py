@@ -28,6 +28,7 @@ CLIENT_VERSIONS = (
     *("0.11.0.3", "1.0.2", "1.1.1", "2.0.1", "2.1.1", "2.3.1", "2.4.1", "2.7.2", "2.8.2"),
     *("3.6.2", "3.7.2", "3.8.1", "3.9.1", "4.0.2", "4.1.1", KAFKA_VERSION),
 )
+REGISTRY_VERSION = "2.6.13.Final"
 RESOLVE_TIMEOUT_S = 600.0
 RESOLVE_ATTEMPTS = 3
 # The two excluded modules serve Connect's REST server, which nothing here runs. A broker without a logging back end
@@ -64,6 +65,25 @@ _CLIENTS_MODULE = f"""\
   </dependencies>
 </ivy-module>
 """
+
+# Apicurio Registry, whole: a schema registry that needs no Kafka.
+_REGISTRY_MODULE = f"""\
+<ivy-module version="2.0" xmlns:m="http://ant.apache.org/ivy/maven">
+  <info organisation="kproxy" module="registry-for-tests"/>
+  <configurations><conf name="default"/></configurations>
+  <dependencies defaultconf="default->master">
+    <dependency org="io.apicurio" name="apicurio-registry-app" rev="{REGISTRY_VERSION}" transitive="false">
+      <artifact name="apicurio-registry-app" type="tar.gz" ext="tar.gz" m:classifier="all"/>
+    </dependency>
+  </dependencies>
+</ivy-module>
+"""
+
+
+def registry_archive() -> Path:
+    """The archive of Apicurio Registry. The first call downloads 136 MiB."""
+    (found,) = _resolved(f"apicurio-{REGISTRY_VERSION}", _REGISTRY_MODULE, "").glob("*.tar.gz")
+    return found
 
 
 def kafka_classpath(version: str = KAFKA_VERSION) -> str:
@@ -138,6 +158,7 @@ def _resolve(java: Java, ivy: Path, aside: Path, module: str, folder: str) -> st
         "-types",
         "jar",
         "bundle",
+        "tar.gz",
         "-retrieve",
         f"{aside}/jars/{folder}[artifact]-[revision](-[classifier]).[ext]",
     ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -17,7 +19,10 @@ __all__ = [
     "client_classpath",
     "kafka_classpath",
     "pyspark_jars",
+    "registry_archive",
 ]
+
+T = TypeVar("T")
 
 
 def kafka_classpath(version: str = KAFKA_VERSION) -> str:
@@ -35,7 +40,12 @@ def pyspark_jars(*patterns: str) -> str:
     return _or_skip(jars.pyspark_jars, *patterns)
 
 
-def _or_skip(find: Callable[..., str], *arguments: str) -> str:
+def registry_archive() -> Path:
+    """Like `jars.registry_archive`; skips the test if there is none."""
+    return _or_skip(jars.registry_archive)
+
+
+def _or_skip(find: Callable[..., T], *arguments: str) -> T:
     try:
         return find(*arguments)
     except StartupError as error:

@@ -86,12 +86,18 @@ def test_pair_value_may_contain_an_equals_sign() -> None:
         replace(FILES, source="json:in/", key=("a",), on_new_columns="add"),
         replace(RECORDS, schema="id INT", on_new_columns="add"),
         replace(FILES, key=("a",), dead_letters="topic:dead", partitions=1),
+        replace(FILES, value_format="avro", registry="https://r/apis/ccompat/v7", value=("a",)),
+        replace(
+            FILES, value_format="protobuf", registry="http://[::1]:8081/", topic=None, topic_column="a", subject="s"
+        ),
     ],
 )
 def test_valid_options_pass(options: IngestOptions) -> None:
     options.check()
 
 
+URL = "http://registry:8081"
+AVRO: dict[str, Any] = {"value_format": "avro", "registry": URL}
 ADDED = "--on-new-columns add .* goes with --from json:, or with --from kafka: and a --schema, and without --value"
 ADD: dict[str, Any] = {"source": "json:in/", "on_new_columns": "add"}
 
@@ -125,6 +131,17 @@ ADD: dict[str, Any] = {"source": "json:in/", "on_new_columns": "add"}
         ({"max_offsets_per_trigger": 0}, "--max-offsets-per-trigger 0"),
         ({"source": "kafka:a,,b"}, "--from kafka:"),
         ({"source": "kafka:a", "from_bootstrap": "h"}, "--from-bootstrap"),
+        ({"registry": URL}, "are for values with a --value-format"),
+        ({"subject": "t"}, "are for values with a --value-format"),
+        ({"value_format": "avro"}, "--value-format needs --registry URL"),
+        ({**AVRO, "registry": "registry:8081"}, "--registry is no address such as https://registry:8081"),
+        ({**AVRO, "registry": "http://alice:secret@registry"}, "--registry is no address .* its user is that of --reg"),
+        (
+            {**AVRO, "registry_user": "alice"},
+            "--registry-user needs a password, in --registry-password-file or KPROXY_",
+        ),
+        ({**AVRO, "topic": None, "topic_column": "a"}, "name the one --subject"),
+        ({**AVRO, **ADD}, "goes without --value-format"),
         ({"source": "kafka:x,flights", "from_bootstrap": "a:1,127.0.0.1:9092"}, "copied into itself without end"),
     ],
 )
