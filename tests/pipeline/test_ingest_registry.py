@@ -208,6 +208,7 @@ def test_refused_schemas_write_nothing(spark: Any, target: dict[str, Any]) -> No
     assert len({value for _, value in read(target, 3)}) == 2
 
 
+@pytest.mark.long
 def test_stream_goes_on_with_its_schema(spark: Any, target: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     stream = spark.readStream.schema("id LONG, name STRING").json(str(tmp_path / "in"))
@@ -226,6 +227,7 @@ def test_stream_goes_on_with_its_schema(spark: Any, target: dict[str, Any], tmp_
     assert len({value[:5] for value in values}) == 1
 
 
+@pytest.mark.long
 def test_documented_reading_gives_the_rows(spark: Any, target: dict[str, Any]) -> None:
     rows = spark.range(3).selectExpr("id", "id / 4 AS amount")
     kproxy_spark.start(rows, value_format=AVRO, **target)

@@ -143,7 +143,7 @@ def judge(kafka: RealKafka, options: IngestOptions, rows: int, files: int) -> No
     assert sorted(letters) == sorted(f"not a number,{file}" for file in range(files))
 
 
-@pytest.mark.parametrize("key", [("k",), ()], ids=["key", "no key"])
+@pytest.mark.parametrize("key", [pytest.param(("k",), id="key"), pytest.param((), id="no key", marks=pytest.mark.long)])
 def test_micro_batch_written_again_is_there_once(
     spark: Any, real_kafka: RealKafka, options: IngestOptions, key: tuple[str, ...]
 ) -> None:
@@ -158,6 +158,7 @@ def test_micro_batch_written_again_is_there_once(
     assert len(read(real_kafka, options.letters_topic)) == 3
 
 
+@pytest.mark.long
 def test_without_transactions_it_is_there_twice(spark: Any, real_kafka: RealKafka, options: IngestOptions) -> None:
     options = replace(options, exactly_once=False)
     rows = write_files(options, 2, 40)
