@@ -207,6 +207,8 @@ class BrokerPages:
             limit, owner = int(asked.get("limit", 100)), int(asked["owner"]) if "owner" in asked else None
             name, _, index = asked.get("after", "/-1").rpartition("/")
             after = (name, int(index))
+            if not 1 <= limit <= MAX_PARTITION_ROWS:
+                raise ValueError(f"limit must be a number from 1 to {MAX_PARTITION_ROWS}")
         except ValueError as error:
             return web.Response(status=400, text=f"{error}\n")
         search, lines = asked.get("search", "").lower(), list[PartitionLine]()
@@ -215,7 +217,7 @@ class BrokerPages:
                 continue
             if search in f"{line.topic}/{line.partition}".lower():
                 lines.append(line)
-                if len(lines) > min(limit, MAX_PARTITION_ROWS):
+                if len(lines) > limit:
                     break
         more = len(lines) > limit
         del lines[limit:]

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from aiohttp.test_utils import make_mocked_request
 
 from kproxy.broker.cluster import ClusterView
 from kproxy.broker.disk import FLUSH_BOUNDS_S, FLUSHES, FlushTimes
@@ -219,6 +220,13 @@ async def test_totals_cover_all_replicas(
     assert await page("partitions") == 4
     for other in others[1:]:
         other.close()
+
+
+@pytest.mark.parametrize("query", ["limit=0", "limit=1001", "limit=x", "after=x", "owner=x"])
+async def test_wrong_query_for_partitions_is_refused(page: Page, query: str) -> None:
+    (route,) = page.pages.routes()
+    answer: Any = await cast(Any, route).handler(make_mocked_request("GET", f"/partitions?{query}"))
+    assert answer.status == 400, answer.text
 
 
 def test_lease_reports_its_ttl_and_late_renewals() -> None:
