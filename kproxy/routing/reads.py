@@ -321,6 +321,10 @@ class Reads:
     def pass_on(self, read: Exchange, piece: Piece, response: PartitionedResponse) -> None:
         """Note that the present read is answered with a broker's answer as it is."""
         self.present, self.has_news = None, True
+        if self._lanes.table:
+            # Another piece may have been refused for some of it.
+            for entry in read.open_entries():
+                self._lanes.take_away(lane_key(read, entry), lambda _: True)
         connection = piece.connection
         is_alone = not (self._waiting or self.found or self._offsets or self._in_flight.reading())
         is_next = self._in_flight.readers(connection.broker)[:1] == [connection]

@@ -25,6 +25,8 @@ from tests.support.models.playbook import Playbook
 
 PARTITIONS = 5
 STEPS = 400
+# A whole answer was passed on while an earlier piece had left a partition of its read in a lane.
+FOUND_ONCE = (3170537203,)
 WAIT_S = 0.5
 _RECORD = struct.Struct(">ii")
 
@@ -128,8 +130,7 @@ class World:
 
 
 def test_random_reads_get_each_record_once(record_property: pytest.RecordProperty) -> None:
-    for _ in range(15):
-        seed = random.randrange(1 << 32)
+    for seed in (*FOUND_ONCE, *(random.randrange(1 << 32) for _ in range(15))):
         print(f"seed {seed}")
         record_property("seed", seed)
         world = World(seed)
