@@ -427,7 +427,7 @@ class ProxyObserver:
         if rates and total >= HOT_BYTES:
             topic, most = max(rates.items(), key=lambda item: item[1].received)
             if len(rates) > 1 and most.received >= HOT_SHARE * total:
-                notes.append(Note(f"topic {_text(topic)}", f"has {int(100 * most.received / total)} % of the bytes"))
+                notes.append(Note(f"topic {_text(topic)}", f"has {int(100 * (most.received / total))} % of the bytes"))
         for topic, each in sorted(rates.items(), key=lambda item: -item[1].busiest_bytes)[:MAX_NAMED]:
             is_one_of_many = len(self.table().topology.partition_indexes(topic)) > 1
             if is_one_of_many and each.busiest_bytes >= max(HOT_BYTES, HOT_SHARE * each.received):
