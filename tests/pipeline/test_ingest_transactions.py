@@ -159,7 +159,9 @@ def test_micro_batch_written_again_is_there_once(
 
 
 @pytest.mark.long
-def test_without_transactions_it_is_there_twice(spark: Any, real_kafka: RealKafka, options: IngestOptions) -> None:
+def test_micro_batch_without_transactions_is_there_twice(
+    spark: Any, real_kafka: RealKafka, options: IngestOptions
+) -> None:
     options = replace(options, exactly_once=False)
     rows = write_files(options, 2, 40)
     with pytest.raises(PySparkException, match="Died"):
