@@ -148,8 +148,7 @@ class BatchWriter:
         elif self._options.on_new_columns == "fail":
             counted = counted.where(_refuse(rows, ("new column",)))
         self._to_kafka(transforms.messages(counted, tasks=self._tasks, options=self._options), number)
-        # An observation has the counts of one pass; of the two that transactions take the first need not read all.
-        return (None if self._transactions is not None else _observed(observation)) or _counted(rows)
+        return _observed(observation) or _counted(rows)
 
     def _write_dead_letters(self, rows: DataFrame, number: int) -> None:
         topic, directory = self._options.letters_topic, self._options.letters_directory
