@@ -149,17 +149,17 @@ def counter_by(
     name: str, documentation: str, labels: Sequence[str], series: Iterable[tuple[Sequence[str], float]]
 ) -> Metric:
     """Make a counter with labels; each of `series` has its values of `labels`."""
-    family = CounterMetricFamily(name, documentation, labels=labels)
-    for values, count in series:
-        family.add_metric(values, count)
-    return family
+    return _filled(CounterMetricFamily(name, documentation, labels=labels), series)
 
 
 def gauge_by(
     name: str, documentation: str, labels: Sequence[str], series: Iterable[tuple[Sequence[str], float]]
 ) -> Metric:
     """Make a gauge with labels, as `counter_by`."""
-    family = GaugeMetricFamily(name, documentation, labels=labels)
+    return _filled(GaugeMetricFamily(name, documentation, labels=labels), series)
+
+
+def _filled(family: CounterMetricFamily | GaugeMetricFamily, series: Iterable[tuple[Sequence[str], float]]) -> Metric:
     for values, value in series:
         family.add_metric(values, value)
     return family
