@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import confluent_kafka
@@ -34,7 +34,9 @@ class Job:
         """kill -9 the process and its JVM, one right after the other."""
         processes = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
         for process in processes:
-            process.kill()
+            # The JVM ends by itself when its parent is gone.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         psutil.wait_procs(processes[1:], timeout=60)
         self.process.wait(60)
 
@@ -45,7 +47,7 @@ class Job:
         return self.process.returncode
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def running(command: Sequence[str | Path], directory: Path, name: str) -> AsyncIterator[Job]:
     job = Job(command, directory, name)
     try:

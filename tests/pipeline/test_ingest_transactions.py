@@ -12,17 +12,19 @@ import os
 import random
 import shutil
 import sys
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource  # type: ignore[attr-defined]
 from pyspark.errors import PySparkException
+from pyspark.java_gateway import ensure_callback_server_started
 
 from kproxy.errors import StartupError
 from kproxy.pipeline.ingest.job import start, why
@@ -62,6 +64,30 @@ options = SessionOptions("once", master="local[2]", settings=dict(each.split("="
 with open_session(options) as opened:
     start(opened.session, IngestOptions(**json.loads(given)), on_batch=done).awaitTermination()
 """
+
+
+class SlowListener:
+    """Delays the reports of a session, as a busy driver does."""
+
+    def onSuccess(self, name: str, execution: Any, nanoseconds: int) -> None:  # noqa: N802 - Spark's name
+        time.sleep(0.7)
+
+    def onFailure(self, name: str, execution: Any, error: Any) -> None:  # noqa: N802 - Spark's name
+        pass
+
+    class Java:
+        implements: ClassVar = ["org.apache.spark.sql.util.QueryExecutionListener"]
+
+
+@contextmanager
+def slow_listener(spark: Any) -> Iterator[None]:
+    ensure_callback_server_started(spark.sparkContext._gateway)
+    listener, listeners = SlowListener(), spark._jsparkSession.listenerManager()
+    listeners.register(listener)
+    try:
+        yield
+    finally:
+        listeners.unregister(listener)
 
 
 class Died(Exception):
@@ -149,11 +175,12 @@ def test_micro_batch_written_again_is_there_once(
 ) -> None:
     options = replace(options, key=key)
     rows = write_files(options, 3, 40)
-    for batch in (0, 1):
-        with pytest.raises(PySparkException, match="Died"):
-            ingest(spark, options, die_at(batch))
-    # The machine has other cores now.
-    ingest(spark, replace(options, tasks=None))
+    with slow_listener(spark):
+        for batch in (0, 1):
+            with pytest.raises(PySparkException, match="Died"):
+                ingest(spark, options, die_at(batch))
+        # The machine has other cores now.
+        ingest(spark, replace(options, tasks=None))
     assert times_of(read(real_kafka, options.topic)) == dict.fromkeys(range(rows), 1)
     assert len(read(real_kafka, options.letters_topic)) == 3
 

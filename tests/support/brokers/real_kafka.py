@@ -24,13 +24,14 @@ from types import MappingProxyType
 
 import kafka
 import pytest
-from confluent_kafka import IsolationLevel, KafkaException, TopicPartition
+from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec  # type: ignore[attr-defined]
 
 from kproxy.pipeline.java import user_cache_dir
 from tests.support.brokers.kafka_jars import KAFKA_VERSION, kafka_classpath
 from tests.support.clients.java import java_executable
 from tests.support.processes.ports import free_port, free_ports
+from tests.support.waiting import wait_for
 
 CLUSTER_ID = "a3Byb3h5LXRlc3RzLTAwMQ"
 # Long, because Java takes minutes if other processes use most of two cores.
@@ -259,12 +260,18 @@ class RealKafka:
         A commit returns when the coordinator has stored it. The partitions' markers follow some milliseconds later, or
         seconds on a busy machine, and until then a reader of committed records sees none of the transaction.
         """
-        deadline = time.monotonic() + ADMIN_TIMEOUT_S
-        while (stable := self.end_offsets(topic, partitions, IsolationLevel.READ_COMMITTED)) != (
-            ends := self.end_offsets(topic, partitions)
-        ):
-            assert time.monotonic() < deadline, f"{topic} has open transactions: stable to {stable}, ends at {ends}"
-            time.sleep(0.05)
+        wait_for(lambda: self._is_stable(topic, partitions), ADMIN_TIMEOUT_S, f"{topic} has no open transactions")
+
+    def _is_stable(self, topic: str, partitions: int) -> bool:
+        try:
+            return self.end_offsets(topic, partitions, IsolationLevel.READ_COMMITTED) == self.end_offsets(
+                topic, partitions
+            )
+        except KafkaException as error:
+            # A busy Kafka's metadata may have no leaders for a moment.
+            if error.args[0].code() != KafkaError._NOENT:
+                raise
+            return False
 
     def delete_records(self, topic: str, partition: int, before: int) -> None:
         """Delete records as retention does: the log begins at that offset from here on."""
