@@ -19,6 +19,7 @@ from bench.against import ROUNDS, against
 from bench.connections import connections
 from bench.consume import consume
 from bench.floods import floods
+from bench.jobs import jobs
 from bench.opening import OPENED_GB, opening
 from bench.own import own
 from bench.page import page
@@ -36,7 +37,7 @@ from bench.tls import tls
 
 SECTIONS = (
     "quick, plain, connections, consume, paths, tls, access, floods, page, table, partitions, opening, acks, acks0, "
-    "own, pipeline, trail, sink"
+    "own, pipeline, trail, sink, jobs"
 )
 
 
@@ -62,6 +63,9 @@ def main() -> None:
         metavar="FLAGS",
         default="",
         help="of the section `against`: serve's flags for this checkout alone: --this-flags='--metrics-topics 100'",
+    )
+    parser.add_argument(
+        "--beside", metavar="CHECKOUT", type=Path, help="of the section `jobs`: another checkout that takes turns"
     )
     parser.add_argument(
         "--peer",
@@ -108,6 +112,7 @@ def main() -> None:
         "pipeline": lambda: pipeline(console, arguments.ranges),
         "trail": lambda: trail_alone(console),
         "sink": lambda: sink_alone(console),
+        "jobs": lambda: jobs(console, arguments.beside),
     }
     # The section `pipeline` includes the trail and the sink.
     named = iter(arguments.sections or [name for name in sections if name not in ("trail", "sink")])
