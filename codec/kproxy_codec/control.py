@@ -306,7 +306,7 @@ _CHECKED_FIELDS: dict[tuple[int, int], list[tuple[str, bool, Message | None]]] =
 
 
 def _checked_fields(schema: Message, api_version: int) -> list[tuple[str, bool, Message | None]]:
-    """The fields of `schema` that can be null on the wire: (name, may be null, schema of the nested structure)."""
+    """The fields of `schema` whose type has a null: name, whether null is valid, and the nested structure's schema."""
     key = (id(schema), api_version)  # schemas live for ever, like their message classes
     found = _CHECKED_FIELDS.get(key)
     if found is None:

@@ -303,8 +303,8 @@ class Brokers:
         self.is_closed = False
         # APIs that brokers list but do not serve.
         self._disproved: set[int] = set()
-        # The topology's version, and `know_batches_again` for it.
-        self._know_again: tuple[int, bool] | None = None
+        # The topology's version, and `keep_producer_state` for it.
+        self._kept_state: tuple[int, bool] | None = None
         self.offered = self.offer([])
         # The last logged state; nothing is logged before the first round of probes ends.
         self._logged = self.offered
@@ -429,17 +429,17 @@ class Brokers:
         return bool(said) and all(said)
 
     @property
-    def know_batches_again(self) -> bool:
+    def keep_producer_state(self) -> bool:
         """Whether all brokers that answer keep producer state.
 
         Brokers that assign producer ids keep it.
         """
         version = self.topology.version
-        if self._know_again is None or self._know_again[0] != version:
+        if self._kept_state is None or self._kept_state[0] != version:
             said = [self._apis(broker) for broker in self.topology.takers]
             knows = bool(said) and all(apis is not None and covers(apis.ranges, PRODUCER_IDS) for apis in said)
-            self._know_again = (version, knows and keys.INIT_PRODUCER_ID not in self._disproved)
-        return self._know_again[1]
+            self._kept_state = (version, knows and keys.INIT_PRODUCER_ID not in self._disproved)
+        return self._kept_state[1]
 
     def disprove(self, api_key: int) -> None:
         """Count an API as not served by brokers, whatever they say."""
@@ -455,7 +455,7 @@ class Brokers:
 
     def _update(self) -> None:
         """Work out what is offered, and report a change."""
-        self._know_again = None
+        self._kept_state = None
         said = [watch.apis.without(self._disproved) for watch in self._here if watch.apis is not None]
         before, self.offered = self.offered, self.offer(said)
         if self.offered.ranges != before.ranges:

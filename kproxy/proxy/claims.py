@@ -136,8 +136,8 @@ class ClientClaims:
         return self._context.semantics
 
     @property
-    def knows_batches_again(self) -> bool:
-        return self._context.knows_batches_again
+    def keeps_producer_state(self) -> bool:
+        return self._context.keeps_producer_state
 
     @property
     def gated(self) -> Collection[bytes]:

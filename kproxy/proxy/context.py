@@ -126,9 +126,9 @@ class ProxyContext:
         return leased or self.found_coordinators
 
     @property
-    def knows_batches_again(self) -> bool:
+    def keeps_producer_state(self) -> bool:
         """As in `retry.BrokerSemantics`, for brokers that allocate producer ids.
 
         Other brokers ignore the ids, which come from this proxy.
         """
-        return self.semantics.knows_batches_again and self.brokers.know_batches_again
+        return self.semantics.keeps_producer_state and self.brokers.keep_producer_state

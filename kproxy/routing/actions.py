@@ -28,7 +28,7 @@ class View(Protocol):
     def semantics(self) -> BrokerSemantics: ...
 
     @property
-    def knows_batches_again(self) -> bool:
+    def keeps_producer_state(self) -> bool:
         """Whether brokers recognise a batch with a producer id that was appended before."""
         ...
 

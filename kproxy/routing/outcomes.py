@@ -116,7 +116,7 @@ class Outcomes:
         safe, is_ambiguous = False, retry.is_ambiguous(rows, event)
         if is_ambiguous:
             exchange.ambiguous.add(entry)
-            safe = self._view.knows_batches_again and is_recognisable(exchange, entry)
+            safe = self._view.keeps_producer_state and is_recognisable(exchange, entry)
         is_probing = self._lanes.is_probing(key, sequence)
         # If a refusal may follow an append, a resend is not safe just because it was behind another batch.
         behind = key in self._lanes and retry.is_held_back(event) and not is_probing and (safe or not is_ambiguous)

@@ -132,17 +132,17 @@ class BrokerSemantics(NamedTuple):
     """The behaviour of brokers that decides about resending.
 
     Each ownership source has brokers of one semantics. `refuses_before_append`: they answer NOT_LEADER_OR_FOLLOWER only
-    before anything is appended, whatever the acks and the base offset. `knows_batches_again`: they recognise a batch
+    before anything is appended, whatever the acks and the base offset. `keeps_producer_state`: they recognise a batch
     with a producer id that was appended before, even on a new owner.
     """
 
     refuses_before_append: bool
-    knows_batches_again: bool
+    keeps_producer_state: bool
 
 
-LEASED: Final = BrokerSemantics(refuses_before_append=True, knows_batches_again=True)
+LEASED: Final = BrokerSemantics(refuses_before_append=True, keeps_producer_state=True)
 """Reference brokers: an owner holds a lease and checks it before it appends."""
-KAFKA: Final = BrokerSemantics(refuses_before_append=False, knows_batches_again=True)
+KAFKA: Final = BrokerSemantics(refuses_before_append=False, keeps_producer_state=True)
 """Apache Kafka: with acks=all a leader that is deposed while it waits for its followers returns this error after its
 append. That answer has the base offset; a refusal before the append has none."""
 

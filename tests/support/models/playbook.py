@@ -74,7 +74,7 @@ class Playbook:
         owners: Mapping[str, Sequence[int | None]] | None = None,
         semantics: BrokerSemantics = LEASED,
         *,
-        knows_batches_again: bool = True,
+        keeps_producer_state: bool = True,
         gated: Collection[str] = (),
         fenced: bool = False,
         hung: Iterable[int] = (),
@@ -84,7 +84,7 @@ class Playbook:
     ) -> None:
         self.topology = topology_of(owners or {"t": [1, 2, 3]}, offers_unowned=offers_unowned)
         self.view = View(self.topology, semantics)
-        self.view.knows_batches_again = knows_batches_again
+        self.view.keeps_producer_state = keeps_producer_state
         self.view.gated = frozenset(topic.encode() for topic in gated)
         self.view.fenced = fenced
         self.view.hung = set(hung)

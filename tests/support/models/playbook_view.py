@@ -18,7 +18,7 @@ class View:
     def __init__(self, topology: Topology, semantics: BrokerSemantics) -> None:
         self.topology = topology
         self.semantics = semantics
-        self.knows_batches_again = True
+        self.keeps_producer_state = True
         self.gated: Collection[bytes] = ()
         self.fenced = False
         self.hung: set[int] = set()

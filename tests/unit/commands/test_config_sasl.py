@@ -302,7 +302,7 @@ def test_keys_may_be_at_a_url(tmp_path: Path, url: str) -> None:
         *("https://u:p@a/", "http://127.0.0.1@a/"),
     ],
 )
-def test_a_url_that_others_could_answer_is_refused(tmp_path: Path, url: str) -> None:
+def test_url_that_others_could_answer_is_refused(tmp_path: Path, url: str) -> None:
     with pytest.raises(StartupError, match=r"oauth\.jwks") as raised:
         load(tmp_path, TOKENS.replace("jwks.json", url))
     assert "u:p" not in str(raised.value)

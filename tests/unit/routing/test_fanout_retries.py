@@ -467,7 +467,7 @@ def test_later_batches_wait_behind_an_unowned_one() -> None:
 
 @pytest.mark.parametrize("event", [7, 13, 20, CONNECTION_LOST, UNREADABLE])
 def test_brokers_without_deduplication_get_batches_once(event: int) -> None:
-    play = Playbook(knows_batches_again=False)
+    play = Playbook(keeps_producer_state=False)
     play.submits(1, "t-0")
     told = meets(play, event)
     assert "answer 1: t-0=7" in told
