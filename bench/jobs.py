@@ -62,7 +62,7 @@ def jobs(console: Console, against: Path | None = None) -> None:
             with _dev(Path(directory, f"dev-{records}")) as kafka:
                 _produce(kafka, records)
                 time.sleep(SHIPPED_S)
-                audit = ["audit", "--bootstrap", kafka, "--topic", TOPIC]
+                audit = ["audit", "--bootstrap", kafka, "--topics", TOPIC]
                 measure(f"audit of {records:,} records", lambda run, audit=audit: audit)  # type: ignore[misc]
         files = _files(Path(directory, "in"))
         with _dev(Path(directory, "dev-files")) as kafka:
