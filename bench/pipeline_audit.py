@@ -31,6 +31,8 @@ RANGES = 10_000_000
 HEAP = "2g"
 # Long after the last range was acknowledged.
 READ_AT_MS = BEGAN_AT + 10**9
+# Columns that a trail in Parquet files does not have.
+NEITHER_SHIPPED_NOR_CHAINED = ("cast(null as long) shipped_at", "cast(null as string) previous", "cast(null as string) digest")
 _KIB = 1 << 10
 _MIB = 1 << 20
 
@@ -83,7 +85,7 @@ def _made(
     session: Any, shape: Shape, land: Callable[[str, Any], Any]
 ) -> tuple[Any, Any, Any, tuple[str, int, int, int]]:
     """Trail, log and bounds, and the batch that is not in the log: topic, partition, offset and number of records."""
-    rows = land("made-trail", synthetic_trail(session, shape).selectExpr("*", "cast(null as long) as shipped_at"))
+    rows = land("made-trail", synthetic_trail(session, shape).selectExpr("*", *NEITHER_SHIPPED_NOR_CHAINED))
     log = synthetic_log(session, shape)
     middle = shape.ranges // shape.logs // 2 * shape.records
     taken_out = ("topic-1", 1, middle, shape.records)

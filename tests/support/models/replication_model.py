@@ -298,10 +298,13 @@ class World:
 
     @_step(1, _any_is(State.DEAD))
     def wipe(self, number: int) -> None:
-        """A dead broker's disk is lost; never the last one with the promised records."""
+        """A dead broker's disk is lost; never the last one with the promised records, nor one that may become so.
+
+        A call that it made as a leader may still come to etcd, and leave it alone in the ISR.
+        """
         process = self.broker(number)
         others = set(self.isr()) - {process.node_id}
-        if process.state is State.DEAD and others:
+        if process.state is State.DEAD and others and not process.client.count_pending(applied=False):
             shutil.rmtree(process.directory, ignore_errors=True)
 
     @_step(1, _any_is(State.DEAD))
