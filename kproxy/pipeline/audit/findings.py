@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
@@ -32,14 +33,15 @@ from kproxy.pipeline.audit.judge import (
     Bounds,
     Gone,
     Island,
-    JudgeRules,
     Ownership,
     PartitionPart,
     Repeat,
     Told,
 )
+from kproxy.pipeline.audit.log_client import TopicPartition
 from kproxy.pipeline.audit.proof import Unproven
 from kproxy.pipeline.audit.report_facts import SUMMED
+from kproxy.pipeline.audit.rules import AuditRules
 
 Row = dict[str, Any]
 Ownerships = Mapping[tuple[int, int], Ownership]
@@ -59,35 +61,17 @@ def _amounts(amounts: Amounts) -> Row:
     }
 
 
-def window_row(topic: str, partition: int, begin_ms: int, length_ms: int, amounts: Amounts, *, unproven: bool) -> Row:
+def window_row(which: TopicPartition, begin_ms: int, length_ms: int, amounts: Amounts, *, unproven: bool) -> Row:
     """Return a row of WINDOWS. Its amounts have `ownership_changes` among the counts."""
-    times = (datetime.fromtimestamp(ms / 1000, UTC) for ms in (begin_ms, begin_ms + length_ms))
     row = {
-        "topic": topic,
-        "partition": partition,
-        **dict(zip(("window_start", "window_end"), times, strict=True)),
+        **which._asdict(),
+        "window_start": datetime.fromtimestamp(begin_ms / 1000, UTC),
+        "window_end": datetime.fromtimestamp((begin_ms + length_ms) / 1000, UTC),
         **_amounts(amounts),
         "ownership_changes": amounts.counts["ownership_changes"],
         "unproven": unproven or amounts.counts["gone"] + amounts.counts["unread"] > 0,
     }
     return {name: row[name] for name in WINDOWS}
-
-
-def partition_row(
-    topic: str, partition: int, part: PartitionPart, bounds: Bounds | None, changes: int, *, unproven: bool
-) -> Row:
-    """Return a row of PARTITIONS."""
-    counts = part.amounts.counts
-    row = {
-        "topic": topic,
-        "partition": partition,
-        **_amounts(part.amounts),
-        "ownership_changes": changes,
-        "unproven": unproven or counts["unchecked"] + counts["gone"] + counts["unread"] > 0,
-        "log_start_offset": None if bounds is None else bounds.log_start_offset,
-        "end_offset": None if bounds is None else bounds.end_offset,
-    }
-    return {name: row[name] for name in PARTITIONS}
 
 
 def ownership_changes(ownerships: Ownerships, length_ms: int) -> Counter[int]:
@@ -100,27 +84,12 @@ def ownership_changes(ownerships: Ownerships, length_ms: int) -> Counter[int]:
     return Counter(at - at % length_ms for (_, _, before), (at, _, owner) in pairs if owner != before)
 
 
-def owner_rows(topic: str, partition: int, ownerships: Ownerships) -> list[Row]:
-    """Return rows of OWNERS."""
-    return [
-        {
-            "topic": topic,
-            "partition": partition,
-            "owner": owner,
-            "revision": revision,
-            "first_acked_at": each.first_acked_at,
-            "last_acked_at": each.last_acked_at,
-            "records": each.records,
-            "bytes": each.bytes,
-        }
-        for (owner, revision), each in ownerships.items()
-    ]
-
-
 def findings_of(
-    topic: str, partition: int, part: PartitionPart, bounds: Bounds | None, deleted: Iterable[str], most: int
+    which: TopicPartition, part: PartitionPart, bounds: Bounds | None, rules: AuditRules
 ) -> tuple[list[Row], Counter[str]]:
-    """Return at most `most` findings of each kind, by offset, and the number of findings of each kind."""
+    """Return the first findings of each kind, by offset, and the number of findings of each kind."""
+    topic, partition = which
+    most = rules.max_findings
     rows: list[Row] = []
     for island in sorted(part.islands, key=lambda each: each.start):
         rows += _lost(topic, partition, island, bounds) if island.kind == LOST else [_overlap(topic, partition, island)]
@@ -130,7 +99,7 @@ def findings_of(
     if unchecked := part.amounts.counts["unchecked"]:
         rows.append(_unchecked(topic, partition, unchecked))
         found[UNCHECKED] += 1
-    kind = DELETED if topic in deleted else GONE
+    kind = DELETED if topic in rules.deleted_topics else GONE
     for topic_id, gone in sorted(part.gone.items(), key=str):
         rows.append(_gone(topic, partition, kind, topic_id, gone, bounds))
         found[kind] += 1
@@ -370,6 +339,7 @@ def of_unproven(unproven: Unproven) -> Row:
 class Summed(NamedTuple):
     """A partition's rows of the result tables. `changes`: the changes of ownership by window."""
 
+    which: TopicPartition
     row: Row
     findings: list[Row]
     found: Mapping[str, int]
@@ -378,12 +348,10 @@ class Summed(NamedTuple):
 
 
 def sum_up(
-    topic: str,
-    partition: int,
+    which: TopicPartition,
     part: PartitionPart,
     bounds: Bounds | None,
-    deleted: Iterable[str],
-    rules: JudgeRules,
+    rules: AuditRules,
     *,
     unproven: bool,
     unread: str | None = None,
@@ -392,10 +360,22 @@ def sum_up(
 
     `unread`: why its log could not be read.
     """
+    counts = part.amounts.counts
     changes = ownership_changes(part.ownerships, rules.window_ms)
-    findings, found = findings_of(topic, partition, part, bounds, deleted, rules.max_findings)
+    findings, found = findings_of(which, part, bounds, rules)
     if unread is not None:
-        findings.append(_unread(topic, partition, part, unread))
+        findings.append(_unread(*which, part, unread))
         found[UNREAD] += 1
-    row = partition_row(topic, partition, part, bounds, changes.total(), unproven=unproven or unread is not None)
-    return Summed(row, findings, found, owner_rows(topic, partition, part.ownerships), changes)
+    row = {
+        **which._asdict(),
+        **_amounts(part.amounts),
+        "ownership_changes": changes.total(),
+        "unproven": unproven or unread is not None or counts["unchecked"] + counts["gone"] + counts["unread"] > 0,
+        "log_start_offset": None if bounds is None else bounds.log_start_offset,
+        "end_offset": None if bounds is None else bounds.end_offset,
+    }
+    owners = [
+        {**which._asdict(), "owner": owner, "revision": revision, **asdict(each)}
+        for (owner, revision), each in part.ownerships.items()
+    ]
+    return Summed(which, {name: row[name] for name in PARTITIONS}, findings, found, owners, changes)
