@@ -187,8 +187,9 @@ class Follower:
 
     def _is_judged(self, row: TrailRow, lookback_ms: int = LOG_LOOKBACK_MS) -> bool:
         job = self._job
-        is_late = job.from_ms is None or row.last_acked_at >= job.from_ms - lookback_ms
-        return row.kind == "range" and is_late and (not job.topics or row.topic in job.topics)
+        if row.kind != "range" or (job.topics and row.topic not in job.topics):
+            return False
+        return job.from_ms is None or row.last_acked_at >= job.from_ms - lookback_ms
 
     def _new_rows(self, signatures: Signatures | None) -> list[TrailRow]:
         job = self._job

@@ -113,7 +113,7 @@ class Amounts:
         own[1] += row.bytes
         # Producers without an id are distinguished by their connections.
         self.producers.add(row.producer_id if row.producer_id >= 0 else (row.proxy, row.incarnation, row.connection))
-        for us in row.latency_us:
+        for us in row.latency_us or ():
             number = int(math.log(max(us, 1)) * _BINS)
             bin_ = self.latencies.setdefault(number, [0, 0])
             bin_[0] += 1
@@ -199,7 +199,7 @@ class Island:
         )  # fmt: skip
         times = row.first_acked_at, row.last_acked_at
         producer = row.producer_id, row.producer_epoch
-        told = Told(start, end, end - start, who, who, row.sequence, *times, row.acks, producer)
+        told = Told(start, end, end - start, who, who, row.sequence, *times, row.acks or 0, producer)
         self._tell((row.owner, row.revision, row.proxy, row.incarnation), told)
 
     def extend(self, later: Island) -> None:

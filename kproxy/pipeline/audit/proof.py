@@ -32,7 +32,7 @@ P = TypeVar("P", bound="Part")
 
 
 class Part(Protocol):
-    def add(self, other: Self) -> None:
+    def add(self, other: Self, /) -> None:
         """Add the part that follows."""
         ...
 

@@ -141,13 +141,14 @@ class OnSpark:
     def files(self, place: TrailPlace, from_ms: int | None, signatures: Signatures | None) -> Bag:
         """Read files at any address that Spark reads."""
         reader = self.session.read.option("pathGlobFilter", PATTERNS[place.kind])
+        step: Step = _rows_of_parquet
         try:
             if place.kind == JSON:
                 files, step = reader.text(place.name), partial(_rows_of_lines, signatures)
             else:
                 # Fails if there are no files. Its schema is unused: others may have more columns, or wider numbers.
                 reader.parquet(place.name)
-                files, step = reader.schema(from_arrow_schema(SCHEMA)).parquet(place.name), _rows_of_parquet
+                files = reader.schema(from_arrow_schema(SCHEMA)).parquet(place.name)
         except AnalysisException as error:
             raise StartupError(
                 f"There is no audit trail in {place.name}: is it the directory of `--audit-sink`?"

@@ -18,8 +18,8 @@ from kproxy.pipeline.audit.proof import TrailPart
 from kproxy.trail.signature import Signatures, digest
 
 KINDS: Final = ("begin", "range", "mark", "end")
-# Of no row that is read.
-_ABSENT: Final = -(1 << 62)
+# What rows of another kind have; a range has all that is typed without None (`is_row`).
+_ABSENT: Final[Any] = None
 # Limits far above real values, and far below those whose sums overflow.
 LAST_MS: Final = 1 << 47
 MOST_OFFSETS: Final = 1 << 60
@@ -31,7 +31,7 @@ MOST_IN_SPANS: Final = 10_000
 
 @dataclass(slots=True)
 class TrailRow:
-    """A row of any kind, as kproxy.trail.rows describes; a field that a kind lacks has its default.
+    """A row of any kind, as kproxy.trail.rows describes; a field that a kind lacks is None.
 
     `shipped_at`: when it came to its topic. `digest`: that of its line, None where lines are not kept.
     """
@@ -43,23 +43,23 @@ class TrailRow:
     at: int
     interval_ms: int | None = None
     mark_ms: int | None = None
-    topic: str = ""
+    topic: str = _ABSENT
     topic_id: str | None = None
     partition: int = _ABSENT
     owner: int = _ABSENT
     revision: int = _ABSENT
-    acks: int = -1
-    connection: int = -1
+    acks: int | None = None
+    connection: int | None = None
     producer_id: int = _ABSENT
-    producer_epoch: int = -1
-    first_sequence: int = -1
+    producer_epoch: int = _ABSENT
+    first_sequence: int = _ABSENT
     record_count: int = _ABSENT
     batches: int = _ABSENT
     bytes: int = _ABSENT
     first_acked_at: int = _ABSENT
     last_acked_at: int = _ABSENT
-    spans: list[int] = field(default_factory=list)
-    latency_us: list[int] = field(default_factory=list)
+    spans: list[int] = _ABSENT
+    latency_us: list[int] | None = None
     previous: str | None = None
     shipped_at: int | None = None
     digest: str | None = field(default=None, compare=False)
@@ -191,15 +191,15 @@ def _is_range(row: TrailRow) -> bool:
         return False
     if max(spans[1::2]) > MOST_RECORDS:
         return False
-    if not row.topic or _ABSENT in (row.partition, row.owner, row.revision, row.producer_id):
-        return False
-    for value, most in (
+    limits = (
         (row.record_count, MOST_RECORDS),
         (row.batches, MOST_RECORDS),
         (row.bytes, MOST_BYTES),
         (row.first_acked_at, LAST_MS),
         (row.last_acked_at, LAST_MS),
-    ):
-        if not 0 <= value <= most:
-            return False
-    return row.producer_id < 0 or (row.producer_epoch >= 0 and row.first_sequence >= 0)
+    )
+    if None in (row.topic, row.partition, row.owner, row.revision, row.producer_id, *(value for value, _ in limits)):
+        return False
+    if not all(0 <= value <= most for value, most in limits):
+        return False
+    return row.producer_id < 0 or (None not in (row.producer_epoch, row.first_sequence) and row.first_sequence >= 0)
