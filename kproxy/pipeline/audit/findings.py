@@ -101,10 +101,10 @@ def findings_of(
     for topic_id, gone in sorted(part.gone.items(), key=str):
         rows.append(_gone(which, kind, topic_id, gone, bounds))
         found[kind] += 1
-    listed = Counter(row["kind"] for row in rows)
+    kept = _first_of_each_kind(rows, rules.max_findings)
     # An island with several owners or trails has several findings.
-    most = rules.max_findings
-    return _first_of_each_kind(rows, most), found | Counter({kind: min(count, most) for kind, count in listed.items()})
+    listed: Counter[str] = Counter(row["kind"] for row in kept)
+    return kept, found | listed
 
 
 def _first_of_each_kind(rows: Iterable[Row], most: int) -> list[Row]:

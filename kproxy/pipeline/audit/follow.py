@@ -180,7 +180,7 @@ class Follower:
         log, bounds, unread = self._read_logs(ranges)
         self._again = [row for row in ranges if row.which in unread]
         results = audit_rows(self._concerned(ranges, unread), log, bounds, rules, unread, self._trails)
-        for each in self.state.alerts(results.findings):
+        for each in self.state.alerts(list(results.findings)):
             self._alarm(each.sentence, each.fails)
         self._forget()
         self._save()

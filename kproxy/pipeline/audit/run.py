@@ -257,14 +257,17 @@ def _without_collector() -> Iterator[None]:
 @_without_collector()
 def audit_here(job: AuditJob, stage: Stage | None = None, *, is_bounded: bool = False) -> Audited:
     """Audit in this process. Errors are those of `InProcess` and `audit_with`."""
-    return audit_with(InProcess(is_bounded), job, stage)
+    signatures = job.trail.signatures()
+    results, words, rows = audit_with(InProcess(is_bounded), job, signatures, stage)
+    if signatures is not None:
+        words = {**words, UNSIGNED: f"{signatures.refused:,}"}
+    return Audited(results, words, rows)
 
 
-def audit_with(engine: Engine, job: AuditJob, stage: Stage | None = None) -> Audited:
+def audit_with(engine: Engine, job: AuditJob, signatures: Signatures | None, stage: Stage | None = None) -> Audited:
     """Read the trail and the logs, and judge. Raise LogReadFailed or StartupError."""
     # Taken before the trail's end is fixed, because reading may take longer than a live proxy is silent.
     read_at_ms = int(time.time() * 1000)
-    signatures = job.trail.signatures()
     rows = _read_trail(engine, job, signatures)
     since_ms = 0 if job.from_ms is None else job.from_ms - LOG_LOOKBACK_MS
     acked = Acked()
@@ -289,8 +292,6 @@ def audit_with(engine: Engine, job: AuditJob, stage: Stage | None = None) -> Aud
     bits, groups = engine.buckets(acked.rows, batches)
     results = audit_bags(rows, log, bounds, job.rules(read_at_ms), unread, bits=bits, groups=groups)
     words = {**about(job), TRAIL_READ: f"{utc(read_at_ms)} UTC"}
-    if signatures is not None:
-        words[UNSIGNED] = f"{signatures.refused:,}"
     return Audited(results, words, acked.rows + batches)
 
 

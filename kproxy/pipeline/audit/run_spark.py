@@ -88,7 +88,7 @@ def audit_in(session: Any, job: AuditJob, display: Report, limits: Limits | None
         stack.enter_context(as_spark_failure("The audit failed"))
         engine = stack.enter_context(spark_in(session, f"{output.rstrip('/')}/{_WORK}"))
         with _readers_errors():
-            audited = audit_with(engine, job)
+            audited = audit_with(engine, job, job.trail.signatures())
         if job.output is not None:
             write_results(session, audited.results, job.output, audited.about)
         facts = gather(audited.results, audited.about, limits)
