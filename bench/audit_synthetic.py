@@ -5,14 +5,20 @@ Everything is computed from row numbers, so the two agree, and a test that damag
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
 from pyspark.sql.pandas.types import from_arrow_schema
 
-from kproxy.pipeline.audit.columns import BOUNDS, LOG
+from kproxy.pipeline.audit.columns import HEADERS
+from kproxy.pipeline.audit.judge import Batch, Bounds
+from kproxy.pipeline.audit.log_client import TopicPartition
+from kproxy.pipeline.audit.logs import Chunk
+from kproxy.pipeline.audit.trail_rows import TrailRow, rows_of_files
 from kproxy.trail.parquet_sink import SCHEMA
 
 BEGAN_AT = 1_760_000_000_000
@@ -44,7 +50,9 @@ class Shape(NamedTuple):
         return self.topics * self.partitions
 
 
-_TRAIL: Final = {field.name: field.dataType for field in from_arrow_schema(SCHEMA).fields}
+_TRAIL: Final = {
+    each.name: each.dataType for each in from_arrow_schema(SCHEMA).fields if each.name in TrailRow.__slots__
+}
 
 
 def _named(frame: DataFrame, columns: dict[str, Column], kinds: Mapping[str, Any]) -> DataFrame:
@@ -104,7 +112,7 @@ def synthetic_trail(session: Any, shape: Shape) -> DataFrame:
 
 
 def synthetic_log(session: Any, shape: Shape) -> DataFrame:
-    """LOG: the batches that are acknowledged in the trail, each once."""
+    """HEADERS: the batches that are acknowledged in the trail, each once."""
     per_row = shape.spans * shape.batches
     i, part = F.floor(F.col("id") / per_row), F.col("id") % per_row
     log, nth = i % shape.logs, F.floor(i / shape.logs)
@@ -129,19 +137,27 @@ def synthetic_log(session: Any, shape: Shape) -> DataFrame:
         "is_control": F.lit(False),
         "crc_ok": F.lit(True),
     }
-    return _named(session.range(shape.ranges * per_row), headers, LOG)
+    return _named(session.range(shape.ranges * per_row), headers, HEADERS)
 
 
-def synthetic_bounds(session: Any, shape: Shape) -> DataFrame:
-    """BOUNDS: every log from offset 0 to an end behind everything in the trail."""
-    log = F.col("id")
-    rows = F.ceil(F.lit(shape.ranges) / shape.logs)
-    blocks = F.ceil(rows / shape.producers)
-    bounds = {
-        "topic": F.concat(F.lit("topic-"), log % shape.topics),
-        "partition": F.floor(log / shape.topics),
-        "log_start_offset": F.lit(0),
-        "end_offset": blocks * (shape.producers * shape.spans * shape.batches * shape.records),
-        "is_compacted": F.lit(False),
+def synthetic_bounds(shape: Shape) -> dict[TopicPartition, Bounds]:
+    """Every log from offset 0 to an end behind everything in the trail."""
+    blocks = math.ceil(math.ceil(shape.ranges / shape.logs) / shape.producers)
+    end = blocks * (shape.producers * shape.spans * shape.batches * shape.records)
+    return {
+        TopicPartition(f"topic-{log % shape.topics}", log // shape.topics): Bounds(0, end, False, None)
+        for log in range(shape.logs)
     }
-    return _named(session.range(shape.logs), bounds, BOUNDS)
+
+
+def trail_rows(rows: Iterable[Any]) -> Iterator[TrailRow]:
+    """The frame's rows as an audit reads them."""
+    return rows_of_files(row.asDict() for row in rows)
+
+
+def log_chunks(rows: Iterable[Any]) -> Iterator[Chunk]:
+    """The frame's batches as an audit reads them."""
+    batches: dict[TopicPartition, list[Batch]] = defaultdict(list)
+    for topic, partition, *header in rows:
+        batches[TopicPartition(topic, partition)].append(Batch(*header))
+    return (Chunk(which, each) for which, each in batches.items())

@@ -1,8 +1,7 @@
 """The audit of ten million ranges, in Spark's local mode: its time and memory.
 
-The trail, the logs' batch headers and the bounds of the logs are generated inside Spark and written as Parquet files:
-reading them from a cluster is not part of the measurement. One batch is taken out of the log, to show whether the audit
-has looked at all of it.
+The trail and the logs' batch headers are generated inside Spark and written to files: reading them from a cluster is
+not part of the measurement. One batch is taken out of the log, to show whether the audit has looked at all of it.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,21 +16,28 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from bench.audit_synthetic import BEGAN_AT, Shape, synthetic_bounds, synthetic_log, synthetic_trail
+from bench.audit_synthetic import (
+    BEGAN_AT,
+    Shape,
+    log_chunks,
+    synthetic_bounds,
+    synthetic_log,
+    synthetic_trail,
+    trail_rows,
+)
 from bench.processes import peak_resident_bytes
 from bench.table import judged
+from kproxy.pipeline.audit.bags import Bag
 from kproxy.pipeline.audit.columns import LOST
 from kproxy.pipeline.audit.rules import AuditRules
-from kproxy.pipeline.audit.run_spark import fitted, work_in
-from kproxy.pipeline.audit.tables import audit_tables, read_results, write_results
+from kproxy.pipeline.audit.run_spark import OnSpark, RddBag, spark_in, write_results
+from kproxy.pipeline.audit.steps import audit_bags
 from kproxy.pipeline.session import SessionOptions, open_session
 
 RANGES = 10_000_000
 HEAP = "2g"
 # Long after the last range was acknowledged.
 READ_AT_MS = BEGAN_AT + 10**9
-# Columns that a trail in Parquet files does not have.
-NEITHER_SHIPPED_NOR_CHAINED = ("cast(null as long) shipped_at", "cast(null as string) previous", "cast(null as string) digest")
 _KIB = 1 << 10
 _MIB = 1 << 20
 
@@ -67,35 +72,31 @@ def _works(ranges: int) -> dict[str, Shape]:
 
 def _audit(session: Any, shape: Shape, directory: Path) -> _Found:
     began, results = time.monotonic(), str(directory / "results")
-    with work_in(session, str(directory / "work")) as land:
-        rows, log, bounds, taken_out = _made(session, shape, land)
+    with spark_in(session, str(directory / "work")) as engine:
+        rows, log, taken_out = _made(session, shape, engine)
         made = time.monotonic()
-        with fitted(session, rows.count() + log.count()):
-            write_results(audit_tables(rows, log, bounds, AuditRules(read_at_ms=READ_AT_MS), land), results, {})
-    written = read_results(session, results)
-    seconds = time.monotonic() - made
-    findings = written.findings.collect()
-    missing = [(row.topic, row.partition, row.first_offset, row.records) for row in findings if row.kind == LOST]
-    (acked,) = written.partitions.selectExpr("sum(acked)").first()
-    kinds = {row.kind for row in findings}
+        batches = shape.ranges * shape.spans * shape.batches
+        bits, groups = engine.buckets(shape.ranges, batches)
+        rules, bounds = AuditRules(read_at_ms=READ_AT_MS), synthetic_bounds(shape)
+        found = audit_bags(rows, log, bounds, rules, bits=bits, groups=groups)
+        write_results(session, found, results, {})
+        seconds = time.monotonic() - made
+        findings = list(found.findings)
+        acked = sum(row["acked"] for row in found.partitions)
+    lost = [row for row in findings if row["kind"] == LOST]
+    missing = [(row["topic"], row["partition"], row["first_offset"], row["records"]) for row in lost]
+    kinds = {row["kind"] for row in findings}
     return _Found(shape, made - began, seconds, acked, missing, taken_out, kinds)
 
 
-def _made(
-    session: Any, shape: Shape, land: Callable[[str, Any], Any]
-) -> tuple[Any, Any, Any, tuple[str, int, int, int]]:
-    """Trail, log and bounds, and the batch that is not in the log: topic, partition, offset and number of records."""
-    rows = land("made-trail", synthetic_trail(session, shape).selectExpr("*", *NEITHER_SHIPPED_NOR_CHAINED))
+def _made(session: Any, shape: Shape, engine: OnSpark) -> tuple[Bag, Bag, tuple[str, int, int, int]]:
+    """Trail and log, and the batch that is not in the log: topic, partition, offset and number of records."""
     log = synthetic_log(session, shape)
     middle = shape.ranges // shape.logs // 2 * shape.records
-    taken_out = ("topic-1", 1, middle, shape.records)
     is_it = f"topic = 'topic-1' and partition = 1 and base_offset = {middle}"
-    return (
-        rows,
-        land("made-log", log.where(f"not ({is_it})")),
-        land("made-bounds", synthetic_bounds(session, shape)),
-        taken_out,
-    )
+    rows = RddBag(engine, synthetic_trail(session, shape).rdd).over(trail_rows).kept("made-trail")
+    chunks = RddBag(engine, log.where(f"not ({is_it})").rdd).over(log_chunks).kept("made-log")
+    return rows, chunks, ("topic-1", 1, middle, shape.records)
 
 
 def audit(console: Console, directory: Path, ranges: int = RANGES) -> None:

@@ -74,6 +74,10 @@ async def leases_in(client: EtcdClient, prefix: str, topic: str) -> Leases:
     return {int(each.key.removeprefix(directory)): each for each in found.kvs}
 
 
+def owners_in(leases: Leases) -> Mapping[int, int]:
+    return {partition: int(lease.value) for partition, lease in sorted(leases.items())}
+
+
 def owner_of_most(owners: Mapping[int, int]) -> int:
     """Return the broker that owns most partitions, the lowest id of several. Raise OwnerNotKilled."""
     counts = Counter(owners.values())
@@ -123,7 +127,7 @@ async def kill_owner(
         await client.connect()
         await gate.reached.wait()
         before, rows = await leases_in(client, prefix, topic), round(gate.rows, -2)
-        owners = {partition: int(lease.value) for partition, lease in sorted(before.items())}
+        owners = owners_in(before)
         victim = owner_of_most(owners)
         take_overs = TakeOvers({partition: before[partition] for partition, owner in owners.items() if owner == victim})
         stage = report.stage("kill", f"kill -9 of broker {victim}")

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
 from kproxy.demo.judge import Fault, RowsVerdict
-
-if TYPE_CHECKING:
-    from kproxy.pipeline.audit.report_facts import Facts
+from kproxy.pipeline.audit.report_facts import Facts
+from kproxy.pipeline.audit.report_text import show_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +63,6 @@ def show(outcome: DemoOutcome, output: Console | None = None) -> None:
     output = output or Console(highlight=False)
     output.print(_table(outcome))
     if outcome.audit is not None:
-        # Imported here, as it needs pyspark, which is missing without the demo's extra.
-        from kproxy.pipeline.audit.report_text import show_table
-
         show_table(outcome.audit, output)
 
 

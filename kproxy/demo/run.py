@@ -38,24 +38,28 @@ from kproxy.config import DEFAULT_PREFIX
 from kproxy.config.audit import DEFAULT_TOPIC
 from kproxy.demo import flights
 from kproxy.demo.judge import Judge
-from kproxy.demo.owner_kill import OwnerNotKilled, StreamGate, kill_owner, leases_in
+from kproxy.demo.owner_kill import OwnerNotKilled, StreamGate, kill_owner, leases_in, owners_in
 from kproxy.demo.report import DemoOutcome, KilledOwner, show
 from kproxy.demo.secured import PLAIN, Secured, secure
 from kproxy.dev.cluster import DEFAULT_LEASE_TTL_S, ChildEnded, DevCluster
 from kproxy.errors import StartupError
 from kproxy.etcd import EtcdClient, EtcdError
 from kproxy.pipeline.audit.log_client import LogReadFailed
+from kproxy.pipeline.audit.report_facts import Facts
+from kproxy.pipeline.audit.report_gather import gather
+from kproxy.pipeline.audit.report_html import write_report
+from kproxy.pipeline.audit.run import AuditJob, audit_here
+from kproxy.pipeline.audit.trail_place import TOPIC, TrailPlace
 from kproxy.pipeline.java import find_java
 from kproxy.pipeline.preflight import check_reachable, check_report
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.session import OpenSession, SessionOptions, open_session
 from kproxy.pipeline.spark import SparkFailed, pyspark_home
+from kproxy.runtime.tasks import cancel, unless_failed
 from kproxy.trail.trail import LATE_S, LOOK_S
 
 if TYPE_CHECKING:
     from kproxy.demo.stream import Written
-    from kproxy.pipeline.audit.report_facts import Facts
-    from kproxy.pipeline.audit.run import AuditJob
 
 
 PARTITIONS: Final = 12
@@ -73,7 +77,6 @@ INTERRUPTED: Final = 128 + signal.SIGINT
 TERMINATED: Final = 128 + signal.SIGTERM
 
 T = TypeVar("T")
-U = TypeVar("U")
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +248,9 @@ class _Run:
         try:
             async with self._target() as target:
                 try:
-                    outcome = await _while_cluster_runs(target.cluster, self._job(target, data, spark, began))
+                    # If a process of the cluster ended, Spark would retry for minutes and then report another error.
+                    cluster = None if target.cluster is None else target.cluster.wait()
+                    outcome = await _while(cluster, self._job(target, data, spark, began))
                 except SparkFailed as error:
                     # The session knows more about the failure.
                     await self._call(partial(self._session.__exit__, type(error), error, error.__traceback__))
@@ -383,43 +388,22 @@ class _Run:
 
         if to_kill is None:
             return await until_written(), None
-        kill = kill_owner(to_kill, target.prefix, self._topic, gate, self._report)
-        return await _both(until_written(), kill)
+        killing = asyncio.ensure_future(kill_owner(to_kill, target.prefix, self._topic, gate, self._report))
+        try:
+            return await unless_failed(until_written(), [killing]), await killing
+        finally:
+            await cancel(killing)
 
 
-async def _both(first: Coroutine[object, object, T], second: Coroutine[object, object, U]) -> tuple[T, U]:
-    """Return the results of both awaitables. After an error of one, cancel the other and raise it."""
-    tasks = asyncio.ensure_future(first), asyncio.ensure_future(second)
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
-            task.result()
-        return tasks[0].result(), tasks[1].result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _while_cluster_runs(cluster: DevCluster | None, work: Coroutine[object, object, T]) -> T:
-    """Return the result of `work`.
-
-    If a process of the cluster ends meanwhile, cancel `work` and raise ChildEnded. Otherwise Spark would retry for
-    minutes and then report another error.
-    """
-    if cluster is None:
+async def _while(running: Coroutine[object, object, object] | None, work: Coroutine[object, object, T]) -> T:
+    """Return the result of `work`; if `running` fails meanwhile, end it and raise that error."""
+    if running is None:
         return await work
-    working = asyncio.ensure_future(work)
-    broken = asyncio.ensure_future(cluster.wait())
+    task = asyncio.ensure_future(running)
     try:
-        await asyncio.wait((working, broken), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            broken.result()
-        return await working
+        return await unless_failed(work, [task])
     finally:
-        working.cancel()
-        broken.cancel()
-        await asyncio.gather(working, broken, return_exceptions=True)
+        await cancel(task)
 
 
 async def partition_owners(endpoints: Sequence[str], prefix: str, topic: str) -> Mapping[int, int]:
@@ -427,8 +411,7 @@ async def partition_owners(endpoints: Sequence[str], prefix: str, topic: str) ->
     client = EtcdClient(endpoints)
     await client.connect()
     try:
-        leases = await leases_in(client, prefix, topic)
-        return {partition: int(lease.value) for partition, lease in leases.items()}
+        return owners_in(await leases_in(client, prefix, topic))
     finally:
         await client.close()
 
@@ -443,9 +426,6 @@ def audit_when_proven(job: AuditJob, timeout_s: float = TRAIL_TIMEOUT_S) -> Fact
 
     None if there is no trail. Blocks. Raise LogReadFailed.
     """
-    from kproxy.pipeline.audit.report_gather import gather
-    from kproxy.pipeline.audit.run import audit_here
-
     deadline = time.monotonic() + timeout_s
     while True:
         facts = None
@@ -464,10 +444,6 @@ def audit_demo(report: Report, target: Target, topic: str, written_ms: int, html
 
     Return None if the proxy's trail does not have the topic's records. Blocks. Raise LogReadFailed.
     """
-    from kproxy.pipeline.audit.report_html import write_report
-    from kproxy.pipeline.audit.run import AuditJob
-    from kproxy.pipeline.audit.trail_place import TOPIC, TrailPlace
-
     stage = report.stage("audit", "waiting for the last of the trail")
     facts = audit_when_proven(
         AuditJob(

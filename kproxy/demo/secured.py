@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import ipaddress
 import secrets
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -67,31 +66,13 @@ def secure(directory: Path, *, tls: bool, sasl: bool) -> Secured:
 def _make_certificates(directory: Path) -> Path:
     """Write a server's certificate for this machine and its key; return the file of the authority."""
     # Imported here, because only the demo's extra installs it.
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import NameOID
+    import trustme
 
-    def name(text: str) -> x509.Name:
-        return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
-
-    now = datetime.datetime.now(datetime.UTC)
-    keys = {owner: ec.generate_private_key(ec.SECP256R1()) for owner in ("authority", "server")}
-    issuer = name("kproxy demo")
-
-    def builder(subject: x509.Name, owner: str) -> x509.CertificateBuilder:
-        made = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(keys[owner].public_key())
-        made = made.serial_number(x509.random_serial_number())
-        return made.not_valid_before(now - _VALID).not_valid_after(now + _VALID)
-
-    authority = builder(issuer, "authority").add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    names = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-    server = builder(name("localhost"), "server").add_extension(names, critical=False)
-    for owner, certificate in (("authority", authority), ("server", server)):
-        signed = certificate.sign(keys["authority"], hashes.SHA256())
-        (directory / f"{owner}.pem").write_bytes(signed.public_bytes(serialization.Encoding.PEM))
-    form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    key = directory / "server.key"
+    authority, ends_at = trustme.CA(), datetime.datetime.now(datetime.UTC) + _VALID
+    server = authority.issue_cert("localhost", "127.0.0.1", not_after=ends_at)
+    key, file = directory / "server.key", directory / "authority.pem"
     key.touch(0o600)
-    key.write_bytes(keys["server"].private_bytes(*form))
-    return directory / "authority.pem"
+    server.private_key_pem.write_to_path(key)
+    server.cert_chain_pems[0].write_to_path(directory / "server.pem")
+    authority.cert_pem.write_to_path(file)
+    return file

@@ -32,7 +32,7 @@ async def cancel(task: asyncio.Task[Any]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def unless_failed(work: Awaitable[_Result], running: Sequence[asyncio.Task[None]]) -> _Result:
+async def unless_failed(work: Awaitable[_Result], running: Sequence[asyncio.Future[Any]]) -> _Result:
     """Return the result of `work`.
 
     If a `running` task fails, end `work` and raise that error itself, not in a group.

@@ -13,9 +13,9 @@ import pytest
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.judge import Bounds
 from kproxy.pipeline.audit.log_client import LogClient, LogReadFailed, TopicPartition
-from kproxy.pipeline.audit.logs import bounds_now, ends_of
-from kproxy.pipeline.audit.run import AuditJob, check_places
-from kproxy.pipeline.audit.run_spark import read_log
+from kproxy.pipeline.audit.logs import LogTask, bounds_now, ends_of, plan
+from kproxy.pipeline.audit.run import check_places
+from kproxy.pipeline.audit.run_spark import spark_in
 from kproxy.pipeline.audit.trail_place import parse_trail
 from kproxy.pipeline.kafka_access import KafkaOptions
 from tests.support.clients.kafka_io import produce
@@ -103,9 +103,10 @@ def test_missing_security_options_are_reported(site: Site) -> None:
 @pytest.mark.long
 @pytest.mark.spark
 @pytest.mark.timeout(300)
-def test_spark_executors_read_with_the_same_access(site: Site, spark: Any) -> None:
-    job = AuditJob(bootstrap=site.bootstrap, trail=parse_trail("topic"), kafka=site.options())
+def test_spark_executors_read_with_the_same_access(site: Site, spark: Any, tmp_path: Path) -> None:
     with LogClient(site.bootstrap, site.options()) as client:
-        log = read_log(spark, client, job, None, ends_of(client, [site.topic]))
-    counted = log.selectExpr("sum(last_offset - base_offset + 1) as records").collect()
-    assert counted[0].records == RECORDS
+        pieces = plan(client, None, ends_of(client, [site.topic]))
+        task = LogTask(site.bootstrap, site.options(), client.leaders)
+    with spark_in(spark, str(tmp_path / "kept")) as engine:
+        batches = [batch for chunk in engine.read(pieces, task.headers) for batch in chunk.batches]
+    assert sum(each.last_offset - each.base_offset + 1 for each in batches) == RECORDS

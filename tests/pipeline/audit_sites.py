@@ -15,9 +15,9 @@ from typing import Any
 
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 
-from kproxy.pipeline.audit.in_process import Results
 from kproxy.pipeline.audit.report_gather import gather
 from kproxy.pipeline.audit.run import AuditJob, audit_here
+from kproxy.pipeline.audit.steps import Results
 from kproxy.pipeline.audit.trail_place import JSON, TrailPlace
 from tests.support.brokers.broker_hooks import UNFENCED
 from tests.support.brokers.reference_broker import RawClient, start_brokers

@@ -9,35 +9,36 @@ import io
 import json
 import secrets
 import uuid
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from kproxy.pipeline.audit.in_process import Results
 from kproxy.pipeline.audit.log_client import TopicPartition
+from kproxy.pipeline.audit.logs import Chunk
 from kproxy.pipeline.audit.report_gather import Limits, gather
 from kproxy.pipeline.audit.rules import AuditRules
 from kproxy.pipeline.audit.run import SPARK, AuditJob, run_audit_job
-from kproxy.pipeline.audit.run_spark import acknowledged_by_one, fitted
-from kproxy.pipeline.audit.tables import NAMES, Tables, audit_tables, read_results
+from kproxy.pipeline.audit.run_spark import OnSpark, spark_in, write_results
+from kproxy.pipeline.audit.steps import Results, audit_bags
+from kproxy.pipeline.audit.table_files import write_tables
 from kproxy.pipeline.audit.trail_place import TOPIC, TrailPlace
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.session import SessionOptions
 from kproxy.trail.rows import encode_page
 from tests.support.audit import cases
 from tests.support.audit.forged_trail import ForgedTrail
-from tests.support.audit.frames import bounds_frame, log_frame, trail_frame
 from tests.support.audit.histories import bounds_of, make
-from tests.support.audit.trails import Row, Trail, judged_here, shared_names
+from tests.support.audit.trails import Row, batches_in, bounds_in, judged_here, shared_names, trail_rows
 from tests.support.clients.kafka_io import produce
 from tests.support.processes.dev import KproxyProcess
 from tests.support.rules import examples
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
-PARTITIONS = "spark.sql.shuffle.partitions"
 FIRST_SEED = secrets.randbelow(1 << 31)
 SEEDS = range(FIRST_SEED, FIRST_SEED + examples(40))
 # Few bits, so that cases and histories meet the boundaries of buckets.
@@ -66,16 +67,18 @@ def here() -> Results:
     return judged_here(*inputs(), UNREAD)
 
 
-def keep(_: str, frame: Any) -> Any:
-    return frame.coalesce(1).localCheckpoint()
+@pytest.fixture(scope="module")
+def engine(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnSpark]:
+    with spark_in(spark, str(tmp_path_factory.mktemp("kept"))) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")
-def on_spark(spark: Any) -> Tables:
+def on_spark(engine: OnSpark) -> Results:
     rows, log, limits, rules = inputs()
-    frames = trail_frame(spark, rows), log_frame(spark, log), bounds_frame(spark, limits)
-    tables = audit_tables(*(keep("", frame) for frame in frames), rules, keep, BITS, UNREAD)
-    return Tables(*(keep(name, getattr(tables, name)) for name in NAMES))
+    trail = engine.bag([trail_rows(rows[::2]), trail_rows(rows[1::2])]).over(chain.from_iterable)
+    chunks = engine.bag([Chunk(which, batches) for which, batches in batches_in(log).items()])
+    return audit_bags(trail, chunks, bounds_in(limits), rules, UNREAD, bits=BITS, groups=3)
 
 
 def comparable(rows: Any, *without: str) -> list[str]:
@@ -89,50 +92,50 @@ def comparable(rows: Any, *without: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["partitions", "owners", "throughput"])
-def test_both_engines_fill_the_same_tables(here: Results, on_spark: Tables, name: str) -> None:
-    assert comparable(getattr(on_spark, name).collect()) == comparable(getattr(here, name)), f"seeds {SEEDS}"
+def test_both_engines_fill_the_same_tables(here: Results, on_spark: Results, name: str) -> None:
+    assert comparable(getattr(on_spark, name)) == comparable(getattr(here, name)), f"seeds {SEEDS}"
 
 
-def test_both_engines_have_the_same_windows(here: Results, on_spark: Tables) -> None:
+def test_both_engines_have_the_same_windows(here: Results, on_spark: Results) -> None:
     """Except for resends over a border of buckets, which count where each bucket first sees them."""
     judged = ("acked", "present", "lost", "removed", "deleted", "gone", "overlapped")
-    told = comparable(on_spark.windows.collect(), *judged)
+    told = comparable(on_spark.windows, *judged)
     assert told == comparable(here.windows, *judged), f"seeds {SEEDS}"
     named = {f"seed-{seed}" for seed in SEEDS}
-    exact = [
-        [row for row in rows if row["topic"] not in named]
-        for rows in ([row.asDict() for row in on_spark.windows.collect()], here.windows)
-    ]
+    exact = [[row for row in rows if row["topic"] not in named] for rows in (on_spark.windows, here.windows)]
     assert comparable(exact[0], "gone", "acked", "deleted") == comparable(exact[1], "gone", "acked", "deleted")
 
 
-def test_both_engines_have_the_same_findings(here: Results, on_spark: Tables) -> None:
-    assert comparable(on_spark.listed()) == comparable(here.listed()), f"seeds {SEEDS}"
+def test_both_engines_have_the_same_findings(here: Results, on_spark: Results) -> None:
+    assert comparable(on_spark.findings) == comparable(here.findings), f"seeds {SEEDS}"
 
 
-def test_both_engines_give_the_same_report(here: Results, on_spark: Tables) -> None:
+def test_both_engines_give_the_same_report(here: Results, on_spark: Results) -> None:
     limits = Limits(partitions=20, drawn=8, columns=7, findings=12, holdings=2)
     facts = [gather(source, {"made": "now"}, limits) for source in (here, on_spark)]
     assert facts[0] == facts[1]
 
 
-@pytest.mark.parametrize(("rows", "partitions"), [(0, None), (299_999, None), (30_000_000, "100")])
-def test_shuffle_partitions_follow_input_size_and_are_reset(spark: Any, rows: int, partitions: str | None) -> None:
-    before = spark.conf.get(PARTITIONS)
-    with fitted(spark, rows):
-        assert spark.conf.get(PARTITIONS) == (partitions or before)
-    assert spark.conf.get(PARTITIONS) == before
+@pytest.mark.parametrize(("rows", "tasks"), [(0, None), (1_000, None), (30_000_000, 150)])
+def test_tasks_follow_input_size(spark: Any, rows: int, tasks: int | None) -> None:
+    engine = OnSpark(spark, "")
+    engine.buckets(rows, 0)
+    assert engine.tasks == (tasks or spark.sparkContext.defaultParallelism)
 
 
-@pytest.mark.long
-def test_results_written_here_are_read_by_spark(spark: Any, here: Results, tmp_path: Path) -> None:
+@pytest.mark.parametrize("on", ["here", pytest.param("spark", marks=pytest.mark.long)])
+def test_written_results_are_read_by_spark(
+    spark: Any, here: Results, on_spark: Results, tmp_path: Path, on: str
+) -> None:
     # A second audit replaces the first.
     for _ in range(2):
-        here.write(str(tmp_path), {"made": "now"})
-    read = read_results(spark, str(tmp_path))
+        if on == "here":
+            write_tables(here, str(tmp_path), {"made": "now"})
+        else:
+            write_results(spark, on_spark, str(tmp_path), {"made": "now"})
     assert spark.read.parquet(f"{tmp_path}/about").collect() == [("made", "now")]
-    for name in NAMES:
-        assert comparable(getattr(read, name).collect()) == comparable(getattr(here, name)), name
+    for name in here.__slots__:
+        assert comparable(spark.read.parquet(f"{tmp_path}/{name}").collect()) == comparable(getattr(here, name)), name
 
 
 @pytest.mark.long
@@ -150,14 +153,3 @@ def test_spark_reads_trails_and_logs_of_a_cluster(
     assert counts == {"acked": 33, "present": 30, "lost": 3}
     # The proxy's trail has no end, so it may have acknowledged more.
     assert document["findings_by_kind"].keys() == {"lost", "tail"}
-
-
-def test_single_replica_acknowledgements_are_reported_by_partition(spark: Any) -> None:
-    trail = Trail()
-    trail.acked("t", 0, 100, acks=1)
-    trail.acked("t", 100, 5, 110, 10, acks=1)
-    trail.acked("t", 120, 10)
-    trail.acked("t", 7, 1, partition=1, acks=1)
-    trail.acked("by-all", 0, 10)
-    trail.end(60_000)
-    assert acknowledged_by_one(trail_frame(spark, trail.rows)) == {("t", 0): 120, ("t", 1): 8}

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import re
 import uuid
+from pathlib import Path
 from typing import Any
 
 import confluent_kafka
 import pytest
 
-from kproxy.pipeline.audit.columns import LOG, ddl
-from kproxy.pipeline.audit.judge import Batch
 from kproxy.pipeline.audit.log_client import LogClient, TopicPartition
-from kproxy.pipeline.audit.log_reader import MAX_BYTES, LogRange
-from kproxy.pipeline.audit.logs import TooLarge, bounds_now, ends_of, read_headers
-from kproxy.pipeline.audit.run import AuditJob
-from kproxy.pipeline.audit.run_spark import read_log
-from kproxy.pipeline.audit.spark_tasks import Pieces
-from kproxy.pipeline.audit.trail_place import parse_trail
+from kproxy.pipeline.audit.log_reader import LogRange
+from kproxy.pipeline.audit.logs import LogTask, bounds_now, ends_of, plan
+from kproxy.pipeline.audit.run import InProcess, TooLarge
+from kproxy.pipeline.audit.run_spark import spark_in
 from kproxy.pipeline.kafka_access import NO_OPTIONS
 from kproxy_codec.partitioned import TOPIC_ID_BYTES
 from tests.support.clients.kafka_io import TIMEOUT_S, create_topic, produce
@@ -49,31 +46,32 @@ def ends_in(topic: str) -> dict[TopicPartition, int]:
     return {TopicPartition(topic, index): records for index, records in enumerate(RECORDS)}
 
 
-def test_each_batch_is_a_row_in_any_task(spark: Any, dev_cluster: KproxyProcess, topic: str) -> None:
-    job = AuditJob(bootstrap=dev_cluster.kafka, trail=parse_trail("topic"))
+def test_each_batch_is_read_in_any_task(
+    spark: Any, dev_cluster: KproxyProcess, topic: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with LogClient(dev_cluster.kafka) as client:
         ends = ends_of(client, [topic])
         assert ends == ends_in(topic)
         produce(dev_cluster.kafka, topic, [b"later"], partition=1)
         # Pieces of 12 offsets: their borders lie within batches.
-        log = read_log(spark, client, job, None, ends, 12)
-    assert log.columns == list(LOG)
-    rows = log.collect()
-    assert log.rdd.getNumPartitions() == 7
-    found = sorted((row.partition, row.base_offset, row.last_offset, row.record_count) for row in rows)
+        pieces = plan(client, None, ends, 12)
+        assert len(pieces) == 7
+        task = LogTask(dev_cluster.kafka, NO_OPTIONS, client.leaders)
+    with spark_in(spark, str(tmp_path / "kept")) as engine:
+        chunks = list(engine.read(pieces, task.headers))
+    batches = [(chunk.which.partition, batch) for chunk in chunks for batch in chunk.batches]
+    found = sorted((partition, each.base_offset, each.last_offset, each.record_count) for partition, each in batches)
     assert found == [(p, n, n + 4, 5) for p, records in enumerate(RECORDS) for n in range(0, records, 5)]
-    assert {(row.topic, row.producer_epoch, row.is_control) for row in rows} == {(topic, 0, False)}
-    assert all(row.base_sequence == row.base_offset and row.crc_ok for row in rows)
-    assert len({row.producer_id for row in rows}) == 1
-    names = Batch._fields
-    with LogClient(dev_cluster.kafka) as client:
-        read = read_headers(client, None, ends, 13, MAX_BYTES)
-        assert sorted((*which, *each) for which, batches in read.items() for each in batches) == sorted(
-            (row.topic, row.partition, *(row[name] for name in names)) for row in rows
-        )
-        for most in ((12, None), (None, 800)):
+    assert {(each.producer_epoch, each.is_control) for _, each in batches} == {(0, False)}
+    assert all(each.base_sequence == each.base_offset and each.crc_ok for _, each in batches)
+    assert len({each.producer_id for _, each in batches}) == 1
+    assert sorted(InProcess(is_bounded=True).read(pieces, task.headers)) == sorted(chunks)
+    for name, most in (("MOST_BATCHES", 12), ("MOST_BYTES", 800)):
+        with monkeypatch.context() as patched:
+            patched.setattr(f"kproxy.pipeline.audit.run.{name}", most)
             with pytest.raises(TooLarge):
-                read_headers(client, None, ends, *most)
+                InProcess(is_bounded=True).read(pieces, task.headers)
+            assert sorted(InProcess().read(pieces, task.headers)) == sorted(chunks)
 
 
 def test_log_bounds_name_topic_and_compaction(dev_cluster: KproxyProcess) -> None:
@@ -87,10 +85,9 @@ def test_log_bounds_name_topic_and_compaction(dev_cluster: KproxyProcess) -> Non
     assert len(bytes.fromhex(topic_id or "")) == TOPIC_ID_BYTES
 
 
-def test_partition_that_cannot_be_read_is_a_row(spark: Any, dev_cluster: KproxyProcess, topic: str) -> None:
-    wanted = LogRange(TopicPartition(topic, 0), 0, 1, is_first=True)
-    read = Pieces(f"127.0.0.1:{free_port()}", NO_OPTIONS, [[wanted]], {}, patience_s=0.1)
-    frame = spark.range(0, 1, 1, 1).mapInArrow(lambda numbers: read.headers(numbers), ddl(LOG))
-    (row,) = frame.collect()
-    assert (row.topic, row.partition, row.base_offset) == (topic, 0, None)
-    assert re.search(r"cannot be reached .*given up after", row.unread)
+def test_partition_that_cannot_be_read_is_told() -> None:
+    wanted = LogRange(TopicPartition("t", 0), 0, 1, is_first=True)
+    task = LogTask(f"127.0.0.1:{free_port()}", NO_OPTIONS, {}, patience_s=0.1)
+    (chunk,) = task.headers([[wanted]])
+    assert (chunk.which, chunk.batches) == (wanted.which, [])
+    assert re.search(r"cannot be reached .*given up after", chunk.unread or "")

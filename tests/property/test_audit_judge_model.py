@@ -14,14 +14,13 @@ from kproxy.pipeline.audit.judge import (
     Amounts,
     Batch,
     Bounds,
-    JudgeRules,
     PartitionPart,
-    Range,
     Windows,
     judge_log,
     repeats,
 )
 from kproxy.pipeline.audit.rules import AuditRules
+from kproxy.pipeline.audit.trail_rows import TrailRow
 from tests.support.audit.histories import COUNTED, JUDGED, WINDOW_MS, History, bounds_of, judge, make
 from tests.support.audit.trails import BEGAN_AT, Row, judged_here, trail_rows
 
@@ -71,24 +70,22 @@ def test_audit_matches_the_offset_by_offset_model() -> None:
 
 
 def judged_in_ranges(rows: list[Row], history: History) -> tuple[Windows, PartitionPart]:
-    ranges = [row.acknowledged() for row in trail_rows(rows) if row.kind == "range"]
+    ranges = [row for row in trail_rows(rows) if row.kind == "range"]
     batches = [Batch(*(row[name] for name in Batch._fields)) for row in history.log]
     limits = Bounds(*(bounds_of(0, history)[name] for name in Bounds._fields))
-    rules = JudgeRules(window_ms=WINDOW_MS, promised_ms={}, late_after_ms=60_000, max_findings=100_000)
     probes = [(at, each) for each in repeats(batches) for at in (each.batch.base_offset, each.first_base_offset)]
     windows: Windows = {}
     whole = PartitionPart()
     for number in range(RANGES):
         start, end = number << BITS, (number + 1) << BITS
 
-        def is_here(row: Range, start: int = start, end: int = end) -> bool:
-            spans = zip(row.spans[::2], row.spans[1::2], strict=True)
-            return any(first < end and first + count > start for first, count in spans)
+        def is_here(row: TrailRow, start: int = start, end: int = end) -> bool:
+            return any(first < end and first + count > start for first, count in row.ranges)
 
         here = [each for each in probes if start <= each[0] < end]
         there = [each for each in batches if each.base_offset < end and each.last_offset >= start]
-        parts, part, _ = judge_log(filter(is_here, ranges), there, limits, rules, start, end, here)
-        whole.add(part, rules.max_findings)
+        parts, part, _ = judge_log(filter(is_here, ranges), there, limits, RULES, start, end, here)
+        whole.add(part, RULES.max_findings)
         for window, amounts in parts.items():
             windows.setdefault(window, Amounts()).add(amounts)
     return windows, whole

@@ -29,19 +29,6 @@ HEADERS: Final[Columns] = {
     "crc_ok": "boolean",
 }
 
-# The same as read on Spark. `unread`: why the rest of the partition cannot be read; such a row has no batch.
-LOG: Final[Columns] = {**HEADERS, "unread": "string"}
-
-# One row for each partition, read after its log. `topic_id` is in hex, or null if brokers have none.
-BOUNDS: Final[Columns] = {
-    "topic": "string",
-    "partition": "int",
-    "log_start_offset": "long",
-    "end_offset": "long",
-    "is_compacted": "boolean",
-    "topic_id": "string",
-}
-
 # The counts of `Sums` that are of the log and not of a time. Those of batches are among all batches that were read.
 _OF_LOG: Final = ("unclaimed", "corrupt", "unchecked", "unsequenced")
 # The counts of a partition, for one window of time or for all time. An acknowledged record counts in the window of the
@@ -133,11 +120,14 @@ THROUGHPUT: Final[Columns] = {"window_start": "timestamp", "owner": "int", "reco
 
 # The description of the audit, a row per label and text. It is written last: a directory that has it is complete.
 ABOUT: Final = "about"
-
-
-def ddl(names: Columns) -> str:
-    """Return columns as a schema in Spark's words."""
-    return ", ".join(f"{name} {kind}" for name, kind in names.items())
+TABLES: Final[Mapping[str, Columns]] = {
+    "windows": WINDOWS,
+    "partitions": PARTITIONS,
+    "findings": FINDINGS,
+    "owners": OWNERS,
+    "throughput": THROUGHPUT,
+    ABOUT: {"label": "string", "text": "string"},
+}
 
 
 def arrow_schema(names: Columns) -> Any:
@@ -148,6 +138,5 @@ def arrow_schema(names: Columns) -> Any:
     kinds = {
         "string": pa.string(), "int": integer, "long": long, "binary": pa.binary(), "boolean": pa.bool_(),
         "double": pa.float64(), "timestamp": pa.timestamp("us", "UTC"), "array<int>": pa.list_(integer),
-        "map<bigint,bigint>": pa.map_(long, long),
     }  # fmt: skip
     return pa.schema([(name, kinds[kind]) for name, kind in names.items()])

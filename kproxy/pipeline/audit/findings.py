@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
@@ -32,14 +33,15 @@ from kproxy.pipeline.audit.judge import (
     Bounds,
     Gone,
     Island,
-    JudgeRules,
     Ownership,
     PartitionPart,
     Repeat,
     Told,
 )
+from kproxy.pipeline.audit.log_client import TopicPartition
 from kproxy.pipeline.audit.proof import Unproven
 from kproxy.pipeline.audit.report_facts import SUMMED
+from kproxy.pipeline.audit.rules import AuditRules
 
 Row = dict[str, Any]
 Ownerships = Mapping[tuple[int, int], Ownership]
@@ -59,35 +61,17 @@ def _amounts(amounts: Amounts) -> Row:
     }
 
 
-def window_row(topic: str, partition: int, begin_ms: int, length_ms: int, amounts: Amounts, *, unproven: bool) -> Row:
+def window_row(which: TopicPartition, begin_ms: int, length_ms: int, amounts: Amounts, *, unproven: bool) -> Row:
     """Return a row of WINDOWS. Its amounts have `ownership_changes` among the counts."""
-    times = (datetime.fromtimestamp(ms / 1000, UTC) for ms in (begin_ms, begin_ms + length_ms))
     row = {
-        "topic": topic,
-        "partition": partition,
-        **dict(zip(("window_start", "window_end"), times, strict=True)),
+        **which._asdict(),
+        "window_start": datetime.fromtimestamp(begin_ms / 1000, UTC),
+        "window_end": datetime.fromtimestamp((begin_ms + length_ms) / 1000, UTC),
         **_amounts(amounts),
         "ownership_changes": amounts.counts["ownership_changes"],
         "unproven": unproven or amounts.counts["gone"] + amounts.counts["unread"] > 0,
     }
     return {name: row[name] for name in WINDOWS}
-
-
-def partition_row(
-    topic: str, partition: int, part: PartitionPart, bounds: Bounds | None, changes: int, *, unproven: bool
-) -> Row:
-    """Return a row of PARTITIONS."""
-    counts = part.amounts.counts
-    row = {
-        "topic": topic,
-        "partition": partition,
-        **_amounts(part.amounts),
-        "ownership_changes": changes,
-        "unproven": unproven or counts["unchecked"] + counts["gone"] + counts["unread"] > 0,
-        "log_start_offset": None if bounds is None else bounds.log_start_offset,
-        "end_offset": None if bounds is None else bounds.end_offset,
-    }
-    return {name: row[name] for name in PARTITIONS}
 
 
 def ownership_changes(ownerships: Ownerships, length_ms: int) -> Counter[int]:
@@ -100,48 +84,37 @@ def ownership_changes(ownerships: Ownerships, length_ms: int) -> Counter[int]:
     return Counter(at - at % length_ms for (_, _, before), (at, _, owner) in pairs if owner != before)
 
 
-def owner_rows(topic: str, partition: int, ownerships: Ownerships) -> list[Row]:
-    """Return rows of OWNERS."""
-    return [
-        {
-            "topic": topic,
-            "partition": partition,
-            "owner": owner,
-            "revision": revision,
-            "first_acked_at": each.first_acked_at,
-            "last_acked_at": each.last_acked_at,
-            "records": each.records,
-            "bytes": each.bytes,
-        }
-        for (owner, revision), each in ownerships.items()
-    ]
-
-
 def findings_of(
-    topic: str, partition: int, part: PartitionPart, bounds: Bounds | None, deleted: Iterable[str], most: int
+    which: TopicPartition, part: PartitionPart, bounds: Bounds | None, rules: AuditRules
 ) -> tuple[list[Row], Counter[str]]:
-    """Return at most `most` findings of each kind, by offset, and the number of findings of each kind."""
+    """Return the first findings of each kind, by offset, and the number of findings of each kind."""
     rows: list[Row] = []
     for island in sorted(part.islands, key=lambda each: each.start):
-        rows += _lost(topic, partition, island, bounds) if island.kind == LOST else [_overlap(topic, partition, island)]
-    rows += [_repeated(topic, partition, each) for each in part.repeats]
-    rows += [_corrupt(topic, partition, each) for each in part.corrupt]
+        rows += _lost(which, island, bounds) if island.kind == LOST else [_overlap(which, island)]
+    rows += [_repeated(which, each) for each in part.repeats]
+    rows += [_corrupt(which, each) for each in part.corrupt]
     found = Counter(part.found)
     if unchecked := part.amounts.counts["unchecked"]:
-        rows.append(_unchecked(topic, partition, unchecked))
+        rows.append(_unchecked(which, unchecked))
         found[UNCHECKED] += 1
-    kind = DELETED if topic in deleted else GONE
+    kind = DELETED if which.topic in rules.deleted_topics else GONE
     for topic_id, gone in sorted(part.gone.items(), key=str):
-        rows.append(_gone(topic, partition, kind, topic_id, gone, bounds))
+        rows.append(_gone(which, kind, topic_id, gone, bounds))
         found[kind] += 1
+    kept = _first_of_each_kind(rows, rules.max_findings)
+    # An island with several owners or trails has several findings.
+    listed: Counter[str] = Counter(row["kind"] for row in kept)
+    return kept, found | listed
+
+
+def _first_of_each_kind(rows: Iterable[Row], most: int) -> list[Row]:
     listed: Counter[str] = Counter()
     kept = []
     for row in rows:
         listed[row["kind"]] += 1
         if listed[row["kind"]] <= most:
-            kept.append({"topic": topic, "partition": partition, **row})
-    # An island with several owners or trails has several findings.
-    return kept, found | Counter({kind: min(count, most) for kind, count in listed.items()})
+            kept.append(row)
+    return kept
 
 
 class Findings:
@@ -166,13 +139,8 @@ class Findings:
         ]
 
     def _first(self) -> list[Row]:
-        listed: Counter[str] = Counter()
-        kept = []
-        for row in sorted(self._rows, key=lambda row: tuple(_nulls_first(row.get(name)) for name in _ORDER)):
-            listed[row["kind"]] += 1
-            if listed[row["kind"]] <= self._most:
-                kept.append(row)
-        return kept
+        ordered = sorted(self._rows, key=lambda row: tuple(_nulls_first(row.get(name)) for name in _ORDER))
+        return _first_of_each_kind(ordered, self._most)
 
 
 _ORDER: Final = ("kind", "topic", "partition", "first_offset", "from_ms")
@@ -183,19 +151,25 @@ def _nulls_first(value: Any) -> tuple[bool, Any]:
 
 
 _NO_LOG: Final = "and there is no log of this partition. If its topic was deleted on purpose, give --deleted-topic {}."
+_NOT_DECLARED: Final = (
+    " It is unknown whether they were in the log until then. If the deletion was on purpose, give --deleted-topic {}."
+)
 _ACKS_1: Final = " They were written with acks=1, so they may be lost if the owner dies before replication."
 
 
-def _lost(topic: str, partition: int, island: Island, bounds: Bounds | None) -> list[Row]:
+def _finding(which: TopicPartition, kind: str, detail: str, records: int | None = None, **others: Any) -> Row:
+    return {"kind": kind, "detail": detail, "records": records, **which._asdict(), **others}
+
+
+def _lost(which: TopicPartition, island: Island, bounds: Bounds | None) -> list[Row]:
     """Return a finding for each owner and trail; a finding names the producer if there was only one."""
     rows = []
     for (owner, revision, proxy, incarnation), told in island.told.items():
         # A record may have been acknowledged twice.
         records = min(told.records, told.behind - told.first)
         first, behind = island.within or (told.first, told.behind)
-        last = behind - 1
         if bounds is None:
-            why = _NO_LOG.format(topic)
+            why = _NO_LOG.format(which.topic)
         elif island.within:
             lacks = "one of its records, and does not say which" if records == 1 else f"{records} of its records"
             why = f"and the batch there lacks {lacks}."
@@ -206,29 +180,29 @@ def _lost(topic: str, partition: int, island: Island, bounds: Bounds | None) -> 
         else:
             why = "and the log does not have them."
         producer_id, producer_epoch = told.producer or (None, None)
-        rows.append(
-            {
-                "kind": LOST,
-                "first_offset": first,
-                "last_offset": last,
-                "records": records,
-                "owner": owner,
-                "revision": revision,
-                "proxy": proxy,
-                "incarnation": incarnation,
-                "producer_id": producer_id,
-                "producer_epoch": producer_epoch,
-                "sequence": told.sequence,
-                "from_ms": told.from_ms,
-                "to_ms": told.to_ms,
-                "detail": f"Broker {owner} acknowledged offsets {first} to {last} of {topic}/{partition} at "
-                f"revision {revision}, {why}{_ACKS_1 if told.acks == 1 else ''}",
-            }
+        row = _finding(
+            which,
+            LOST,
+            f"Broker {owner} acknowledged offsets {first} to {behind - 1} of {which.name} at revision {revision}, "
+            f"{why}{_ACKS_1 if told.acks == 1 else ''}",
+            records,
+            first_offset=first,
+            last_offset=behind - 1,
+            owner=owner,
+            revision=revision,
+            proxy=proxy,
+            incarnation=incarnation,
+            producer_id=producer_id,
+            producer_epoch=producer_epoch,
+            sequence=told.sequence,
+            from_ms=told.from_ms,
+            to_ms=told.to_ms,
         )
+        rows.append(row)
     return sorted(rows, key=lambda row: (row["first_offset"], row["owner"], row["revision"]))
 
 
-def _overlap(topic: str, partition: int, island: Island) -> Row:
+def _overlap(which: TopicPartition, island: Island) -> Row:
     """Name the first ownership that assigned the offsets, and the last other one, preferably of another owner."""
     told: Sequence[Told] = list(island.told.values())
     one = min(each.earliest for each in told)
@@ -242,95 +216,73 @@ def _overlap(topic: str, partition: int, island: Island) -> Row:
         who = f"and by broker {other_owner} at revision {other_revision}"
     else:
         who = "twice" if revision == other_revision else f"and again at revision {other_revision}"
-    last = island.end - 1
     acks_1 = _ACKS_1 if any(each.acks == 1 for each in told) else ""
-    return {
-        "kind": OVERLAP,
-        "first_offset": island.start,
-        "last_offset": last,
-        "records": island.end - island.start,
-        "owner": owner,
-        "revision": revision,
-        "other_owner": other_owner,
-        "other_revision": other_revision,
-        "proxy": proxy,
-        "incarnation": incarnation,
-        "producer_id": producer_id,
-        "producer_epoch": producer_epoch,
-        "sequence": sequence,
-        "from_ms": min(each.from_ms for each in told),
-        "to_ms": max(each.to_ms for each in told),
-        "detail": f"Offsets {island.start} to {last} of {topic}/{partition} were assigned by broker {owner} at "
-        f"revision {revision} {who}. The log keeps at most one of two records at an offset.{acks_1}",
-    }
+    return _finding(
+        which,
+        OVERLAP,
+        f"Offsets {island.start} to {island.end - 1} of {which.name} were assigned by broker {owner} at revision "
+        f"{revision} {who}. The log keeps at most one of two records at an offset.{acks_1}",
+        island.end - island.start,
+        first_offset=island.start,
+        last_offset=island.end - 1,
+        owner=owner,
+        revision=revision,
+        other_owner=other_owner,
+        other_revision=other_revision,
+        proxy=proxy,
+        incarnation=incarnation,
+        producer_id=producer_id,
+        producer_epoch=producer_epoch,
+        sequence=sequence,
+        from_ms=min(each.from_ms for each in told),
+        to_ms=max(each.to_ms for each in told),
+    )
 
 
-def _repeated(topic: str, partition: int, repeat: Repeat) -> Row:
+def _repeated(which: TopicPartition, repeat: Repeat) -> Row:
     batch = repeat.batch
-    return {
-        "kind": DUPLICATE,
-        "first_offset": batch.base_offset,
-        "last_offset": batch.last_offset,
-        "records": batch.record_count,
-        "producer_id": batch.producer_id,
-        "producer_epoch": batch.producer_epoch,
-        "detail": f"The batch at offset {batch.base_offset} of {topic}/{partition} is already at offset "
-        f"{repeat.first_base_offset}: sequence number {batch.base_sequence} of producer {batch.producer_id}.",
-    }
+    detail = (
+        f"The batch at offset {batch.base_offset} of {which.name} is already at offset {repeat.first_base_offset}: "
+        f"sequence number {batch.base_sequence} of producer {batch.producer_id}."
+    )
+    producer = {"producer_id": batch.producer_id, "producer_epoch": batch.producer_epoch}
+    return _finding(which, DUPLICATE, detail, batch.record_count, **_offsets(batch), **producer)
 
 
-def _corrupt(topic: str, partition: int, batch: Batch) -> Row:
-    return {
-        "kind": CORRUPT,
-        "first_offset": batch.base_offset,
-        "last_offset": batch.last_offset,
-        "records": batch.last_offset - batch.base_offset + 1,
-        "detail": f"The batch at offset {batch.base_offset} of {topic}/{partition} does not match its checksum: its "
-        f"records may be corrupt.",
-    }
+def _corrupt(which: TopicPartition, batch: Batch) -> Row:
+    what = f"The batch at offset {batch.base_offset} of {which.name} does not match its checksum"
+    records = batch.last_offset - batch.base_offset + 1
+    return _finding(which, CORRUPT, f"{what}: its records may be corrupt.", records, **_offsets(batch))
 
 
-def _unchecked(topic: str, partition: int, count: int) -> Row:
+def _offsets(batch: Batch) -> Row:
+    return {"first_offset": batch.base_offset, "last_offset": batch.last_offset}
+
+
+def _unchecked(which: TopicPartition, count: int) -> Row:
     what = "the checksum of one batch was" if count == 1 else f"the checksums of {count} batches were"
-    return {
-        "kind": UNCHECKED,
-        "detail": f"{topic}/{partition}: {what} not checked, because crc32c is not installed where the log was read. "
-        f"The log may be corrupt.",
-    }
+    why = "because crc32c is not installed where the log was read. The log may be corrupt."
+    return _finding(which, UNCHECKED, f"{which.name}: {what} not checked, {why}")
 
 
-def _gone(topic: str, partition: int, kind: str, topic_id: str | None, gone: Gone, bounds: Bounds | None) -> Row:
+def _gone(which: TopicPartition, kind: str, topic_id: str | None, gone: Gone, bounds: Bounds | None) -> Row:
     was = f"its id was {topic_id}, and " if topic_id else ""
     is_there = bounds is not None and bounds.topic_id is not None
     now = f"the topic of that name now has {bounds.topic_id}" if bounds and is_there else "no topic has that name now"
-    unsaid = (
-        ""
-        if kind == DELETED
-        else (
-            f" It is unknown whether they were in the log until then. If the deletion was on purpose, give "
-            f"--deleted-topic {topic}."
-        )
+    detail = (
+        f"{gone.records} records of {which.name} were acknowledged in a topic that has been deleted: {was}{now}."
+        f"{'' if kind == DELETED else _NOT_DECLARED.format(which.topic)}"
     )
-    return {
-        "kind": kind,
-        "records": gone.records,
-        "from_ms": gone.from_ms,
-        "to_ms": gone.to_ms,
-        "detail": f"{gone.records} records of {topic}/{partition} were acknowledged in a topic that has been deleted: "
-        f"{was}{now}.{unsaid}",
-    }
+    return _finding(which, kind, detail, gone.records, from_ms=gone.from_ms, to_ms=gone.to_ms)
 
 
-def _unread(topic: str, partition: int, part: PartitionPart, reason: str) -> Row:
+def _unread(which: TopicPartition, part: PartitionPart, reason: str) -> Row:
     records = part.amounts.counts["unread"]
-    return {
-        "kind": UNREAD,
-        "topic": topic,
-        "partition": partition,
-        "records": records,
-        "detail": f"The log of {topic}/{partition} could not be read: {reason.rstrip('.')}. It is unknown whether the "
-        f"{records} records that were acknowledged are there. Run the audit again when it can be read.",
-    }
+    detail = (
+        f"The log of {which.name} could not be read: {reason.rstrip('.')}. It is unknown whether the {records} records "
+        f"that were acknowledged are there. Run the audit again when it can be read."
+    )
+    return _finding(which, UNREAD, detail, records)
 
 
 def of_unproven(unproven: Unproven) -> Row:
@@ -370,6 +322,7 @@ def of_unproven(unproven: Unproven) -> Row:
 class Summed(NamedTuple):
     """A partition's rows of the result tables. `changes`: the changes of ownership by window."""
 
+    which: TopicPartition
     row: Row
     findings: list[Row]
     found: Mapping[str, int]
@@ -378,12 +331,10 @@ class Summed(NamedTuple):
 
 
 def sum_up(
-    topic: str,
-    partition: int,
+    which: TopicPartition,
     part: PartitionPart,
     bounds: Bounds | None,
-    deleted: Iterable[str],
-    rules: JudgeRules,
+    rules: AuditRules,
     *,
     unproven: bool,
     unread: str | None = None,
@@ -392,10 +343,22 @@ def sum_up(
 
     `unread`: why its log could not be read.
     """
+    counts = part.amounts.counts
     changes = ownership_changes(part.ownerships, rules.window_ms)
-    findings, found = findings_of(topic, partition, part, bounds, deleted, rules.max_findings)
+    findings, found = findings_of(which, part, bounds, rules)
     if unread is not None:
-        findings.append(_unread(topic, partition, part, unread))
+        findings.append(_unread(which, part, unread))
         found[UNREAD] += 1
-    row = partition_row(topic, partition, part, bounds, changes.total(), unproven=unproven or unread is not None)
-    return Summed(row, findings, found, owner_rows(topic, partition, part.ownerships), changes)
+    row = {
+        **which._asdict(),
+        **_amounts(part.amounts),
+        "ownership_changes": changes.total(),
+        "unproven": unproven or unread is not None or counts["unchecked"] + counts["gone"] + counts["unread"] > 0,
+        "log_start_offset": None if bounds is None else bounds.log_start_offset,
+        "end_offset": None if bounds is None else bounds.end_offset,
+    }
+    owners = [
+        {**which._asdict(), "owner": owner, "revision": revision, **asdict(each)}
+        for (owner, revision), each in part.ownerships.items()
+    ]
+    return Summed(which, {name: row[name] for name in PARTITIONS}, findings, found, owners, changes)

@@ -1,6 +1,6 @@
 """`kproxy pipeline audit --follow`: judge the new rows of a trail every few seconds, and report faults at once.
 
-A round reads the trail's new rows and the logs' new batches. In this process (`in_process.py`) it judges the new rows,
+A round reads the trail's new rows and the logs' new batches. In this process it judges the new rows,
 together with earlier rows that may have the same offsets, and reports each finding once. Each round judges again which
 times the trails prove, so a proxy that falls silent is reported without any new row.
 
@@ -37,16 +37,16 @@ from rich.text import Text
 
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.columns import UNPROVEN_KINDS, WRONG_KINDS
-from kproxy.pipeline.audit.in_process import audit_rows
 from kproxy.pipeline.audit.judge import Batch
 from kproxy.pipeline.audit.log_client import LogClient, Offsets, TopicPartition, Unread
-from kproxy.pipeline.audit.logs import bounds_now, ends_behind, ends_of, existing, offsets_at, read_headers
-from kproxy.pipeline.audit.proof import Stamp, TrailName, TrailPart, trail_part
+from kproxy.pipeline.audit.logs import LogTask, bounds_now, ends_behind, ends_of, existing, offsets_at, plan
+from kproxy.pipeline.audit.proof import TrailName, TrailPart, joined, merge
 from kproxy.pipeline.audit.report_facts import FAULTY, UNPROVEN, UNSIGNED
-from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS, SPARK, AuditJob, acknowledged_by_one, check, first_acknowledged
+from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS, SPARK, AuditJob, check
+from kproxy.pipeline.audit.steps import audit_rows
 from kproxy.pipeline.audit.trail_place import JSON, TOPIC
-from kproxy.pipeline.audit.trail_reader import file_rows, files_of, read_topic
-from kproxy.pipeline.audit.trail_rows import TrailRow
+from kproxy.pipeline.audit.trail_reader import file_rows, files_of
+from kproxy.pipeline.audit.trail_rows import TrailRow, acked_in, rows_of_pages
 from kproxy.pipeline.preflight import write_whole
 from kproxy.pipeline.progress import Report, stopped_by_signals
 from kproxy.trail.signature import Signatures
@@ -172,23 +172,24 @@ class Follower:
         if signatures is not None and signatures.refused:
             self._alarm(f"{UNSIGNED.capitalize()}: {signatures.refused:,}.", False)
         # Rows dated in the future by a wrong clock must not move the horizon beyond all other rows.
-        newest_ms = max((row.last_acked_at or row.at for row in new), default=0)
+        newest_ms = max((row.last_acked_at if row.kind == "range" else row.at for row in new), default=0)
         self._newest_ms = max(self._newest_ms, min(newest_ms, read_at_ms))
         self._note_trails(new)
         ranges = [*self._again, *(row for row in new if self._is_judged(row))]
-        self.acked += sum(row.record_count or 0 for row in new if self._is_judged(row, lookback_ms=0))
+        self.acked += sum(row.record_count for row in new if self._is_judged(row, lookback_ms=0))
         log, bounds, unread = self._read_logs(ranges)
-        self._again = [row for row in ranges if _partition(row) in unread]
+        self._again = [row for row in ranges if row.which in unread]
         results = audit_rows(self._concerned(ranges, unread), log, bounds, rules, unread, self._trails)
-        for each in self.state.alerts(results.findings):
+        for each in self.state.alerts(list(results.findings)):
             self._alarm(each.sentence, each.fails)
         self._forget()
         self._save()
 
     def _is_judged(self, row: TrailRow, lookback_ms: int = LOG_LOOKBACK_MS) -> bool:
         job = self._job
-        is_late = job.from_ms is None or (row.last_acked_at or 0) >= job.from_ms - lookback_ms
-        return row.kind == "range" and is_late and (not job.topics or row.topic in job.topics)
+        if row.kind != "range" or (job.topics and row.topic not in job.topics):
+            return False
+        return job.from_ms is None or row.last_acked_at >= job.from_ms - lookback_ms
 
     def _new_rows(self, signatures: Signatures | None) -> list[TrailRow]:
         job = self._job
@@ -198,64 +199,65 @@ class Follower:
             # Forget files that have been removed since.
             self._files = {file.name for file in files}
             return rows
-        with LogClient(job.trail_bootstrap or job.bootstrap, job.kafka) as client:
+        bootstrap = job.trail_bootstrap or job.bootstrap
+        with LogClient(bootstrap, job.kafka) as client:
             ends = ends_of(client, (job.trail.name,))
-            starts: Offsets = {TopicPartition(job.trail.name, index): at for index, at in self._offsets.items()}
-            if not starts and job.from_ms is not None:
+            starts: Offsets = {which: self._offsets.get(which.partition, 0) for which in ends}
+            if not self._offsets and job.from_ms is not None:
                 starts = offsets_at(client, max(0, job.from_ms - self._options.horizon_ms), ends)
-            rows = list(read_topic(client, starts, ends, signatures))
+            pieces = plan(client, starts, ends)
+            rows = list(rows_of_pages(signatures, LogTask(bootstrap, job.kafka, client.leaders).pages(pieces)))
         self._offsets = {which.partition: end for which, end in ends.items()}
         return rows
 
     def _note_trails(self, rows: Sequence[TrailRow]) -> None:
-        stamps: dict[TrailName, list[Stamp]] = defaultdict(list)
+        parts: dict[TrailName, list[TrailPart]] = defaultdict(list)
         for row in rows:
             known = self._trails.get((row.proxy, row.incarnation))
             if known is None or row.sequence > known.last:
-                stamps[row.proxy, row.incarnation].append(row.stamp())
-        for name, each in stamps.items():
-            part = trail_part(each)
-            if name in self._trails:
-                self._trails[name].join(part)
-            else:
-                self._trails[name] = part
+                parts[row.proxy, row.incarnation].append(row.part())
+        for name, each in parts.items():
+            merge(self._trails, name, joined(each))
 
     def _read_logs(self, ranges: Sequence[TrailRow]) -> tuple[Mapping[TopicPartition, list[Batch]], Any, Unread]:
         """Read the logs of the partitions in `ranges`; topics deleted since have none."""
-        job, unread, needed = self._job, Unread(), first_acknowledged(ranges, 0)
+        job, unread, acked = self._job, Unread(), acked_in(ranges)
+        needed = acked.first
         if not needed:
             return {}, {}, unread
         with LogClient(job.bootstrap, job.kafka) as client:
             topics = existing(client, {which.topic for which in needed})
             if not topics:
                 return {}, {}, unread
-            ends = ends_behind(acknowledged_by_one(ranges), lambda: ends_of(client, topics, unread))
+            ends = ends_behind(acked.behind_one, lambda: ends_of(client, topics, unread))
             # Partitions without new rows start at their end, so none of their batches are read.
             starts = {
                 which: min(first, self._read_to.get(which, first), ends[which])
                 for which, first in needed.items()
                 if which in ends
             }
-            read = read_headers(client, starts, ends, unread=unread)
+            pieces = plan(client, starts, ends, unread=unread)
+            read: dict[TopicPartition, list[Batch]] = defaultdict(list)
+            for chunk in LogTask(job.bootstrap, job.kafka, client.leaders).headers(pieces):
+                read[chunk.which] += chunk.batches
+                unread |= {} if chunk.unread is None else {chunk.which: chunk.unread}
             bounds = bounds_now(client, topics, job.compacted, unread)
         for which, start in starts.items():
             before = [each for each in self._batches[which] if each.base_offset < start]
-            self._batches[which] = [*before, *read.get(which, ())]
+            self._batches[which] = [*before, *read[which]]
             self._read_to[which] = ends[which]
         log = {which: self._batches[which] for which in needed}
         return log, {which: each for which, each in bounds.items() if which in needed}, unread
 
     def _concerned(self, ranges: Sequence[TrailRow], unread: Unread) -> Iterator[TrailRow]:
         """Yield the new rows, and earlier rows that may have the same offsets; keep the new rows that are judged."""
-        low = first_acknowledged(ranges, 0)
-        for which, first in low.items():
+        for which, first in acked_in(ranges).first.items():
             for row in self._rows[which]:
-                spans = row.spans or ()
-                if max(at + count for at, count in zip(spans[::2], spans[1::2], strict=True)) > first:
+                if max(at + count for at, count in row.ranges) > first:
                     yield row
         for row in ranges:
-            if _partition(row) not in unread:
-                self._rows[_partition(row)].append(row)
+            if row.which not in unread:
+                self._rows[row.which].append(row)
             yield row
 
     def _forget(self) -> None:
@@ -263,11 +265,11 @@ class Follower:
         until_ms = self._newest_ms - self._options.horizon_ms
         too_many = max(0, sum(map(len, self._rows.values())) - MOST_KEPT)
         for which, rows in list(self._rows.items()):
-            while rows and (too_many > 0 or (rows[0].last_acked_at or 0) < until_ms):
+            while rows and (too_many > 0 or rows[0].last_acked_at < until_ms):
                 rows.popleft()
                 too_many -= 1
             if rows:
-                first = min(first_acknowledged(rows, 0).values())
+                first = min(acked_in(rows).first.values())
                 kept = [each for each in self._batches[which] if each.last_offset >= first]
                 self._batches[which] = kept[-MOST_KEPT:]
             else:
@@ -291,10 +293,6 @@ class Follower:
         self.state.begin = self._snapshots[0]
         if self._options.state is not None:
             write_whole(self._options.state, msgspec.json.encode(self.state).decode(), "--state")
-
-
-def _partition(row: TrailRow) -> TopicPartition:
-    return TopicPartition(row.topic or "", row.partition or 0)
 
 
 def _read_state(path: Path | None) -> FollowState:

@@ -28,6 +28,9 @@ from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from kproxy.pipeline.audit.columns import CORRUPT, DUPLICATE, LOST, OVERLAP, UNREAD
+from kproxy.pipeline.audit.proof import merge
+from kproxy.pipeline.audit.rules import AuditRules
+from kproxy.pipeline.audit.trail_rows import TrailRow
 
 # The number of records after which a producer's sequence numbers repeat.
 _SEQUENCES: Final = 1 << 31
@@ -39,30 +42,6 @@ _MOST_EXAMINED: Final = 1_000_000
 # The latency bins for each factor of e; with 50 the error is at most 1 %.
 _BINS: Final = 50
 _PERCENTILES: Final = {"p50_ms": 0.5, "p95_ms": 0.95, "p99_ms": 0.99}
-
-
-class Range(NamedTuple):
-    """A row of a trail with acknowledgements, as kproxy.trail.rows.Range; `shipped_at`: when it reached its topic."""
-
-    proxy: str
-    incarnation: str
-    sequence: int
-    at: int
-    shipped_at: int | None
-    owner: int
-    revision: int
-    acks: int | None
-    connection: int | None
-    producer_id: int
-    producer_epoch: int | None
-    first_sequence: int | None
-    record_count: int
-    batches: int
-    bytes: int
-    first_acked_at: int
-    last_acked_at: int
-    spans: Sequence[int]
-    latency_us: Sequence[int] | None
 
 
 class Batch(NamedTuple):
@@ -94,21 +73,6 @@ class Repeat(NamedTuple):
     first_base_offset: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JudgeRules:
-    """`window_ms`: the length of a window. `promised_ms`: by trail, how long the proxy may keep a row open. A row that
-    is shipped more than `late_after_ms` after it was closed is late. At most `max_findings` of a kind are listed."""
-
-    window_ms: int
-    promised_ms: dict[tuple[str, str], int]
-    late_after_ms: int
-    max_findings: int
-
-    def window(self, at: int) -> int:
-        """Return the start of the window that contains `at`."""
-        return at - at % self.window_ms
-
-
 @dataclass(slots=True)
 class Amounts:
     """Counts of acknowledgements in one window of time or in all time. All but `batches` and `bytes` count records.
@@ -134,7 +98,7 @@ class Amounts:
             bin_[0] += samples
             bin_[1] = max(bin_[1], longest)
 
-    def count(self, row: Range, *, is_late: bool) -> None:
+    def count(self, row: TrailRow, *, is_late: bool) -> None:
         """Count a row of the trail."""
         counts, records = self.counts, row.record_count
         counts["records"] += records
@@ -174,7 +138,7 @@ class Amounts:
 
 
 # The fields of a claim that findings name, compared in this order.
-Who = tuple[int, int, int, str, str, int, int, int | None]
+Who = tuple[int, int, int, str, str, int, int, int]
 
 
 @dataclass(slots=True)
@@ -189,9 +153,9 @@ class Told:
     sequence: int
     from_ms: int
     to_ms: int
-    acks: int | None
+    acks: int
     # None if there are several.
-    producer: tuple[int, int | None] | None
+    producer: tuple[int, int] | None
 
     def add(self, other: Told) -> None:
         self.first = min(self.first, other.first)
@@ -202,7 +166,7 @@ class Told:
         self.sequence = min(self.sequence, other.sequence)
         self.from_ms = min(self.from_ms, other.from_ms)
         self.to_ms = max(self.to_ms, other.to_ms)
-        self.acks = _least(self.acks, other.acks)
+        self.acks = min(self.acks, other.acks)
         if self.producer != other.producer:
             self.producer = None
 
@@ -227,7 +191,7 @@ class Island:
         mine = self.kind, self.owned, self.replaced, self.within
         return other.end == self.start and mine == (other.kind, other.owned, other.replaced, other.within)
 
-    def add(self, row: Range, start: int, end: int) -> None:
+    def add(self, row: TrailRow, start: int, end: int) -> None:
         """Note that `row` acknowledged these offsets."""
         who = (
             row.revision, row.owner, row.first_acked_at, row.proxy, row.incarnation, row.sequence,
@@ -235,7 +199,7 @@ class Island:
         )  # fmt: skip
         times = row.first_acked_at, row.last_acked_at
         producer = row.producer_id, row.producer_epoch
-        told = Told(start, end, end - start, who, who, row.sequence, *times, row.acks, producer)
+        told = Told(start, end, end - start, who, who, row.sequence, *times, row.acks or 0, producer)
         self._tell((row.owner, row.revision, row.proxy, row.incarnation), told)
 
     def extend(self, later: Island) -> None:
@@ -244,10 +208,8 @@ class Island:
             self._tell(key, told)
 
     def _tell(self, key: tuple[int, int, str, str], told: Told) -> None:
-        if key in self.told:
-            self.told[key].add(told)
-        elif len(self.told) < CLAIMS_EXAMINED:
-            self.told[key] = told
+        if key in self.told or len(self.told) < CLAIMS_EXAMINED:
+            merge(self.told, key, told)
 
 
 @dataclass(slots=True)
@@ -274,6 +236,11 @@ class Gone:
     from_ms: int
     to_ms: int
 
+    def add(self, other: Gone) -> None:
+        self.records += other.records
+        self.from_ms = min(self.from_ms, other.from_ms)
+        self.to_ms = max(self.to_ms, other.to_ms)
+
 
 @dataclass(slots=True)
 class PartitionPart:
@@ -291,10 +258,9 @@ class PartitionPart:
         """Add the judgement of later offsets; adjacent islands are joined. At most `most` of a kind stay listed."""
         self.amounts.add(later.amounts)
         for ownership, theirs in later.ownerships.items():
-            if ownership in self.ownerships:
-                self.ownerships[ownership].add(theirs)
-            else:
-                self.ownerships[ownership] = theirs
+            merge(self.ownerships, ownership, theirs)
+        for topic_id, gone in later.gone.items():
+            merge(self.gone, topic_id, gone)
         self.found.update(later.found)
         for island in later.islands:
             before = next((each for each in reversed(self.islands) if each.kind == island.kind), None)
@@ -306,11 +272,6 @@ class PartitionPart:
         self.islands = _first(self.islands, most)
         self.corrupt = [*self.corrupt, *later.corrupt][:most]
         self.repeats = [*self.repeats, *later.repeats][:most]
-        for topic_id, theirs_gone in later.gone.items():
-            own = self.gone.setdefault(topic_id, Gone(0, theirs_gone.from_ms, theirs_gone.to_ms))
-            own.records += theirs_gone.records
-            own.from_ms = min(own.from_ms, theirs_gone.from_ms)
-            own.to_ms = max(own.to_ms, theirs_gone.to_ms)
 
 
 def _first(islands: list[Island], most: int) -> list[Island]:
@@ -334,8 +295,8 @@ class _Claim(NamedTuple):
     number: int
     end: int
     same: Any
-    record: tuple[int, int | None, int] | None
-    row: Range
+    record: tuple[int, int, int] | None
+    row: TrailRow
 
 
 class _Held(NamedTuple):
@@ -363,10 +324,10 @@ def repeats(batches: Iterable[Batch]) -> list[Repeat]:
 
 
 def judge_log(
-    rows: Iterable[Range],
+    rows: Iterable[TrailRow],
     batches: Iterable[Batch],
     bounds: Bounds | None,
-    rules: JudgeRules,
+    rules: AuditRules,
     start: int = 0,
     end: int = _EVERYWHERE,
     probes: Iterable[tuple[int, Repeat]] = (),
@@ -384,9 +345,9 @@ def judge_log(
 
 
 def judge_gone(
-    rows: Iterable[Range],
+    rows: Iterable[TrailRow],
     topic_id: str | None,
-    rules: JudgeRules,
+    rules: AuditRules,
     kind: str,
     start: int = 0,
     end: int = _EVERYWHERE,
@@ -400,12 +361,9 @@ def judge_gone(
     reach = 0
     for claim in sorted(sweep.claims):
         row = claim.row
-        told = sweep.part.gone.setdefault(topic_id, Gone(0, row.first_acked_at, row.last_acked_at))
-        told.from_ms = min(told.from_ms, row.first_acked_at)
-        told.to_ms = max(told.to_ms, row.last_acked_at)
         new = max(0, claim.end - max(claim.start, reach))
         reach = max(reach, claim.end)
-        told.records += new
+        merge(sweep.part.gone, topic_id, Gone(new, row.first_acked_at, row.last_acked_at))
         for amounts in (sweep.part.amounts, sweep.window_of(row)):
             amounts.counts[kind] += new
     if kind == UNREAD:
@@ -414,7 +372,7 @@ def judge_gone(
 
 
 class _Sweep:
-    def __init__(self, bounds: Bounds | None, rules: JudgeRules, start: int, end: int) -> None:
+    def __init__(self, bounds: Bounds | None, rules: AuditRules, start: int, end: int) -> None:
         self.part = PartitionPart()
         self.windows: Windows = {}
         self.claims: list[_Claim] = []
@@ -430,14 +388,14 @@ class _Sweep:
         # Running sums over the swept offsets.
         self._present = self._lost = self._removed = self._overlapped = self._claimed = 0
 
-    def window_of(self, row: Range) -> Amounts:
+    def window_of(self, row: TrailRow) -> Amounts:
         window = self._rules.window(row.last_acked_at)
         amounts = self.windows.get(window)
         if amounts is None:
             amounts = self.windows[window] = Amounts()
         return amounts
 
-    def read_rows(self, rows: Iterable[Range]) -> None:
+    def read_rows(self, rows: Iterable[TrailRow]) -> None:
         """Record the acknowledgements of the rows, each row once."""
         seen: set[tuple[str, str, int]] = set()
         claims, low, high = self.claims, self._start, self._end
@@ -446,12 +404,10 @@ class _Sweep:
             if key in seen:
                 continue
             seen.add(key)
-            spans, producer = row.spans, row.producer_id
-            if low <= min(spans[::2]) < high:
+            producer, sequence, before = row.producer_id, row.first_sequence, 0
+            if low <= min(row.spans[::2]) < high:
                 self._account(row)
-            sequence, before = (row.first_sequence or 0), 0
-            for k in range(0, len(spans), 2):
-                first, count = spans[k], spans[k + 1]
+            for first, count in row.ranges:
                 begin, behind = max(first, low), min(first + count, high)
                 if begin < behind:
                     number = len(claims)
@@ -465,19 +421,13 @@ class _Sweep:
         for amounts in self.windows.values():
             self.part.amounts.add(amounts)
 
-    def _account(self, row: Range) -> None:
+    def _account(self, row: TrailRow) -> None:
         promised = self._rules.promised_ms.get((row.proxy, row.incarnation))
         is_late = promised is not None and row.at - row.first_acked_at > promised
         is_late |= row.shipped_at is not None and row.shipped_at - row.at > self._rules.late_after_ms
         self.window_of(row).count(row, is_late=is_late)
-        own = self.part.ownerships.get((row.owner, row.revision))
-        if own is None:
-            times = row.first_acked_at, row.last_acked_at
-            own = self.part.ownerships[row.owner, row.revision] = Ownership(*times, 0, 0)
-        own.first_acked_at = min(own.first_acked_at, row.first_acked_at)
-        own.last_acked_at = max(own.last_acked_at, row.last_acked_at)
-        own.records += row.record_count
-        own.bytes += row.bytes
+        times = row.first_acked_at, row.last_acked_at
+        merge(self.part.ownerships, (row.owner, row.revision), Ownership(*times, row.record_count, row.bytes))
 
     def read_log(self, batches: Iterable[Batch]) -> None:
         """Record the log's offsets; a batch with fewer records than offsets counts as if it had the first of them."""
@@ -673,7 +623,3 @@ def _without_resent(claims: Sequence[_Claim]) -> list[_Claim]:
 
 def _ownership(claim: _Claim) -> int:
     return hash((claim.row.owner, claim.row.revision))
-
-
-def _least(one: int | None, other: int | None) -> int | None:
-    return min((each for each in (one, other) if each is not None), default=None)

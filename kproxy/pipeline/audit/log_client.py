@@ -130,6 +130,10 @@ class TopicPartition(NamedTuple):
     def __str__(self) -> str:
         return f"topic {self.topic}, partition {self.partition}"
 
+    @property
+    def name(self) -> str:
+        return f"{self.topic}/{self.partition}"
+
 
 Offsets = Mapping[TopicPartition, int]
 Unread = dict[TopicPartition, str]

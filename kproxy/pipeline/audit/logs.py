@@ -1,4 +1,4 @@
-"""Find a cluster's logs and their bounds, cut them into ranges of offsets, and read batch headers in this process.
+"""Find a cluster's logs and their bounds, cut them into ranges of offsets, and read them.
 
 This module needs no Spark. All functions raise LogReadFailed with one sentence, for example if a topic may not be read;
 with `unread`, a partition that cannot be read is added to it instead.
@@ -10,21 +10,24 @@ Only the first range of a partition also takes a batch that begins before it: re
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
-from typing import Final
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 from kproxy.pipeline.audit.judge import Batch, Bounds
 from kproxy.pipeline.audit.log_client import (
     EARLIEST,
     LATEST,
+    PATIENCE_S,
     LogClient,
     LogReadFailed,
     Offsets,
     TopicPartition,
     Unread,
 )
-from kproxy.pipeline.audit.log_reader import CheckCrc, LogRange, RangeReader
+from kproxy.pipeline.audit.log_reader import CheckCrc, LogRange, RangeReader, records_in
+from kproxy.pipeline.kafka_access import KafkaOptions
+from kproxy.routing.topology import Address
 
 # Short, because the user waits at the start of a job.
 FIRST_PATIENCE_S: Final = 10.0
@@ -35,10 +38,6 @@ LEAST_OFFSETS_PER_PIECE: Final = 50_000
 # There are at least this many pieces, if the logs are long enough: a task costs about a tenth of a second, in which it
 # reads about ten thousand batches.
 LEAST_PIECES: Final = 16
-
-
-class TooLarge(Exception):
-    """There is more to read than the given bounds allow."""
 
 
 def existing(client: LogClient, topics: Collection[str]) -> tuple[str, ...]:
@@ -148,36 +147,55 @@ def cut(starts: Offsets, ends: Offsets, most: int | None) -> list[list[LogRange]
     return pieces
 
 
-def read_headers(
-    client: LogClient,
-    first: Offsets | None,
-    ends: Offsets,
-    most_batches: int | None = None,
-    most_bytes: int | None = None,
-    unread: Unread | None = None,
-) -> dict[TopicPartition, list[Batch]]:
-    """Read all headers that `plan` names, by topic and partition. Raise TooLarge beyond the bounds."""
-    read: dict[TopicPartition, list[Batch]] = defaultdict(list)
-    batches = size = 0
-    check = crc_check()
-    for wanted in (each for piece in plan(client, first, ends, unread=unread) for each in piece):
-        try:
-            reader = RangeReader(client, wanted, check)
-            for headers in reader.headers():
-                batches += len(headers)
-                if _exceeds(batches, most_batches) or _exceeds(size + reader.bytes_read, most_bytes):
-                    raise TooLarge
-                read[wanted.which] += headers
-            size += reader.bytes_read
-        except LogReadFailed as error:
-            if unread is None:
-                raise
-            unread[wanted.which] = str(error)
-    return read
+class Chunk(NamedTuple):
+    """Some headers of a log, of batches of `size` bytes. `unread`: why the rest of the range cannot be read."""
+
+    which: TopicPartition
+    batches: list[Batch]
+    size: int = 0
+    unread: str | None = None
 
 
-def _exceeds(amount: int, most: int | None) -> bool:
-    return most is not None and amount > most
+Page = tuple[bytes, int | None]
+"""Rows of a trail as lines of text, and when they came to the trail's topic."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogTask:
+    """Read pieces of logs, in any process. `leaders`: those of the partitions when the pieces were planned.
+
+    Executors need kafka-python for it, which is sent to them, and crc32c, without which `crc_ok` is null.
+    """
+
+    bootstrap: str
+    kafka: KafkaOptions
+    leaders: Mapping[TopicPartition, Address]
+    patience_s: float = PATIENCE_S
+
+    def headers(self, pieces: Iterable[Sequence[LogRange]]) -> Iterator[Chunk]:
+        """Yield all headers of the pieces."""
+        check = crc_check()
+        for client, wanted in self._ranges(pieces):
+            reader, size = RangeReader(client, wanted, check), 0
+            try:
+                for batches in reader.headers():
+                    yield Chunk(wanted.which, batches, reader.bytes_read - size)
+                    size = reader.bytes_read
+            except LogReadFailed as error:
+                yield Chunk(wanted.which, [], unread=str(error))
+
+    def pages(self, pieces: Iterable[Sequence[LogRange]]) -> Iterator[Page]:
+        """Yield the pages of a trail. Raise LogReadFailed."""
+        for client, wanted in self._ranges(pieces):
+            for record in records_in(client, wanted):
+                yield record.value or b"", record.timestamp
+
+    def _ranges(self, pieces: Iterable[Sequence[LogRange]]) -> Iterator[tuple[LogClient, LogRange]]:
+        with LogClient(self.bootstrap, self.kafka, patience_s=self.patience_s) as client:
+            client.leaders.update(self.leaders)
+            for piece in pieces:
+                for wanted in piece:
+                    yield client, wanted
 
 
 def crc_check() -> CheckCrc | None:

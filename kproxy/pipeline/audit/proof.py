@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol, Self, TypeVar
 
 from kproxy.pipeline.audit.columns import GAP, TAIL
 
@@ -27,22 +27,22 @@ _MOST_GAPS: Final = 1_000
 
 TrailName = tuple[str, str]
 """A trail's proxy and incarnation."""
+K = TypeVar("K")
+P = TypeVar("P", bound="Part")
 
 
-class Stamp(NamedTuple):
-    """The fields that all rows of a trail have, and those that only its first row has: `interval_ms` and `mark_ms`.
+class Part(Protocol):
+    def add(self, other: Self, /) -> None:
+        """Add the part that follows."""
+        ...
 
-    `previous`: the digest of the row before it, None in rows of older releases. `digest`: its own, None where its line
-    is not kept.
-    """
 
-    sequence: int
-    at: int
-    kind: str
-    interval_ms: int | None
-    mark_ms: int | None
-    previous: str | None = None
-    digest: str | None = None
+def merge(parts: dict[K, P], key: K, part: P) -> None:
+    """Add `part` to the one with its key, if there is one."""
+    if key in parts:
+        parts[key].add(part)
+    else:
+        parts[key] = part
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class TrailPart:
         self.gaps[-1].missing += gap.missing
         self.gaps[-1].behind_at = gap.behind_at
 
-    def join(self, later: TrailPart) -> None:
+    def add(self, later: TrailPart) -> None:
         """Add the rows that follow."""
         if later.first > self.last + 1:
             self._miss(Gap(self.last + 1, later.first - self.last - 1, self.last_at, later.first_at))
@@ -99,23 +99,14 @@ class TrailPart:
                 setattr(self, name, getattr(later, name))
 
 
-def trail_part(stamps: Iterable[Stamp]) -> TrailPart:
-    """Summarize at least one row of a trail. Rows may be in any order, and may occur twice."""
-    part: TrailPart | None = None
-    for stamp in sorted(stamps, key=lambda stamp: stamp[:2]):
-        sequence, at, kind, interval_ms, mark_ms, previous, digest = stamp
-        if part is not None and sequence == part.last:
-            continue
-        begin_at = at if kind == "begin" else None
-        mark, end = (sequence if kind == wanted else None for wanted in ("mark", "end"))
-        new = TrailPart(sequence, sequence, at, at, begin_at, interval_ms, mark_ms, mark, end)
-        new.previous, new.digest = previous, None if previous is None else digest
-        if part is None:
-            part = new
-        else:
-            part.join(new)
-    assert part is not None  # noqa: S101 - callers have a row
-    return part
+def joined(parts: Iterable[TrailPart]) -> TrailPart:
+    """Join at least one part of one row each. Rows may be in any order, and may occur twice."""
+    first, *others = sorted(parts, key=lambda part: (part.first, part.first_at))
+    whole = replace(first, gaps=[])
+    for part in others:
+        if part.first != whole.last:
+            whole.add(part)
+    return whole
 
 
 @dataclass(slots=True)

@@ -167,6 +167,10 @@ COUNTS: Final[dict[str, Count]] = {one.name: one.metadata["count"] for one in fi
 SUMMED: Final = tuple(name for name in Sums.__slots__ if name not in ("partitions", "unproven"))
 
 
+Which = tuple[str, int]
+"""A topic and a partition."""
+
+
 @dataclass(frozen=True, slots=True)
 class Partition:
     topic: str
@@ -179,6 +183,10 @@ class Partition:
     p50_ms: float | None
     p99_ms: float | None
     max_ms: float | None
+
+    @property
+    def which(self) -> Which:
+        return self.topic, self.partition
 
     @property
     def name(self) -> str:
@@ -224,21 +232,9 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """A partition in one step of the grid, with the worst state of its windows."""
-
-    topic: str
-    partition: int
-    column: int
-    state: State
-
-
-@dataclass(frozen=True, slots=True)
 class Holding:
     """The acknowledgements of one owner in a partition under one ownership revision."""
 
-    topic: str
-    partition: int
     owner: int
     revision: int
     first_ms: int
@@ -299,8 +295,9 @@ class Facts:
     """The whole content of a report.
 
     The lists are bounded and begin with the worst; the counts include everything. `sums` counts all partitions;
-    `partitions` has the partitions to show. `trail_holes`: the steps of the grid in which some proxy's trail is
-    unproven. `hidden_holdings`: how many holdings of the drawn partitions are not in `holdings`.
+    `partitions` has the partitions to show. `states` and `holdings` are of those to draw; `states` has the worst state
+    of the windows in each step of the grid. `trail_holes`: the steps in which some proxy's trail is unproven.
+    `hidden_holdings`: how many holdings of the drawn partitions are not in `holdings`.
     """
 
     verdict: Verdict
@@ -309,9 +306,9 @@ class Facts:
     findings: tuple[Finding, ...]
     finding_counts: Mapping[str, FindingCount]
     grid: Grid | None = None
-    cells: tuple[Cell, ...] = ()
+    states: Mapping[Which, Sequence[State]] = field(default_factory=dict)
     trail_holes: tuple[int, ...] = ()
-    holdings: tuple[Holding, ...] = ()
+    holdings: Mapping[Which, Sequence[Holding]] = field(default_factory=dict)
     hidden_holdings: int = 0
     about: Mapping[str, str] = field(default_factory=dict)
 

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from kproxy.pipeline.audit.columns import FINDING_KINDS, GAP, OVERLAP, TAIL
 from kproxy.pipeline.audit.report_facts import (
     SUMMED,
-    Cell,
     Facts,
     Finding,
     FindingCount,
@@ -26,7 +25,9 @@ from kproxy.pipeline.audit.report_facts import (
     State,
     Sums,
     Verdict,
+    Which,
 )
+from kproxy.pipeline.audit.steps import Results, in_ms
 
 # Kinds of findings that leave all topics unproven for some time.
 HOLES: Final = (GAP, TAIL)
@@ -35,21 +36,6 @@ KINDS_AT_MOST: Final = 32
 OWNERS_OF_A_PARTITION: Final = 16
 
 Row = Mapping[str, Any]
-Which = tuple[str, int]
-
-
-class Source(Protocol):
-    """The result tables. `listed`: the rows of the findings, which are bounded."""
-
-    def listed(self) -> Sequence[Row]: ...
-
-    def rows(self, table: str, only: Collection[Which] | None = None) -> Iterator[Row]:
-        """Yield the rows of a table, or of some partitions, one after another: there may be many."""
-        ...
-
-    def extent(self) -> tuple[int, int] | None:
-        """Return when the first window begins and the last one ends; None without windows."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,35 +49,36 @@ class Limits:
     holdings: int = 30
 
 
-def gather(source: Source, about: Mapping[str, str], limits: Limits | None = None) -> Facts:
-    """Return the facts of the result tables, the same for the same tables. Errors are those of `source`."""
+def gather(results: Results, about: Mapping[str, str], limits: Limits | None = None) -> Facts:
+    """Return the facts of the result tables, the same for the same tables."""
     limits = limits or Limits()
     sums: Counter[str] = Counter()
     topics: set[str] = set()
 
     def counted() -> Iterator[Row]:
-        for row in source.rows("partitions"):
+        for row in results.partitions:
             sums.update({name: row[name] or 0 for name in SUMMED})
             sums.update(partitions=1, unproven=int(bool(row["unproven"])))
             topics.add(row["topic"])
             yield row
 
     partitions = tuple(map(_partition, heapq.nsmallest(limits.partitions, counted(), key=_worst_first)))
-    drawn = [(one.topic, one.partition) for one in partitions[: limits.drawn]]
-    findings = source.listed()
+    drawn = [one.which for one in partitions[: limits.drawn]]
+    findings = list(results.findings)
     counts, conflicts = _finding_counts(findings)
     holes = [row for row in findings if row["kind"] in HOLES and row["from_ms"] is not None]
-    cells: dict[tuple[str, int, int], int] = {}
+    states: dict[Which, list[int]] = {}
     grid = None
-    windows = source.rows("windows", drawn)
+    windows = results.of("windows", drawn)
     # All windows have one length.
-    if (one := next(iter(windows), None)) is not None and (extent := source.extent()) is not None:
-        length = _ms(one, "window_end") - _ms(one, "window_start")
+    if (one := next(iter(windows), None)) is not None and (extent := results.extent()) is not None:
+        length = in_ms(one["window_end"]) - in_ms(one["window_start"])
         grid = _grid(*extent, max(1, length), holes, limits)
         for row in chain([one], windows):
-            key = row["topic"], row["partition"], _column(grid, _ms(row, "window_start"))
-            cells[key] = max(_state(row), cells.get(key, 0))
-    holdings, hidden = _holdings(source.rows("owners", drawn), limits.holdings)
+            steps = states.setdefault((row["topic"], row["partition"]), [0] * grid.columns)
+            step = _column(grid, in_ms(row["window_start"]))
+            steps[step] = max(steps[step], _state(row))
+    holdings, hidden = _holdings(results.of("owners", drawn), limits.holdings)
     return Facts(
         verdict=Verdict(
             Sums(**sums),
@@ -103,7 +90,7 @@ def gather(source: Source, about: Mapping[str, str], limits: Limits | None = Non
         findings=_findings(findings, limits.findings),
         finding_counts=counts,
         grid=grid,
-        cells=tuple(Cell(*key, _STATES[state]) for key, state in sorted(cells.items())),
+        states={which: tuple(_STATES[state] for state in steps) for which, steps in sorted(states.items())},
         trail_holes=_trail_holes(grid, holes) if grid else (),
         holdings=holdings,
         hidden_holdings=hidden,
@@ -159,12 +146,6 @@ def _findings(rows: Sequence[Row], most: int) -> tuple[Finding, ...]:
     )
 
 
-def _ms(row: Row, name: str) -> int:
-    """Return a time in milliseconds; Spark's tables have it so, because its timestamps are in local time."""
-    value = row[name]
-    return value if isinstance(value, int) else round(value.timestamp() * 1000)
-
-
 def _grid(start: int, end: int, window: int, holes: Sequence[Row], limits: Limits) -> Grid:
     """Return a grid of all windows and of the holes in the trails, as far as the windows stay visible."""
     windows = max(1, -(-(end - start) // window))
@@ -203,9 +184,9 @@ def _trail_holes(grid: Grid, holes: Sequence[Row]) -> tuple[int, ...]:
     return tuple(sorted(steps))
 
 
-def _holdings(rows: Iterable[Row], most: int) -> tuple[tuple[Holding, ...], int]:
+def _holdings(rows: Iterable[Row], most: int) -> tuple[dict[Which, list[Holding]], int]:
     """Return the first owners of each partition, and the number of the others."""
-    names = ("topic", "partition", "owner", "revision", "first_acked_at", "last_acked_at", "records")
+    names = ("owner", "revision", "first_acked_at", "last_acked_at", "records")
     kept: dict[Which, list[Holding]] = defaultdict(list)
     count = 0
     for row in rows:
@@ -214,8 +195,8 @@ def _holdings(rows: Iterable[Row], most: int) -> tuple[tuple[Holding, ...], int]
         each.append(Holding(*(row[name] for name in names)))
         if len(each) > 2 * most:
             each[:] = _first(each, most)
-    first = tuple(one for which in sorted(kept) for one in _first(kept[which], most))
-    return first, count - len(first)
+    first = {which: _first(kept[which], most) for which in sorted(kept)}
+    return first, count - sum(map(len, first.values()))
 
 
 def _first(holdings: Iterable[Holding], most: int) -> list[Holding]:

@@ -8,13 +8,12 @@ and each bar has a title.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
-from kproxy.pipeline.audit.report_facts import Facts, Grid, Holding, Partition, State
+from kproxy.pipeline.audit.report_facts import Facts, Grid, Holding, State
 from kproxy.pipeline.audit.report_text import (
     STATE_NAMES,
     counted,
@@ -78,13 +77,6 @@ class Time:
     def percent(self, ms: float) -> float:
         return round((ms - self.begin_ms) * 100 / max(1, self.end_ms - self.begin_ms), 2)
 
-    def bar(self, from_ms: int, to_ms: int, top: float, height: int, fill: str, title: str) -> str:
-        left = self.percent(from_ms)
-        return (
-            f'<rect x="{left:g}%" y="{top:g}" width="{self.percent(to_ms) - left:.4g}%" height="{height}" '
-            f'fill="{fill}"><title>{escaped(title)}, {span_in_words(from_ms, to_ms)}</title></rect>'
-        )
-
     def ticks(self) -> tuple[str, list[tuple[float, str]]]:
         """Return the days, and a few round times as (percent, label); beyond the calendar only the first time."""
         if self.begin_ms < 0 or self.end_ms > LAST_DATE_MS:
@@ -98,8 +90,34 @@ class Time:
         return days, [(self.percent(ms), utc(ms)[part]) for ms in times]
 
 
-# A row of a plot: the partition, what the drawing shows for screen readers, its height, the drawing.
-Row = tuple[str, str, int, str]
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A bar of a row. `labels`: texts to write into it, of which the first that fits is taken; it has an edge then."""
+
+    from_ms: int
+    to_ms: int
+    fill: str
+    title: str
+    height: int = BAR_PX
+    labels: Sequence[str] = ()
+
+    def drawn(self, time: Time, lane: int) -> str:
+        left, right = time.percent(self.from_ms), time.percent(self.to_ms)
+        top = lane * ROW_PX + (ROW_PX - self.height) / 2
+        drawing = (
+            f'<rect x="{left:g}%" y="{top:g}" width="{right - left:.4g}%" height="{self.height}" fill="{self.fill}">'
+            f"<title>{escaped(self.title)}, {span_in_words(self.from_ms, self.to_ms)}</title></rect>"
+        )
+        if self.labels:
+            drawing += f'<rect class="edge" x="{left:g}%" y="{top:g}" width="1.5" height="{self.height}"/>'
+        room = (right - left) * PERCENT_PX
+        if label := next((label for label in self.labels if len(label) * LETTER_PX + 6 < room), ""):
+            drawing += f'<text x="{left:g}%" dx="5" y="{top + self.height - 4:g}">{label}</text>'
+        return drawing
+
+
+# A row of a plot: the partition, what the drawing shows for screen readers, the bars.
+Row = tuple[str, str, Sequence[Bar]]
 
 
 def plots(facts: Facts) -> str:
@@ -117,7 +135,7 @@ def plots(facts: Facts) -> str:
     )
     return (
         f'<svg class="patterns" width="0" height="0" aria-hidden="true">{patterns}</svg>'
-        f"{_completeness(facts, grid) if facts.cells else ''}{_ownership(facts, grid) if facts.holdings else ''}"
+        f"{_completeness(facts, grid) if facts.states else ''}{_ownership(facts, grid) if facts.holdings else ''}"
     )
 
 
@@ -135,11 +153,15 @@ def _plot(name: str, title: str, caption: str, key: Iterable[tuple[str, str]], t
         f"{escaped(text)}</li>"
         for fill, text in key
     )
-    body = "".join(
-        f'<tr><th scope="row">{escaped(shortened(printable(row), NAME_AT_MOST))}</th><td><svg height="{height}" '
-        f'role="img"><title>{escaped(f"{row}: {told}")}</title>{lines}{drawing}</svg></td></tr>'
-        for row, told, height, drawing in rows
-    )
+    body = ""
+    for row, told, bars in rows:
+        lanes = _lanes(bars)
+        drawing = "".join(bar.drawn(time, lane) for bar, lane in zip(bars, lanes, strict=True))
+        body += (
+            f'<tr><th scope="row">{escaped(shortened(printable(row), NAME_AT_MOST))}</th><td>'
+            f'<svg height="{(max(lanes) + 1) * ROW_PX}" role="img"><title>{escaped(f"{row}: {told}")}</title>{lines}'
+            f"{drawing}</svg></td></tr>"
+        )
     return (
         f'<h2 id="{name}">{title}</h2><figure aria-labelledby="{name}"><figcaption>{escaped(caption)}</figcaption>'
         f'<ul class="key">{keys}</ul><table class="plot"><tbody>{body}</tbody><tfoot><tr><th>{days}</th>'
@@ -147,11 +169,18 @@ def _plot(name: str, title: str, caption: str, key: Iterable[tuple[str, str]], t
     )
 
 
-def _in_order(facts: Facts, keys: Iterable[tuple[str, int]]) -> list[Partition]:
-    """Return the partitions `keys`, sorted by name."""
-    chosen = set(keys)
-    found = [one for one in facts.partitions if (one.topic, one.partition) in chosen]
-    return sorted(found, key=lambda one: (one.topic, one.partition))
+def _lanes(bars: Sequence[Bar]) -> list[int]:
+    """Return the lane of each bar: those at the same time are below each other."""
+    ends: list[int] = []
+    lanes = []
+    for bar in bars:
+        free = [lane for lane, end in enumerate(ends) if end <= bar.from_ms]
+        lane = free[0] if free else min(len(ends), LANES_AT_MOST - 1)
+        if lane == len(ends):
+            ends.append(bar.to_ms)
+        ends[lane] = max(ends[lane], bar.to_ms)
+        lanes.append(lane)
+    return lanes
 
 
 def _not_drawn(facts: Facts, drawn: int) -> str:
@@ -160,12 +189,7 @@ def _not_drawn(facts: Facts, drawn: int) -> str:
 
 
 def _completeness(facts: Facts, grid: Grid) -> str:
-    states = {(cell.topic, cell.partition, cell.column): cell.state for cell in facts.cells}
-    drawn = _in_order(facts, ((cell.topic, cell.partition) for cell in facts.cells))
-    rows = {
-        one.name: [states.get((one.topic, one.partition, at), State.NOTHING) for at in range(grid.columns)]
-        for one in drawn
-    }
+    rows = {f"{topic}/{partition}": states for (topic, partition), states in sorted(facts.states.items())}
     caption = f"Each partition over time, in steps of {duration(grid.step_ms)}, the worst of a step shown."
     if facts.trail_holes:
         holes = [State.UNPROVEN if at in facts.trail_holes else State.NOTHING for at in range(grid.columns)]
@@ -175,7 +199,7 @@ def _completeness(facts: Facts, grid: Grid) -> str:
     return _plot(
         "completeness",
         "Completeness",
-        caption + _not_drawn(facts, len(drawn)),
+        caption + _not_drawn(facts, len(facts.states)),
         [(_fill(state), STATE_NAMES[state]) for state in reversed(State) if state in seen],
         Time(grid.start_ms, grid.end_ms),
         [_states(name, grid, row) for name, row in rows.items()],
@@ -188,25 +212,21 @@ def _fill(state: State) -> str:
 
 def _states(name: str, grid: Grid, states: Sequence[State]) -> Row:
     """Return a row of states, equal neighbours joined."""
-    time = Time(grid.start_ms, grid.end_ms)
-    drawing, begin = "", grid.start_ms
+    bars, begin = [], grid.start_ms
     for state, run in groupby(states):
         end = begin + grid.step_ms * len(list(run))
         height = 2 if state is State.NOTHING else BAR_PX
-        drawing += time.bar(begin, end, (ROW_PX - height) / 2, height, _fill(state), STATE_NAMES[state])
+        bars.append(Bar(begin, end, _fill(state), STATE_NAMES[state], height))
         begin = end
     counts = [(states.count(state), STATE_NAMES[state]) for state in reversed(State) if state in states]
     told = ", ".join(f"{count:,} {state}" for count, state in counts)
-    return name, f"of {counted(grid.columns, 'step')} {told}", ROW_PX, drawing
+    return name, f"of {counted(grid.columns, 'step')} {told}", bars
 
 
 def _ownership(facts: Facts, grid: Grid) -> str:
-    held = defaultdict(list)
-    for holding in facts.holdings:
-        held[holding.topic, holding.partition].append(holding)
-    worst = [(one.topic, one.partition) for one in facts.partitions if (one.topic, one.partition) in held]
-    drawn = _in_order(facts, worst[:TIMELINES_AT_MOST])
-    shown = [holding for one in drawn for holding in held[one.topic, one.partition]]
+    worst = [one.which for one in facts.partitions if one.which in facts.holdings]
+    drawn = {which: facts.holdings[which] for which in sorted(worst[:TIMELINES_AT_MOST])}
+    shown = [holding for each in drawn.values() for holding in each]
     time = Time(
         min([grid.start_ms, *(holding.first_ms for holding in shown)]),
         max([grid.end_ms, *(holding.last_ms for holding in shown)]),
@@ -223,37 +243,19 @@ def _ownership(facts: Facts, grid: Grid) -> str:
         # With more owners, several have the same fill.
         [(fills[owner], f"broker {owner}") for owner in owners if len(owners) <= len(OWNER_HATCHES)],
         time,
-        [_owners(one.name, held[one.topic, one.partition], time, fills) for one in drawn],
+        [_owners(f"{topic}/{partition}", each, fills) for (topic, partition), each in drawn.items()],
     )
 
 
-def _owners(name: str, holdings: Sequence[Holding], time: Time, fills: dict[int, str]) -> Row:
-    """Return the bars of the owners; those at the same time are below each other."""
-    lanes = _lanes(holdings)
-    drawing = ""
-    for one, lane in zip(holdings, lanes, strict=True):
-        top = lane * ROW_PX + (ROW_PX - BAR_PX) // 2
-        title = f"{owner_in_words(one.owner, one.revision)}, {counted(one.records, 'record')}"
-        drawing += time.bar(one.first_ms, one.last_ms, top, BAR_PX, fills[one.owner], title)
-        left = time.percent(one.first_ms)
-        drawing += f'<rect class="edge" x="{left:g}%" y="{top}" width="1.5" height="{BAR_PX}"/>'
-        # The longest name that fits the bar.
-        names = (f"broker {one.owner} r{one.revision}", f"{one.owner} r{one.revision}", str(one.owner))
-        room = (time.percent(one.last_ms) - left) * PERCENT_PX
-        if label := next((label for label in names if len(label) * LETTER_PX + 6 < room), ""):
-            drawing += f'<text x="{left:g}%" dx="5" y="{top + BAR_PX - 4}">{label}</text>'
-    told = ", ".join(owner_in_words(one.owner, one.revision) for one in holdings)
-    return name, told, (max(lanes) + 1) * ROW_PX, drawing
-
-
-def _lanes(holdings: Sequence[Holding]) -> list[int]:
-    ends: list[int] = []
-    lanes = []
-    for holding in holdings:
-        free = [lane for lane, end in enumerate(ends) if end <= holding.first_ms]
-        lane = free[0] if free else min(len(ends), LANES_AT_MOST - 1)
-        if lane == len(ends):
-            ends.append(holding.last_ms)
-        ends[lane] = max(ends[lane], holding.last_ms)
-        lanes.append(lane)
-    return lanes
+def _owners(name: str, holdings: Sequence[Holding], fills: Mapping[int, str]) -> Row:
+    bars = [
+        Bar(
+            one.first_ms,
+            one.last_ms,
+            fills[one.owner],
+            f"{owner_in_words(one.owner, one.revision)}, {counted(one.records, 'record')}",
+            labels=(f"broker {one.owner} r{one.revision}", f"{one.owner} r{one.revision}", str(one.owner)),
+        )
+        for one in holdings
+    ]
+    return name, ", ".join(owner_in_words(one.owner, one.revision) for one in holdings), bars

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Final
 
-from kproxy.pipeline.audit.judge import JudgeRules
 from kproxy.pipeline.audit.proof import TrailName, TrailPart, Unproven, trails, unproven
-from kproxy.pipeline.audit.trail_place import SHIPPING_MS
 
 # Defaults.
+# The time from closing a row until it can be read in a topic or in lines of JSON.
+SHIPPING_MS: Final = 5_000
 WINDOW_MS: Final = 10_000
 LATE_AFTER_MS: Final = 60_000
 MAX_FINDINGS: Final = 1_000
@@ -23,8 +23,8 @@ class AuditRules:
     `read_at_ms`: when the trail was read; `read_from_ms`: only rows shipped since then were read, None for all.
     `topics`: () for all in the trail. `window_ms`: the length of a window. A row that is shipped more than
     `late_after_ms` after it was closed is late; a live proxy's rows take up to `shipping_ms` until they can be read. At
-    most `max_findings` of a kind are listed; the counts include all. `deleted_topics`:
-    topics that the user says were deleted on purpose.
+    most `max_findings` of a kind are listed; the counts include all. `deleted_topics`: topics that the user says were
+    deleted on purpose. `promised_ms`: by trail, how long its proxy may keep a row open, as the trails themselves say.
     """
 
     read_at_ms: int
@@ -37,6 +37,11 @@ class AuditRules:
     shipping_ms: int = SHIPPING_MS
     max_findings: int = MAX_FINDINGS
     deleted_topics: tuple[str, ...] = ()
+    promised_ms: Mapping[TrailName, int] = field(default_factory=dict)
+
+    def window(self, at: int) -> int:
+        """Return the start of the window that contains `at`."""
+        return at - at % self.window_ms
 
     def judges(self, topic: str, last_acked_at: int) -> bool:
         """Return whether a row of the trail is judged."""
@@ -57,8 +62,8 @@ class AuditRules:
         now = living[topic]
         return topic_id is not None and now is not None and topic_id != now
 
-    def prove(self, parts: Mapping[TrailName, TrailPart]) -> tuple[JudgeRules, list[Unproven]]:
-        """Return the rules of the judge, and the times that the trails do not prove."""
+    def prove(self, parts: Mapping[TrailName, TrailPart]) -> tuple[AuditRules, list[Unproven]]:
+        """Return these rules with what the trails promise, and the times that the trails do not prove."""
         whole = trails(parts)
         missing = unproven(
             whole,
@@ -68,11 +73,4 @@ class AuditRules:
             to_ms=self.to_ms,
             read_from_ms=self.read_from_ms,
         )
-        promised = {name: trail.interval_ms for name, trail in whole.items()}
-        rules = JudgeRules(
-            window_ms=self.window_ms,
-            promised_ms=promised,
-            late_after_ms=self.late_after_ms,
-            max_findings=self.max_findings,
-        )
-        return rules, missing
+        return replace(self, promised_ms={name: trail.interval_ms for name, trail in whole.items()}), missing

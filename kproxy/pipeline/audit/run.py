@@ -1,7 +1,8 @@
 """Run one audit: check the sources, read the trail and the logs, judge, report.
 
-A small audit is done in this process (`in_process.py`), a larger one on Spark (`run_spark.py`); both call the same
-judge. By default an audit begins in this process, and moves to Spark if it is too large or the user names a cluster.
+A small audit is done in this process, a larger one on Spark (`run_spark.py`): an `Engine` is the difference, the steps
+are the same (`steps.py`). By default an audit begins in this process, and moves to Spark if it is too large or the user
+names a cluster.
 
 The order matters. The trail is read up to a fixed end before the logs' ends are read, so its records must be in the
 logs; records acknowledged with acks=1 get some seconds to be replicated. The logs' beginnings are read last, so that
@@ -12,47 +13,41 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from rich.console import Console
 
 from kproxy import installed
 from kproxy.errors import StartupError
-from kproxy.pipeline.audit.in_process import Results, audit_rows
-from kproxy.pipeline.audit.judge import Batch, Bounds
+from kproxy.pipeline.audit.bags import Bag, Here, Step
+from kproxy.pipeline.audit.judge import Bounds
 from kproxy.pipeline.audit.log_client import (
     EARLIEST,
     LATEST,
     LogClient,
     LogReadFailed,
-    Offsets,
     TopicPartition,
     Unread,
     parse_bootstrap,
 )
-from kproxy.pipeline.audit.logs import (
-    TooLarge,
-    bounds_now,
-    ends_behind,
-    ends_of,
-    existing,
-    offsets_at,
-    read_headers,
-)
+from kproxy.pipeline.audit.log_reader import LogRange
+from kproxy.pipeline.audit.logs import Chunk, LogTask, bounds_now, ends_behind, ends_of, existing, offsets_at, plan
 from kproxy.pipeline.audit.report_facts import TRAIL_READ, UNSIGNED, Facts
 from kproxy.pipeline.audit.report_gather import Limits, gather
 from kproxy.pipeline.audit.report_html import write_report
 from kproxy.pipeline.audit.report_machine import as_json, write_metrics
 from kproxy.pipeline.audit.report_text import show_table, utc
 from kproxy.pipeline.audit.rules import WINDOW_MS, AuditRules
-from kproxy.pipeline.audit.trail_place import JSON, PARQUET, TOPIC, TrailPlace
-from kproxy.pipeline.audit.trail_reader import read_files, read_topic
-from kproxy.pipeline.audit.trail_rows import TrailRow
+from kproxy.pipeline.audit.steps import WHOLE_BITS, Results, audit_bags
+from kproxy.pipeline.audit.table_files import write_tables
+from kproxy.pipeline.audit.trail_place import PATTERNS, TOPIC, TrailPlace
+from kproxy.pipeline.audit.trail_reader import files_of, read_files
+from kproxy.pipeline.audit.trail_rows import Acked, acked_in, rows_of_pages
 from kproxy.pipeline.kafka_access import NO_OPTIONS, KafkaOptions
 from kproxy.pipeline.preflight import check_report
 from kproxy.pipeline.progress import Report, Stage
@@ -74,12 +69,13 @@ MOST_ROWS: Final = 300_000
 MOST_BATCHES: Final = 300_000
 # The most bytes of batches, which are fetched whole to compute their checksums.
 MOST_BYTES: Final = 1 << 30
+# A page of a trail has up to some hundreds of rows.
+PAGES_PER_PIECE: Final = 2_000
 AUTO: Final = "auto"
 LOCAL: Final = "local"
 SPARK: Final = "spark"
 NO_VERDICT: Final = 2
 PATIENCE_S: Final = 5.0
-_ENDINGS: Final = {JSON: ".jsonl", PARQUET: ".parquet"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,9 +127,55 @@ class AuditJob:
         )
 
 
+class TooLarge(Exception):
+    """There is more to read than one process takes."""
+
+
+class Engine(Protocol):
+    """Where an audit is done."""
+
+    def read(self, pieces: Sequence[Sequence[LogRange]], step: Step) -> Bag:
+        """Return what `step` yields for pieces of logs: TrailRows or Chunks. They are computed once."""
+        ...
+
+    def files(self, place: TrailPlace, from_ms: int | None, signatures: Signatures | None) -> Bag:
+        """Return the rows of a trail in files, closed from `from_ms` on. They are computed once. Raise StartupError."""
+        ...
+
+    def buckets(self, rows: int, batches: int) -> tuple[int, int]:
+        """Return how fine to cut so many rows and batches: `bits` and `groups` of `audit_bags`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
-class Audited:
-    """An audit in this process. `rows`: how many rows and batches were read."""
+class InProcess:
+    """Read and judge here. If it `is_bounded`, raise TooLarge beyond MOST_ROWS and the other bounds."""
+
+    is_bounded: bool = False
+
+    def read(self, pieces: Sequence[Sequence[LogRange]], step: Step) -> Bag:
+        return Here(self._limited(step(pieces)))
+
+    def files(self, place: TrailPlace, from_ms: int | None, signatures: Signatures | None) -> Bag:
+        return Here(self._limited(read_files(place, from_ms, signatures)))
+
+    def buckets(self, rows: int, batches: int) -> tuple[int, int]:
+        return WHOLE_BITS, 1
+
+    def _limited(self, items: Iterable[Any]) -> Iterator[Any]:
+        rows = batches = size = 0
+        for item in items:
+            if isinstance(item, Chunk):
+                batches, size = batches + len(item.batches), size + item.size
+            else:
+                rows += 1
+            if self.is_bounded and (rows > MOST_ROWS or batches > MOST_BATCHES or size > MOST_BYTES):
+                raise TooLarge
+            yield item
+
+
+class Audited(NamedTuple):
+    """`rows`: how many rows and batches were read."""
 
     results: Results
     about: Mapping[str, str]
@@ -179,7 +221,7 @@ def audit(job: AuditJob, spark: SessionOptions | None, display: Report, limits: 
             stage.finish("too large for one process")
         else:
             if job.output is not None:
-                audited.results.write(job.output, audited.about)
+                write_tables(audited.results, job.output, audited.about)
             facts = gather(audited.results, audited.about, limits)
             stage.finish(f"{facts.sums.acked:,} acknowledged records")
             return facts
@@ -214,73 +256,63 @@ def _without_collector() -> Iterator[None]:
 
 @_without_collector()
 def audit_here(job: AuditJob, stage: Stage | None = None, *, is_bounded: bool = False) -> Audited:
-    """Audit in this process. Raise TooLarge beyond MOST_ROWS and the other bounds, if the audit `is_bounded`."""
+    """Audit in this process. Errors are those of `InProcess` and `audit_with`."""
+    signatures = job.trail.signatures()
+    results, words, rows = audit_with(InProcess(is_bounded), job, signatures, stage)
+    if signatures is not None:
+        words = {**words, UNSIGNED: f"{signatures.refused:,}"}
+    return Audited(results, words, rows)
+
+
+def audit_with(engine: Engine, job: AuditJob, signatures: Signatures | None, stage: Stage | None = None) -> Audited:
+    """Read the trail and the logs, and judge. Raise LogReadFailed or StartupError."""
     # Taken before the trail's end is fixed, because reading may take longer than a live proxy is silent.
     read_at_ms = int(time.time() * 1000)
-    rows: list[TrailRow] = []
-    signatures = job.trail.signatures()
-    for row in _read_trail(job, signatures):
-        rows.append(row)
-        if is_bounded and len(rows) > MOST_ROWS:
-            raise TooLarge
-    ranges = [row for row in rows if row.kind == "range"]
-    log: Mapping[TopicPartition, list[Batch]] = {}
+    rows = _read_trail(engine, job, signatures)
+    since_ms = 0 if job.from_ms is None else job.from_ms - LOG_LOOKBACK_MS
+    acked = Acked()
+    for part in rows.over(lambda rows: [acked_in(rows, since_ms)]):
+        acked.add(part)
+    log: Bag = Here()
     bounds: Mapping[TopicPartition, Bounds] = {}
     unread: Unread = {}
+    batches = 0
     with LogClient(job.bootstrap, job.kafka) as client:
-        topics = there(client, job) if job.topics else existing(client, {row.topic or "" for row in ranges})
-        if stage is not None:
-            stage.say(f"reading the logs of {len(topics)} topics")
+        topics = there(client, job) if job.topics else existing(client, {which.topic for which in acked.behind_one})
         if topics:
-            ends = ends_behind(acknowledged_by_one(ranges), lambda: ends_of(client, topics, unread))
-            first = None if job.from_ms is None else first_acknowledged(ranges, job.from_ms - LOG_LOOKBACK_MS)
-            most_batches, most_bytes = (MOST_BATCHES, MOST_BYTES) if is_bounded else (None, None)
-            log = read_headers(client, first, ends, most_batches, most_bytes, unread)
+            if stage is not None:
+                stage.say(f"reading the logs of {len(topics)} topics")
+            ends = ends_behind(acked.behind_one, lambda: ends_of(client, topics, unread))
+            pieces = plan(client, None if job.from_ms is None else acked.first, ends, unread=unread)
+            log = engine.read(pieces, LogTask(job.bootstrap, job.kafka, client.leaders).headers)
+            for which, count, reason in log.over(_tallied):
+                batches += count
+                unread |= {} if reason is None else {which: reason}
             bounds = bounds_now(client, topics, job.compacted, unread)
-    results = audit_rows(rows, log, bounds, job.rules(read_at_ms), unread)
+    bits, groups = engine.buckets(acked.rows, batches)
+    results = audit_bags(rows, log, bounds, job.rules(read_at_ms), unread, bits=bits, groups=groups)
     words = {**about(job), TRAIL_READ: f"{utc(read_at_ms)} UTC"}
-    if signatures is not None:
-        words[UNSIGNED] = f"{signatures.refused:,}"
-    return Audited(results, words, len(rows) + sum(map(len, log.values())))
+    return Audited(results, words, acked.rows + batches)
 
 
-def _read_trail(job: AuditJob, signatures: Signatures | None) -> Iterator[TrailRow]:
+def _tallied(chunks: Iterable[Chunk]) -> Iterator[tuple[TopicPartition, int, str | None]]:
+    return ((chunk.which, len(chunk.batches), chunk.unread) for chunk in chunks)
+
+
+def _read_trail(engine: Engine, job: AuditJob, signatures: Signatures | None) -> Bag:
+    from_ms = job.read_from_ms
     if job.trail.kind != TOPIC:
-        yield from read_files(job.trail, job.read_from_ms, signatures)
-        return
-    with LogClient(job.trail_bootstrap or job.bootstrap, job.kafka) as client:
-        starts, ends = trail_offsets(client, job)
-        yield from read_topic(client, starts, ends, signatures)
-
-
-def trail_offsets(client: LogClient, job: AuditJob) -> tuple[Offsets, Offsets]:
-    """Return the offsets of the trail's topic to read from and to. Raise StartupError."""
-    try:
-        ends = ends_of(client, (job.trail.name,))
-        return {} if job.read_from_ms is None else offsets_at(client, job.read_from_ms, ends), ends
-    except LogReadFailed as error:
-        raise StartupError(f"The audit trail could not be read: {error}") from error
-
-
-def acknowledged_by_one(ranges: Sequence[TrailRow]) -> dict[TopicPartition, int]:
-    """Return, by partition, the offset after the last one that was acknowledged with acks=1 by the trail."""
-    behind: dict[TopicPartition, int] = {}
-    for row in ranges:
-        if row.acks == 1 and row.topic is not None and row.partition is not None and row.spans:
-            which = TopicPartition(row.topic, row.partition)
-            behind[which] = max(behind.get(which, 0), row.spans[-2] + row.spans[-1])
-    return behind
-
-
-def first_acknowledged(ranges: Sequence[TrailRow], since_ms: int) -> dict[TopicPartition, int]:
-    """Return, by partition, the lowest offset acknowledged at `since_ms` or later, by the trail."""
-    first: dict[TopicPartition, int] = {}
-    for row in ranges:
-        if (row.last_acked_at or 0) >= since_ms and row.topic is not None and row.partition is not None and row.spans:
-            which = TopicPartition(row.topic, row.partition)
-            lowest = min(row.spans[::2])
-            first[which] = min(first.get(which, lowest), lowest)
-    return first
+        return engine.files(job.trail, from_ms, signatures)
+    bootstrap = job.trail_bootstrap or job.bootstrap
+    with LogClient(bootstrap, job.kafka) as client:
+        try:
+            ends = ends_of(client, (job.trail.name,))
+            starts = None if from_ms is None else offsets_at(client, from_ms, ends)
+        except LogReadFailed as error:
+            raise StartupError(f"The audit trail could not be read: {error}") from error
+        pieces = plan(client, starts, ends, PAGES_PER_PIECE)
+        task = LogTask(bootstrap, job.kafka, client.leaders)
+    return engine.read(pieces, lambda pieces: rows_of_pages(signatures, task.pages(pieces)))
 
 
 def there(client: LogClient, job: AuditJob) -> tuple[str, ...]:
@@ -312,10 +344,10 @@ def check_places(
 
     Its one sentence saves the user Spark's stack trace a minute later.
     """
-    here = _topics(bootstrap, "--bootstrap", kafka)
-    missing = sorted(set(topics) - here.keys())
-    if missing:
-        raise StartupError(f"There is no topic {missing[0]} at --bootstrap {bootstrap}: see what --topics names.")
+    with _cluster(bootstrap, "--bootstrap", kafka) as (_, here):
+        missing = sorted(set(topics) - here.keys())
+        if missing:
+            raise StartupError(f"There is no topic {missing[0]} at --bootstrap {bootstrap}: see what --topics names.")
     if trail.kind == TOPIC:
         _check_topic(trail.name, trail_bootstrap, kafka)
     elif "://" not in trail.name:
@@ -323,12 +355,10 @@ def check_places(
 
 
 def _check_topic(name: str, bootstrap: str, kafka: Mapping[str, str]) -> None:
-    there = _topics(bootstrap, "--trail-bootstrap", kafka)
-    partitions = [TopicPartition(name, index) for index in range(there.get(name, 0))]
-    with _client(bootstrap, "--trail-bootstrap", kafka) as client:
+    with _cluster(bootstrap, "--trail-bootstrap", kafka) as (client, there):
+        partitions = [TopicPartition(name, index) for index in range(there.get(name, 0))]
         try:
-            begin = client.list_offsets(partitions, EARLIEST)
-            end = client.list_offsets(partitions, LATEST)
+            begin, end = (client.list_offsets(partitions, where) for where in (EARLIEST, LATEST))
         except LogReadFailed as error:
             raise StartupError(f"The trail in topic {name} cannot be read: {error}") from error
     if begin == end:
@@ -337,36 +367,34 @@ def _check_topic(name: str, bootstrap: str, kafka: Mapping[str, str]) -> None:
 
 
 def _check_files(trail: TrailPlace) -> None:
-    directory, ending = Path(trail.name), _ENDINGS[trail.kind]
-    if not directory.is_dir():
-        raise StartupError(f"No audit trail: {directory} is not a directory; give --trail {trail.kind}:DIR.")
-    if not any(directory.glob(f"*{ending}")):
-        raise StartupError(f"No audit trail: {directory} has no file *{ending}.")
+    if not Path(trail.name).is_dir():
+        raise StartupError(f"No audit trail: {trail.name} is not a directory; give --trail {trail.kind}:DIR.")
+    if not files_of(trail):
+        raise StartupError(f"No audit trail: {trail.name} has no file {PATTERNS[trail.kind]}.")
 
 
-def _topics(bootstrap: str, flag: str, kafka: Mapping[str, str]) -> dict[str, int]:
-    """Return the number of partitions by topic."""
-    with _client(bootstrap, flag, kafka) as client:
-        try:
-            return dict(client.partitions(None))
-        except LogReadFailed as error:
-            raise StartupError(f"No Kafka answers at {flag} {bootstrap}: {error}") from error
-
-
-def _client(bootstrap: str, flag: str, kafka: Mapping[str, str]) -> LogClient:
+@contextmanager
+def _cluster(bootstrap: str, flag: str, kafka: Mapping[str, str]) -> Iterator[tuple[LogClient, Mapping[str, int]]]:
+    """Yield a client and the number of partitions by topic."""
     try:
         parse_bootstrap(bootstrap)
     except LogReadFailed as error:
         raise StartupError(f"{flag} {bootstrap} is not an address: give HOST:PORT of a kproxy or broker.") from error
     try:
-        return LogClient(bootstrap, kafka, timeout_s=PATIENCE_S, patience_s=PATIENCE_S)
+        client = LogClient(bootstrap, kafka, timeout_s=PATIENCE_S, patience_s=PATIENCE_S)
     except LogReadFailed as error:
         raise StartupError(str(error)) from error
+    with client:
+        try:
+            topics = client.partitions(None)
+        except LogReadFailed as error:
+            raise StartupError(f"No Kafka answers at {flag} {bootstrap}: {error}") from error
+        yield client, topics
 
 
 def about(job: AuditJob) -> Mapping[str, str]:
     """Describe the audit for the foot of a report."""
-    facts = {"logs": job.bootstrap, "trail": _text(job.trail)}
+    facts = {"logs": job.bootstrap, "trail": f"{job.trail.kind}:{job.trail.name}"}
     if job.topics:
         facts["topics"] = ", ".join(job.topics)
     if job.deleted_topics:
@@ -381,10 +409,6 @@ def about(job: AuditJob) -> Mapping[str, str]:
         "windows": f"{job.window_ms / 1000:g} s",
         "made": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC by kproxy {installed.version()}",
     }
-
-
-def _text(place: TrailPlace) -> str:
-    return f"{place.kind}:{place.name}"
 
 
 def _time(ms: int) -> str:

@@ -1,52 +1,48 @@
-"""Run one audit on Spark: read the trail and the logs, write the tables, and reduce them to a report's facts.
+"""Run one audit on Spark: its tasks read the pieces of the trail and of the logs, and judge the buckets.
 
-Tables that are read several times are kept in Parquet files, and there are enough shuffle partitions for each task to
-work in memory. The result tables are on disk before the report, so that it can be made again.
+What is read several times is kept in files, in a directory beside the results until the end. There are enough tasks for
+each to work in memory.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from operator import methodcaller
 from typing import Any, Final
 
-from pyspark.sql import DataFrame
-from pyspark.sql import functions as F  # noqa: N812 - the name Spark's own documentation uses
+from py4j.protocol import Py4JJavaError
+from pyspark.errors import AnalysisException
+from pyspark.sql.pandas.types import from_arrow_schema
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.audit.columns import BOUNDS, LOG, ddl
-from kproxy.pipeline.audit.log_client import LogClient, Offsets, TopicPartition, Unread
-from kproxy.pipeline.audit.logs import bounds_now, ends_behind, ends_of, existing, plan
-from kproxy.pipeline.audit.report_facts import TRAIL_READ, Facts
+from kproxy.pipeline.audit.bags import Bag, Step
+from kproxy.pipeline.audit.columns import TABLES, arrow_schema
+from kproxy.pipeline.audit.log_client import LogReadFailed
+from kproxy.pipeline.audit.log_reader import LogRange
+from kproxy.pipeline.audit.report_facts import Facts
 from kproxy.pipeline.audit.report_gather import Limits, gather
-from kproxy.pipeline.audit.report_text import utc
-from kproxy.pipeline.audit.run import LOG_LOOKBACK_MS, AuditJob, about, there, trail_offsets
-from kproxy.pipeline.audit.spark_tasks import PAGES, Pieces
-from kproxy.pipeline.audit.tables import (
-    Land,
-    audit_tables,
-    read_results,
-    write_results,
-)
-from kproxy.pipeline.audit.trail import read_files, rows_of
-from kproxy.pipeline.audit.trail_place import TOPIC
+from kproxy.pipeline.audit.run import AuditJob, audit_with
+from kproxy.pipeline.audit.steps import Results
+from kproxy.pipeline.audit.trail_place import JSON, PATTERNS, TrailPlace
+from kproxy.pipeline.audit.trail_rows import closed_since, rows_of_files, rows_of_pages
 from kproxy.pipeline.progress import JobsProgress, Report
 from kproxy.pipeline.session import SessionOptions, open_session, ship_package
 from kproxy.pipeline.spark import as_spark_failure, cloned, in_one_process, on_this_machine
+from kproxy.trail.parquet_sink import SCHEMA
+from kproxy.trail.signature import Signatures
 
-# Spark ignores names that begin with `_`, so a reader of the results does not read intermediate tables.
+# Spark ignores names that begin with `_`, so a reader of the results does not read what is kept.
 _WORK = "_work"
-_BEHIND_LAST: Final = "element_at(spans, -2) + element_at(spans, -1)"
-_UNREAD: Final = ("topic", "partition", "unread")
-_SHUFFLE_PARTITIONS: Final = "spark.sql.shuffle.partitions"
-# About 60 MB, with two endpoints for each row.
-_ROWS_PER_TASK: Final = 300_000
-_MAX_PARTITIONS: Final = 10_000
-# A page of a trail has up to some hundreds of rows.
-PAGES_PER_PIECE: Final = 2_000
+# 2^18 offsets are usually some thousands of batches, and a quarter of a million at worst.
+BUCKET_BITS: Final = 18
+_BATCHES_PER_GROUP: Final = 200_000
+_ITEMS_PER_TASK: Final = 200_000
+_MAX_TASKS: Final = 10_000
 
 
 def audit_on_spark(job: AuditJob, spark: SessionOptions, display: Report) -> Facts:
@@ -81,10 +77,7 @@ def audit_in_copy(session: Any, job: AuditJob, display: Report, limits: Limits) 
 
 
 def audit_in(session: Any, job: AuditJob, display: Report, limits: Limits | None = None) -> Facts:
-    """Audit in an open session. Errors are those of `audit_on_spark`.
-
-    Intermediate tables are in a directory beside the results until the end.
-    """
+    """Audit in an open session. Errors are those of `audit_on_spark`."""
     stage = display.stage("audit", "reading the trail")
     with ExitStack() as stack:
         output = job.output
@@ -93,114 +86,126 @@ def audit_in(session: Any, job: AuditJob, display: Report, limits: Limits | None
             stack.callback(shutil.rmtree, output, ignore_errors=True)
         stack.enter_context(JobsProgress(session, stage))
         stack.enter_context(as_spark_failure("The audit failed"))
-        land = stack.enter_context(work_in(session, f"{output.rstrip('/')}/{_WORK}"))
-        # Before the trail's end is fixed: reading may take longer than a live proxy is silent.
-        read_at_ms = int(time.time() * 1000)
-        rows = land("rows", _read_trail(session, job))
-        with LogClient(job.bootstrap, job.kafka) as client:
-            log, bounds, unread = _read_logs(session, client, job, rows, land)
-        words = {**about(job), TRAIL_READ: f"{utc(read_at_ms)} UTC"}
-        with fitted(session, rows.count() + log.count()):
-            write_results(audit_tables(rows, log, bounds, job.rules(read_at_ms), land, unread=unread), output, words)
-            facts = gather(read_results(session, output), words, limits)
+        engine = stack.enter_context(spark_in(session, f"{output.rstrip('/')}/{_WORK}"))
+        with _readers_errors():
+            audited = audit_with(engine, job, job.trail.signatures())
+        if job.output is not None:
+            write_results(session, audited.results, job.output, audited.about)
+        facts = gather(audited.results, audited.about, limits)
     stage.finish(f"{facts.sums.acked:,} acknowledged records")
     return facts
 
 
-def _read_trail(session: Any, job: AuditJob) -> DataFrame:
-    if job.trail.kind != TOPIC:
-        return read_files(session, job.trail, from_ms=job.read_from_ms)
-    bootstrap = job.trail_bootstrap or job.bootstrap
-    with LogClient(bootstrap, job.kafka) as client:
-        starts, ends = trail_offsets(client, job)
-        pieces = Pieces(bootstrap, job.kafka, plan(client, starts or None, ends, PAGES_PER_PIECE), client.leaders)
-    pages = _numbers(session, pieces).mapInArrow(lambda numbers: pieces.pages(numbers), PAGES)
-    return rows_of(pages, job.trail.keys)
-
-
-def _numbers(session: Any, pieces: Pieces) -> DataFrame:
-    """Return the number of each piece, in a task of its own."""
-    count = len(pieces.pieces)
-    numbers: DataFrame = session.range(0, count, 1, max(1, count))
-    return numbers
-
-
-def _read_logs(
-    session: Any, client: LogClient, job: AuditJob, rows: DataFrame, land: Land
-) -> tuple[DataFrame, DataFrame, Unread]:
-    """Return the logs' headers and bounds; topics deleted since the trail was written have none."""
-    unread: Unread = {}
-    if job.topics:
-        topics = there(client, job)
-    else:
-        named = rows.where("topic is not null").select("topic").distinct().collect()
-        topics = existing(client, {row.topic for row in named})
-    if not topics:
-        return session.createDataFrame([], ddl(LOG)), session.createDataFrame([], ddl(BOUNDS)), unread
-    ends = ends_behind(acknowledged_by_one(rows), lambda: ends_of(client, topics, unread))
-    first = None if job.from_ms is None else first_acknowledged(rows, job.from_ms - LOG_LOOKBACK_MS)
-    log = land("log", read_log(session, client, job, first, ends, unread=unread))
-    unread |= {TopicPartition(*row[:2]): row[2] for row in log.where("unread is not null").select(*_UNREAD).collect()}
-    bounds = bounds_now(client, topics, job.compacted, unread)
-    return log, session.createDataFrame([(*which, *each) for which, each in bounds.items()], ddl(BOUNDS)), unread
-
-
-def read_log(
-    session: Any,
-    client: LogClient,
-    job: AuditJob,
-    first: Offsets | None,
-    ends: Offsets,
-    most: int | None = None,
-    unread: Unread | None = None,
-) -> DataFrame:
-    """Return LOG: the headers of the batches that `plan` names, read by a task for each piece."""
-    pieces = Pieces(job.bootstrap, job.kafka, plan(client, first, ends, most, unread), client.leaders)
-    return _numbers(session, pieces).mapInArrow(lambda numbers: pieces.headers(numbers), ddl(LOG))
-
-
 @contextmanager
-def work_in(session: Any, directory: str) -> Iterator[Land]:
-    """Yield a `Land` that writes tables to Parquet files, which need no memory and are read by column."""
-
-    def land(name: str, frame: DataFrame) -> DataFrame:
-        place = f"{directory}/{name}"
-        frame.write.mode("overwrite").parquet(place)
-        return session.read.schema(frame.schema).parquet(place)
-
-    try:
-        yield land
-    finally:
-        jvm = session._jvm
-        path = jvm.org.apache.hadoop.fs.Path(directory)
-        path.getFileSystem(session._jsc.hadoopConfiguration()).delete(path, True)
-
-
-@contextmanager
-def fitted(session: Any, rows: int) -> Iterator[None]:
-    """Use enough shuffle partitions for `rows` rows while the block runs: Spark merges small ones, but splits none."""
-    before = session.conf.get(_SHUFFLE_PARTITIONS)
-    needed = min(rows // _ROWS_PER_TASK, _MAX_PARTITIONS)
-    session.conf.set(_SHUFFLE_PARTITIONS, str(max(int(before), needed)))
+def _readers_errors() -> Iterator[None]:
+    """Raise the error of a task that could not read the trail as what it was."""
     try:
         yield
+    except Py4JJavaError as error:
+        if found := re.search("LogReadFailed: (.+)", str(error)):
+            raise LogReadFailed(found[1]) from error
+        raise
+
+
+@contextmanager
+def spark_in(session: Any, directory: str) -> Iterator[OnSpark]:
+    """Yield an engine that keeps values in `directory`, which is removed at the end."""
+    _remove(session, directory)
+    try:
+        yield OnSpark(session, directory)
     finally:
-        session.conf.set(_SHUFFLE_PARTITIONS, before)
+        _remove(session, directory)
 
 
-def acknowledged_by_one(rows: DataFrame) -> dict[TopicPartition, int]:
-    """Return, by partition, the offset after the last one that the trail has as acknowledged with acks=1."""
-    ranges = rows.where("kind = 'range' and acks = 1")
-    behind = ranges.groupBy("topic", "partition").agg(F.max(F.expr(_BEHIND_LAST)).alias("behind"))
-    return {TopicPartition(row.topic, row.partition): row.behind for row in behind.collect()}
+def _remove(session: Any, directory: str) -> None:
+    path = session._jvm.org.apache.hadoop.fs.Path(directory)
+    path.getFileSystem(session._jsc.hadoopConfiguration()).delete(path, True)
 
 
-# The lowest first offset of a row's spans.
-_FIRST_OFFSET: Final = "array_min(filter(spans, (each, index) -> index % 2 = 0))"
+class OnSpark:
+    """Read and judge in Spark's tasks."""
+
+    def __init__(self, session: Any, directory: str) -> None:
+        self.session = session
+        self.directory = directory
+        # The number of tasks after a shuffle.
+        self.tasks = session.sparkContext.defaultParallelism
+
+    def bag(self, values: Sequence[Any]) -> RddBag:
+        """Return a bag with a part for each of `values`."""
+        return RddBag(self, self.session.sparkContext.parallelize(values, max(1, len(values))))
+
+    def read(self, pieces: Sequence[Sequence[LogRange]], step: Step) -> Bag:
+        return self.bag(pieces).over(step).kept("read")
+
+    def files(self, place: TrailPlace, from_ms: int | None, signatures: Signatures | None) -> Bag:
+        """Read files at any address that Spark reads."""
+        reader = self.session.read.option("pathGlobFilter", PATTERNS[place.kind])
+        step: Step = _rows_of_parquet
+        try:
+            if place.kind == JSON:
+                files, step = reader.text(place.name), partial(_rows_of_lines, signatures)
+            else:
+                # Fails if there are no files. Its schema is unused: others may have more columns, or wider numbers.
+                reader.parquet(place.name)
+                files = reader.schema(from_arrow_schema(SCHEMA)).parquet(place.name)
+        except AnalysisException as error:
+            raise StartupError(
+                f"There is no audit trail in {place.name}: is it the directory of `--audit-sink`?"
+            ) from error
+        return RddBag(self, files.rdd).over(step).over(partial(closed_since, from_ms)).kept("read")
+
+    def buckets(self, rows: int, batches: int) -> tuple[int, int]:
+        self.tasks = min(max(self.tasks, (rows + batches) // _ITEMS_PER_TASK), _MAX_TASKS)
+        return BUCKET_BITS, max(1, batches // _BATCHES_PER_GROUP)
 
 
-def first_acknowledged(rows: DataFrame, since_ms: int) -> dict[TopicPartition, int]:
-    """Return, by partition, the lowest offset that the trail has as acknowledged at `since_ms` or later."""
-    ranges = rows.where((F.col("kind") == "range") & (F.col("last_acked_at") >= since_ms))
-    firsts = ranges.groupBy("topic", "partition").agg(F.min(F.expr(_FIRST_OFFSET)).alias("first"))
-    return {TopicPartition(row.topic, row.partition): row.first for row in firsts.collect()}
+def _rows_of_lines(signatures: Signatures | None, lines: Iterable[Any]) -> Iterator[Any]:
+    return rows_of_pages(signatures, ((line.value.encode(), None) for line in lines))
+
+
+def _rows_of_parquet(rows: Iterable[Any]) -> Iterator[Any]:
+    return rows_of_files(map(methodcaller("asDict"), rows))
+
+
+class RddBag:
+    """A bag of Spark. Its values and steps go to executors as pickles."""
+
+    def __init__(self, engine: OnSpark, rdd: Any) -> None:
+        self.engine = engine
+        self.rdd = rdd
+
+    def over(self, step: Step) -> RddBag:
+        return RddBag(self.engine, self.rdd.mapPartitions(step))
+
+    def grouped(self) -> RddBag:
+        return RddBag(self.engine, self.rdd.groupByKey(self.engine.tasks))
+
+    def kept(self, name: str) -> RddBag:
+        place = f"{self.engine.directory}/{name}-{self.rdd.id()}"
+        # As many in a pickle as its size allows.
+        self.rdd.saveAsPickleFile(place, batchSize=0)
+        return RddBag(self.engine, self.rdd.context.pickleFile(place))
+
+    def plus(self, others: Iterable[Any]) -> RddBag:
+        if not isinstance(others, RddBag):
+            others = RddBag(self.engine, self.rdd.context.parallelize(list(others), 1))
+        return RddBag(self.engine, self.rdd.union(others.rdd))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rdd.toLocalIterator())
+
+
+def write_results(session: Any, results: Results, directory: str, about: Mapping[str, str]) -> None:
+    """Write all tables to `directory`, a path or any address that Spark writes to, replacing earlier ones.
+
+    Raise SparkFailed.
+    """
+    with as_spark_failure(f"The audit's results could not be written to {directory}"):
+        for name, bag in results.tables(about):
+            columns = tuple(TABLES[name])
+            rows = bag.rdd if isinstance(bag, RddBag) else session.sparkContext.parallelize(list(bag), 1)
+            schema = from_arrow_schema(arrow_schema(TABLES[name]))
+            values = rows.map(lambda row, columns=columns: tuple(map(row.get, columns)))
+            frame = session.createDataFrame(values, schema, verifySchema=False)
+            frame.write.mode("overwrite").parquet(f"{directory.rstrip('/') or '/'}/{name}")

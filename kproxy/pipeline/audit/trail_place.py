@@ -8,14 +8,16 @@ from typing import Final, NamedTuple
 
 from kproxy.config.audit import DEFAULT_TOPIC, read_trail_key
 from kproxy.errors import StartupError
+from kproxy.pipeline.audit.rules import SHIPPING_MS
 from kproxy.trail.file_sinks import PARQUET_FILE_S
 from kproxy.trail.signature import Signatures
 
 TOPIC: Final = "topic"
 JSON: Final = "json"
 PARQUET: Final = "parquet"
-# The time from closing a row until it can be read; for Parquet also the time to fill a file.
-SHIPPING_MS: Final = 5_000
+# The names of the files of a trail.
+PATTERNS: Final = {JSON: "*.jsonl", PARQUET: "*.parquet"}
+# For Parquet files also the time to fill a file.
 _GATHERING_MS: Final = round(PARQUET_FILE_S * 1000)
 
 

@@ -1,4 +1,4 @@
-"""Read a trail in this process, without Spark, from its topic or from files on this machine.
+"""Read a trail in this process, without Spark, from files on this machine.
 
 Text that is not a trail row is skipped, such as the partial last line of a killed proxy (`trail_rows.py`).
 """
@@ -7,16 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.audit.log_client import LogClient, Offsets
-from kproxy.pipeline.audit.log_reader import LogRange, records_in
-from kproxy.pipeline.audit.trail_place import JSON, PARQUET, TrailPlace
-from kproxy.pipeline.audit.trail_rows import NEEDED_FIELDS, TrailRow, is_row, rows_in
+from kproxy.pipeline.audit.trail_place import PATTERNS, TrailPlace
+from kproxy.pipeline.audit.trail_rows import TrailRow, closed_since, rows_in, rows_of_files
 from kproxy.trail.signature import Signatures
-
-_PATTERNS: Final = {JSON: "*.jsonl", PARQUET: "*.parquet"}
 
 
 def read_files(
@@ -24,14 +19,12 @@ def read_files(
 ) -> Iterator[TrailRow]:
     """Yield the rows closed from `from_ms` on. Raise StartupError if a file cannot be read."""
     for file in files_of(place):
-        for row in file_rows(file, signatures):
-            if from_ms is None or row.at >= from_ms:
-                yield row
+        yield from closed_since(from_ms, file_rows(file, signatures))
 
 
 def files_of(place: TrailPlace) -> list[Path]:
     """Return the trail's files that are whole, sorted by time."""
-    return sorted(Path(place.name).glob(_PATTERNS[place.kind]))
+    return sorted(Path(place.name).glob(PATTERNS[place.kind]))
 
 
 def file_rows(file: Path, signatures: Signatures | None = None) -> Iterator[TrailRow]:
@@ -64,21 +57,7 @@ def _parquet_rows(file: Path) -> Iterator[TrailRow]:
         for batch in opened.iter_batches(columns=there):
             table = pyarrow.Table.from_batches([batch])
             columns = {name: table.column(name).cast(SCHEMA.field(name).type).to_pylist() for name in there}
-            values = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
-            whole = (TrailRow(**row) for row in values if None not in map(row.get, names[:NEEDED_FIELDS]))
-            yield from filter(is_row, whole)
+            rows = zip(*columns.values(), strict=True)
+            yield from rows_of_files(dict(zip(columns, row, strict=True)) for row in rows)
     except pyarrow.ArrowException as error:
         raise StartupError(f"The trail could not be read: {file}: {error}.") from error
-
-
-def read_topic(
-    client: LogClient, starts: Offsets, ends: Offsets, signatures: Signatures | None = None
-) -> Iterator[TrailRow]:
-    """Yield the rows in a topic's partitions from `starts`, a log's beginning by default, to `ends`.
-
-    Rows that retention has removed are missing from the trail, which the audit reports. Raise LogReadFailed.
-    """
-    for which, end in ends.items():
-        if (start := starts.get(which, 0)) < end:
-            for record in records_in(client, LogRange(which, start, end, is_first=True)):
-                yield from rows_in(record.value or b"", record.timestamp, signatures)

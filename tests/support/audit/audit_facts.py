@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kproxy.pipeline.audit.report_facts import (
-    Cell,
     Facts,
     Finding,
     FindingCount,
@@ -57,13 +56,13 @@ def _facts(partitions: tuple[Partition, ...]) -> Facts:
         findings=(),
         finding_counts={},
         grid=Grid(START_MS, STEP_MS, COLUMNS, 1),
-        cells=tuple(
-            Cell(one.topic, one.partition, column, State.COMPLETE)
+        states={
+            one.which: [
+                State.COMPLETE if 2 in one.owners or column % 20 != 19 else State.NOTHING for column in range(COLUMNS)
+            ]
             for one in partitions[:40]
-            for column in range(COLUMNS)
-            if 2 in one.owners or column % 20 != 19
-        ),
-        holdings=tuple(holding for one in partitions[:40] for holding in _holdings(one)),
+        },
+        holdings={one.which: _holdings(one) for one in partitions[:40]},
         about={
             "Bootstrap": "127.0.0.1:9092",
             "Trail": "topic __kproxy_audit, 3 proxies, 4 incarnations",
@@ -77,11 +76,11 @@ def _holdings(one: Partition) -> list[Holding]:
     taken = START_MS + TAKEN_AT * STEP_MS
     end = START_MS + COLUMNS * STEP_MS
     if 2 not in one.owners:
-        return [Holding(one.topic, one.partition, one.owners[0], 1041 + one.partition, START_MS, end, one.sums.acked)]
+        return [Holding(one.owners[0], 1041 + one.partition, START_MS, end, one.sums.acked)]
     half = one.sums.acked // 2
     return [
-        Holding(one.topic, one.partition, 2, 1041 + one.partition, START_MS, taken, half),
-        Holding(one.topic, one.partition, 3, 1190 + one.partition, taken + 9_000, end, half),
+        Holding(2, 1041 + one.partition, START_MS, taken, half),
+        Holding(3, 1190 + one.partition, taken + 9_000, end, half),
     ]
 
 
@@ -91,12 +90,7 @@ def _with(facts: Facts, at: int, states: dict[int, State], *findings: Finding, *
     sums = replace(changed.sums, **counts)
     partitions = [*facts.partitions]
     partitions[at] = replace(changed, sums=sums)
-    cells = tuple(
-        replace(cell, state=states.get(cell.column, cell.state))
-        if (cell.topic, cell.partition) == (changed.topic, changed.partition)
-        else cell
-        for cell in facts.cells
-    )
+    drawn = [states.get(column, state) for column, state in enumerate(facts.states[changed.which])]
     names = Sums.__slots__
     total = Sums(*(getattr(facts.sums, name) - getattr(changed.sums, name) + getattr(sums, name) for name in names))
     both = (*facts.findings, *findings)
@@ -104,7 +98,7 @@ def _with(facts: Facts, at: int, states: dict[int, State], *findings: Finding, *
     return replace(
         facts,
         partitions=(partitions[at], *partitions[:at], *partitions[at + 1 :]),
-        cells=cells,
+        states={**facts.states, changed.which: drawn},
         verdict=replace(facts.verdict, sums=total, conflicts=sum(found.kind == "overlap" for found in findings)),
         findings=both,
         finding_counts={
@@ -136,13 +130,9 @@ def split_brain() -> Facts:
     )
     states = dict.fromkeys(range(TAKEN_AT, TAKEN_AT + 5), State.OVERLAPPED)
     facts = _with(facts, 1, states, finding, overlapped=400, lost=200, present=119_800)
-    holdings = tuple(
-        replace(holding, last_ms=taken + 5 * STEP_MS)
-        if (holding.topic, holding.partition, holding.owner) == ("orders", 1, 2)
-        else holding
-        for holding in facts.holdings
-    )
-    return replace(facts, holdings=holdings)
+    first, *others = facts.holdings["orders", 1]
+    both = [replace(first, last_ms=taken + 5 * STEP_MS), *others]
+    return replace(facts, holdings={**facts.holdings, ("orders", 1): both})
 
 
 def unproven() -> Facts:
@@ -234,19 +224,18 @@ def huge() -> Facts:
         findings=tuple(replace(finding, partition=number, records=50 - number) for number in range(50)),
         finding_counts={"lost": FindingCount(1_000_000, 890), "gap": FindingCount(40, 0)},
         grid=Grid(START_MS, 86_400_000 * 4, 96, 5760),
-        cells=tuple(
-            Cell(one.topic, one.partition, column, states[(column * 7 + row * 5 + column * row // 3) % 7])
+        states={
+            one.which: [states[(column * 7 + row * 5 + column * row // 3) % 7] for column in range(96)]
             for row, one in enumerate(partitions[:40])
-            for column in range(96)
-        ),
-        holdings=tuple(
-            Holding(
-                one.topic, one.partition, (one.partition + turn) % 9, 10_000 + turn, begin, begin + 86_400_000 * 9, 1000
-            )
+        },
+        holdings={
+            one.which: [
+                Holding((one.partition + turn) % 9, 10_000 + turn, begin, begin + 86_400_000 * 9, 1000)
+                for turn in range(40)
+                for begin in (START_MS + turn * 86_400_000 * 9,)
+            ]
             for one in partitions[:40]
-            for turn in range(40)
-            for begin in (START_MS + turn * 86_400_000 * 9,)
-        ),
+        },
         hidden_holdings=12_345,
     )
 
@@ -261,8 +250,8 @@ def tiny() -> Facts:
     return replace(
         _facts((one,)),
         grid=Grid(START_MS, 1000, 1, 1),
-        cells=(Cell("t", 0, 0, State.COMPLETE),),
-        holdings=(Holding("t", 0, 1, 7, START_MS + 10, START_MS + 10, 1),),
+        states={("t", 0): [State.COMPLETE]},
+        holdings={("t", 0): [Holding(1, 7, START_MS + 10, START_MS + 10, 1)]},
     )
 
 
@@ -273,8 +262,8 @@ def hostile() -> Facts:
     return replace(
         facts,
         partitions=tuple(replace(one, topic=name) for one in facts.partitions[:6]),
-        cells=tuple(replace(cell, topic=name) for cell in facts.cells if cell.topic == "orders"),
-        holdings=tuple(replace(one, topic=name) for one in facts.holdings if one.topic == "orders"),
+        states={(name, partition): each for (topic, partition), each in facts.states.items() if topic == "orders"},
+        holdings={(name, partition): each for (topic, partition), each in facts.holdings.items() if topic == "orders"},
         findings=tuple(
             replace(one, topic=name, detail=f"{name} $x^2$ {{}}", proxy="<b>p</b>") for one in facts.findings
         ),

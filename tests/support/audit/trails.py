@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kproxy.pipeline.audit.in_process import Results, audit_rows
 from kproxy.pipeline.audit.judge import Batch, Bounds
 from kproxy.pipeline.audit.log_client import TopicPartition, Unread
 from kproxy.pipeline.audit.rules import AuditRules
+from kproxy.pipeline.audit.steps import Results, audit_rows
 from kproxy.pipeline.audit.trail_rows import TrailRow
 
 BEGAN_AT = 1_760_000_000_000
@@ -153,18 +153,25 @@ def trail_rows(rows: Iterable[Row]) -> list[TrailRow]:
     return [TrailRow(**{name: value for name, value in row.items() if name in names}) for row in rows]
 
 
+def batches_in(log: Iterable[Row]) -> dict[TopicPartition, list[Batch]]:
+    batches: dict[TopicPartition, list[Batch]] = defaultdict(list)
+    for row in log:
+        batches[TopicPartition(row["topic"], row["partition"])].append(Batch(*(row[name] for name in Batch._fields)))
+    return batches
+
+
+def bounds_in(limits: Iterable[Row]) -> dict[TopicPartition, Bounds]:
+    return {
+        TopicPartition(row["topic"], row["partition"]): Bounds(*(row[name] for name in Bounds._fields))
+        for row in limits
+    }
+
+
 def judged_here(
     rows: Iterable[Row], log: Iterable[Row], limits: Iterable[Row], rules: AuditRules, unread: Unread | None = None
 ) -> Results:
     """Audit in this process."""
-    batches: dict[TopicPartition, list[Batch]] = defaultdict(list)
-    for row in log:
-        batches[TopicPartition(row["topic"], row["partition"])].append(Batch(*(row[name] for name in Batch._fields)))
-    bounds = {
-        TopicPartition(row["topic"], row["partition"]): Bounds(*(row[name] for name in Bounds._fields))
-        for row in limits
-    }
-    return audit_rows(trail_rows(rows), batches, bounds, rules, unread or {})
+    return audit_rows(trail_rows(rows), batches_in(log), bounds_in(limits), rules, unread or {})
 
 
 def shared_names() -> list[Row]:

@@ -13,14 +13,14 @@ import pytest
 
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit import columns
-from kproxy.pipeline.audit.in_process import audit_rows
-from kproxy.pipeline.audit.judge import Batch, Bounds, JudgeRules, Range, judge_log
+from kproxy.pipeline.audit.judge import Batch, Bounds, judge_log
 from kproxy.pipeline.audit.log_client import TopicPartition
 from kproxy.pipeline.audit.report_facts import SUMMED, Sums, Verdict
 from kproxy.pipeline.audit.report_gather import gather
 from kproxy.pipeline.audit.report_machine import as_json, write_metrics
 from kproxy.pipeline.audit.report_text import headline, summary
 from kproxy.pipeline.audit.rules import AuditRules
+from kproxy.pipeline.audit.steps import audit_rows
 from tests.support.audit.cases import CASES, WINDOW_MS, inputs
 from tests.support.audit.trails import BEGAN_AT, Row, Trail, judged_here, trail_rows
 
@@ -193,9 +193,11 @@ def test_programs_read_json_and_metrics(tmp_path: Path) -> None:
 def test_many_losses_take_time_in_proportion() -> None:
     """Every other batch is missing: a search through the listed losses for each would take minutes."""
     losses = 300_000
-    row = Range("p", "a", 1, 1, None, 1, 1, -1, 1, -1, None, None, 2 * losses, 1, 1, 1, 1, [0, 2 * losses], None)
+    trail = Trail()
+    trail.acked("t", 0, 2 * losses)
+    (_, row) = trail_rows(trail.rows)
     batches = [Batch(2 * k, 2 * k, 1, -1, -1, -1, False, True) for k in range(losses)]
-    rules = JudgeRules(window_ms=WINDOW_MS, promised_ms={}, late_after_ms=1, max_findings=1_000)
+    rules = AuditRules(read_at_ms=1, window_ms=WINDOW_MS, late_after_ms=1, max_findings=1_000)
     _, part, _ = judge_log([row], batches, Bounds(0, 2 * losses, False, None), rules)
     assert part.found["lost"] == losses
     starts = [island.start for island in part.islands]

@@ -8,6 +8,8 @@ import pytest
 
 from kproxy.pipeline.audit.log_client import TopicPartition
 from kproxy.pipeline.audit.logs import ENDS_PATIENCE_S, ends_behind
+from kproxy.pipeline.audit.trail_rows import Acked, acked_in
+from tests.support.audit.trails import BEGAN_AT, Trail, trail_rows
 
 ZERO, ONE, OTHER = TopicPartition("t", 0), TopicPartition("t", 1), TopicPartition("gone", 0)
 
@@ -53,3 +55,17 @@ def test_missing_acknowledgements_are_awaited_for_seconds() -> None:
     site = Site([{ZERO: 3}])
     assert site.ends({ZERO: 5}) == {ZERO: 3}
     assert ENDS_PATIENCE_S <= site.now - 100.0 < ENDS_PATIENCE_S + 1
+
+
+def test_single_replica_acknowledgements_are_reported_by_partition() -> None:
+    trail = Trail()
+    trail.acked("t", 0, 100, acks=1)
+    trail.acked("t", 100, 5, 110, 10, acks=1)
+    trail.acked("t", 120, 10)
+    trail.acked("t", 7, 1, partition=1, acks=1, at=2_000)
+    trail.acked("by-all", 0, 10)
+    trail.end(60_000)
+    whole = Acked()
+    for part in (trail_rows(trail.rows[:3]), trail_rows(trail.rows[3:])):
+        whole.add(acked_in(part, BEGAN_AT + 1_500))
+    assert whole == Acked({("t", 1): 7}, {("t", 0): 120, ("t", 1): 8, ("by-all", 0): 0}, 7)

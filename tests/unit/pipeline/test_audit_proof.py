@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from kproxy.pipeline.audit.findings import of_unproven
-from kproxy.pipeline.audit.proof import TrailPart, Unproven, trail_part, trails, unproven
-from kproxy.pipeline.audit.trail_place import SHIPPING_MS, parse_place
+from kproxy.pipeline.audit.proof import TrailPart, Unproven, joined, trails, unproven
+from kproxy.pipeline.audit.rules import SHIPPING_MS
+from kproxy.pipeline.audit.trail_place import parse_place
 from kproxy.pipeline.audit.trail_rows import rows_in
 from kproxy.trail.signature import chained, digest
 from tests.support.audit.trails import BEGAN_AT, INTERVAL_MS, Row, Trail, page, shared_names, trail_rows
@@ -130,17 +131,16 @@ LIVING: dict[str, tuple[list[Row], list[tuple[Any, ...]]]] = {
 
 def parts_of(rows: list[Row], *, split: random.Random | None = None) -> dict[tuple[str, str], TrailPart]:
     """Each trail in one part, or joined from several."""
-    stamps: dict[tuple[str, str], list[Any]] = {}
+    found: dict[tuple[str, str], list[TrailPart]] = {}
     for row in trail_rows(rows):
-        stamps.setdefault((row.proxy, row.incarnation), []).append(row.stamp())
+        found.setdefault((row.proxy, row.incarnation), []).append(row.part())
     parts = {}
-    for name, each in stamps.items():
-        each.sort()
-        cut = split.choice(each).sequence if split else 0
-        pieces = [[stamp for stamp in each if (stamp.sequence < cut) == is_low] for is_low in (True, False)]
-        first, *rest = [trail_part(piece) for piece in pieces if piece]
+    for name, each in found.items():
+        cut = split.choice(each).first if split else 0
+        pieces = [[part for part in each if (part.first < cut) == is_low] for is_low in (True, False)]
+        first, *rest = [joined(piece) for piece in pieces if piece]
         for later in rest:
-            first.join(later)
+            first.add(later)
         parts[name] = first
     return parts
 
@@ -222,7 +222,7 @@ def test_altered_row_makes_its_time_unproven() -> None:
     def judged(*changed: bytes) -> list[tuple[Any, ...]]:
         rows = [row for line in changed for row in rows_in(line)]
         missing = unproven(
-            trails({("p", "p"): trail_part([row.stamp() for row in rows])}),
+            trails({("p", "p"): joined([row.part() for row in rows])}),
             read_at_ms=BEGAN_AT + READ_AT,
             shipping_ms=0,
         )

@@ -179,8 +179,7 @@ def test_page_is_complete_and_loads_nothing(pages: dict[str, str], name: str) ->
 def test_drawings_have_text_and_the_pages_colours(pages: dict[str, str], name: str) -> None:
     page = Page(pages[name])
     facts = audit_facts.ALL[name]()
-    drawn = len({(cell.topic, cell.partition) for cell in facts.cells}) + bool(facts.trail_holes)
-    drawn += min(20, len({(one.topic, one.partition) for one in facts.holdings}))
+    drawn = len(facts.states) + bool(facts.trail_holes) + min(20, len(facts.holdings))
     titles = re.findall(r'<svg[^>]* role="img"><title>([^<]{12,})</title>', pages[name])
     assert len(titles) == drawn
     hidden = [attributes for tag, attributes in page.elements if tag == "svg" and attributes.get("role") != "img"]
@@ -309,9 +308,15 @@ def test_report_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 )
 def test_wrong_clocks_do_not_break_the_report(grid: Grid) -> None:
     facts = audit_facts.tiny()
-    holdings = tuple(replace(one, first_ms=grid.start_ms, last_ms=grid.end_ms) for one in facts.holdings)
+    holdings = {
+        which: [replace(one, first_ms=grid.start_ms, last_ms=grid.end_ms) for one in each]
+        for which, each in facts.holdings.items()
+    }
+    states = {which: [State.COMPLETE] * grid.columns for which in facts.states}
     finding = replace(audit_facts.loss().findings[0], from_ms=grid.start_ms, to_ms=grid.end_ms, topic="t", partition=0)
-    assert Page(report_page(replace(facts, grid=grid, holdings=holdings, findings=(finding,)))).texts("h1") == ["Clean"]
+    assert Page(report_page(replace(facts, grid=grid, states=states, holdings=holdings, findings=(finding,)))).texts(
+        "h1"
+    ) == ["Clean"]
 
 
 @pytest.mark.parametrize("begin_ms", [0, 1, 1_763_000_000_123])

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from kproxy.pipeline.audit import columns
-from kproxy.pipeline.audit.in_process import Results
-from kproxy.pipeline.audit.report_facts import Cell, Grid, Holding, State, Sums
+from kproxy.pipeline.audit.bags import Here
+from kproxy.pipeline.audit.columns import TABLES
+from kproxy.pipeline.audit.report_facts import Grid, Holding, State, Sums
 from kproxy.pipeline.audit.report_gather import Limits, gather
 from kproxy.pipeline.audit.report_html import report_page
+from kproxy.pipeline.audit.steps import Results
 
 # 21 November 2026, 20:00 UTC, in seconds.
 START_S = 1_795_291_200
@@ -19,8 +20,9 @@ Rows = Sequence[dict[str, Any]]
 
 def _tables(**rows: Rows) -> Results:
     """Tables of these rows; missing columns are None."""
-    named = {name: getattr(columns, name.upper()) for name in rows}
-    return Results(**{name: [{each: row.get(each) for each in named[name]} for row in rows[name]] for name in rows})
+    return Results(
+        **{name: Here({each: row.get(each) for each in TABLES[name]} for row in rows[name]) for name in rows}
+    )
 
 
 def _window(topic: str, partition: int, minute: int, **counts: Any) -> dict[str, Any]:
@@ -88,16 +90,16 @@ def test_each_table_enters_the_report_unchanged() -> None:
         *(("a/1", (1, 2), None), ("b/0", (1,), None), ("a/0", (1,), 1.5))
     ]
     assert facts.grid == Grid(start_ms, 60_000, 3, 1)
-    assert facts.cells == (
-        *(Cell("a", 0, 0, State.COMPLETE), Cell("a", 0, 2, State.REMOVED)),
-        *(Cell("a", 1, 0, State.LOST), Cell("b", 0, 1, State.UNPROVEN)),
-    )
+    assert facts.states == {
+        ("a", 0): (State.COMPLETE, State.NOTHING, State.REMOVED),
+        ("a", 1): (State.LOST, State.NOTHING, State.NOTHING),
+        ("b", 0): (State.NOTHING, State.UNPROVEN, State.NOTHING),
+    }
     # The gap has no end, so all later time is unproven.
     assert facts.trail_holes == (1, 2)
-    assert facts.holdings == (
-        Holding("a", 1, 1, 7, start_ms + 1, start_ms + 11, 5),
-        Holding("a", 1, 2, 8, start_ms + 2, start_ms + 12, 5),
-    )
+    assert facts.holdings == {
+        ("a", 1): [Holding(1, 7, start_ms + 1, start_ms + 11, 5), Holding(2, 8, start_ms + 2, start_ms + 12, 5)]
+    }
     assert [(finding.kind, finding.detail) for finding in facts.findings] == [
         *(("lost", "Gone."), ("overlap", "Both."), ("overlap", "Twice."), ("corrupt", "Broken."), ("tail", "No end."))
     ]
@@ -138,10 +140,13 @@ def test_worst_rows_are_kept_and_others_counted() -> None:
     assert facts.grid is not None
     # 694 windows of a minute, including idle ones.
     assert facts.grid == Grid(start_ms, 35 * 60_000, 20, 35)
-    assert {cell.partition for cell in facts.cells} == {150, 30, 0}
-    assert len(facts.cells) == 60
-    assert [cell.column for cell in facts.cells if cell.state is State.LOST] == [0]
-    assert [holding.revision for holding in facts.holdings] == [0, 1, 2, 3]
+    assert facts.states.keys() == {("t", 150), ("t", 30), ("t", 0)}
+    lost = {
+        which: [step for step, state in enumerate(each) if state is State.LOST] for which, each in facts.states.items()
+    }
+    assert lost == {("t", 150): [0], ("t", 30): [], ("t", 0): []}
+    assert all(len(each) == 20 and State.NOTHING not in each for each in facts.states.values())
+    assert [holding.revision for holding in facts.holdings["t", 150]] == [0, 1, 2, 3]
     assert facts.hidden_holdings == 46
     assert len(report_page(facts)) < 1_000_000
 
@@ -164,5 +169,5 @@ def test_holes_around_acknowledgements_are_drawn() -> None:
 
 def test_an_audit_of_nothing_has_a_report_too() -> None:
     facts = gather(_tables(), {"Bootstrap": "here"})
-    assert (facts.sums, facts.grid, facts.cells, facts.partitions) == (Sums(), None, (), ())
+    assert (facts.sums, facts.grid, facts.states, facts.partitions) == (Sums(), None, {}, ())
     assert "Nothing acknowledged" in report_page(facts)

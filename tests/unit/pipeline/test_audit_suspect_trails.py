@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from kproxy.pipeline.audit.in_process import audit_rows
 from kproxy.pipeline.audit.judge import Batch, Bounds
+from kproxy.pipeline.audit.log_client import TopicPartition
 from kproxy.pipeline.audit.rules import AuditRules
+from kproxy.pipeline.audit.steps import audit_rows
 from kproxy.pipeline.audit.trail_rows import rows_in
 from tests.support.audit.trails import BEGAN_AT, Row, Trail, batch, bounds, judged_here, shared_names
 
@@ -66,7 +67,8 @@ def test_foreign_rows_do_not_fail_the_audit() -> None:
     lines += ["", "{", "null", "[1]", '"x"', "\x00\xff", '{"kind":"range","spans":[1', lines[1][:-20]]
     rows = list(rows_in("\n".join(lines).encode()))
     assert len(rows) == len(own)
-    log = {("t", 0): [Batch(0, 9, 10, -1, -1, -1, False, True)]}
-    results = audit_rows(rows, log, {("t", 0): Bounds(0, 10, False, None)}, AuditRules(read_at_ms=READ_AT))
+    log = {TopicPartition("t", 0): [Batch(0, 9, 10, -1, -1, -1, False, True)]}
+    limits = {TopicPartition("t", 0): Bounds(0, 10, False, None)}
+    results = audit_rows(rows, log, limits, AuditRules(read_at_ms=READ_AT))
     assert [(row["acked"], row["present"], row["unproven"]) for row in results.partitions] == [(10, 10, False)]
     assert results.findings == []

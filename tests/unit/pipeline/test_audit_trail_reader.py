@@ -11,7 +11,7 @@ import pytest
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.trail_place import parse_place
 from kproxy.pipeline.audit.trail_reader import read_files
-from kproxy.pipeline.audit.trail_rows import TrailRow
+from kproxy.pipeline.audit.trail_rows import TrailRow, decode
 from kproxy.trail.parquet_sink import SCHEMA
 from kproxy.trail.signature import Signatures, signed
 from tests.support.audit.trails import BAD_LINES, Trail, page, trail_rows
@@ -29,7 +29,12 @@ def read(place: str, from_ms: int | None = None) -> list[TrailRow]:
     return list(read_files(parse_place(place), from_ms))
 
 
-def test_json_files_are_read_without_torn_rows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_msgspec", [True, False])
+def test_json_files_are_read_without_torn_rows(
+    tmp_path: Path, has_msgspec: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_msgspec:
+        monkeypatch.setattr("kproxy.pipeline.audit.trail_rows.decoder", lambda: decode)
     trail = some_trail()
     (tmp_path / "a.jsonl").write_text("\n".join([page(trail.rows), *BAD_LINES]))
     (tmp_path / "a.jsonl.tmp").write_text(page(some_trail("q").rows))

@@ -17,7 +17,7 @@ from kproxy.pipeline.session import PACKAGES, package_archive
 def test_archive_has_packages_with_data_without_compiled_files(tmp_path: Path) -> None:
     names = zipfile.ZipFile(package_archive(tmp_path / "new")).namelist()
     assert {name.split("/")[0] for name in names} == {*PACKAGES, "scramp.dist-info"}
-    assert "kproxy/pipeline/audit/spark_tasks.py" in names
+    assert "kproxy/pipeline/audit/steps.py" in names
     assert any(name.startswith("kafka/") and name.endswith(".json") for name in names), "kafka-python's schemas"
     assert [name for name in names if name.endswith((".pyc", ".so", ".pyd"))] == []
 
@@ -25,7 +25,7 @@ def test_archive_has_packages_with_data_without_compiled_files(tmp_path: Path) -
 def test_archive_needs_no_installed_package(tmp_path: Path) -> None:
     """It reads a log with SASL, using only what Spark brings; kafka-python finds its schemas in it."""
     program = (
-        "import kproxy.pipeline.audit.spark_tasks as tasks\n"
+        "import kproxy.pipeline.audit.steps as tasks\n"
         "from kproxy_codec.control import build_request, encode_request\n"
         "assert encode_request(build_request(3, 12, topics=None))\n"
         "from kproxy.security.sasl_client import mechanism\n"
@@ -35,7 +35,7 @@ def test_archive_needs_no_installed_package(tmp_path: Path) -> None:
     archive = package_archive(tmp_path)
     command = [sys.executable, "-S", "-P", "-c", f"import sys; sys.path.insert(0, {str(archive)!r})\n{program}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path, env={})
-    assert done.stdout.strip() == f"{archive}/kproxy/pipeline/audit/spark_tasks.py", done.stderr
+    assert done.stdout.strip() == f"{archive}/kproxy/pipeline/audit/steps.py", done.stderr
 
 
 def test_failed_archive_leaves_the_previous_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ import pytest
 from kproxy.cli.pipeline import kafka_options
 from kproxy.errors import StartupError
 from kproxy.pipeline.audit.log_client import LogClient, LogReadFailed
+from kproxy.pipeline.audit.logs import LogTask
 from kproxy.pipeline.audit.run import AuditJob, check
-from kproxy.pipeline.audit.spark_tasks import Pieces
 from kproxy.pipeline.audit.trail_place import parse_trail
 from kproxy.pipeline.kafka_access import KafkaOptions, WrongKafkaOption, read_access, read_properties
 from tests.support.security.tls_files import Signer
@@ -145,7 +145,7 @@ def test_properties_file_is_read_as_by_kafkas_tools(tmp_path: Path) -> None:
 
 
 def test_options_reach_executors_and_stay_hidden() -> None:
-    options = Pieces("h:1", KafkaOptions(SCRAM), [], {})
+    options = LogTask("h:1", KafkaOptions(SCRAM), {})
     again = pickle.loads(pickle.dumps(options))
     assert again.kafka == SCRAM
     assert "alice" not in repr(options)
