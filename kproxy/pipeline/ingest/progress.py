@@ -106,7 +106,7 @@ class Display:
     def __init__(self, report: Report, tally: Tally) -> None:
         self._tally = tally
         self._stage = report.stage("ingest", tally.line())
-        self._on_terminal = report.bars is not None
+        self._on_terminal = not report.bars.disable
         self._told = 0
         self._next = 0.0
 
