@@ -89,37 +89,31 @@ class Report:
 _POLL_S: Final = 0.5
 
 
-class JobsProgress:
-    """Show Spark's tasks in `stage` twice a second, from a thread of its own, while the block runs."""
+class JobsProgress(threading.Thread):
+    """Show Spark's tasks in `stage` twice a second while the block runs."""
 
     def __init__(self, session: Any, stage: Stage) -> None:
+        super().__init__(name="spark-progress", daemon=True)
         self._session = session
         self._stage = stage
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="spark-progress", daemon=True)
-        self._done: dict[int, int] = {}
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        self._thread.join(timeout=5)
+        self.join(timeout=5)
 
-    def _follow(self) -> None:
-        try:
-            with as_spark_failure("Progress"):
-                tracker = self._session.sparkContext.statusTracker()
-                while not self._ended.wait(_POLL_S):
-                    self._tell(tracker)
-        except SparkFailed:
-            # The caller that waits for Spark gets the same error, so this thread just ends.
-            return
-
-    def _tell(self, tracker: Any) -> None:
-        if sentence := in_words([info for info in map(tracker.getStageInfo, tracker.getActiveStageIds()) if info]):
-            self._stage.say(sentence)
+    def run(self) -> None:
+        # The caller that waits for Spark gets the same error, so this thread just ends.
+        with contextlib.suppress(SparkFailed), as_spark_failure("Progress"):
+            tracker = self._session.sparkContext.statusTracker()
+            while not self._ended.wait(_POLL_S):
+                stages = map(tracker.getStageInfo, tracker.getActiveStageIds())
+                if sentence := in_words([info for info in stages if info]):
+                    self._stage.say(sentence)
 
 
 def in_words(stages: Sequence[SparkStageInfo]) -> str:
