@@ -82,20 +82,24 @@ def path(py_files: Path | None) -> None:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def flag(names: str, metavar: str | None, text: str, **more: Any) -> Callable[[F], F]:
+    """Make a flag; `names` has its names and its parameter's, with spaces. `multiple`: the help says so."""
+    if more.get("multiple"):
+        text += " (repeatable)"
+    return click.option(*names.split(), metavar=metavar, help=text, **more)
+
+
+def file_flag(names: str, text: str, **more: Any) -> Callable[[F], F]:
+    """Make a flag that names a file."""
+    return flag(names, "FILE", text, type=click.Path(path_type=Path, dir_okay=False), **more)
+
+
 def kafka_flags(meaning: str) -> Callable[[F], F]:
     """Add `--kafka-option` with this meaning, and `--command-config`."""
-
-    def added(command: F) -> F:
-        option = click.option("--kafka-option", metavar="K=V", multiple=True, help=f"{meaning} (repeatable)")
-        config = click.option(
-            "--command-config",
-            metavar="FILE",
-            type=click.Path(path_type=Path, dir_okay=False),
-            help="Such options in a file, as of Kafka's tools: for passwords, which others see in a command line.",
-        )
-        return option(config(command))
-
-    return added
+    option = flag("--kafka-option", "K=V", meaning, multiple=True)
+    about = "Such options in a file, as of Kafka's tools: for passwords, which others see in a command line."
+    config = file_flag("--command-config", about)
+    return lambda command: option(config(command))
 
 
 def kafka_options(texts: Sequence[str], config: Path | None) -> KafkaOptions:
@@ -126,21 +130,12 @@ _STANDALONE: Final = "spark://"
 _MEMORY: Final = re.compile(r"[1-9]\d{0,11}[kmgt]", re.IGNORECASE)
 
 
-def spark_flags(function: F) -> F:
+def spark_flags(command: F) -> F:
     """Add --master, --memory and --conf."""
-    for option in reversed(
-        (
-            click.option(
-                "--master",
-                metavar="MASTER",
-                help="The Spark master: local[N], spark://H:P, yarn, k8s://URL. [local[*], this machine]",
-            ),
-            click.option("--memory", metavar="SIZE", help="Memory of Spark's driver, as in 2g. [1g]"),
-            click.option("--conf", metavar="KEY=VALUE", multiple=True, help="A Spark setting; may be repeated."),
-        )
-    ):
-        function = option(function)
-    return function
+    about_master = "The Spark master: local[N], spark://H:P, yarn, k8s://URL. [local[*], this machine]"
+    master = flag("--master", "MASTER", about_master)
+    memory = flag("--memory", "SIZE", "Memory of Spark's driver, as in 2g. [1g]")
+    return master(memory(flag("--conf", "KEY=VALUE", "A Spark setting.", multiple=True)(command)))
 
 
 def session_options(

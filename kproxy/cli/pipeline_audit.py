@@ -11,7 +11,7 @@ import click
 
 from kproxy.cli import start_logging, tell_unexpected
 from kproxy.cli.options import Asked, bootstrap_option
-from kproxy.cli.pipeline import check_master, kafka_flags, kafka_options, session_options, spark_flags
+from kproxy.cli.pipeline import check_master, file_flag, flag, kafka_flags, kafka_options, session_options, spark_flags
 from kproxy.config.parsing import parse_duration_ms, parse_time_ms
 from kproxy.errors import StartupError
 
@@ -22,48 +22,34 @@ from kproxy.errors import StartupError
     " is no verdict, 3 when something is unproven (with --allow-unproven 0).",
 )
 @bootstrap_option("The cluster with the logs: a kproxy, or brokers.")
-@click.option(
+@flag(
     "--trail",
-    metavar="PLACE",
+    "PLACE",
+    "The place of the proxies' trails: topic, topic:NAME, json:DIR or parquet:DIR.",
     default="topic",
     show_default=True,
-    help="The place of the proxies' trails: topic, topic:NAME, json:DIR or parquet:DIR.",
 )
-@click.option("--trail-bootstrap", metavar="H:P[,H:P...]", help="The cluster with the trail's topic. [--bootstrap]")
-@click.option(
-    "--trail-key",
-    "trail_keys",
-    metavar="FILE",
+@flag("--trail-bootstrap", "H:P[,H:P...]", "The cluster with the trail's topic. [--bootstrap]")
+@file_flag(
+    "--trail-key trail_keys",
+    "Read only rows that are signed with the key in this file (audit.key_file). [all rows]",
     multiple=True,
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Read only rows that are signed with the key in this file (audit.key_file). May be repeated. [all rows]",
 )
-@click.option("--topics", metavar="NAME[,NAME...]", help="Only these topics. [all topics in the trail]")
-@click.option(
-    "--deleted-topic",
-    "deleted_topics",
-    metavar="NAME",
+@flag("--topics", "NAME[,NAME...]", "Only these topics. [all topics in the trail]")
+@flag(
+    "--deleted-topic deleted_topics",
+    "NAME",
+    "A topic that was deleted on purpose: its acknowledged records are not lost.",
     multiple=True,
-    help="A topic that was deleted on purpose: its acknowledged records are not lost. May be repeated.",
 )
-@click.option("--from", "from_time", metavar="TIME", help="The start time: 2026-11-21T20:00 (UTC), or 2h for 2 h ago.")
-@click.option("--to", "to_time", metavar="TIME", help="The end time. [as far as the trails are complete]")
-@click.option("--window", metavar="DURATION", default="10s", show_default=True, help="The length of a time window.")
-@click.option("--compacted", metavar="NAME[,NAME...]", help="Compacted topics. [as the brokers report]")
-@click.option("--output", metavar="DIR", help="The directory for the results, as Parquet.")
-@click.option(
-    "--report",
-    metavar="FILE",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Write an HTML report to this file.",
-)
+@flag("--from from_time", "TIME", "The start time: 2026-11-21T20:00 (UTC), or 2h for 2 h ago.")
+@flag("--to to_time", "TIME", "The end time. [as far as the trails are complete]")
+@flag("--window", "DURATION", "The length of a time window.", default="10s", show_default=True)
+@flag("--compacted", "NAME[,NAME...]", "Compacted topics. [as the brokers report]")
+@flag("--output", "DIR", "The directory for the results, as Parquet.")
+@file_flag("--report", "Write an HTML report to this file.")
 @click.option("--json", is_flag=True, help="Print the result as JSON, without a table.")
-@click.option(
-    "--metrics",
-    metavar="FILE",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Write metrics to this file, for a textfile collector of Prometheus.",
-)
+@file_flag("--metrics", "Write metrics to this file, for a textfile collector of Prometheus.")
 @click.option("--allow-unproven", is_flag=True, help="End with 0 if nothing is wrong and something is unproven.")
 @click.option(
     "--engine",
@@ -73,21 +59,14 @@ from kproxy.errors import StartupError
     help="Where to judge: in this process, on Spark, or here as long as it fits (300,000 batches).",
 )
 @click.option("--follow", is_flag=True, help="Audit new rows continuously, until interrupted.")
-@click.option(
-    "--state",
-    metavar="FILE",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="With --follow: the file that lets a later start continue.",
-)
-@click.option(
-    "--every", metavar="DURATION", default="5s", show_default=True, help="With --follow: the interval between rounds."
-)
-@click.option(
+@file_flag("--state", "With --follow: the file that lets a later start continue.")
+@flag("--every", "DURATION", "With --follow: the interval between rounds.", default="5s", show_default=True)
+@flag(
     "--horizon",
-    metavar="DURATION",
+    "DURATION",
+    "With --follow: the longest time between two assignments of one offset that are found.",
     default="10m",
     show_default=True,
-    help="With --follow: the longest time between two assignments of one offset that are found.",
 )
 @kafka_flags("An option of Kafka's clients, for both clusters.")
 @spark_flags

@@ -9,11 +9,9 @@ from typing import Any
 
 import click
 
-from kproxy.address import Address
 from kproxy.cli import start_logging
 from kproxy.cli.options import Asked, bootstrap_option
-from kproxy.cli.pipeline import F, check_master, kafka_flags, kafka_options, session_options, spark_flags
-from kproxy.config import parse_address
+from kproxy.cli.pipeline import F, check_master, flag, kafka_flags, kafka_options, session_options, spark_flags
 from kproxy.config.parsing import read_file
 from kproxy.errors import StartupError
 from kproxy.pipeline.ingest.options import (
@@ -40,16 +38,8 @@ MAX_SCHEMA_BYTES = 1 << 20
 INTERRUPTED = 130
 
 
-def _flag(names: str, metavar: str, text: str, **more: Any) -> Callable[[F], F]:
-    return click.option(*names.split(), metavar=metavar, help=text, **more)
-
-
-def _repeatable(name: str, metavar: str, text: str) -> Callable[[F], F]:
-    return _flag(name, metavar, f"{text} (repeatable)", multiple=True)
-
-
 def _number(name: str, default: int, text: str) -> Callable[[F], F]:
-    return _flag(name, "N", text, type=int, default=default, show_default=True)
+    return flag(name, "N", text, type=int, default=default, show_default=True)
 
 
 def _choice(name: str, default: str | None, choices: str, text: str) -> Callable[[F], F]:
@@ -60,32 +50,30 @@ def _choice(name: str, default: str | None, choices: str, text: str) -> Callable
     "ingest",
     epilog="Exit status 0 when all rows were written or the job was stopped, 1 if it failed, 2 if it did not start.",
 )
-@_flag("--from source", "FORMAT:WHERE", "csv:, json: or parquet:DIR, kafka:TOPIC, rate. With --format: a path.")
-@_flag("--format spark_format", "NAME", "Another streaming source of Spark's, such as delta, which loads --from.")
-@_flag("--topic", "NAME", "The topic to write to.")
-@_flag("--topic-column", "COLUMN", "Or: the column that names the topic of each row.")
-@_flag("--checkpoint", "DIR", "The directory for the job's progress, used by no other job.", required=True)
+@flag("--from source", "FORMAT:WHERE", "csv:, json: or parquet:DIR, kafka:TOPIC, rate. With --format: a path.")
+@flag("--format spark_format", "NAME", "Another streaming source of Spark's, such as delta, which loads --from.")
+@flag("--topic", "NAME", "The topic to write to.")
+@flag("--topic-column", "COLUMN", "Or: the column that names the topic of each row.")
+@flag("--checkpoint", "DIR", "The directory for the job's progress, used by no other job.", required=True)
 @bootstrap_option("The proxy to write to.")
-@_flag("--partitions", "N", "Create missing topics with this number of partitions.", type=int)
-@click.option(
-    "--select", metavar="SQL", multiple=True, help="A column of the rows, such as 'upper(a) AS a'. (repeatable) [all]"
-)
-@_flag("--key", "COLUMN[,COLUMN...]", "The key: a column as text, or several as JSON. [no key]")
-@_flag("--value", "COLUMN[,COLUMN...]", "The columns of the value, as JSON. [all]")
-@_flag("--value-column", "COLUMN", "The column that is the value, unchanged.")
+@flag("--partitions", "N", "Create missing topics with this number of partitions.", type=int)
+@flag("--select", "SQL", "A column of the rows, such as 'upper(a) AS a'. [all]", multiple=True)
+@flag("--key", "COLUMN[,COLUMN...]", "The key: a column as text, or several as JSON. [no key]")
+@flag("--value", "COLUMN[,COLUMN...]", "The columns of the value, as JSON. [all]")
+@flag("--value-column", "COLUMN", "The column that is the value, unchanged.")
 @_choice("--value-format", None, f"{AVRO} {PROTOBUF} {JSON_SCHEMA}", "With a schema in --registry. [plain JSON]")
-@_flag("--registry", "URL", "The schema registry (Confluent's API).")
-@_flag("--registry-user", "NAME", "The user at the registry.")
-@_flag("--registry-password-file", "FILE", "The file with its password, or set KPROXY_REGISTRY_PASSWORD.")
-@_flag("--subject", "NAME", "The subject of the schema. [TOPIC-value]")
-@_flag("--value-schema", "FILE|latest", "The schema, or the subject's latest. [made from the columns]")
+@flag("--registry", "URL", "The schema registry (Confluent's API).")
+@flag("--registry-user", "NAME", "The user at the registry.")
+@flag("--registry-password-file", "FILE", "The file with its password, or set KPROXY_REGISTRY_PASSWORD.")
+@flag("--subject", "NAME", "The subject of the schema. [TOPIC-value]")
+@flag("--value-schema", "FILE|latest", "The schema, or the subject's latest. [made from the columns]")
 @_choice(
     "--on-new-columns",
     "dead-letter",
     "fail dead-letter ignore add",
     "Rows with fields that the schema lacks; add: values are JSON documents as they stand in the source.",
 )
-@_repeatable("--header headers", "NAME=SQL", "A header; *=ARRAY: all of an array.")
+@flag("--header headers", "NAME=SQL", "A header; *=ARRAY: all of an array.", multiple=True)
 @click.option(
     "--keep-timestamps/--no-keep-timestamps",
     default=True,
@@ -93,20 +81,20 @@ def _choice(name: str, default: str | None, choices: str, text: str) -> Callable
     help="From kafka: keep the records' timestamps.",
 )
 @click.option("--keep-partitions", is_flag=True, help="From kafka: keep the records' partition numbers.")
-@_flag("--schema", "DDL|@FILE", "The columns. [inferred once; of a topic: Spark's]")
-@_repeatable("--source-option source_options", "K=V", "A Spark reader option.")
-@_flag("--from-bootstrap", "H:P[,H:P...]", "From kafka: its cluster. [--bootstrap]")
+@flag("--schema", "DDL|@FILE", "The columns. [inferred once; of a topic: Spark's]")
+@flag("--source-option source_options", "K=V", "A Spark reader option.", multiple=True)
+@flag("--from-bootstrap", "H:P[,H:P...]", "From kafka: its cluster. [--bootstrap]")
 @_choice("--starting-offsets", "earliest", "earliest latest", "From kafka: where a new job starts.")
-@_flag("--trigger", "WHEN", "available-now, or an interval such as 10s. [available-now; of rate 1s]")
-@_flag("--max-files-per-trigger", "N", f"The most files in a micro-batch. [{FILES_PER_CORE} for each core]", type=int)
+@flag("--trigger", "WHEN", "available-now, or an interval such as 10s. [available-now; of rate 1s]")
+@flag("--max-files-per-trigger", "N", f"The most files in a micro-batch. [{FILES_PER_CORE} for each core]", type=int)
 @_number("--max-offsets-per-trigger", DEFAULT_OFFSETS, "From kafka: the most records in a micro-batch.")
 @_number("--rows-per-second", DEFAULT_ROWS_PER_SECOND, "From rate.")
-@_flag("--dead-letters", "json:DIR|topic:NAME", "Where to put rows that cannot be written. [none: the job fails]")
+@flag("--dead-letters", "json:DIR|topic:NAME", "Where to put rows that cannot be written. [none: the job fails]")
 @_number("--max-message-bytes", DEFAULT_MESSAGE_BYTES, "Treat a larger message as a dead letter.")
-@_flag("--tasks", "N", "The number of writing tasks. [the number of Spark's cores]", type=int)
+@flag("--tasks", "N", "The number of writing tasks. [the number of Spark's cores]", type=int)
 @click.option("--exactly-once", is_flag=True, help="Write in transactions, which need Apache Kafka behind --bootstrap.")
 @kafka_flags("A Kafka producer option.")
-@_flag("--metrics", "H:P", "The listen address of metrics for Prometheus.")
+@flag("--metrics", "H:P", "The listen address of metrics for Prometheus.")
 @spark_flags
 @click.pass_context
 def command(context: click.Context, /, bootstrap: Asked, metrics: str | None, **given: Any) -> int:
@@ -170,9 +158,9 @@ def _run(options: IngestOptions, session: Any, listen: str | None) -> int:
     from kproxy.pipeline.session import open_session
 
     metrics, report, stop = Metrics(), Report(), Stop()
-    with stopped_by_signals(stop.ask), serving(metrics, listen) as port, report:
-        if port:
-            report.say(f"Metrics are at http://{Address(parse_address(str(listen), '--metrics').host, port)}/metrics")
+    with stopped_by_signals(stop.ask), serving(metrics, listen) as url, report:
+        if url:
+            report.say(f"Metrics are at {url}")
         starting = report.stage("Spark", "starting")
         with open_session(session) as opened:
             if stop.wanted:

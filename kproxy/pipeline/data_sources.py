@@ -50,7 +50,7 @@ class Piece(InputPartition):  # type: ignore[misc]
     ranges: Sequence[LogRange]
 
 
-class _Reader:
+class _Reader(DataSourceReader, DataSourceStreamReader):  # type: ignore[misc]
     """Read logs, for a table or a stream."""
 
     most: int | None = None
@@ -72,32 +72,31 @@ class _Reader:
     def _client(self) -> LogClient:
         return LogClient(self._bootstrap, self._kafka)
 
-    def _pieces(self, starts: Offsets, ends: Offsets) -> list[Piece]:
-        """Plan the reading; `starts` lacks the partitions that are read from their beginning."""
-        for which, start in starts.items():
-            if ends.get(which, start) < start:
+    def initialOffset(self) -> Ends:  # noqa: N802 - Spark's name
+        return self.latestOffset() if self._starts_late else {}
+
+    def latestOffset(self) -> Ends:  # noqa: N802 - Spark's name
+        with self._client() as client:
+            return _as_json(ends_of(client, self._topics))
+
+    def partitions(self, start: Ends | None = None, end: Ends | None = None) -> list[Piece]:
+        """Plan the reading of a stream's micro-batch, or of a table, which Spark asks for without offsets."""
+        starts, ends = _offsets(start or {}), _offsets(self.latestOffset() if end is None else end)
+        for which, begun in starts.items():
+            if ends.get(which, begun) < begun:
                 raise LogReadFailed(
-                    f"{which} ends at offset {ends[which]} and was read up to {start}: it was cut off, or the topic "
+                    f"{which} ends at offset {ends[which]} and was read up to {begun}: it was cut off, or the topic "
                     "was created again; begin anew with another checkpointLocation."
                 )
+        # Partitions that `start` lacks are read from their beginning.
         with self._client() as client:
             begins = client.list_offsets([which for which in ends if which not in starts], EARLIEST)
-        return [
+        pieces = [
             Piece([each._replace(is_first=each.is_first and each.which in begins) for each in piece])
             for piece in cut({**begins, **starts}, ends, self.most)
         ]
-
-    def pieces(self, start: Ends, end: Ends) -> list[Piece]:
         # Spark 4.0 reads no table without a partition.
-        return self._pieces(_offsets(start), _offsets(end)) or [Piece(())]
-
-    def first(self) -> Ends:
-        """Return where a stream begins."""
-        return self.last() if self._starts_late else {}
-
-    def last(self) -> Ends:
-        with self._client() as client:
-            return _as_json(ends_of(client, self._topics))
+        return pieces or [Piece(())]
 
     def read(self, partition: Piece) -> Iterator[Any]:
         """Yield Arrow batches. Raise LogReadFailed."""
@@ -126,34 +125,6 @@ class _TrailReader(_Reader):
             yield pa.RecordBatch.from_pylist(chunk, TRAIL_SCHEMA)
 
 
-@dataclass
-class _Table(DataSourceReader):  # type: ignore[misc]
-    log: _Reader
-
-    def partitions(self) -> list[Piece]:
-        return self.log.pieces({}, self.log.last())
-
-    def read(self, partition: Piece) -> Iterator[Any]:
-        return self.log.read(partition)
-
-
-@dataclass
-class _Stream(DataSourceStreamReader):  # type: ignore[misc]
-    log: _Reader
-
-    def initialOffset(self) -> Ends:  # noqa: N802 - Spark's name
-        return self.log.first()
-
-    def latestOffset(self) -> Ends:  # noqa: N802 - Spark's name
-        return self.log.last()
-
-    def partitions(self, start: Ends, end: Ends) -> list[Piece]:
-        return self.log.pieces(start, end)
-
-    def read(self, partition: Piece) -> Iterator[Any]:
-        return self.log.read(partition)
-
-
 def _as_json(ends: Offsets) -> Ends:
     found: Ends = {}
     # Sorted: Spark compares offsets by their JSON.
@@ -180,11 +151,10 @@ class KproxyLog(DataSource):  # type: ignore[misc]
     def schema(self) -> StructType:
         return from_arrow_schema(self.arrow)
 
-    def reader(self, schema: StructType) -> _Table:
-        return _Table(self.kind(self.options, self.topics))
+    def reader(self, schema: StructType) -> _Reader:
+        return self.kind(self.options, self.topics)
 
-    def streamReader(self, schema: StructType) -> _Stream:  # noqa: N802 - Spark's name
-        return _Stream(self.kind(self.options, self.topics))
+    streamReader = reader  # noqa: N815 - Spark's name
 
 
 class KproxyTrail(KproxyLog):

@@ -22,7 +22,6 @@ from kproxy.security.tls_errors import DialWords, broker_failure
 MAX_CONFIG_BYTES: Final = 1 << 20
 _PROTOCOLS: Final = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")
 _MECHANISMS: Final = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
-_PEM: Final = "PEM"
 # In sasl.jaas.config: username="..." with backslashes before quotes and backslashes.
 _JAAS: Final = re.compile(r"""\b(username|password)\s*=\s*("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^\s;]+)""")
 
@@ -130,44 +129,18 @@ def _unquoted(text: str) -> str:
 
 
 def _context(options: Mapping[str, str]) -> ssl.SSLContext:
-    authorities = _authorities(options)
+    authorities = _pem(options, "ssl.truststore", "certificates")
     try:
-        # Without a trust store, and with an empty text, the system's authorities are trusted.
+        # With an empty text, as with None, Python trusts the system's authorities.
         if authorities == "":
             raise ValueError("no certificates")
         context = ssl.create_default_context(cadata=authorities)
     except (ssl.SSLError, TypeError, ValueError) as error:
         raise WrongKafkaOption("The trust store has no certificates in PEM: see ssl.truststore.location.") from error
     context.check_hostname = options.get("ssl.endpoint.identification.algorithm", "https") != ""
-    _load_pair(context, options)
-    return context
-
-
-def _authorities(options: Mapping[str, str]) -> str | None:
-    """The authorities' certificates in PEM; None for the system's authorities."""
-    text = options.get("ssl.truststore.certificates")
-    location = options.get("ssl.truststore.location")
-    if text is None and location is None:
-        return None
-    _expect_pem(options, "ssl.truststore")
-    if text is None and location is not None:
-        text = _read(location, "ssl.truststore.location")
-    return text
-
-
-def _load_pair(context: ssl.SSLContext, options: Mapping[str, str]) -> None:
-    """Load the client's certificate and key, if they are given."""
-    location = options.get("ssl.keystore.location")
-    chain, key = options.get("ssl.keystore.certificate.chain"), options.get("ssl.keystore.key")
-    if location is None and chain is None and key is None:
-        return
-    _expect_pem(options, "ssl.keystore")
-    if location is not None:
-        pair = _read(location, "ssl.keystore.location")
-    elif chain is not None and key is not None:
-        pair = f"{key}\n{chain}\n"
-    else:
-        raise WrongKafkaOption("ssl.keystore.key and ssl.keystore.certificate.chain go together: give both.")
+    pair = _pem(options, "ssl.keystore", "key", "certificate.chain")
+    if pair is None:
+        return context
     # The library reads pairs only from files. The empty password keeps it from asking for one in a terminal.
     with tempfile.NamedTemporaryFile("w", suffix=".pem") as file:
         file.write(pair)
@@ -179,15 +152,22 @@ def _load_pair(context: ssl.SSLContext, options: Mapping[str, str]) -> None:
                 "The key store has no certificate and key in PEM that go together, or ssl.key.password is wrong: "
                 "see ssl.keystore.location."
             ) from error
+    return context
 
 
-def _expect_pem(options: Mapping[str, str], store: str) -> None:
-    kind = options.get(f"{store}.type", "JKS").upper()
-    if kind != _PEM:
+def _pem(options: Mapping[str, str], store: str, *parts: str) -> str | None:
+    """Return the content of a store, from its file or from options that are its `parts`; None if it is not given."""
+    names = [f"{store}.{part}" for part in parts]
+    texts, name = [options[each] for each in names if each in options], f"{store}.location"
+    if not texts and name not in options:
+        return None
+    if (kind := options.get(f"{store}.type", "JKS").upper()) != "PEM":
         raise WrongKafkaOption(f"{store}.type is {kind}, which is not read here: give PEM, and {store}.type=PEM.")
-
-
-def _read(location: str, name: str) -> str:
+    if len(texts) == len(names):
+        return "\n".join(texts)
+    if name not in options:
+        raise WrongKafkaOption(f"{' and '.join(names)} go together: give both.")
+    location = options[name]
     try:
         if Path(location).stat().st_size > MAX_CONFIG_BYTES:
             raise WrongKafkaOption(f"{name} {location} has more than {MAX_CONFIG_BYTES} bytes: name a file in PEM.")

@@ -10,11 +10,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 from rich.text import Text
 
@@ -34,19 +33,16 @@ class Stage:
     def __init__(self, report: Report, name: str, doing: str, total: int | None) -> None:
         self._report = report
         self._name = name
-        self._total = total
+        self._total = total or 1
         self._began = time.monotonic()
-        self._task: TaskID | None = None
-        if report.bars is not None:
-            self._task = report.bars.add_task(name, total=total, note=doing)
+        self._task = report.bars.add_task(name, total=total, note=doing)
 
     def advance_to(self, done: int) -> None:
-        if done and self._report.bars is not None and self._task is not None:
+        if done:
             self._report.bars.update(self._task, completed=done, note=f"{done:,} rows")
 
     def say(self, doing: str) -> None:
-        if self._report.bars is not None and self._task is not None:
-            self._report.bars.update(self._task, note=doing)
+        self._report.bars.update(self._task, note=doing)
 
     def tell(self, sentence: str) -> None:
         """Print a line that bars do not overwrite."""
@@ -54,10 +50,8 @@ class Stage:
 
     def finish(self, done: str) -> None:
         line = f"{done}, {time.monotonic() - self._began:.1f} s"
-        if self._report.bars is not None and self._task is not None:
-            total = self._total or 1
-            self._report.bars.update(self._task, total=total, completed=total, note=line)
-        else:
+        self._report.bars.update(self._task, total=self._total, completed=self._total, note=line)
+        if self._report.bars.disable:
             self.tell(line)
 
 
@@ -69,25 +63,20 @@ class Report:
 
     def __init__(self, *, progress: Console | None = None) -> None:
         self.progress = progress or Console(stderr=True, highlight=False)
-        self.bars: Progress | None = None
+        self.bars = Progress(
+            TextColumn("{task.description}", table_column=Column(width=NAME_WIDTH)),
+            BarColumn(bar_width=BAR_WIDTH),
+            TextColumn("{task.fields[note]}", table_column=Column(no_wrap=True)),
+            console=self.progress,
+            disable=not self.progress.is_terminal,
+        )
 
     def __enter__(self) -> Self:
-        if self.progress.is_terminal:
-            self.bars = Progress(
-                TextColumn("{task.description}", table_column=Column(width=NAME_WIDTH)),
-                BarColumn(bar_width=BAR_WIDTH),
-                TextColumn("{task.fields[note]}", table_column=Column(no_wrap=True)),
-                console=self.progress,
-            )
-            self.bars.start()
+        self.bars.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self.bars is not None:
-            self.bars.stop()
-            self.bars = None
+    def __exit__(self, *_: object) -> None:
+        self.bars.stop()
 
     def stage(self, name: str, doing: str, *, total: int | None = None) -> Stage:
         return Stage(self, name, doing, total)
@@ -100,39 +89,31 @@ class Report:
 _POLL_S: Final = 0.5
 
 
-class JobsProgress:
-    """Show Spark's tasks in `stage` twice a second, from a thread of its own, while the block runs."""
+class JobsProgress(threading.Thread):
+    """Show Spark's tasks in `stage` twice a second while the block runs."""
 
     def __init__(self, session: Any, stage: Stage) -> None:
+        super().__init__(name="spark-progress", daemon=True)
         self._session = session
         self._stage = stage
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="spark-progress", daemon=True)
-        self._done: dict[int, int] = {}
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
-        self._thread.join(timeout=5)
+        self.join(timeout=5)
 
-    def _follow(self) -> None:
-        try:
-            with as_spark_failure("Progress"):
-                tracker = self._session.sparkContext.statusTracker()
-                while not self._ended.wait(_POLL_S):
-                    self._tell(tracker)
-        except SparkFailed:
-            # The caller that waits for Spark gets the same error, so this thread just ends.
-            return
-
-    def _tell(self, tracker: Any) -> None:
-        if sentence := in_words([info for info in map(tracker.getStageInfo, tracker.getActiveStageIds()) if info]):
-            self._stage.say(sentence)
+    def run(self) -> None:
+        # The caller that waits for Spark gets the same error, so this thread just ends.
+        with contextlib.suppress(SparkFailed), as_spark_failure("Progress"):
+            tracker = self._session.sparkContext.statusTracker()
+            while not self._ended.wait(_POLL_S):
+                stages = map(tracker.getStageInfo, tracker.getActiveStageIds())
+                if sentence := in_words([info for info in stages if info]):
+                    self._stage.say(sentence)
 
 
 def in_words(stages: Sequence[SparkStageInfo]) -> str:

@@ -63,8 +63,8 @@ class SessionOptions:
     """The options of a session.
 
     `settings` are Spark's and override everything else; an empty setting leaves the choice to Spark. `memory` is the
-    driver's, in Spark's form (`2g`). `kafka`: the job uses Spark's Kafka connector, which is downloaded once if we
-    start Spark. `short`: the job takes a minute. `log_path` is for the log of a Spark of ours; by default it is a new
+    driver's, in Spark's form (`2g`). `kafka`: a Spark of ours gets Spark's Kafka connector, which is downloaded once.
+    `short`: the job takes a minute. `log_path` is for the log of a Spark of ours; by default it is a new
     file, which is removed unless Spark fails.
     """
 
@@ -146,28 +146,9 @@ def _taken(options: SessionOptions) -> Any:
         session.conf.set(name, value)
     # Reports do not depend on the machine's time zone.
     session.conf.set("spark.sql.session.timeZone", "UTC")
-    if options.kafka and not _has_connector(session):
-        raise StartupError(
-            f"Spark was started without its Kafka connector: start it with --packages {kafka_connector()}."
-        )
     if not in_one_process(session.sparkContext.master):
         ship_package(session)
     return session
-
-
-def _has_connector(session: Any) -> bool:
-    from py4j.protocol import Py4JError
-    from pyspark.errors import AnalysisException, IllegalArgumentException
-
-    try:
-        session.read.format("kafka").load()
-    except (AnalysisException, Py4JError):
-        # The package is missing or incomplete.
-        return False
-    except IllegalArgumentException:
-        # The package is complete; only its options are missing.
-        return True
-    return True
 
 
 def ship_package(session: Any) -> None:

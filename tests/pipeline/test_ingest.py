@@ -178,9 +178,9 @@ def test_few_files_make_a_micro_batch(job: Job, tmp_path: Path) -> None:
         # The names are in the reverse order of the times.
         write_csv(tmp_path / "in", f"{9 - number}.csv", f"{number},a,{number}")
         os.utime(tmp_path / "in" / f"{9 - number}.csv", (number + 1, number + 1))
-    with serving(job.metrics, "127.0.0.1:0") as port:
+    with serving(job.metrics, "127.0.0.1:0") as url:
         said = job.run(schema=SCHEMA, max_files_per_trigger=2, key=("name",))
-        page = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
+        page = urllib.request.urlopen(url).read().decode()
     assert "Wrote 5 rows to" in said
     assert "in 3 micro-batches" in said
     assert "kproxy_ingest_rows_total 5.0" in page
@@ -500,7 +500,7 @@ def test_numbers_are_written_until_stop_and_continue(job: Job) -> None:
         ),
         ({"bootstrap": "127.0.0.1:1"}, "nothing answers at --bootstrap 127.0.0.1:1"),
         ({"schema": "id INT,, n"}, "--schema cannot be read"),
-        ({"schema": "_kproxy_row INT"}, "names that begin with _kproxy_ are allowed"),
+        ({"schema": "_kproxy_row INT"}, "names that begin with _kproxy_ are reserved"),
         ({"source": "kafka:no-such-topic"}, "there is no topic no-such-topic at --from-bootstrap"),
         ({"source": "parquet:EMPTY"}, "there are no files yet to infer a schema from: give --schema"),
         ({"source": "csv:NOWHERE", "schema": "id INT"}, "there is nothing at .*/nowhere: make the directory"),

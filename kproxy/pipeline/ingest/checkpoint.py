@@ -147,9 +147,8 @@ def settle(known: Job | None, asked: Job, path: str) -> Job:
                 f"--checkpoint {path} belongs to a job that {what} {theirs}, not {ours}: give another --checkpoint for "
                 "a new job, or its own options to go on with that one."
             )
-    clusters = {"source_cluster": "--from-bootstrap", "target_cluster": "--bootstrap"}
     merged: dict[str, Any] = {"tasks": asked.tasks}
-    for name, flag in clusters.items():
+    for name, flag in (("source_cluster", "--from-bootstrap"), ("target_cluster", "--bootstrap")):
         before, now = getattr(known, name), getattr(asked, name)
         if None not in (before, now) and before != now:
             raise StartupError(

@@ -31,6 +31,7 @@ _DEFAULTS: Final = {
     "timestampformat": TIMESTAMP_FORMAT,
     "timestampntzformat": TIMESTAMP_NTZ_FORMAT,
 }
+_REQUIRED: Final = {"mode": "PERMISSIVE", "columnnameofcorruptrecord": CORRUPT}
 # An escaped backslash or a surrogate pair in JSON.
 _WHOLE_ESCAPES: Final = r"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 # Characters allowed around a document.
@@ -59,7 +60,8 @@ def opened(
         listed = F.when(text.rlike(r"^\s*\["), text).otherwise(listed)
     nested = F.concat(F.lit("["), listed, F.lit("]"))
     wide = _widened(schema)
-    values = _parse(F.concat(F.lit('{"rows":'), listed, F.lit("}")), _expected(wide), options)
+    expected = StructType([StructField("rows", ArrayType(wide)), StructField(CORRUPT, StringType())])
+    values = _parse(F.concat(F.lit('{"rows":'), listed, F.lit("}")), expected, options)
     names = _parse(nested, ArrayType(_shape(ArrayType(schema))), options)
     odd = F.transform(F.get(_NAMES, 0), lambda one: _odd(schema, one, "", options))
     read = rows.withColumns({_VALUES: values, _NAMES: names}).withColumn(_ODD, odd)
@@ -93,10 +95,6 @@ def opened(
     )
 
 
-def _expected(schema: StructType) -> StructType:
-    return StructType([StructField("rows", ArrayType(schema)), StructField(CORRUPT, StringType())])
-
-
 def _widened(kind: DataType) -> Any:
     """Return the type to read first, in which decimals keep digits that `kind` has no room for."""
     if isinstance(kind, StructType):
@@ -109,10 +107,9 @@ def _widened(kind: DataType) -> Any:
 
 
 def _parse(text: Column, kind: DataType, options: Mapping[str, str]) -> Column:
-    required = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": CORRUPT}
-    settings = {name: value for name, value in options.items() if name.lower() not in map(str.lower, required)}
-    asked = {**_DEFAULTS, **settings, **required}
-    return F.from_json(text, kind.simpleString() if isinstance(kind, MapType) else kind, asked)
+    # Spark does not tell mode from Mode.
+    settings = {**_DEFAULTS, **{name.lower(): value for name, value in options.items()}, **_REQUIRED}
+    return F.from_json(text, kind.simpleString() if isinstance(kind, MapType) else kind, settings)
 
 
 def _is_whole(found: Column, *, several: bool) -> Column:

@@ -1,7 +1,5 @@
 """Run an ingest job: check, claim the checkpoint, start the stream, show progress, serve metrics, stop in order.
 
-Clusters are queried with kafka-clients' admin client, which takes the same options as Spark's Kafka sink.
-
 States: STARTING -> RUNNING --all read, or failed--> ENDED; RUNNING --signal--> STOPPING --micro-batch done--> ENDED.
 
 Invariants
@@ -18,7 +16,8 @@ import contextlib
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any, Final
 
@@ -46,7 +45,7 @@ from kproxy.pipeline.ingest.sources import (
 from kproxy.pipeline.ingest.transactions import Transactions, tasks_of
 from kproxy.pipeline.preflight import check_kafka
 from kproxy.pipeline.progress import Report
-from kproxy.pipeline.spark import SparkFailed, as_spark_failure, cause_in
+from kproxy.pipeline.spark import SparkFailed, as_spark_failure, cause_in, kafka_connector
 
 
 def start(
@@ -131,7 +130,7 @@ def _ask_clusters(
     session: SparkSession, options: IngestOptions, asked: Job, transactions: Transactions | None = None
 ) -> Job:
     """Return `asked` with the clusters' ids; create missing topics. Raise StartupError or SparkFailed."""
-    with asking(session, options.bootstrap, "--bootstrap", options.kafka_options) as cluster:
+    with closing(Cluster(session, options.bootstrap, "--bootstrap", options.kafka_options)) as cluster:
         if transactions is not None:
             transactions.check(options.bootstrap)
         for topic in filter(None, (options.topic, options.letters_topic)):
@@ -147,7 +146,7 @@ def _ask_clusters(
     if not options.reads_kafka:
         return asked
     where = options.source_bootstrap
-    with asking(session, where, "--from-bootstrap", options.source_kafka_options) as cluster:
+    with closing(Cluster(session, where, "--from-bootstrap", options.source_kafka_options)) as cluster:
         for topic in options.topics:
             count = cluster.partitions(topic)
             if count is None:
@@ -173,12 +172,34 @@ REQUEST_TIMEOUT_S: Final = 20
 
 
 class Cluster:
-    """One cluster; `where` is the option that gave its address, for errors."""
+    """The cluster at `bootstrap`, which `flag` gave, asked by the admin client of Spark's Kafka connector.
 
-    def __init__(self, jvm: Any, admin: Any, where: str) -> None:
-        self._jvm = jvm
-        self._admin = admin
-        self._where = where
+    This client takes all options that Spark's Kafka sink takes, such as JKS stores, Kerberos and login modules of the
+    user's, of which kafka-python knows a few.
+    """
+
+    def __init__(self, session: SparkSession, bootstrap: str, flag: str, options: Mapping[str, str]) -> None:
+        """Connect with Kafka's `options`.
+
+        Raise StartupError if no Kafka answers or Spark has no Kafka connector, SparkFailed if it is not Kafka.
+        """
+        check_kafka(bootstrap, flag, options)
+        self._jvm: Any = session._jvm
+        self._where = f"{flag} {bootstrap}"
+        limits = dict.fromkeys(("default.api.timeout.ms", "request.timeout.ms"), str(REQUEST_TIMEOUT_S * 1000))
+        try:
+            with as_spark_failure(f"{self._where} cannot be asked"):
+                client = self._jvm.org.apache.kafka.clients.admin.Admin
+                self._admin = client.create({**limits, **options, "bootstrap.servers": bootstrap})
+        except TypeError as error:
+            # py4j takes a missing class for a package, and a package cannot be called.
+            raise StartupError(
+                f"Spark was started without its Kafka connector: start it with --packages {kafka_connector()}."
+            ) from error
+
+    def close(self) -> None:
+        with as_spark_failure(f"{self._where} cannot be left"):
+            self._admin.close()
 
     def cluster_id(self) -> str | None:
         """Return the cluster's id, None if it does not report one."""
@@ -212,32 +233,6 @@ class Cluster:
             raise
 
 
-@contextlib.contextmanager
-def asking(session: SparkSession, bootstrap: str, flag: str, options: Mapping[str, str]) -> Iterator[Cluster]:
-    """Connect to the cluster at `bootstrap`; `options` are Kafka's.
-
-    Raise StartupError if no Kafka answers there or Spark has no Kafka connector, SparkFailed if it is not Kafka.
-    """
-    check_kafka(bootstrap, flag, options)
-    jvm: Any = session._jvm
-    settings = jvm.java.util.Properties()
-    limits = {"default.api.timeout.ms": REQUEST_TIMEOUT_S * 1000, "request.timeout.ms": REQUEST_TIMEOUT_S * 1000}
-    for name, value in {**limits, **options, "bootstrap.servers": bootstrap}.items():
-        settings.setProperty(name, str(value))
-    try:
-        with as_spark_failure(f"{flag} {bootstrap} cannot be asked"):
-            admin = jvm.org.apache.kafka.clients.admin.Admin.create(settings)
-    except TypeError as error:
-        # py4j takes a missing class for a package, and a package cannot be called.
-        connector = f"org.apache.spark:spark-sql-kafka-0-10_2.13:{session.version}"
-        raise StartupError(f"this Spark has no Kafka connector: start it with --packages {connector}.") from error
-    try:
-        yield Cluster(jvm, admin, f"{flag} {bootstrap}")
-    finally:
-        with as_spark_failure(f"{flag} {bootstrap} cannot be left"):
-            admin.close()
-
-
 POLL_S: Final = 0.25
 # The least pause between counts of files, in seconds, and as a multiple of a count's duration: a listing may take long.
 LEAST_PAUSE_S: Final = 5.0
@@ -249,19 +244,10 @@ SHOWN_FILES: Final = 5
 class Stop:
     """A request to end the job: `wanted` after the running micro-batch, or `at_once` when asked again."""
 
-    def __init__(self) -> None:
-        self._times = 0
-
-    @property
-    def wanted(self) -> bool:
-        return self._times > 0
-
-    @property
-    def at_once(self) -> bool:
-        return self._times > 1
+    wanted = at_once = False
 
     def ask(self) -> None:
-        self._times += 1
+        self.at_once, self.wanted = self.wanted, True
 
 
 def run(session: SparkSession, options: IngestOptions, report: Report, metrics: Metrics, stop: Stop) -> None:

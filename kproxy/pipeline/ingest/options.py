@@ -43,26 +43,18 @@ _KAFKAS: Final = "kafka."
 
 @dataclass(frozen=True, slots=True)
 class IngestOptions:
-    """One job, by the flags of the command. A job started again with the same `checkpoint` continues.
+    """One job: the flags of the command, with the defaults that its help tells (`kproxy.cli.pipeline_ingest`).
 
-    source:         `csv:`, `json:` or `parquet:` and a directory or pattern, `kafka:` and topics, `rate`, or SPARKS;
-                    FRAME for rows that are given to `job.start`.
+    A job started again with the same `checkpoint` continues.
+
+    source:         also SPARKS with a name and a path; or FRAME for rows that are given to `job.start`.
     schema:         DDL or Spark's JSON; None: that of files is inferred once, others are Spark's own.
-    source_options: of Spark's reader.
-    from_bootstrap: of a Kafka source; None: `bootstrap`.
     select:         SQL expressions that replace the source's columns; empty: these as they are.
     key:            no column: no key; one: its text (bytes if binary); several: JSON of them.
-    value:          the value is JSON of these columns; empty: of all. `value_column`: it is this column unchanged.
-    value_format:   AVRO, PROTOBUF or JSON_SCHEMA: the value's columns by a schema in the `registry`, an HTTP address;
-                    None: plain JSON. `subject`: None: the topic's, with `-value`.
+    value_format:   the value's columns by a schema in the `registry`; None: plain JSON.
     value_schema:   the schema's text, or LATEST; None: derived from the columns.
     headers:        (name, SQL expression): its text; the name ALL_HEADERS: all headers of an array.
-    trigger:        an interval ("10s"): until stopped; AVAILABLE_NOW: read what exists, then end. None: the latter, and
-                    of `rate` 1 s.
-    dead_letters:   `json:DIR` or `topic:NAME`; None: a row that cannot be written ends the job.
-    max_files_per_trigger: None: FILES_PER_CORE for each of Spark's cores.
-    tasks:          how many tasks write; None: as many as Spark has cores.
-    exactly_once:   in Kafka transactions.
+    dead_letters:   None: a row that cannot be written ends the job.
     kafka_options:  for the producer and the admin client, with Kafka's names.
     """
 

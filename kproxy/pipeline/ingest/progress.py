@@ -14,6 +14,7 @@ from typing import Final
 import prometheus_client
 from prometheus_client import CollectorRegistry, Gauge, Histogram, start_http_server
 
+from kproxy.address import Address
 from kproxy.config import parse_address
 from kproxy.errors import StartupError
 from kproxy.pipeline.ingest.options import IngestOptions
@@ -106,7 +107,7 @@ class Display:
     def __init__(self, report: Report, tally: Tally) -> None:
         self._tally = tally
         self._stage = report.stage("ingest", tally.line())
-        self._on_terminal = report.bars is not None
+        self._on_terminal = not report.bars.disable
         self._told = 0
         self._next = 0.0
 
@@ -127,20 +128,20 @@ def _many(count: int, what: str) -> str:
 
 
 @contextlib.contextmanager
-def serving(metrics: Metrics, listen: str | None) -> Iterator[int]:
-    """Serve the metrics at `listen` (`HOST:PORT`) while the block runs. Yield the port, 0 if `listen` is None."""
+def serving(metrics: Metrics, listen: str | None) -> Iterator[str]:
+    """Serve the metrics at `listen` (`HOST:PORT`) while the block runs. Yield their URL, "" if `listen` is None."""
     if listen is None:
-        yield 0
+        yield ""
         return
-    address = parse_address(listen, "--metrics")
+    host, port = parse_address(listen, "--metrics")
     try:
-        server, thread = start_http_server(address.port, address.host, metrics.registry)
+        server, thread = start_http_server(port, host, metrics.registry)
     except OSError as error:
         raise StartupError(
             f"--metrics {listen} cannot be listened on ({error.strerror}): give another address."
         ) from error
     try:
-        yield server.server_port
+        yield f"http://{Address(host, server.server_port)}/metrics"
     finally:
         server.shutdown()
         server.server_close()

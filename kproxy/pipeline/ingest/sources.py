@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 from urllib.parse import unquote
 
@@ -82,7 +82,7 @@ def parse_schema(text: str) -> StructType:
         raise StartupError(f"--schema has the name {twice} twice, and Spark does not tell ID from id: rename one.")
     taken = [name for name in schema.names if name.startswith("_kproxy_")]
     if taken:
-        raise StartupError(f"--schema has a column {taken[0]}: names that begin with _kproxy_ are allowed.")
+        raise StartupError(f"--schema has a column {taken[0]}: names that begin with _kproxy_ are reserved.")
     return schema
 
 
@@ -105,7 +105,6 @@ def infer_schema(session: SparkSession, options: IngestOptions) -> StructType:
     try:
         with as_spark_failure("The schema could not be inferred"):
             found = reader.format(options.format).load(sample).schema
-            first = _first_line(reader, settings, options.format, sample)
     except SparkFailed as error:
         if "COLUMN_ALREADY_EXISTS" in str(error):
             raise StartupError(
@@ -119,19 +118,13 @@ def infer_schema(session: SparkSession, options: IngestOptions) -> StructType:
             ) from error
         raise
     schema = StructType([field for field in found.fields if field.name != CORRUPT])
-    twice = _twice(first) if options.format == "csv" else None
     odd = any(csv_values.REPLACED in name or "\0" in name for name in schema.names)
     if options.format == "csv" and odd and not csv_values.names_encoding(options.source_options):
         raise StartupError(
             f"the header of a file in {where} is not UTF-8: name its encoding with --source-option "
             "encoding=NAME, for example ISO-8859-1 or UTF-16."
         )
-    if twice:
-        raise StartupError(
-            f"the header of a file in {where} has the name {twice} twice, and Spark does not tell ID from id: "
-            "give a --schema with other names, in the order of the columns, and --source-option enforceSchema=true."
-        )
-    _refuse_over_lines(options, first)
+    _check_first_line(reader, options, sample)
     if not schema.fields:
         raise StartupError(f"no column can be found in the files that are there: {with_hint}.")
     return schema
@@ -145,28 +138,28 @@ def _sample(session: SparkSession, options: IngestOptions) -> list[str]:
 
 def check_lines(session: SparkSession, options: IngestOptions) -> None:
     """Raise StartupError if the existing files have JSON over several lines, which would be corrupt line by line."""
-    settings = reader_options(options)
     if options.format == "json" and (sample := _sample(session, options)):
-        reader = session.read.options(**settings, __globPaths__="false")
-        with as_spark_failure(f"The files in {options.where} cannot be read"):
-            _refuse_over_lines(options, _first_line(reader, settings, options.format, sample))
+        _check_first_line(session.read.options(**reader_options(options), __globPaths__="false"), options, sample)
 
 
-def _refuse_over_lines(options: IngestOptions, first: Sequence[str]) -> None:
-    if options.format == "json" and [text.strip() for text in first] in [[text] for text in PRETTY]:
+def _check_first_line(reader: DataFrameReader, options: IngestOptions, paths: list[str]) -> None:
+    """Raise StartupError for a CSV header with a name twice, and for a first line that only begins a JSON document."""
+    settings, twice, line = reader_options(options), None, None
+    with as_spark_failure(f"The files in {options.where} cannot be read"):
+        if options.format == "csv" and settings["header"].lower() == "true":
+            columns = reader.csv(paths, inferSchema=False, header=False)
+            # The columns from directories have other names.
+            row = columns.select(*(name for name in columns.columns if name.startswith("_c"))).first()
+            twice = _twice(str(text) for text in row or () if text is not None)
+        elif options.format == "json" and settings.get("multiline", "false").lower() == "false":
+            line = reader.text(paths).where(F.col("value").rlike(r"\S")).select("value").first()
+    if twice is not None:
+        raise StartupError(
+            f"the header of a file in {options.where} has the name {twice} twice, and Spark does not tell ID from id: "
+            "give a --schema with other names, in the order of the columns, and --source-option enforceSchema=true."
+        )
+    if line is not None and line[0].strip() in PRETTY:
         raise StartupError(f"a file in {options.where} has {OVER_LINES}.")
-
-
-def _first_line(reader: DataFrameReader, settings: Mapping[str, str], kind: str, paths: list[str]) -> list[str]:
-    """Return the texts of the first row of a CSV file, or the first line of JSON; nothing if these do not help."""
-    row = None
-    if kind == "csv" and settings["header"].lower() == "true":
-        columns = reader.csv(paths, inferSchema=False, header=False)
-        # The columns from directories have other names.
-        row = columns.select(*(name for name in columns.columns if name.startswith("_c"))).first()
-    elif kind == "json" and settings.get("multiline", "false").lower() == "false":
-        row = reader.text(paths).where(F.col("value").rlike(r"\S")).select("value").first()
-    return [str(text) for text in row or () if text is not None]
 
 
 def _twice(names: Iterable[str]) -> str | None:

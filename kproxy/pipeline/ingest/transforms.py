@@ -20,7 +20,7 @@ import functools
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame
@@ -360,12 +360,8 @@ def _reason(rows: DataFrame, options: IngestOptions, not_finite: Column | None) 
         "no topic": None if options.topic_column is None else ~_is_topic(F.col(TOPIC)),
         "too large": message_bytes() > options.max_message_bytes,
     }
-    reason: Any = F.lit(None).cast("string")
-    for name in reversed(REASONS):
-        test = tests[name]
-        if test is not None:
-            reason = F.when(test, F.lit(name)).otherwise(reason)
-    return reason
+    found = [F.when(test, F.lit(name)) for name in REASONS if (test := tests[name]) is not None]
+    return F.coalesce(*found)
 
 
 def _any(tests: Iterable[Column | None]) -> Column | None:

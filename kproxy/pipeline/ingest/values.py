@@ -34,8 +34,6 @@ PROTOC_TIMEOUT_S: Final = 60.0
 _MADE: Final = "value binary, problem string"
 _TIMESTAMP: Final = "google.protobuf.Timestamp"
 # What fastavro and Protobuf raise for a value that their schema does not take.
-UNFIT: Final = (ArithmeticError, AttributeError, EncodeError, LookupError, TypeError, ValueError, struct.error)
-# What fastavro and Protobuf raise for a value that their schema does not take.
 _UNFIT: Final = (ArithmeticError, AttributeError, EncodeError, LookupError, TypeError, ValueError, struct.error)
 # Types of a given schema that hold all that the derived one would hold; `-millis` refuses microseconds row by row.
 _WIDER: Final = {
@@ -137,59 +135,52 @@ class _Shape(NamedTuple):
     made: Callable[..., Any] | None = None
 
 
-def _fit(form: str, look: Callable[[Any], _Shape], kind: DataType, node: Any, path: str) -> Convert | None:
-    """Return how Python's value of a column becomes the library's; None: it is the same. Raise StartupError.
+def _fit(form: str, look: Callable[[Any], _Shape], kind: DataType, node: Any, path: str) -> Convert:
+    """Return how Python's value of a column becomes the library's. Raise StartupError.
 
     `look` makes a shape of `node`, which is the schema's.
     """
     shape = look(node)
-    convert = _SCALARS.get((form, kind.typeName()))
+    made = shape.made or dict
     if isinstance(kind, StructType) and shape.name == "record":
-        if missing := [name for name in shape.needed if name not in kind.names]:
-            raise StartupError(f"the schema has a field {missing[0]} that no column is for: add one with --select.")
-        convert = _record(form, look, kind, shape, path)
-    elif isinstance(kind, ArrayType) and shape.name == "array":
-        if (inner := _fit(form, look, kind.elementType, shape.parts[""], path)) is not None:
-            convert = functools.partial(_list, inner)
-    elif isinstance(kind, MapType) and shape.name == "map":
-        if (one := _fit(form, look, value_type(kind, path, form), shape.parts[""], path)) is not None:
-            convert = functools.partial(_map, one)
-    else:
-        wanted = None if isinstance(kind, NESTED) else checked(kind, path, form)[0]
-        short = isinstance(kind, DecimalType) and form == AVRO and shape.scale < kind.scale
-        if short or (shape.name != wanted and shape.name not in _WIDER.get(str(wanted), ())):
-            more = f" of scale {shape.scale}" if short else ""
-            raise refused(path, kind, form, f"the schema has {shape.name}{more} for it")
-        convert = functools.partial(_millis, convert) if shape.name.endswith("-millis") else convert
-    made = shape.made
-    return convert if made is None or convert is None else lambda value: made(**convert(value))
+        fields = _fields(form, look, kind, shape, path)
+        return _unless_null(lambda row: made(**{name: how(one) for (name, how), one in zip(fields, row, strict=True)}))
+    if isinstance(kind, ArrayType) and shape.name == "array":
+        each = _fit(form, look, kind.elementType, shape.parts[""], path)
+        return _unless_null(lambda values: [each(one) for one in values])
+    if isinstance(kind, MapType) and shape.name == "map":
+        each = _fit(form, look, value_type(kind, path, form), shape.parts[""], path)
+        return _unless_null(lambda values: {key: each(one) for key, one in values.items()})
+    wanted = None if isinstance(kind, NESTED) else checked(kind, path, form)[0]
+    short = isinstance(kind, DecimalType) and form == AVRO and shape.scale < kind.scale
+    if short or (shape.name != wanted and shape.name not in _WIDER.get(str(wanted), ())):
+        more = f" of scale {shape.scale}" if short else ""
+        raise refused(path, kind, form, f"the schema has {shape.name}{more} for it")
+    convert: Convert = _SCALARS.get((form, kind.typeName()), lambda value: value)
+    if shape.name.endswith("-millis"):
+        return _unless_null(lambda time: _millis(convert(time)))
+    return _unless_null(convert if shape.made is None else lambda value: made(**convert(value)))
 
 
-def _record(form: str, look: Callable[[Any], _Shape], kind: StructType, shape: _Shape, path: str) -> Convert:
+def _fields(
+    form: str, look: Callable[[Any], _Shape], kind: StructType, shape: _Shape, path: str
+) -> list[tuple[str, Convert]]:
+    if missing := [name for name in shape.needed if name not in kind.names]:
+        raise StartupError(f"the schema has a field {missing[0]} that no column is for: add one with --select.")
     fields = []
     for field in kind.fields:
         where = f"{path}.{field.name}"
         if field.name not in shape.parts:
             raise refused(where, field.dataType, form, "the schema has no such field")
         fields.append((field.name, _fit(form, look, field.dataType, shape.parts[field.name], where)))
-
-    def convert(row: Any) -> dict[str, Any]:
-        values = zip(fields, row, strict=True)
-        return {name: one if how is None or one is None else how(one) for (name, how), one in values}
-
-    return convert
+    return fields
 
 
-def _list(how: Convert, values: Any) -> list[Any]:
-    return [one if one is None else how(one) for one in values]
+def _unless_null(how: Convert) -> Convert:
+    return lambda value: None if value is None else how(value)
 
 
-def _map(how: Convert, values: Any) -> dict[str, Any]:
-    return {key: one if one is None else how(one) for key, one in values.items()}
-
-
-def _millis(how: Convert | None, time: Any) -> int:
-    micros = int(time if how is None else how(time))
+def _millis(micros: int) -> int:
     if micros % 1000:
         raise ValueError("a time has microseconds, and the schema milliseconds")
     return micros // 1000
@@ -213,7 +204,7 @@ def _avro_writer(schema: bytes, kind: StructType) -> Callable[[Any], bytes]:
         parsed = fastavro.parse_schema(json.loads(schema), named)
     except (ValueError, LookupError, TypeError, AttributeError, fastavro.schema.SchemaParseException) as error:
         raise StartupError(f"the schema of the values is not one of Avro ({error!r}): correct it.") from error
-    convert: Any = _fit(AVRO, functools.partial(_avro_shape, named), kind, parsed, NAME)
+    convert = _fit(AVRO, functools.partial(_avro_shape, named), kind, parsed, NAME)
 
     def write(row: Any) -> bytes:
         into = io.BytesIO()
@@ -263,7 +254,7 @@ def _proto_writer(schema: bytes, kind: StructType) -> Callable[[Any], bytes]:
     messages = pool.FindFileByName(files[-1].name).message_types_by_name
     if not messages:
         raise StartupError("the schema of the values has no message: give a .proto file with one.")
-    convert: Any = _fit(PROTOBUF, _proto_shape, kind, messages[files[-1].message_type[0].name], NAME)
+    convert = _fit(PROTOBUF, _proto_shape, kind, messages[files[-1].message_type[0].name], NAME)
     # A zero byte stands for the first message of the file.
     return lambda row: b"\0" + convert(row).SerializeToString(deterministic=True)
 
