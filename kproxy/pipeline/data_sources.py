@@ -7,6 +7,7 @@ Invariants
 1. A log is read up to the high watermark at planning. A stream's next micro-batch begins where the last one ended.
 2. A batch is in the piece with its base offset, so it is read once.
 3. A partition that cannot be read fails the query: a table without it would look complete.
+4. With `maxOffsetsPerTrigger` each partition that is behind comes forward in each micro-batch.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ from kproxy.pipeline.audit.trail_rows import TrailRow, rows_in
 from kproxy.pipeline.kafka_access import KafkaOptions
 from kproxy.trail.parquet_sink import SCHEMA
 
+try:
+    from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows, SupportsTriggerAvailableNow
+except ImportError:  # Spark 4.0 and 4.1
+    ReadAllAvailable = ReadMaxRows = SupportsTriggerAvailableNow = None
+
 DEFAULT_TRAIL: Final = "__kproxy_audit"
 LOG_SCHEMA: Final = arrow_schema(HEADERS)
 _READ: Final = (("previous", pa.string()), ("shipped_at", pa.int64()), ("digest", pa.string()))
@@ -38,6 +44,7 @@ ROWS_PER_BATCH: Final = 5_000
 _PAGES_PER_PIECE: Final = 2_000
 _KAFKAS: Final = "kafka."
 _BOOTSTRAP: Final = "bootstrap.servers"
+_KNOWN: Final = "subscribe, startingOffsets, maxOffsetsPerTrigger, kafka.*"
 
 Ends = dict[str, dict[str, int]]
 """An offset of a stream, as JSON."""
@@ -63,11 +70,17 @@ class _Reader:
         self._kafka = KafkaOptions(kafka)
         self._topics = tuple(filter(None, map(str.strip, given.pop("subscribe", topics or "").split(","))))
         self._starts_late = given.pop("startingoffsets", "earliest") == "latest"
+        most = given.pop("maxoffsetspertrigger", "")
+        self.most_a_trigger = int(most) if most.isdecimal() else 0
         unknown = sorted(name for name in given if not name.startswith(_KAFKAS))
         if not self._bootstrap or not self._topics:
             raise LogReadFailed("The options kafka.bootstrap.servers (HOST:PORT) and subscribe (TOPIC) are needed.")
         if unknown:
-            raise LogReadFailed(f"The option {unknown[0]} is not known: there are subscribe, startingOffsets, kafka.*.")
+            raise LogReadFailed(f"The option {unknown[0]} is not known: there are {_KNOWN}.")
+        if most and not self.most_a_trigger:
+            raise LogReadFailed(f"maxOffsetsPerTrigger is a number from 1 on, not {most}.")
+        if most and ReadMaxRows is None:
+            raise LogReadFailed("maxOffsetsPerTrigger needs Spark 4.2: leave it out, or install a later pyspark.")
 
     def _client(self) -> LogClient:
         return LogClient(self._bootstrap, self._kafka)
@@ -98,6 +111,13 @@ class _Reader:
     def last(self) -> Ends:
         with self._client() as client:
             return _as_json(ends_of(client, self._topics))
+
+    def within(self, start: Ends, end: Ends, most: int) -> Ends:
+        """Return an offset about `most` offsets after `start`, and not after `end`: each partition has its share."""
+        starts, ends = _offsets(start), _offsets(end)
+        with self._client() as client:
+            starts = client.list_offsets([which for which in ends if which not in starts], EARLIEST) | starts
+        return _as_json(shared(starts, ends, most))
 
     def read(self, partition: Piece) -> Iterator[Any]:
         """Yield Arrow batches. Raise LogReadFailed."""
@@ -138,20 +158,38 @@ class _Table(DataSourceReader):  # type: ignore[misc]
 
 
 @dataclass
-class _Stream(DataSourceStreamReader):  # type: ignore[misc]
+class _Stream(DataSourceStreamReader, SupportsTriggerAvailableNow or object):  # type: ignore[misc]
     log: _Reader
+    last: Ends | None = None
 
     def initialOffset(self) -> Ends:  # noqa: N802 - Spark's name
         return self.log.first()
 
-    def latestOffset(self) -> Ends:  # noqa: N802 - Spark's name
-        return self.log.last()
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
+        self.last = self.log.last()
+
+    def getDefaultReadLimit(self) -> Any:  # noqa: N802 - Spark's name
+        return ReadMaxRows(self.log.most_a_trigger) if self.log.most_a_trigger else ReadAllAvailable()
+
+    def latestOffset(self, start: Ends | None = None, limit: Any = None) -> Ends:  # noqa: N802 - Spark's name
+        end = self.last or self.log.last()
+        # Spark before 4.2 gives no start and knows no limit.
+        return end if start is None or not hasattr(limit, "max_rows") else self.log.within(start, end, limit.max_rows)
 
     def partitions(self, start: Ends, end: Ends) -> list[Piece]:
         return self.log.pieces(start, end)
 
     def read(self, partition: Piece) -> Iterator[Any]:
         return self.log.read(partition)
+
+
+def shared(starts: Offsets, ends: Offsets, most: int) -> Offsets:
+    """Return the ends of a micro-batch of about `most` offsets, which partitions share by how far each is behind."""
+    behind = {which: max(0, end - starts[which]) for which, end in ends.items()}
+    total = sum(behind.values())
+    if total <= most:
+        return ends
+    return {which: starts[which] - (-each * most // total) if each else ends[which] for which, each in behind.items()}
 
 
 def _as_json(ends: Offsets) -> Ends:
