@@ -46,7 +46,8 @@ test-all: install  ## run these and the long tests: every client release, more s
 
 test-spark:  ## run all tests of the Spark jobs, the long ones too, on another Spark: SPARK=4.2.0, which .venv-spark-4.2.0 has
 	@$(MAKE) -s install VENV=.venv-spark-$(SPARK) PYSPARK=$(SPARK)
-	@KPROXY_TEST_ALL=1 .venv-spark-$(SPARK)/bin/python -m pytest $(LANE_OPTIONS) -m spark $(ARGS)
+	@KPROXY_TEST_ALL=1 .venv-spark-$(SPARK)/bin/python -m pytest $(LANE_OPTIONS) -m spark \
+		$(or $(ARGS),$$(grep -rl --include='test_*.py' pytest.mark.spark tests))
 
 chaos: install  ## kill, stop and cut off members of etcd at random for MINUTES=10, from SEED=1, and judge the table
 	@KPROXY_CHAOS_MINUTES=$(MINUTES) KPROXY_CHAOS_SEED=$(SEED) \
