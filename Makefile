@@ -10,6 +10,7 @@ LANE_OPTIONS := -n $(LANES) --max-worker-restart=0
 SECTION ?=
 AGAINST ?=
 PYTHONS ?=
+SPARK  ?= 4.2.0
 MINUTES ?= 10
 SEED   ?= 1
 SEEDS  ?= 1000
@@ -22,7 +23,7 @@ FRAMES ?= 50000000
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all chaos storm sim sim-rules worlds own-histories mutants fuzz check budgets docs site screenshots kubernetes check-deploy deploy-tools try-compose try-image packages bench bench-quick lock lock-image audit-lock clean
+.PHONY: help install demo test test-all test-spark chaos storm sim sim-rules worlds own-histories mutants fuzz check budgets docs site screenshots kubernetes check-deploy deploy-tools try-compose try-image packages bench bench-quick lock lock-image audit-lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r name text; do \
@@ -31,7 +32,7 @@ help:  ## list the targets
 install: $(STAMP)  ## make .venv with everything, from the lock files; does nothing where that is done
 
 $(STAMP): pyproject.toml requirements.lock requirements-build.lock scripts/install.sh scripts/build_plain.py $(wildcard kproxy/plain/*.pyx kproxy/plain/*.pxi kproxy/plain/*.h)
-	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh scripts/install.sh
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" PYSPARK="$(PYSPARK)" sh scripts/install.sh
 	@touch $@
 
 demo: install  ## write 336,776 flights through the proxy with Spark, kill -9 an owner meanwhile, read them back, judge and audit it
@@ -42,6 +43,11 @@ test: install  ## run the tests, four at a time; LANES=0 for one after the other
 
 test-all: install  ## run these and the long tests: every client release, more seeds, every byte of a reset
 	@KPROXY_TEST_ALL=1 $(BIN)/python -m pytest $(LANE_OPTIONS) $(ARGS)
+
+test-spark:  ## run all tests of the Spark jobs, the long ones too, on another Spark: SPARK=4.2.0, which .venv-spark-4.2.0 has
+	@$(MAKE) -s install VENV=.venv-spark-$(SPARK) PYSPARK=$(SPARK)
+	@KPROXY_TEST_ALL=1 .venv-spark-$(SPARK)/bin/python -m pytest $(LANE_OPTIONS) -m spark \
+		$(or $(ARGS),$$(grep -rl --include='test_*.py' pytest.mark.spark tests))
 
 chaos: install  ## kill, stop and cut off members of etcd at random for MINUTES=10, from SEED=1, and judge the table
 	@KPROXY_CHAOS_MINUTES=$(MINUTES) KPROXY_CHAOS_SEED=$(SEED) \
@@ -145,6 +151,6 @@ audit-lock:  ## look for known vulnerabilities in the packages of the lock files
 		echo "make audit-lock: a package in $$lock has a known vulnerability, or PyPI's data cannot be read here:" \
 		"see above, and run it where pypi.org answers." >&2; exit 1; }; done
 
-clean:  ## remove .venv, caches and build results; topics and records of kproxy dev stay
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
+clean:  ## remove .venv, .venv-spark-*, caches and build results; topics and records of kproxy dev stay
+	rm -rf $(VENV) .venv-spark-* build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

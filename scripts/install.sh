@@ -1,6 +1,7 @@
 #!/bin/sh
 # Makes $VENV with this project and everything it can use, from the lock files alone. Called by `make install`.
 # PYTHON names the interpreter; without it the first of python3, python3.13, python3.12, python3.11 that fits is taken.
+# PYSPARK names a release of pyspark to install in place of the locked one (`make test-spark`).
 set -eu
 VENV=${VENV:-.venv}
 
@@ -45,7 +46,15 @@ unreachable="pip could not install it; its message stands above. With the networ
 echo "Installing the build tools"
 pip install --quiet --require-hashes -r requirements-build.lock || fail "$unreachable"
 echo "Installing the libraries (Spark is a download of 430 MB the first time; this takes some minutes)"
-pip install --quiet --require-hashes --no-build-isolation -r requirements.lock || fail "$unreachable"
+lock=requirements.lock
+if [ -n "${PYSPARK:-}" ]; then
+    lock=$VENV/requirements.lock
+    awk '/^[^ #]/ { other = /^pyspark==/ } !other' requirements.lock > "$lock"
+fi
+pip install --quiet --require-hashes --no-build-isolation -r "$lock" || fail "$unreachable"
+if [ -n "${PYSPARK:-}" ]; then
+    pip install --quiet --no-build-isolation "pyspark==$PYSPARK" || fail "$unreachable"
+fi
 echo "Installing kproxy itself"
 pip install --quiet --no-deps --no-build-isolation --editable . || fail "$unreachable"
 "$VENV/bin/python" scripts/build_plain.py

@@ -57,7 +57,7 @@ TIMEOUT_FACTOR: Final = 5.0
 MIN_TIMEOUT_S: Final = 30.0
 # An endless loop may allocate all memory. The limit is on data: etcd and Java reserve more address space than they use.
 MAX_MEMORY_KIB: Final = 4 << 20
-NOT_COPIED: Final = (".git", ".venv", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis", "dist", "build")
+NOT_COPIED: Final = (".git", ".venv*", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis", "dist", "build")
 
 
 # A line of pytest's summary.

@@ -7,6 +7,7 @@ Invariants
 1. A log is read up to the high watermark at planning. A stream's next micro-batch begins where the last one ended.
 2. A batch is in the piece with its base offset, so it is read once.
 3. A partition that cannot be read fails the query: a table without it would look complete.
+4. With `maxOffsetsPerTrigger` each partition that is behind comes forward in each micro-batch.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ from kproxy.pipeline.audit.trail_rows import TrailRow, rows_in
 from kproxy.pipeline.kafka_access import KafkaOptions
 from kproxy.trail.parquet_sink import SCHEMA
 
+try:
+    from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows, SupportsTriggerAvailableNow
+except ImportError:  # Spark 4.0 and 4.1
+    ReadAllAvailable = ReadMaxRows = SupportsTriggerAvailableNow = None
+
 DEFAULT_TRAIL: Final = "__kproxy_audit"
 LOG_SCHEMA: Final = arrow_schema(HEADERS)
 _READ: Final = (("previous", pa.string()), ("shipped_at", pa.int64()), ("digest", pa.string()))
@@ -38,6 +44,7 @@ ROWS_PER_BATCH: Final = 5_000
 _PAGES_PER_PIECE: Final = 2_000
 _KAFKAS: Final = "kafka."
 _BOOTSTRAP: Final = "bootstrap.servers"
+_KNOWN: Final = "subscribe, startingOffsets, maxOffsetsPerTrigger, kafka.*"
 
 Ends = dict[str, dict[str, int]]
 """An offset of a stream, as JSON."""
@@ -50,7 +57,7 @@ class Piece(InputPartition):  # type: ignore[misc]
     ranges: Sequence[LogRange]
 
 
-class _Reader(DataSourceReader, DataSourceStreamReader):  # type: ignore[misc]
+class _Reader:
     """Read logs, for a table or a stream."""
 
     most: int | None = None
@@ -63,40 +70,54 @@ class _Reader(DataSourceReader, DataSourceStreamReader):  # type: ignore[misc]
         self._kafka = KafkaOptions(kafka)
         self._topics = tuple(filter(None, map(str.strip, given.pop("subscribe", topics or "").split(","))))
         self._starts_late = given.pop("startingoffsets", "earliest") == "latest"
+        most = given.pop("maxoffsetspertrigger", "")
+        self.most_a_trigger = int(most) if most.isdecimal() else 0
         unknown = sorted(name for name in given if not name.startswith(_KAFKAS))
         if not self._bootstrap or not self._topics:
             raise LogReadFailed("The options kafka.bootstrap.servers (HOST:PORT) and subscribe (TOPIC) are needed.")
         if unknown:
-            raise LogReadFailed(f"The option {unknown[0]} is not known: there are subscribe, startingOffsets, kafka.*.")
+            raise LogReadFailed(f"The option {unknown[0]} is not known: there are {_KNOWN}.")
+        if most and not self.most_a_trigger:
+            raise LogReadFailed(f"maxOffsetsPerTrigger is a number from 1 on, not {most}.")
+        if most and ReadMaxRows is None:
+            raise LogReadFailed("maxOffsetsPerTrigger needs Spark 4.2: leave it out, or install a later pyspark.")
 
     def _client(self) -> LogClient:
         return LogClient(self._bootstrap, self._kafka)
 
-    def initialOffset(self) -> Ends:  # noqa: N802 - Spark's name
-        return self.latestOffset() if self._starts_late else {}
-
-    def latestOffset(self) -> Ends:  # noqa: N802 - Spark's name
-        with self._client() as client:
-            return _as_json(ends_of(client, self._topics))
-
-    def partitions(self, start: Ends | None = None, end: Ends | None = None) -> list[Piece]:
-        """Plan the reading of a stream's micro-batch, or of a table, which Spark asks for without offsets."""
-        starts, ends = _offsets(start or {}), _offsets(self.latestOffset() if end is None else end)
-        for which, begun in starts.items():
-            if ends.get(which, begun) < begun:
+    def _pieces(self, starts: Offsets, ends: Offsets) -> list[Piece]:
+        """Plan the reading; `starts` lacks the partitions that are read from their beginning."""
+        for which, start in starts.items():
+            if ends.get(which, start) < start:
                 raise LogReadFailed(
-                    f"{which} ends at offset {ends[which]} and was read up to {begun}: it was cut off, or the topic "
+                    f"{which} ends at offset {ends[which]} and was read up to {start}: it was cut off, or the topic "
                     "was created again; begin anew with another checkpointLocation."
                 )
-        # Partitions that `start` lacks are read from their beginning.
         with self._client() as client:
             begins = client.list_offsets([which for which in ends if which not in starts], EARLIEST)
-        pieces = [
+        return [
             Piece([each._replace(is_first=each.is_first and each.which in begins) for each in piece])
             for piece in cut({**begins, **starts}, ends, self.most)
         ]
+
+    def pieces(self, start: Ends, end: Ends) -> list[Piece]:
         # Spark 4.0 reads no table without a partition.
-        return pieces or [Piece(())]
+        return self._pieces(_offsets(start), _offsets(end)) or [Piece(())]
+
+    def first(self) -> Ends:
+        """Return where a stream begins."""
+        return self.last() if self._starts_late else {}
+
+    def last(self) -> Ends:
+        with self._client() as client:
+            return _as_json(ends_of(client, self._topics))
+
+    def within(self, start: Ends, end: Ends, most: int) -> Ends:
+        """Return an offset about `most` offsets after `start`, and not after `end`: each partition has its share."""
+        starts, ends = _offsets(start), _offsets(end)
+        with self._client() as client:
+            starts = client.list_offsets([which for which in ends if which not in starts], EARLIEST) | starts
+        return _as_json(shared(starts, ends, most))
 
     def read(self, partition: Piece) -> Iterator[Any]:
         """Yield Arrow batches. Raise LogReadFailed."""
@@ -125,6 +146,52 @@ class _TrailReader(_Reader):
             yield pa.RecordBatch.from_pylist(chunk, TRAIL_SCHEMA)
 
 
+@dataclass
+class _Table(DataSourceReader):  # type: ignore[misc]
+    log: _Reader
+
+    def partitions(self) -> list[Piece]:
+        return self.log.pieces({}, self.log.last())
+
+    def read(self, partition: Piece) -> Iterator[Any]:
+        return self.log.read(partition)
+
+
+@dataclass
+class _Stream(DataSourceStreamReader, SupportsTriggerAvailableNow or object):  # type: ignore[misc]
+    log: _Reader
+    last: Ends | None = None
+
+    def initialOffset(self) -> Ends:  # noqa: N802 - Spark's name
+        return self.log.first()
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
+        self.last = self.log.last()
+
+    def getDefaultReadLimit(self) -> Any:  # noqa: N802 - Spark's name
+        return ReadMaxRows(self.log.most_a_trigger) if self.log.most_a_trigger else ReadAllAvailable()
+
+    def latestOffset(self, start: Ends | None = None, limit: Any = None) -> Ends:  # noqa: N802 - Spark's name
+        end = self.last or self.log.last()
+        # Spark before 4.2 gives no start and knows no limit.
+        return end if start is None or not hasattr(limit, "max_rows") else self.log.within(start, end, limit.max_rows)
+
+    def partitions(self, start: Ends, end: Ends) -> list[Piece]:
+        return self.log.pieces(start, end)
+
+    def read(self, partition: Piece) -> Iterator[Any]:
+        return self.log.read(partition)
+
+
+def shared(starts: Offsets, ends: Offsets, most: int) -> Offsets:
+    """Return the ends of a micro-batch of about `most` offsets, which partitions share by how far each is behind."""
+    behind = {which: max(0, end - starts[which]) for which, end in ends.items()}
+    total = sum(behind.values())
+    if total <= most:
+        return ends
+    return {which: starts[which] - (-each * most // total) if each else ends[which] for which, each in behind.items()}
+
+
 def _as_json(ends: Offsets) -> Ends:
     found: Ends = {}
     # Sorted: Spark compares offsets by their JSON.
@@ -151,10 +218,11 @@ class KproxyLog(DataSource):  # type: ignore[misc]
     def schema(self) -> StructType:
         return from_arrow_schema(self.arrow)
 
-    def reader(self, schema: StructType) -> _Reader:
-        return self.kind(self.options, self.topics)
+    def reader(self, schema: StructType) -> _Table:
+        return _Table(self.kind(self.options, self.topics))
 
-    streamReader = reader  # noqa: N815 - Spark's name
+    def streamReader(self, schema: StructType) -> _Stream:  # noqa: N802 - Spark's name
+        return _Stream(self.kind(self.options, self.topics))
 
 
 class KproxyTrail(KproxyLog):

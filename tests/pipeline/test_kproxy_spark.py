@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pyspark.errors import PySparkException
 
 import kproxy_spark
-from kproxy.pipeline.data_sources import LOG_SCHEMA, TRAIL_SCHEMA
+from kproxy.pipeline.audit.log_client import TopicPartition
+from kproxy.pipeline.data_sources import LOG_SCHEMA, TRAIL_SCHEMA, shared
 from kproxy.pipeline.ingest.job import start
 from kproxy.pipeline.ingest.options import IngestOptions
 from kproxy.trail.rows import encode_page
@@ -150,6 +152,7 @@ def test_logs_and_trails_are_tables(spark: Any, dev_cluster: KproxyProcess, topi
         ({}, "are needed"),
         ({**where, "subscribe": "nowhere"}, "There is no topic nowhere"),
         ({**where, "subscribe": topic, "from": "x"}, "The option from is not known"),
+        ({**where, "subscribe": topic, "maxOffsetsPerTrigger": "0"}, "is a number from 1 on, not 0"),
     ):
         with pytest.raises(Exception, match=said):
             spark.read.format("kproxy_log").options(**options).load().collect()
@@ -176,6 +179,40 @@ def test_log_stream_has_each_batch_once(spark: Any, dev_cluster: KproxyProcess, 
     found = spark.read.json(f"{tmp_path}/out").collect()
     offsets = sorted((row.partition, row.base_offset + n) for row in found for n in range(row.record_count))
     assert offsets == [(partition, n) for partition in range(PARTITIONS) for n in range(20)]
+
+
+def test_micro_batch_has_at_most_given_offsets(
+    spark: Any, dev_cluster: KproxyProcess, topic: str, tmp_path: Path
+) -> None:
+    create_topic(dev_cluster.kafka, topic, PARTITIONS)
+    for each in [b"value"] * 12:
+        produce(dev_cluster.kafka, topic, [each], partition=1)
+    kproxy_spark.register(spark)
+    options = {"kafka.bootstrap.servers": dev_cluster.kafka, "subscribe": topic, "maxOffsetsPerTrigger": "5"}
+    rows = spark.readStream.format("kproxy_log").options(**options).load()
+    sink = rows.writeStream.format("noop").option("checkpointLocation", f"{tmp_path}/ck").trigger(availableNow=True)
+    query = sink.start()
+    try:
+        if spark.version < "4.2":
+            with pytest.raises(PySparkException, match=r"maxOffsetsPerTrigger needs Spark 4\.2"):
+                query.awaitTermination(240)
+            return
+        assert query.awaitTermination(240)
+        assert [each["numInputRows"] for each in query.recentProgress if each["numInputRows"]] == [5, 5, 2]
+    finally:
+        query.stop()
+
+
+@pytest.mark.parametrize(
+    ("most", "ends"), [(100, [10, 30, 7]), (40, [10, 30, 7]), (39, [10, 30, 7]), (10, [3, 8, 7]), (1, [1, 1, 7])]
+)
+def test_partitions_share_a_micro_batch(most: int, ends: list[int]) -> None:
+    wanted = {TopicPartition("t", index): end for index, end in enumerate([10, 30, 7])}
+    starts = dict.fromkeys(wanted, 0) | {TopicPartition("t", 2): 7}
+    assert [*shared(starts, wanted, most).values()] == ends
+    # A topic that was created again is not taken for one that has come to its end.
+    starts[TopicPartition("t", 2)] = 8
+    assert shared(starts, wanted, 1)[TopicPartition("t", 2)] == 7
 
 
 def test_columns_of_tables_are_documented() -> None:

@@ -1,7 +1,7 @@
 """Spark's own sinks, configured with only an address: a stream with a checkpoint, and a batch, while owners move.
 
 The stream's job is killed with -9 and started again. Duplicates then belong to the one uncommitted micro-batch, and
-nothing is missing.
+nothing is missing. Before reference brokers and before Apache Kafka.
 """
 
 from __future__ import annotations
@@ -9,28 +9,22 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kproxy.config import DEFAULT_PREFIX
-from kproxy.demo.run import partition_owners
-from kproxy.dev.cluster import DevCluster
 from tests.pipeline.killing import Watched, committed, running
-from tests.support.clients.java import require_java
+from tests.pipeline.owners import KINDS, Owners, owners  # noqa: F401
 from tests.support.clients.kafka_io import create_topic, read_topic
 from tests.support.clients.spark import QUICK
-from tests.support.processes.dev import asyncios_own_loop
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.spark, pytest.mark.java, pytest.mark.timeout(900)]
 
 STREAM, BATCH = "stream", "batch"
 PARTITIONS = 6
 FILES, ROWS_PER_FILE = 16, 1_000
 ROWS = FILES * ROWS_PER_FILE
 BATCH_ROWS = 200_000
-LEASE_TTL_S = 2
 APPLICATION = """
 import sys
 
@@ -48,12 +42,6 @@ with open_session(options) as opened:
 """
 
 
-@pytest.fixture(autouse=True)
-def loop() -> Iterator[None]:
-    with asyncios_own_loop():
-        yield
-
-
 def write_files(directory: Path) -> None:
     directory.mkdir()
     for file in range(FILES):
@@ -67,37 +55,36 @@ def times_each(bootstrap: str, topic: str) -> Counter[int]:
 
 
 @pytest.mark.long
-async def test_killed_stream_loses_nothing_while_owners_move(tmp_path: Path) -> None:
-    require_java()
+@pytest.mark.parametrize("owners", KINDS, indirect=True)
+async def test_killed_stream_loses_nothing_while_owners_move(owners: Owners, tmp_path: Path) -> None:  # noqa: F811
     write_files(tmp_path / "in")
-    async with DevCluster(tmp_path / "cluster", brokers=3, lease_ttl_s=LEASE_TTL_S) as cluster:
-        for topic in (STREAM, BATCH):
-            await asyncio.to_thread(create_topic, cluster.kafka, topic, PARTITIONS)
-        streamed, batched = (Watched(cluster.kafka, topic, PARTITIONS) for topic in (STREAM, BATCH))
-        places = [cluster.kafka, str(tmp_path), STREAM, BATCH, str(BATCH_ROWS)]
-        command = [sys.executable, "-P", "-c", APPLICATION, *places, *QUICK]
+    for topic in (STREAM, BATCH):
+        await asyncio.to_thread(create_topic, owners.proxy, topic, PARTITIONS)
+    streamed, batched = (Watched(owners.proxy, topic, PARTITIONS) for topic in (STREAM, BATCH))
+    places = [owners.proxy, str(tmp_path), STREAM, BATCH, str(BATCH_ROWS)]
+    command = [sys.executable, "-P", "-c", APPLICATION, *places, *QUICK]
 
-        async with running(command, tmp_path, "first") as first:
-            await streamed.until(ROWS // 5, first)
-            victim = (await partition_owners([cluster.etcd], DEFAULT_PREFIX, STREAM))[0]
-            await cluster.kill_broker(victim)
-            await streamed.until(ROWS // 2, first)
-            first.kill()
-        assert 0 < committed(tmp_path / "checkpoint") < FILES, first.said.read_text()
+    async with running(command, tmp_path, "first") as first:
+        await streamed.until(ROWS // 5, first)
+        victim = owners.leader(STREAM)
+        victim.kill()
+        await streamed.until(ROWS // 2, first)
+        first.kill()
+    assert 0 < committed(tmp_path / "checkpoint") < FILES, first.said.read_text()
 
-        async with running(command, tmp_path, "second") as second:
-            # The broker leads again while the second job writes.
-            await cluster.restart_broker(victim)
-            begun = await batched.until(1, second)
-            assert begun < BATCH_ROWS, "the batch was written before an owner could be killed"
-            other = (await partition_owners([cluster.etcd], DEFAULT_PREFIX, BATCH))[0]
-            await cluster.kill_broker(other)
-            assert await second.ended() == 0, second.said.read_text()
-            await cluster.restart_broker(other)
-        streamed.close()
-        batched.close()
-        of_stream = await asyncio.to_thread(times_each, cluster.kafka, STREAM)
-        of_batch = await asyncio.to_thread(times_each, cluster.kafka, BATCH)
+    async with running(command, tmp_path, "second") as second:
+        # The broker leads again while the second job writes.
+        await asyncio.to_thread(owners.restart, victim, STREAM, BATCH)
+        begun = await batched.until(1, second)
+        assert begun < BATCH_ROWS, "the batch was written before an owner could be killed"
+        other = owners.leader(BATCH)
+        other.kill()
+        assert await second.ended() == 0, second.said.read_text()
+        await asyncio.to_thread(owners.restart, other, STREAM, BATCH)
+    streamed.close()
+    batched.close()
+    of_stream = await asyncio.to_thread(times_each, owners.proxy, STREAM)
+    of_batch = await asyncio.to_thread(times_each, owners.proxy, BATCH)
 
     # Both results at once, so that a fault of one does not hide the other.
     told = {STREAM: (of_stream, ROWS), BATCH: (of_batch, BATCH_ROWS)}

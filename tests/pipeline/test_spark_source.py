@@ -1,5 +1,6 @@
 """Spark's Kafka source with a group id, behind a proxy, while the group's coordinator and a leader are killed with -9.
 
+A stream goes on, and a batch is read while the broker is dead: before reference brokers and before Apache Kafka.
 Spark keeps its offsets in its checkpoint and commits none. With `useDeprecatedOffsetFetching` its driver is a member of
 the group, which looks for the topic's partitions and offsets; otherwise an admin client does that, and the id is only a
 name.
@@ -14,10 +15,11 @@ from typing import Any
 import pytest
 
 from kproxy_codec import api_keys
-from tests.integration.broker.test_groups import Site, mortal, name, write  # noqa: F401
-from tests.support.brokers.reference_broker import BrokerProcess
+from tests.integration.broker.test_groups import PARTITIONS, name, write  # noqa: F401
+from tests.pipeline.owners import KINDS, Owners, owners  # noqa: F401
+from tests.support.clients.kafka_io import create_topic
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.spark, pytest.mark.java, pytest.mark.timeout(900)]
 
 ROWS = 300
 BY_CONSUMER = "spark.sql.streaming.kafka.useDeprecatedOffsetFetching"
@@ -26,8 +28,9 @@ BY_CONSUMER = "spark.sql.streaming.kafka.useDeprecatedOffsetFetching"
 @pytest.mark.long
 @pytest.mark.parametrize("is_member", [True, False], ids=["member", "name"])
 @pytest.mark.parametrize("option", ["kafka.group.id", "groupIdPrefix"])
+@pytest.mark.parametrize("owners", KINDS, indirect=True)
 def test_source_reads_each_record_once(
-    mortal: Site,  # noqa: F811
+    owners: Owners,  # noqa: F811
     name: str,  # noqa: F811
     spark: Any,
     tmp_path: Path,
@@ -35,11 +38,16 @@ def test_source_reads_each_record_once(
     is_member: bool,
 ) -> None:
     # Spark keeps consumers by group and topic, whatever their brokers.
-    site, topic, group = mortal, name, name
+    site, topic, group = owners, name, name
     source = {"kafka.bootstrap.servers": site.proxy, option: group, "subscribe": topic, "startingOffsets": "earliest"}
     # A member that is stopped while its coordinator is dead cannot leave: the next one waits until its session is over.
     source["kafka.session.timeout.ms"] = "6000"
+    create_topic(site.proxy, topic, PARTITIONS)
     written = write(site.proxy, topic, 0, ROWS)
+
+    def read_batch(options: dict[str, str]) -> list[bytes]:
+        rows = spark.read.format("kafka").options(**options).load().selectExpr("cast(value as string)")
+        return sorted(each[0].encode() for each in rows.collect())
 
     def start() -> Any:
         rows = spark.readStream.format("kafka").options(**source).load()
@@ -52,20 +60,21 @@ def test_source_reads_each_record_once(
 
     try:
         spark.conf.set(BY_CONSUMER, str(is_member).lower())
-        batch = spark.read.format("kafka").options(**source).load().selectExpr("cast(value as string)").collect()
-        assert sorted(each[0].encode() for each in batch) == sorted(written)
+        assert read_batch(source) == sorted(written)
         query = start()
         query.processAllAvailable()
         assert any(each.startswith(group) for each in stable_groups(site)) == is_member
-        for role in (lambda: site.coordinator(group), lambda: leader(site, topic)):
+        for role in (lambda: site.coordinator(group), lambda: site.leader(topic)):
             victim = role()
             write_more()
             victim.kill()
             query.stop()
             query = start()
+            # A batch in the stream's group would take partitions from it.
+            assert read_batch({each: source[each] for each in source if each != option}) == sorted(written)
             write_more()
             query.processAllAvailable()
-            victim.start()
+            site.restart(victim, topic)
         query.stop()
     finally:
         for query in spark.streams.active:
@@ -75,17 +84,11 @@ def test_source_reads_each_record_once(
     assert times == dict.fromkeys(written, 1)
 
 
-def stable_groups(site: Site) -> list[str]:
+def stable_groups(site: Owners) -> list[str]:
     """The groups with members, of all brokers."""
     found: list[str] = []
-    for broker in site.brokers:
-        with broker.client() as client:
+    for each in site.clients():
+        with each as client:
             groups = client.request(api_keys.LIST_GROUPS, 4, states_filter=["Stable"]).groups
         found += [each.group_id for each in groups]
     return found
-
-
-def leader(site: Site, topic: str) -> BrokerProcess:
-    """The leader of partition 0."""
-    with site.brokers[0].client() as client:
-        return site.brokers[client.leaders(topic)[0] - 1]

@@ -98,6 +98,10 @@ class BrokerProcess:
     def address(self) -> str:
         return f"{self.host}:{self.port}"
 
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     def log(self) -> str:
         return self.stderr_path.read_text()
 
@@ -116,9 +120,9 @@ class BrokerProcess:
 
     def stop(self) -> None:
         """Ensure that the process has ended, whatever its state."""
-        if self._process is not None and self._process.poll() is None:
+        if self.running:
             with suppress(ProcessLookupError):
-                os.kill(self._process.pid, signal.SIGCONT)
+                os.kill(self.process.pid, signal.SIGCONT)
             self.kill()
         if self._process is not None and self._process.stdout is not None:
             self._process.stdout.close()
