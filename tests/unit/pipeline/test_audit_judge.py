@@ -192,7 +192,7 @@ def test_programs_read_json_and_metrics(tmp_path: Path) -> None:
 @pytest.mark.timeout(60)
 def test_many_losses_take_time_in_proportion() -> None:
     """Every other batch is missing: a search through the listed losses for each would take minutes."""
-    losses = 300_000
+    losses = 100_000
     row = Range("p", "a", 1, 1, None, 1, 1, -1, 1, -1, None, None, 2 * losses, 1, 1, 1, 1, [0, 2 * losses], None)
     batches = [Batch(2 * k, 2 * k, 1, -1, -1, -1, False, True) for k in range(losses)]
     rules = JudgeRules(window_ms=WINDOW_MS, promised_ms={}, late_after_ms=1, max_findings=1_000)
