@@ -172,7 +172,7 @@ def test_micro_batch_written_again_is_there_once(
             ingest(spark, options, die_at(batch))
     # The machine has other cores now.
     ingest(spark, replace(options, tasks=None))
-    assert times_of(read(real_kafka, options.topic)) == dict.fromkeys(range(rows), 1)
+    assert times_of(read(real_kafka, options.topic, rows)) == dict.fromkeys(range(rows), 1)
     assert len(read(real_kafka, options.letters_topic, files)) == files
 
 
