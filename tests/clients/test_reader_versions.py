@@ -77,7 +77,7 @@ def grows(proxy: KproxyProcess, *versions: tuple[int, int]) -> Iterator[None]:
     assert grown == [*versions]
 
 
-@pytest.mark.parametrize("api_version", [(3, 0), (3, 3), (4, 0)])
+@pytest.mark.parametrize("api_version", [(3, 0), pytest.param((3, 3), marks=pytest.mark.long), (4, 0)])
 def test_pinned_kafka_python_reads_in_a_group(proxy: KproxyProcess, topic: str, api_version: tuple[int, int]) -> None:
     group = f"group-{topic}"
 

@@ -92,7 +92,7 @@ def told_by(client: str, bootstraps: Sequence[str], topic: str, *credentials: st
         return [*pool.map(lambda each: CLIENTS[client](each, topic, *credentials), bootstraps)]  # type: ignore[arg-type]
 
 
-@pytest.mark.long(but=4)
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_client_reports_same_error_as_from_kafka(
@@ -167,7 +167,7 @@ async def authenticated(address: str, version: int | None) -> raw_client.RawClie
     return client
 
 
-@pytest.mark.parametrize("at", ["Kafka", "the proxy"])
+@pytest.mark.parametrize("at", [pytest.param("Kafka", marks=pytest.mark.long), "the proxy"])
 def test_session_ends_for_each_version(sessions: Mapping[str, str], at: str) -> None:
     """The docs said that clients that do not learn of the end are served on, as by Kafka: neither is so."""
 

@@ -170,6 +170,7 @@ def write(settings: dict[str, Any], topic: str, values: list[bytes]) -> list[obj
     return outcomes
 
 
+@pytest.mark.long(but=1)
 def test_librdkafka_does_only_what_is_allowed(each_site: Site) -> None:
     site = each_site
     topic, secret = site.topic("open"), site.topic("secret")

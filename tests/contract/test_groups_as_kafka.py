@@ -29,6 +29,10 @@ from tests.support.processes.dev import serving
 from tests.support.processes.served import kafka_proxy, port_of
 from tests.support.waiting import wait_for
 
+# Groups through the proxy: tests/integration/proxy/test_proxy_coordination.py, tests/clients/test_readers.py; groups of
+# the reference brokers: tests/integration/broker/test_groups.py, tests/property/test_group_model.py.
+pytestmark = pytest.mark.long
+
 OTHER = "of another kind"
 
 

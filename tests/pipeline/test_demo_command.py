@@ -106,12 +106,11 @@ def test_demo_with_pip_java_and_kill_is_clean(tmp_path: Path, without_java: dict
     assert list(demo.directory.iterdir()) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "stage", "status"),
     [
-        pytest.param(
-            signal.SIGINT, "kill", 130, id="Ctrl-C while it writes and a broker is down", marks=pytest.mark.long
-        ),
+        pytest.param(signal.SIGINT, "kill", 130, id="Ctrl-C while it writes and a broker is down"),
         pytest.param(signal.SIGTERM, "cluster", 143, id="SIGTERM while Spark starts"),
     ],
 )

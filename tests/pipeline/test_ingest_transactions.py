@@ -33,11 +33,12 @@ from kproxy.pipeline.ingest.sink import BatchDone
 from kproxy.pipeline.ingest.transactions import OFFSETS_KEPT_MS, Unfinished, tasks_of
 from tests.pipeline.audit_sites import AuditedProxies, audit
 from tests.pipeline.killing import Watched, committed, running
-from tests.support.brokers.real_kafka import RealKafka
+from tests.support.brokers.real_kafka import RealKafka, start_real_kafka
 from tests.support.clients.kafka_io import Placed, read_topic
 from tests.support.clients.spark import QUICK
 from tests.support.processes.dev import KproxyProcess
 from tests.support.processes.served import kafka_proxy
+from tests.support.rules import examples
 
 pytestmark = [pytest.mark.spark, pytest.mark.java, pytest.mark.timeout(900)]
 
@@ -92,6 +93,16 @@ def slow_listener(spark: Any) -> Iterator[None]:
 
 class Died(Exception):
     """The job ends after a micro-batch's last transaction, and before Spark commits the micro-batch."""
+
+
+@pytest.fixture(scope="module")
+def real_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealKafka]:
+    """A cluster that ends with this module, of three brokers only in `make test-all`: idle ones take CPU from Spark.
+
+    tests/integration/kafka/test_transactions.py has transactions of several brokers.
+    """
+    with start_real_kafka(tmp_path_factory.mktemp("kafka"), examples(3)) as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="module")
@@ -169,20 +180,27 @@ def judge(kafka: RealKafka, options: IngestOptions, rows: int, files: int) -> No
     assert sorted(letters) == sorted(f"not a number,{file}" for file in range(files))
 
 
-@pytest.mark.parametrize("key", [pytest.param(("k",), id="key"), pytest.param((), id="no key", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("key", "deaths"),
+    [
+        pytest.param(("k",), (1,), id="key"),
+        pytest.param((), (0, 1), id="no key", marks=pytest.mark.long),
+    ],
+)
 def test_micro_batch_written_again_is_there_once(
-    spark: Any, real_kafka: RealKafka, options: IngestOptions, key: tuple[str, ...]
+    spark: Any, real_kafka: RealKafka, options: IngestOptions, key: tuple[str, ...], deaths: Sequence[int]
 ) -> None:
     options = replace(options, key=key)
-    rows = write_files(options, 3, 40)
+    files = 1 + len(deaths)
+    rows = write_files(options, files, 40)
     with slow_listener(spark):
-        for batch in (0, 1):
+        for batch in deaths:
             with pytest.raises(PySparkException, match="Died"):
                 ingest(spark, options, die_at(batch))
         # The machine has other cores now.
         ingest(spark, replace(options, tasks=None))
-    assert times_of(read(real_kafka, options.topic)) == dict.fromkeys(range(rows), 1)
-    assert len(read(real_kafka, options.letters_topic)) == 3
+    assert times_of(read(real_kafka, options.topic, rows)) == dict.fromkeys(range(rows), 1)
+    assert len(read(real_kafka, options.letters_topic, files)) == files
 
 
 @pytest.mark.long

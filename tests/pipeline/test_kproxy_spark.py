@@ -114,19 +114,22 @@ def _placed(kproxy: KproxyProcess, topic: str, at_least: int) -> list[Any]:
     return [(each.partition, each.offset, each.key, each.value, each.headers) for each in found]
 
 
-def test_audit_is_an_object_on_either_engine(spark: Any, dev_cluster: KproxyProcess, topic: str) -> None:
+# tests/pipeline/test_audit_engines.py compares all tables of both engines.
+@pytest.mark.parametrize("engine", ["local", pytest.param("spark", marks=pytest.mark.long)])
+def test_audit_is_an_object_on_either_engine(
+    request: pytest.FixtureRequest, dev_cluster: KproxyProcess, topic: str, engine: str
+) -> None:
     trail = ForgedTrail("f" * 16)
     produce(dev_cluster.kafka, topic, [b"value"] * 30)
     produce(dev_cluster.kafka, f"trail-{topic}", [encode_page([trail.begin(), trail.acked(topic, 0, 33), trail.end()])])
     options = {"bootstrap_servers": dev_cluster.kafka, "trail": f"topic:trail-{topic}", "topics": [topic]}
-    for session in (None, spark):
-        found = kproxy_spark.audit(session, **options)
-        assert (found.verdict, found.exit_status) == ("Loss", 1)
-        assert (found.counts.acked, found.counts.present, found.counts.lost) == (33, 30, 3)
-        assert [(each.kind, each.topic, each.first_offset, each.last_offset) for each in found.findings] == [
-            ("lost", topic, 30, 32)
-        ]
-        assert found.extents[topic, 0] == (0, 30)
+    found = kproxy_spark.audit(request.getfixturevalue("spark") if engine == "spark" else None, **options)
+    assert (found.verdict, found.exit_status) == ("Loss", 1)
+    assert (found.counts.acked, found.counts.present, found.counts.lost) == (33, 30, 3)
+    assert [(each.kind, each.topic, each.first_offset, each.last_offset) for each in found.findings] == [
+        ("lost", topic, 30, 32)
+    ]
+    assert found.extents[topic, 0] == (0, 30)
 
 
 def test_logs_and_trails_are_tables(spark: Any, dev_cluster: KproxyProcess, topic: str) -> None:

@@ -317,7 +317,7 @@ def test_no_portion_is_larger_than_others(kind: str, key: int, version: int) -> 
         if len(array) > 1 and array[-1].endswith(("_nodes", "_replicas", "_elr")):
             # Skipped unchanged, whatever their length.
             continue
-        count = 20 * PORTION
+        count = 5 * PORTION
         for work in works(kind, key, version, body_of(kind, key, version, array, count)):
             assert sum(1 for _ in work) >= count // PORTION, (array, work)
 

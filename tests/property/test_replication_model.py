@@ -30,8 +30,9 @@ from tests.support.models.replication_rules_off import (
     RuleOff,
 )
 from tests.support.models.replication_search import search
+from tests.support.rules import examples
 
-RUNS = int(os.environ.get("KPROXY_SIM_SEEDS", "40"))
+RUNS = int(os.environ.get("KPROXY_SIM_SEEDS", examples(60)))
 # A new seed each time.
 SEED = int(os.environ.get("KPROXY_SIM_FIRST_SEED", "0")) or secrets.randbelow(1 << 40)
 STEPS_PER_RUN = int(os.environ.get("KPROXY_SIM_STEPS", "50"))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import os
 import tomllib
@@ -152,6 +153,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     pytest rewrites a module's assertions at its first import, which takes 12 s of CPU for all of them, and keeps the
     result in a file. So each process rewrites a part, and reads what the others have rewritten.
     """
+    gc.disable()
     given: Mapping[str, Any] = getattr(session.config, "workerinput", {})
     if not given or session.config.args != session.config.getini("testpaths"):
         return
@@ -161,6 +163,19 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         # Modules that fail to import are reported when they are collected.
         with contextlib.suppress(Exception, pytest.skip.Exception):
             importlib.import_module(".".join(file.relative_to(DURATIONS.parents[2]).with_suffix("").parts))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Any:
+    """Collect without the garbage collector, which finds nothing among millions of objects that stay.
+
+    It takes a fifth of the collection's time; frozen, they cost it nothing afterwards.
+    """
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

@@ -78,7 +78,7 @@ def write(bootstrap: str, topic: str, first: int, count: int) -> set[bytes]:
 
 
 @pytest.mark.long(but=4)
-@pytest.mark.parametrize("way", ["direct", "proxy"])
+@pytest.mark.parametrize("way", [pytest.param("direct", marks=pytest.mark.long), "proxy"])
 @pytest.mark.parametrize("client", MEMBERS)
 def test_members_share_partitions_and_continue(site: Site, name: str, client: str, way: str) -> None:
     bootstrap, member = getattr(site, way), MEMBERS[client]
@@ -155,6 +155,7 @@ def mortal(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path) -> Iterator[Sit
 
 
 @pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("client", MEMBERS)
 def test_members_survive_death_of_coordinator(mortal: Site, name: str, client: str) -> None:
     written, member = write(mortal.direct, name, 0, 30), MEMBERS[client]

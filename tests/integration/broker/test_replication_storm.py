@@ -103,6 +103,7 @@ class Storm:
         return counts
 
 
+@pytest.mark.long
 @pytest.mark.timeout(MINUTES * 60 + 300)
 async def test_broker_promises_hold_under_random_faults(
     etcd_prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -214,7 +214,7 @@ class Java(Client):
     [
         *(pytest.param(each, marks=pytest.mark.long) for each in (KafkaPython, Aiokafka)),
         Librdkafka,
-        pytest.param(Java, marks=pytest.mark.java),
+        pytest.param(Java, marks=[pytest.mark.java, pytest.mark.long]),
     ],
 )
 async def test_clients_leave_broker_that_loses_its_lease(site: FaultySite, kind: Callable[[str], Client]) -> None:

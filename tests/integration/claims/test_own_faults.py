@@ -94,6 +94,8 @@ FAULTS = [
     Fault("etcd far away", lambda victim: victim.delay(SLOW_S), lambda victim: victim.delay(0)),
     Fault("its connections to etcd cut", lambda victim: victim.thread.run(victim.relay.cut()), lambda victim: None),
 ]
+# `make test` has these.
+ALWAYS = ("kill -9", "stopped for longer than its lease", "etcd out of reach")
 
 
 async def _writes_on(client: OwnClient, topic: str, acknowledged: int) -> int:
@@ -115,7 +117,10 @@ async def _claims(client: OwnClient, topic: str, generation: int = 1) -> int:
         assert found.error_code == COORDINATOR_NOT_AVAILABLE, found
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.what)
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(each, id=each.what, marks=() if each.what in ALWAYS else pytest.mark.long) for each in FAULTS],
+)
 @on_site
 async def test_client_claims_resources_of_a_troubled_proxy(own_site: OwnSite, victim: Victim, fault: Fault) -> None:
     topic = own_site.topic(f"fault: {fault.what}")

@@ -27,9 +27,10 @@ from tests.support.claims.own_site import UNBOUND, OwnSite, own_site, with_proxi
 from tests.support.claims.own_troubles import Trouble, Troublemaker, troubles
 from tests.support.etcd.embedded import connected
 from tests.support.models.linearizability import check
+from tests.support.rules import examples
 from tests.support.waiting import eventually
 
-HISTORIES = int(os.environ.get("KPROXY_OWN_HISTORIES", "40"))
+HISTORIES = int(os.environ.get("KPROXY_OWN_HISTORIES", examples(60)))
 SEED = int(os.environ.get("KPROXY_OWN_SEED", "1"))
 AT_A_TIME = 40
 # Numbers below 0: histories that are printed in full.

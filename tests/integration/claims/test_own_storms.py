@@ -145,6 +145,8 @@ async def test_harmful_request_ends_only_its_connection(own_site: OwnSite, harm:
     await owner.close()
 
 
+# tests/integration/proxy/test_loop_turns.py measures such requests.
+@pytest.mark.long
 @on_site
 async def test_request_with_many_resources_blocks_no_one(own_site: OwnSite) -> None:
     """Others are served while the resources are claimed and freed."""
@@ -174,6 +176,7 @@ async def test_request_with_many_resources_blocks_no_one(own_site: OwnSite) -> N
     await owner.close()
 
 
+@pytest.mark.long
 @on_site
 async def test_claim_flood_blocks_no_one(own_site: OwnSite) -> None:
     """Twenty connections send two hundred claims each at once, and read no answer before the last."""

@@ -51,6 +51,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.long(but=3)
 @pytest.mark.parametrize("command", list(COMMANDS))
 def test_an_interrupt_while_a_command_starts_is_quiet(tmp_path: Path, command: str) -> None:
     def interrupted(moment: int) -> Ended:

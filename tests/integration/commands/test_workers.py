@@ -40,10 +40,11 @@ from tests.support.processes.worker_processes import (
     until,
     worker_pids,
 )
+from tests.support.rules import examples
 from tests.support.waiting import PATIENCE_S
 
 WORKERS = 3
-KILLS = 2
+KILLS = examples(2)
 T0 = ("t", 0)
 # Far below the limit for a worker's end, far above its usual time.
 SOON_S = 25.0

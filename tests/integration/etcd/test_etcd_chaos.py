@@ -137,6 +137,7 @@ class Run:
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(MINUTES * 60 + 300)
 async def test_table_is_right_after_random_etcd_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done: list[Step] = []

@@ -585,8 +585,14 @@ async def judge(group: str, directory: Path, more: Sequence[str] = ()) -> None:
     assert is_well, "\n".join(lines)
 
 
-# These repeat the measurements of PRODUCE.
-REPEATED = ("PRODUCE refused by all brokers", "FETCH of unknown topics", "LIST_OFFSETS of unknown topics")
+# These repeat the measurements of PRODUCE, and of clients that end.
+REPEATED = (
+    "PRODUCE refused by all brokers",
+    "FETCH of unknown topics",
+    "LIST_OFFSETS of unknown topics",
+    "LIST_OFFSETS answered",
+    "clients that end in good order",
+)
 
 
 @pytest.mark.parametrize(

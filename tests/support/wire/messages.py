@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -211,7 +211,7 @@ def _write(kind: Any, version: int, value: Any, *, flexible: bool) -> bytes:
         if inner == "[]i":
             elements = [struct.pack(">i", item) for item in value]
         else:
-            elements = [_write_structure(inner, version, item, flexible=flexible) for item in value]
+            elements = _write_each(inner, version, value, flexible=flexible)
         return _count(len(value), flexible=flexible) + b"".join(elements)
     if kind == "topic" and version >= TOPIC_IDS_FROM:
         return topic_id(value).bytes
@@ -223,11 +223,28 @@ def _write(kind: Any, version: int, value: Any, *, flexible: bool) -> bytes:
     return struct.pack(">" + kind, value)
 
 
+def _write_each(schema: Schema, version: int, items: Iterable[Fields], *, flexible: bool) -> list[bytes]:
+    """The bytes of structures, of which there may be tens of thousands; one that comes again is written once."""
+    present, before, written = fields_of(schema, version), None, [b""]
+    for fields in items:
+        if fields is before:
+            written.append(written[-1])
+            continue
+        before = fields
+        parts = [
+            struct.pack(f">{kind}", fields[name])
+            if len(kind) == 1 and isinstance(kind, str)
+            else _write(kind, version, fields[name], flexible=flexible)
+            for name, kind in present
+        ]
+        if flexible:
+            parts.append(tag_section(fields["tags"]) if fields.get("tags") else b"\x00")
+        written.append(b"".join(parts))
+    return written[1:]
+
+
 def _write_structure(schema: Schema, version: int, fields: Fields, *, flexible: bool) -> bytes:
-    parts = [_write(kind, version, fields[name], flexible=flexible) for name, kind in fields_of(schema, version)]
-    if flexible:
-        parts.append(tag_section(fields.get("tags", ())))
-    return b"".join(parts)
+    return _write_each(schema, version, [fields], flexible=flexible)[0]
 
 
 def request_body(api_key: int, version: int, fields: Fields) -> bytes:

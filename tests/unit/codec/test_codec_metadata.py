@@ -12,6 +12,7 @@ from kproxy_codec import api_keys as keys
 from kproxy_codec.control import build_response, decode_response, encode_response
 from kproxy_codec.errors import CodecError, UnsupportedVersion
 from kproxy_codec.metadata import HIGHEST_VERSION, NO_EPOCH, MetadataReader
+from tests.support.rules import examples
 
 VERSIONS = range(HIGHEST_VERSION + 1)
 
@@ -61,7 +62,7 @@ def read(body: bytes, version: int, portion: int) -> MetadataReader:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_portions_are_read_as_by_the_other_decoder(version: int) -> None:
     random = Random(version)
-    for _ in range(40):
+    for _ in range(examples(40)):
         body = answer(random, version)
         expected = decode_response(keys.METADATA, version, body)
         reader = read(body, version, random.choice([1, 2, 7, 10_000]))
@@ -92,7 +93,7 @@ def test_truncated_or_longer_answer_is_refused(version: int) -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_damaged_answers_are_refused_or_read(version: int) -> None:
     random = Random(version)
-    for _ in range(100):
+    for _ in range(examples(100)):
         body = bytearray(answer(random, version))
         for _ in range(random.randrange(1, 4)):
             body[random.randrange(len(body))] = random.choice([0, 1, 0x7F, 0x80, 0xFF, random.randrange(256)])

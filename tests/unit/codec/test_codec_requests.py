@@ -122,7 +122,7 @@ def test_replica_fetch_through_proxy_is_refused(api_key: int, version: int, repl
         _asking(api_key, version, {"t": [0]}, replica_id=replica_id)
 
 
-@pytest.mark.parametrize(("api_key", "version"), EVERY_VERSION)
+@pytest.mark.parametrize(("api_key", "version"), AT_LENGTH)
 def test_the_number_of_partitions_is_bounded(api_key: int, version: int) -> None:
     most = _asking(api_key, version, {"t": list(range(4000)), "u": list(range(MAX_PARTITIONS - 4000))})
     assert most.partition_count == MAX_PARTITIONS
@@ -144,7 +144,16 @@ def test_topics_without_partitions_are_bounded_too(api_key: int, version: int) -
         _parse(api_key, version, body)
 
 
-@pytest.mark.parametrize("version", [version for version in VERSIONS[FETCH] if version >= 7])
+@pytest.mark.parametrize(
+    "version",
+    [
+        pytest.param(
+            version, marks=() if version in (7, FLEXIBLE_FROM[FETCH], VERSIONS[FETCH][-1]) else pytest.mark.long
+        )
+        for version in VERSIONS[FETCH]
+        if version >= 7
+    ],
+)
 def test_forgotten_topics_are_bounded_too(version: int) -> None:
     forgotten = [{"topic": "f", "partitions": []}] * (MAX_READ_PARTITIONS + 1)
     with pytest.raises(InvalidField, match="topics"):

@@ -38,9 +38,13 @@ def merged(started: ProxyConfig, now: ProxyConfig) -> tuple[dict[str, Any], list
     return {path: given.settings[path].value if path in given.settings else None for path in taken}, restart
 
 
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> ProxyConfig:
+    return load(tmp_path_factory.mktemp("started"), "")
+
+
 @pytest.mark.parametrize("path", [*KEYS, *TABLES])
-def test_each_key_is_taken_or_named(tmp_path: Path, path: str) -> None:
-    started = load(tmp_path, "")
+def test_each_key_is_taken_or_named(started: ProxyConfig, path: str) -> None:
     other = Setting(path, "another value", "the file")
     assert started.given is not None
     now = replace(started, given=replace(started.given, settings={**settings(started), path: other}))

@@ -128,6 +128,7 @@ def test_progress_ends_at_the_total(tmp_path: Path) -> None:
     assert heard == [4_096, 5_000]
 
 
+@pytest.mark.long
 def test_installed_package_holds_all_flights() -> None:
     with zipfile.ZipFile(locate_archive()) as zipped, zipped.open("flights.csv") as raw:
         rows = list(csv.DictReader(io.TextIOWrapper(raw)))

@@ -192,7 +192,7 @@ def test_programs_read_json_and_metrics(tmp_path: Path) -> None:
 @pytest.mark.timeout(60)
 def test_many_losses_take_time_in_proportion() -> None:
     """Every other batch is missing: a search through the listed losses for each would take minutes."""
-    losses = 300_000
+    losses = 100_000
     trail = Trail()
     trail.acked("t", 0, 2 * losses)
     (_, row) = trail_rows(trail.rows)

@@ -17,6 +17,7 @@ from kproxy.errors import StartupError
 from kproxy.security import acls
 from kproxy.security.acls import Acl, Operation, Permissions, Resource, Rules, acls_of
 from kproxy.security.principals import Principal
+from tests.support.rules import examples
 
 ALICE = Principal("alice", frozenset({"team"}))
 BOB = Principal("bob")
@@ -88,7 +89,7 @@ def test_random_rules_decide_as_the_model_does() -> None:
     rng = random.Random(seed)
     names = ["", "a", "ab", "abc", "ac", "b", "*", "\U0010ffff", "a\U0010ffff"]
     before: Rules | None = None
-    for _ in range(200):
+    for _ in range(examples(200)):
         acls = [
             Acl(
                 rng.choice(["User:*", "User:alice", "User:bob", "Group:team", "Group:alice"]),

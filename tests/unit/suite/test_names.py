@@ -35,7 +35,7 @@ def test_long_or_inverted_name_is_found() -> None:
 def test_names_of_tests_are_short_and_uninverted() -> None:
     named = [
         (path, node.name)
-        for path in sorted(TESTS.rglob("*.py"))
+        for path in sorted(TESTS.rglob("test_*.py"))
         for node in ast.parse(path.read_bytes()).body
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
     ]
