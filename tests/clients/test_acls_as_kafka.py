@@ -181,7 +181,7 @@ async def ask(address: str, asked: Case, name: str = "alice") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-async def test_a_request_has_the_same_errors(secured: SecuredKafka, proxy: KproxyProcess, name: str) -> None:
+async def test_request_has_the_same_errors(secured: SecuredKafka, proxy: KproxyProcess, name: str) -> None:
     asked = CASES[name]
     deadline = asyncio.get_running_loop().time() + 30
     while True:

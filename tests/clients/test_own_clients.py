@@ -227,7 +227,7 @@ async def test_silently_cut_connection_is_detected(owned_topics: OwnedTopics) ->
         await asyncio.to_thread(owned_topics.cut)
 
 
-async def test_a_whole_group_is_owned_on_one_connection(owned_topics: OwnedTopics) -> None:
+async def test_whole_group_is_owned_on_one_connection(owned_topics: OwnedTopics) -> None:
     topic = owned_topics.topic()
     async with AsyncExitStack() as stack:
         first, second = await stack.enter_async_context(producers(owned_topics))

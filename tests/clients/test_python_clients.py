@@ -44,7 +44,7 @@ def test_client_writes_and_reads(dev_cluster: KproxyProcess, topic: str, client:
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_a_topic_is_made_by_being_written_to(dev_cluster: KproxyProcess, client: str) -> None:
+def test_topic_is_made_by_being_written_to(dev_cluster: KproxyProcess, client: str) -> None:
     topic = f"made-by-{client}-{uuid.uuid4().hex[:8]}"
     write(client, at(client, dev_cluster.kafka), topic, [(None, b"first")])
     metadata = AdminClient({"bootstrap.servers": dev_cluster.kafka}).list_topics(topic, timeout=TIMEOUT_S)

@@ -149,7 +149,7 @@ def test_aiokafka_with_a_refused_token_cannot_connect(same_mechanisms: KproxyPro
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("client", CLIENTS)
-def test_a_token_lets_its_user_write(same_mechanisms: KproxyProcess, topic: str, client: str) -> None:
+def test_token_lets_its_user_write(same_mechanisms: KproxyProcess, topic: str, client: str) -> None:
     assert told_by(client, [same_mechanisms.kafka], topic, "OAUTHBEARER", "", token()) == [OK]
 
 

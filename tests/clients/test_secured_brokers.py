@@ -172,7 +172,7 @@ def test_wrong_credentials_are_reported_at_the_start(
 
 
 @pytest.mark.long
-def test_the_doctor_has_the_same_access(secured: TlsKafka, client: Pair, tmp_path: Path) -> None:
+def test_doctor_has_the_same_access(secured: TlsKafka, client: Pair, tmp_path: Path) -> None:
     for bootstrap, flags in (
         (secured.mutual, mutual(secured, client)),
         (secured.sasl, sasl(secured, "SCRAM-SHA-512", tmp_path)),
@@ -191,7 +191,7 @@ def test_the_doctor_has_the_same_access(secured: TlsKafka, client: Pair, tmp_pat
     assert (ended.status, "give --bootstrap" in ended.stderr) == (2, True)
 
 
-def test_a_wrong_password_is_named_and_not_shown(secured: TlsKafka, tmp_path: Path) -> None:
+def test_wrong_password_is_named_and_not_shown(secured: TlsKafka, tmp_path: Path) -> None:
     for mechanism in ("PLAIN", "SCRAM-SHA-512"):
         flags = sasl(secured, mechanism, tmp_path)
         (tmp_path / "secret").write_text("hunter2")
@@ -254,7 +254,7 @@ def shipping(directory: Path, upstream: str, bootstrap: str, topic: str, options
 
 @pytest.mark.long(but=2)
 @pytest.mark.parametrize("mechanism", ["a certificate", "SCRAM-SHA-512", "PLAIN", "SCRAM-SHA-256", "OAUTHBEARER"])
-def test_the_trail_goes_to_a_secured_cluster(secured: TlsKafka, client: Pair, tmp_path: Path, mechanism: str) -> None:
+def test_trail_goes_to_a_secured_cluster(secured: TlsKafka, client: Pair, tmp_path: Path, mechanism: str) -> None:
     topic, trail = f"t-{uuid.uuid4().hex[:10]}", f"trail-{uuid.uuid4().hex[:10]}"
     bootstrap, options = trail_options(secured, client, mechanism, tmp_path)
     with shipping(tmp_path, secured.plain.bootstrap, bootstrap, trail, options) as process:

@@ -252,7 +252,7 @@ async def test_table_is_loaded_when_source_is_open(world: World) -> None:
             assert topology.owner_revision(world.topic.encode(), index) > 0
 
 
-async def test_a_topic_is_found_by_its_id(world: World) -> None:
+async def test_topic_is_found_by_its_id(world: World) -> None:
     await world.prepare()
     async with opened(world) as (_, topology):
         topic_id = await world.topic_id()

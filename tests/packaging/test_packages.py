@@ -116,7 +116,7 @@ def test_wheel_contains_only_code_commit_and_man_pages(built: Built) -> None:
     assert not [name for name in names if "__pycache__" in name]
 
 
-def test_the_plain_path_is_compiled_in_it(environment: Environment) -> None:
+def test_plain_path_is_compiled_in_it(environment: Environment) -> None:
     program = "import kproxy.plain; assert kproxy.plain.compiled.CompiledPath"
     subprocess.run(
         [environment.directory / "bin" / "python", "-c", program], check=True, env={"KPROXY_PLAIN": "require"}

@@ -144,7 +144,7 @@ def test_missing_column_is_reported_with_existing_ones(rows: Any, name: str) -> 
         encode(rows, key=(name,))
 
 
-def test_a_column_may_have_any_name(spark: Any) -> None:
+def test_column_may_have_any_name(spark: Any) -> None:
     odd = spark.sql("select 5 as `a.b``c`, 1L as value")
     (row,) = encode(odd, key=("a.b`c",))
     assert bytes(row[transforms.KEY]) == b"5"

@@ -81,7 +81,7 @@ def _parsed(api_key: int, version: int, fields: dict[str, Any]) -> PartitionedRe
 
 @settings(max_examples=examples(60))
 @given(REQUESTS)
-def test_a_request_is_indexed_as_it_was_written(case: Case) -> None:
+def test_request_is_indexed_as_it_was_written(case: Case) -> None:
     api_key, version, fields = case
     topics_field, entries_field, name_field, index_field = REQUEST_FIELDS[api_key]
     request = _parsed(api_key, version, fields)

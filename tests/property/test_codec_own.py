@@ -166,7 +166,7 @@ def test_unknown_tagged_fields_are_skipped(kind: Kind) -> None:
 
 
 @EVERY_KIND
-def test_a_message_cut_short_or_continued_is_refused(kind: Kind) -> None:
+def test_message_cut_short_or_continued_is_refused(kind: Kind) -> None:
     frame = kind.frame(kind.write(kind.sample, tag_section(TAGS)))
     assert_refused_when_cut(kind.parse, frame)
     with pytest.raises(InvalidField, match="follow the end"):

@@ -146,7 +146,7 @@ def test_cluster_answers_change_only_their_brokers(key: int, version: int, data:
 @pytest.mark.parametrize(("_", "version"), versions_of(keys.METADATA))
 @given(data=st.data())
 @settings(max_examples=FEW)
-def test_a_request_for_metadata_is_answered_without_brokers(_: int, version: int, data: st.DataObject) -> None:
+def test_request_for_metadata_is_answered_without_brokers(_: int, version: int, data: st.DataObject) -> None:
     body = data.draw(bodies("request", keys.METADATA, version))
     request = control.decode_request(keys.METADATA, version, body)
     topics = request.topics or []
@@ -179,7 +179,7 @@ KEY_FIELDS = {
 @pytest.mark.parametrize(("key", "version"), versions_of(*COORDINATED))
 @given(data=st.data())
 @settings(max_examples=FEW)
-def test_the_key_of_a_coordinated_request_is_found(key: int, version: int, data: st.DataObject) -> None:
+def test_key_of_a_coordinated_request_is_found(key: int, version: int, data: st.DataObject) -> None:
     body = data.draw(bodies("request", key, version))
     request = control.decode_request(key, version, body)
     if names_groups(key, version):

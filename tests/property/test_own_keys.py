@@ -83,7 +83,7 @@ def test_key_of_another_prefix_is_refused() -> None:
             KEYS.parse_claim(key)
 
 
-def test_the_longest_names_fit() -> None:
+def test_longest_names_fit() -> None:
     longest = "ü" * (MAX_NAME_BYTES // 2)
     assert KEYS.parse_claim(KEYS.claim(longest, longest)) == (longest, longest)
 

@@ -79,7 +79,7 @@ def test_bytes_after_the_signature_do_not_break_parser(data: bytes) -> None:
 
 
 @given(extensions, st.integers(0, 1 << 31))
-def test_a_changed_byte_does_not_pass_the_checksum(more: list[bytes], change: int) -> None:
+def test_changed_byte_does_not_pass_the_checksum(more: list[bytes], change: int) -> None:
     made = bytearray(header(extensions=more, checksum=True))
     at, bit = 16 + change % (len(made) - 16), change >> 8 & 7
     made[at] ^= 1 << bit

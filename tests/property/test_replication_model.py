@@ -58,7 +58,7 @@ def test_truncating_to_high_watermark_loses_acknowledged_records(monkeypatch: py
     assert "the leader, has nothing there" in str(loss)
 
 
-def test_a_world_leaves_nothing_open() -> None:
+def test_world_leaves_nothing_open() -> None:
     """Thousands of runs share one process, whose number of open files is limited."""
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(2):

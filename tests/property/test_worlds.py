@@ -58,7 +58,7 @@ def test_slow_rereads_refuse_no_batch() -> None:
 
 
 @pytest.mark.parametrize("claims", [False, True])
-def test_a_world_is_the_same_each_time(claims: bool) -> None:
+def test_world_is_the_same_each_time(claims: bool) -> None:
     first, second = (run_world(SEED, setting=draw(SEED, claims=claims)) for _ in range(2))
     assert first.digest == second.digest, f"KPROXY_WORLDS_SEED={SEED}"
 

@@ -128,7 +128,7 @@ def test_unknown_topics_and_partitions_have_their_errors(
     assert error_code == error_codes.UNKNOWN_TOPIC_OR_PARTITION
 
 
-def test_a_partition_named_twice_gets_nothing_appended(leader: BrokerProcess, topic: str) -> None:
+def test_partition_named_twice_gets_nothing_appended(leader: BrokerProcess, topic: str) -> None:
     entry = {"index": 0, "records": bytes(build_batch())}
     with leader.client() as client:
         answer = client.request(
@@ -224,7 +224,7 @@ def test_every_fetch_version_returns_the_records(leader: BrokerProcess, topic: s
     assert (found.error_code, found.high_watermark, found.last_stable_offset) == (0, 6, 6)
 
 
-def test_a_waiting_fetch_is_woken_by_an_append(leader: BrokerProcess, topic: str) -> None:
+def test_waiting_fetch_is_woken_by_an_append(leader: BrokerProcess, topic: str) -> None:
     with leader.client() as consumer, leader.client() as producer:
         # Longer than the client waits for an answer.
         send_fetch(consumer, topic, max_wait_ms=round(3000 * ANSWER_TIMEOUT_S))
@@ -233,7 +233,7 @@ def test_a_waiting_fetch_is_woken_by_an_append(leader: BrokerProcess, topic: str
         assert base_offsets(consumer.receive().responses[0].partitions[0].records) == [0]
 
 
-def test_a_fetch_without_records_ends_with_its_wait(leader: BrokerProcess, topic: str) -> None:
+def test_fetch_without_records_ends_with_its_wait(leader: BrokerProcess, topic: str) -> None:
     with leader.client() as client:
         started = time.monotonic()
         assert not fetch(client, topic, max_wait_ms=300).records
@@ -403,7 +403,7 @@ def test_garbage_closes_only_its_connection_with_one_line(
         assert bystander.produce(topic, 0, build_batch()).error_code == 0
 
 
-def test_a_control_request_over_a_mebibyte_is_refused(leader: BrokerProcess) -> None:
+def test_control_request_over_a_mebibyte_is_refused(leader: BrokerProcess) -> None:
     with leader.client() as client:
         client.send_bytes(b"\x00\x03\x00\x01\x00\x00\x00\x01\xff\xff" + b"\x00" * (1 << 20))
         assert client.is_closed()

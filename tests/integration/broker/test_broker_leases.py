@@ -201,7 +201,7 @@ async def test_dead_fence_stops_all_take_overs(join: Join, topic_id: uuid.UUID) 
     assert await member.take(0) == []
 
 
-async def test_a_restored_etcd_ends_every_ownership(join: Join, topic_id: uuid.UUID) -> None:
+async def test_restored_etcd_ends_every_ownership(join: Join, topic_id: uuid.UUID) -> None:
     member = await join(1)
     await member.begin()
     await member.take(0)

@@ -189,7 +189,7 @@ async def test_partition_taken_once_waits_for_its_holder(
 # Stopping and coming back
 
 
-async def test_a_graceful_stop_gives_everything_up_at_once(etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -> None:
+async def test_graceful_stop_gives_everything_up_at_once(etcd: EmbeddedEtcd, keys: Keys, tmp_path: Path) -> None:
     lease_ttl_s = 300
     with start_broker(1, tmp_path / "1", etcd.endpoint, keys.prefix, lease_ttl_s=lease_ttl_s) as broker:
         with broker.client() as client:

@@ -60,7 +60,7 @@ def test_illegal_topic_names_are_refused(cluster: Cluster, name: str) -> None:
         assert created.topics[0].error_code == error_codes.INVALID_TOPIC_EXCEPTION
 
 
-def test_a_topic_is_found_by_its_id(cluster: Cluster, topic: str) -> None:
+def test_topic_is_found_by_its_id(cluster: Cluster, topic: str) -> None:
     with cluster.brokers[0].client() as client:
         topic_id = client.metadata(topic).topics[0].topic_id
         asked = [{"name": None, "topic_id": topic_id}, {"name": None, "topic_id": uuid.uuid4()}]
@@ -219,7 +219,7 @@ def test_validate_only_creates_nothing(cluster: Cluster, topic: str) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 5, 6])
-def test_a_deleted_topic_comes_back_empty(cluster: Cluster, topic: str, version: int) -> None:
+def test_deleted_topic_comes_back_empty(cluster: Cluster, topic: str, version: int) -> None:
     leader = cluster.leader(topic)
     log_dir = leader.data_dir / f"{topic}-0"
     with leader.client() as client:

@@ -224,7 +224,7 @@ async def test_slow_disk_does_not_cost_the_lease(tmp_path: Path, monkeypatch: py
     assert ("taken", "taken") not in set(pairwise(events))
 
 
-async def test_a_batch_larger_than_all_limits_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_batch_larger_than_all_limits_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetchers, "MAX_BYTES", 1_000)
     async with pair(tmp_path) as both:
         leader, follower = both.replicate("t", T, 0)
@@ -249,7 +249,7 @@ async def test_returned_leader_is_fetched_from_again(tmp_path: Path) -> None:
         assert 1 <= len(reasons) == len(set(reasons)), "a reason is told once, however often it is met"
 
 
-async def test_a_leader_that_listens_elsewhere_is_followed_there(tmp_path: Path) -> None:
+async def test_leader_that_listens_elsewhere_is_followed_there(tmp_path: Path) -> None:
     async with pair(tmp_path) as both:
         leader, follower = both.replicate("t", T, 0)
         append(leader, b"before")
@@ -554,7 +554,7 @@ async def test_invalid_records_change_no_log(tmp_path: Path, records: bytes) -> 
     assert len([each for each in logs if "refused" in each["event"]]) < 50
 
 
-async def test_a_leader_that_hangs_is_dialled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_leader_that_hangs_is_dialled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetchers, "MAX_WAIT_MS", 50)
     monkeypatch.setattr(fetchers, "ANSWER_PATIENCE_S", 0.5)
 
@@ -614,7 +614,7 @@ async def _is_found_out_after(tmp_path: Path, hangs: Callable[[Liar], bool]) -> 
         replica.close()
 
 
-async def test_a_listener_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_listener_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetchers, "CONNECT_TIMEOUT_S", 0.1)
 
     async def behave(_: Liar, __: memoryview) -> bytes:

@@ -180,7 +180,7 @@ def test_other_requests_close_the_connection(leader: Leader, case: str) -> None:
 
 
 @pytest.mark.parametrize("mechanism", ["PLAIN", "SCRAM-SHA-512", "GSSAPI", "", "x" * 30_000])
-def test_an_unknown_mechanism_has_kafkas_answer(leader: Leader, mechanism: str) -> None:
+def test_unknown_mechanism_has_kafkas_answer(leader: Leader, mechanism: str) -> None:
     before = leader.closings()
     with leader.replication.client() as client:
         answer = client.shake_hands(mechanism)
@@ -251,7 +251,7 @@ def test_earlier_data_directory_is_refused(leader: Leader, cluster: Cluster) -> 
     assert leader.broker.log().count("follower authenticated") == authenticated, "its own connection has ended"
 
 
-def test_a_broker_has_one_connection(leader: Leader) -> None:
+def test_broker_has_one_connection(leader: Leader) -> None:
     """A restarted follower does not wait for the end of its old connection."""
     with leader.replication.follower(STRANGER) as first, leader.replication.follower(STRANGER) as second:
         assert first.is_closed()
@@ -262,7 +262,7 @@ def test_a_broker_has_one_connection(leader: Leader) -> None:
 
 
 @pytest.mark.parametrize("version", range(4, 19))
-def test_a_client_does_not_fetch_as_a_follower(leader: Leader, version: int) -> None:
+def test_client_does_not_fetch_as_a_follower(leader: Leader, version: int) -> None:
     """It would move the high watermark past the followers' logs."""
     before = leader.closings()
     with leader.broker.client() as client:

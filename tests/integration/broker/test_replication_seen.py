@@ -66,7 +66,7 @@ def said(*arguments: str) -> str:
     return ended.stdout
 
 
-def test_a_follower_that_is_killed_is_seen_everywhere(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path) -> None:
+def test_follower_that_is_killed_is_seen_everywhere(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path) -> None:
     with (
         start_brokers(
             (1, 2, 3), tmp_path, etcd.endpoint, etcd_prefix, admin=0, lease_ttl_s=15, default_replication_factor=3
@@ -143,7 +143,7 @@ def _every_metric_is_documented(seen: Seen) -> None:
     assert {name.removesuffix("_total") for name in documented} == shown
 
 
-async def test_a_broker_is_ready_while_its_lease_lives(tmp_path: Path) -> None:
+async def test_broker_is_ready_while_its_lease_lives(tmp_path: Path) -> None:
     async with own_etcd(tmp_path / "etcd") as (server, _):
         with ExitStack() as stack:
             starting = start_broker(1, tmp_path / "1", server.endpoint, "/seen", admin=0, lease_ttl_s=TTL_S)

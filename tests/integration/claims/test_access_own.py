@@ -26,7 +26,7 @@ groups = ["readers"]
 """
 
 
-async def test_a_claim_needs_its_own_operation(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
+async def test_claim_needs_its_own_operation(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
     config = tmp_path / "kproxy.toml"
     config.write_text(
         f'[ownership]\netcd = "{etcd.endpoint}"\nprefix = "/{tmp_path.name}"\n'

@@ -87,7 +87,7 @@ def writers(owned_topics: OwnedTopics, tmp_path: Path) -> Iterator[Writers]:
         yield Writers(owned_topics, tmp_path, stack)
 
 
-def test_the_log_shows_one_writer_after_another(owned_topics: OwnedTopics, writers: Writers) -> None:
+def test_log_shows_one_writer_after_another(owned_topics: OwnedTopics, writers: Writers) -> None:
     first = writers.start("first").is_active()
     second = writers.start("second").has_said("standing by")
     time.sleep(AWAKE_S)

@@ -204,7 +204,7 @@ async def test_pages_are_read_and_freed_to_the_end(site: Site, group: str) -> No
     assert await owned(site.at_etcd, group) == []
 
 
-async def test_a_claim_is_held_until_interrupted(site: Site, group: str, tmp_path: Path) -> None:
+async def test_claim_is_held_until_interrupted(site: Site, group: str, tmp_path: Path) -> None:
     with running(tmp_path, "claim", group, "a", "b=7", "--bootstrap", site.one.kafka, "--client-id", "me") as holder:
         lines = [await line_of(holder), await line_of(holder)]
         shown = (await site.at_etcd.page(group)).claims

@@ -181,7 +181,7 @@ def _own_terminal(terminal: int) -> None:
 # The test of a restart also ends one by SIGTERM.
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_stops_it_cleanly(tmp_path: Path, number: int) -> None:
+def test_signal_stops_it_cleanly(tmp_path: Path, number: int) -> None:
     with serving(dev_arguments(tmp_path / "data", "--brokers", "1"), tmp_path / "stderr") as dev:
         children, processes = dev.children(), dev.descendants()
         dev.signal(number)
@@ -193,7 +193,7 @@ def test_a_signal_stops_it_cleanly(tmp_path: Path, number: int) -> None:
 @pytest.mark.parametrize(
     "delay_s", [pytest.param(each, marks=() if each == 1.0 else pytest.mark.long) for each in (0.3, 1.0, 1.7, 2.4)]
 )
-def test_a_signal_while_it_starts_leaves_nothing(tmp_path: Path, delay_s: float) -> None:
+def test_signal_while_it_starts_leaves_nothing(tmp_path: Path, delay_s: float) -> None:
     dev = KproxyProcess(dev_arguments(tmp_path / "data"), tmp_path / "stderr")
     time.sleep(delay_s)
     processes = dev.descendants()
@@ -316,7 +316,7 @@ def test_watched_table_prints_each_change_as_line(dev_cluster: KproxyProcess, tm
 
 
 @pytest.mark.long
-def test_a_watched_table_survives_its_proxy(tmp_path: Path) -> None:
+def test_watched_table_survives_its_proxy(tmp_path: Path) -> None:
     with serving(dev_arguments(tmp_path / "data", "--brokers", "1"), tmp_path / "stderr") as dev:
         watch = KproxyProcess(["table", "--admin", dev.admin, "--watch", "--json"], tmp_path / "watch")
         try:

@@ -125,7 +125,7 @@ async def fill(client: EtcdClient) -> None:
         await client.put("/a", bytes(50_000))
 
 
-async def test_an_alarm_is_a_failure(tmp_path: Path) -> None:
+async def test_alarm_is_a_failure(tmp_path: Path) -> None:
     arguments = [*QUICK, "--quota-backend-bytes", "100000"]
     async with EmbeddedEtcd(tmp_path, extra_arguments=arguments) as server:
         async with connected(EtcdClient([server.endpoint])) as client:
@@ -195,7 +195,7 @@ def test_doctor_writes_and_reads_back_a_record(dev_cluster: KproxyProcess) -> No
     assert "kproxy-doctor" in said[2]
 
 
-def test_an_address_where_nothing_speaks_kafka_is_named(dev_cluster: KproxyProcess) -> None:
+def test_address_where_nothing_speaks_kafka_is_named(dev_cluster: KproxyProcess) -> None:
     dead = f"127.0.0.1:{free_port()}"
     status, (nobody,) = examined("--bootstrap", dead)
     assert (status, nobody["check"], nobody["result"], nobody["at"]) == (1, "kafka.bootstrap", "fail", dead)

@@ -53,7 +53,7 @@ COMMANDS = {
 
 @pytest.mark.long(but=3)
 @pytest.mark.parametrize("command", list(COMMANDS))
-def test_an_interrupt_while_a_command_starts_is_quiet(tmp_path: Path, command: str) -> None:
+def test_interrupt_while_a_command_starts_is_quiet(tmp_path: Path, command: str) -> None:
     def interrupted(moment: int) -> Ended:
         places = {"ETCD": f"http://127.0.0.1:{free_port()}", "DIR": str(tmp_path / str(moment))}
         arguments = [places.get(argument, argument) for argument in COMMANDS[command]]

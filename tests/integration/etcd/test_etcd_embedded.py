@@ -77,7 +77,7 @@ async def test_end_of_embedded_etcd_is_noticed(tmp_path: Path) -> None:
         assert await server.wait() == -signal.SIGKILL
 
 
-async def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_child_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded_etcd, "STOP_TIMEOUT_S", 0.2)
     server = EmbeddedEtcd(tmp_path, extra_arguments=QUICK)
     await server.start()
@@ -87,7 +87,7 @@ async def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatc
     assert not alive(pid)
 
 
-async def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+async def test_port_that_is_taken_is_named(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -156,7 +156,7 @@ def test_missing_etcd_error_explains_the_installation(monkeypatch: pytest.Monkey
         find_etcd()
 
 
-def test_an_etcd_on_path_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_etcd_on_path_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     mine = tmp_path / "etcd"
     mine.write_text("#!/bin/sh\n")
     mine.chmod(0o755)

@@ -83,7 +83,7 @@ async def test_cancelled_waiter_does_not_block_others(etcd_client: EtcdClient, k
 
 
 @pytest.mark.parametrize("value", [b"", b"x", b"-1", b" 1", b"1.0", b"9" * 19, b"1" * 4000, b"\xff"])
-async def test_a_key_without_a_number_gives_none(etcd_client: EtcdClient, key: str, value: bytes) -> None:
+async def test_key_without_a_number_gives_none(etcd_client: EtcdClient, key: str, value: bytes) -> None:
     await etcd_client.put(key, value)
     with pytest.raises(EtcdError, match="holds no number"):
         await IdBlocks(etcd_client, key).allocate()

@@ -116,7 +116,7 @@ async def test_send_time_precedes_the_request(tmp_path: Path) -> None:
         assert stopped < renewals.sent_at[-1] < woken
 
 
-async def test_a_revoked_lease_ends_the_renewals(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+async def test_revoked_lease_ends_the_renewals(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     lease = await etcd_client.lease_grant(8)
     await etcd_client.put(f"{etcd_prefix}/a", b"", lease_id=lease.lease_id)
     renewals = Renewals()

@@ -74,7 +74,7 @@ async def content(client: EtcdClient, *prefixes: str) -> dict[str, tuple[bytes, 
     return {kv.key: (kv.value, kv.mod_revision) for kv in found}
 
 
-async def test_the_snapshot_comes_first_and_changes_follow(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+async def test_snapshot_comes_first_and_changes_follow(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     ours, other = f"{etcd_prefix}/ours/", f"{etcd_prefix}/other/"
     await etcd_client.put(f"{ours}a", b"1")
     copy = Copy(ours)
@@ -350,7 +350,7 @@ async def test_break_while_catching_up_loses_nothing(
         assert len(copy.snapshots) == 1
 
 
-async def test_a_watch_that_goes_quiet_is_replaced(etcd_client: EtcdClient, etcd_prefix: str) -> None:
+async def test_watch_that_goes_quiet_is_replaced(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     prefix = f"{etcd_prefix}/"
     async with (
         Relay(etcd_client.endpoints) as relay,

@@ -17,7 +17,7 @@ def says_its_versions(asked: Asked) -> None:
     asked.answer_message(api_keys=[{"api_key": 3, "min_version": 0, "max_version": 12}])
 
 
-async def test_the_first_broker_is_preferred() -> None:
+async def test_first_broker_is_preferred() -> None:
     first = await ScriptedUpstream(1, says_its_versions).start()
     second = await ScriptedUpstream(2, says_its_versions).start()
     connection = await open_any([first.address, second.address], TIMEOUT_S)

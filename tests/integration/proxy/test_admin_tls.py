@@ -268,7 +268,7 @@ def test_plain_or_expired_page_is_named(signer: Signer, tmp_path: Path) -> None:
     assert "its certificate has expired" in done.stderr
 
 
-def test_a_page_without_an_address_has_no_tls(signer: Signer, tmp_path: Path) -> None:
+def test_page_without_an_address_has_no_tls(signer: Signer, tmp_path: Path) -> None:
     pair = signer.issue("alone", "127.0.0.1")
     file = tmp_path / "kproxy.toml"
     for options, says in (

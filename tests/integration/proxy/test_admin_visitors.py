@@ -97,7 +97,7 @@ async def end(stream: Stream) -> None:
             await stream[0].read()
 
 
-async def test_a_connection_without_a_request_is_closed(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connection_without_a_request_is_closed(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_page, "REQUEST_S", 0.3)
     silent, half = await site.connect(), await site.connect()
     half[1].write(ALIVE[:20])

@@ -84,7 +84,7 @@ async def test_authenticated_client_is_served_and_named_in_trail(s: Scene) -> No
 
 
 @guarded(one_go=True)
-async def test_a_pipelined_exchange_is_served_in_order(s: Scene) -> None:
+async def test_pipelined_exchange_is_served_in_order(s: Scene) -> None:
     """Like Kafka, which reads one request of a connection at a time."""
     proof = sasl.authenticate(sasl.plain("alice", "alice-secret"))
     s.send(control_frame(API_VERSIONS, 0), sasl.handshake("PLAIN"), proof, produce_frame())
@@ -162,7 +162,7 @@ def quotas_of(**quota: Any) -> Quotas:
 
 
 @guarded()
-async def test_a_new_quota_holds_for_open_connections(s: Scene) -> None:
+async def test_new_quota_holds_for_open_connections(s: Scene) -> None:
     """An earlier connection was never limited."""
     quotas = quotas_of(principal="User:bob", requests_per_s=1)
     s.proxy.context.quotas = lambda: quotas

@@ -65,7 +65,7 @@ async def test_clients_are_served_during_the_drain_delay(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("more", [(), ("--workers", "2")], ids=["alone", "workers"])
-async def test_a_second_signal_ends_the_delay(tmp_path: Path, more: tuple[str, ...]) -> None:
+async def test_second_signal_ends_the_delay(tmp_path: Path, more: tuple[str, ...]) -> None:
     async with served(tmp_path, more=("--drain-delay", "600", *more)) as s:
         s.process.signal(signal.SIGTERM)
         await eventually(lambda: drains(s), "/readyz says so")

@@ -76,7 +76,7 @@ async def test_deadlines_are_watched_while_sessions_end(monkeypatch: pytest.Monk
 
 
 @both_loops
-async def test_a_dial_may_end_after_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_dial_may_end_after_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was abandoned because its broker had moved, so the client's end did not wait for it."""
     with nothing_escapes():
         async with staged(ANSWERS, ANSWERS, owners=[1]) as s:

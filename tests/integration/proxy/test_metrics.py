@@ -269,7 +269,7 @@ async def test_client_connections_are_counted_by_outcome(s: Scene) -> None:
 
 
 @scene(HOLDS, owners=[1, 1, 1])
-async def test_the_table_is_described(s: Scene) -> None:
+async def test_table_is_described(s: Scene) -> None:
     revision = s.proxy.disown(partitions=[1])
     scrape = Scrape(s.proxy, age_s=7.5, stale=True)
     assert [

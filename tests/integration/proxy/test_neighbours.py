@@ -21,7 +21,7 @@ TESTS = Path(__file__).parents[2]
 
 CAUGHT_BY: dict[str, list[str]] = {
     "watch opened without a revision": ["test_etcd_mirror:test_change_between_load_and_watch_is_seen"],
-    "no require-leader": ["test_etcd_mirror:test_a_watch_that_goes_quiet_is_replaced"],
+    "no require-leader": ["test_etcd_mirror:test_watch_that_goes_quiet_is_replaced"],
     "retries shared between the groups of one attempt: one partition stalled": [
         "test_fanout_retries:test_partitions_retry_each_by_itself"
     ],
@@ -43,7 +43,7 @@ CAUGHT_BY: dict[str, list[str]] = {
         "test_proxy_forwarding:test_unrequested_answer_closes_its_connection",
     ],
     "a frame header of 2 GiB allocated unread": [
-        "test_proxy_clients:test_a_length_of_2_gib_costs_no_memory",
+        "test_proxy_clients:test_length_of_2_gib_costs_no_memory",
         "test_framing:test_announced_bytes_are_allocated_only_on_arrival",
     ],
     "no InitProducerId": [
@@ -78,7 +78,7 @@ CAUGHT_BY: dict[str, list[str]] = {
         "test_fanout_retries:test_refusal_does_not_settle_an_unknown_outcome",
     ],
     "Shotover: no frame limit": [
-        "test_framing:test_an_illegal_length_costs_nothing",
+        "test_framing:test_illegal_length_costs_nothing",
         "test_proxy_clients:test_bad_input_closes_that_connection_and_no_other",
     ],
     "Kroxylicious, kafka-proxy: health says OK with the broker dead": [
@@ -92,7 +92,7 @@ CAUGHT_BY: dict[str, list[str]] = {
 
 
 @pytest.mark.parametrize("bug", CAUGHT_BY)
-def test_a_neighbours_bug_has_its_test(bug: str) -> None:
+def test_neighbours_bug_has_its_test(bug: str) -> None:
     assert CAUGHT_BY[bug]
     for name in CAUGHT_BY[bug]:
         module, _, function = name.partition(":")

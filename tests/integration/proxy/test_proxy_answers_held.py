@@ -200,7 +200,7 @@ async def test_reader_does_not_wait_for_non_readers() -> None:
 
 
 @both_loops
-async def test_an_answer_larger_than_the_total_is_delivered() -> None:
+async def test_answer_larger_than_the_total_is_delivered() -> None:
     async with fed(Feeder(20 * MIB), total=MIB) as proxy:
         clients = [await proxy.client() for _ in range(3)]
         for client in clients:

@@ -315,7 +315,7 @@ async def test_unwritten_request_may_go_to_second_broker(s: Scene) -> None:
 
 
 @scene(HOLDS)
-async def test_a_forwarded_answer_comes_back_byte_for_byte(s: Scene) -> None:
+async def test_forwarded_answer_comes_back_byte_for_byte(s: Scene) -> None:
     most = 2**31 - 1
     frame = control_frame(api_keys.INIT_PRODUCER_ID, 4, correlation_id=most, transaction_timeout_ms=9)
     s.send(frame)

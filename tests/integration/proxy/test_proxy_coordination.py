@@ -262,7 +262,7 @@ async def test_group_request_does_not_wait_for_another(s: Scene) -> None:
 
 @pytest.mark.parametrize("transactional_id", [None, ""])
 @three()
-async def test_a_producer_without_transactions_needs_no_coordinator(s: Scene, transactional_id: str | None) -> None:
+async def test_producer_without_transactions_needs_no_coordinator(s: Scene, transactional_id: str | None) -> None:
     cluster = Cluster(s)
     s.send(control_frame(keys.INIT_PRODUCER_ID, 4, transactional_id=transactional_id))
     assert (await s.answer(keys.INIT_PRODUCER_ID, 4)).message.error_code == 0
@@ -339,7 +339,7 @@ async def test_each_group_goes_to_its_own_coordinator(s: Scene, version: int) ->
 
 
 @three()
-async def test_the_empty_group_has_a_coordinator(s: Scene) -> None:
+async def test_empty_group_has_a_coordinator(s: Scene) -> None:
     """Kafka keeps its offsets, as those of any group."""
     cluster = Cluster(s)
     cluster.coordinators[GROUP, ""] = 3

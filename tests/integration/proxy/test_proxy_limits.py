@@ -116,7 +116,7 @@ async def test_reader_beyond_total_reads_one_frame(s: Scene) -> None:
 
 
 @scene(ANSWERS, clients=0, limits={"max_in_flight_bytes_total": MIB})
-async def test_a_request_larger_than_the_total_is_served(s: Scene) -> None:
+async def test_request_larger_than_the_total_is_served(s: Scene) -> None:
     for _ in range(2):
         clients = [await s.proxy.client() for _ in range(3)]
         for n, client in enumerate(clients):

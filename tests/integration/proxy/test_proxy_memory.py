@@ -86,7 +86,7 @@ def held_by(session: object, others: list[object]) -> int:
 
 
 @scene(ANSWERS, ANSWERS, ANSWERS, clients=0)
-async def test_a_quiet_connection_holds_few_objects(s: Scene) -> None:
+async def test_quiet_connection_holds_few_objects(s: Scene) -> None:
     # All shared objects exist after the first connection.
     held = []
     for partitions in ([0, 1, 2], [], [0], [0, 1, 2]):

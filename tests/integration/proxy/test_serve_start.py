@@ -237,7 +237,7 @@ sys.exit(main())
 """
 
 
-async def test_a_proxy_that_cannot_watch_deadlines_ends(tmp_path: Path) -> None:
+async def test_proxy_that_cannot_watch_deadlines_ends(tmp_path: Path) -> None:
     command = (sys.executable, "-P", "-c", WITHOUT_DEADLINES)
     with static_proxy(tmp_path, {1: free_port()}, command=command) as process:
         assert await asyncio.to_thread(process.wait) not in (0, -signal.SIGKILL)

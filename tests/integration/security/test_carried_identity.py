@@ -233,7 +233,7 @@ async def test_renewal_refused_by_broker_ends_the_client() -> None:
 
 
 @both_loops
-async def test_a_renewal_as_another_reaches_no_broker() -> None:
+async def test_renewal_as_another_reaches_no_broker() -> None:
     broker = JudgingBroker(1)
     async with carrying(broker) as proxy:
         client = await admitted(proxy, "alice")

@@ -14,7 +14,7 @@ from tests.support.security.tls_files import Signer, client_context
 from tests.support.waiting import wait_for
 
 
-def test_the_client_behind_a_balancer_is_named(tmp_path: Path) -> None:
+def test_client_behind_a_balancer_is_named(tmp_path: Path) -> None:
     with static_proxy(tmp_path, {1: 1}, more=["--proxy-protocol"]) as process:
         # Written at once, and byte by byte.
         for portion in (1 << 20, 1):

@@ -71,7 +71,7 @@ def test_clients_learn_listeners_of_the_same_name(proxies: list[Proxy], signer: 
     until_told(proxies[1].by_name["external"], external - {proxies[0].by_name["external"]}, **tls)
 
 
-def test_a_client_finds_all_partitions_by_its_listener(
+def test_client_finds_all_partitions_by_its_listener(
     dev_cluster: KproxyProcess, proxies: list[Proxy], signer: Signer
 ) -> None:
     admin = AdminClient({"bootstrap.servers": dev_cluster.kafka})

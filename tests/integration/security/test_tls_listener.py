@@ -263,7 +263,7 @@ def test_new_certificate_serves_new_connections_only(tmp_path: Path) -> None:
         assert is_served(old)
 
 
-def test_a_revocation_list_is_read_again(tmp_path: Path) -> None:
+def test_revocation_list_is_read_again(tmp_path: Path) -> None:
     site = Site(tmp_path / "site")
     crl = site.signer.revoke([])
     lines = (f'client_ca = "{site.signer.ca}"', f'client_crl = "{crl}"')
@@ -284,7 +284,7 @@ def test_a_revocation_list_is_read_again(tmp_path: Path) -> None:
             assert fails(process, context, session=each) == "SSLV3_ALERT_CERTIFICATE_REVOKED"
 
 
-def test_a_session_does_not_outlive_the_certificate(site: Site, mutual: KproxyProcess) -> None:
+def test_session_does_not_outlive_the_certificate(site: Site, mutual: KproxyProcess) -> None:
     """Neither by a ticket (TLS 1.3) nor by the proxy's cache (1.2): resumption verifies no certificate."""
     began, before = time.time(), counted(mutual.admin, 'kproxy_client_handshakes_total{outcome="expired"}')
     short = site.signer.issue("short", "client.example.org", ends_in_s=2.0)

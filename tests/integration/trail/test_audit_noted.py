@@ -94,7 +94,7 @@ SIZES = [1, 40, *range(60, 67), 200, 16_290, *range(16_308, 16_322), 40_000, 2_0
 
 @pytest.mark.parametrize("version", [7, 9])
 @both_loops
-async def test_a_batch_of_any_length_is_noted(version: int) -> None:
+async def test_batch_of_any_length_is_noted(version: int) -> None:
     """The length of the records takes one to four bytes, and precedes the header."""
     async with staged(Offsets()) as s:
         s.proxy.trail.begin()

@@ -103,7 +103,7 @@ def test_ends_and_beginnings_are_listed_for_all_partitions(dev_cluster: KproxyPr
         assert client.partitions(None)[written] == PARTITIONS
 
 
-def test_a_topic_that_is_not_there_is_named(dev_cluster: KproxyProcess) -> None:
+def test_topic_that_is_not_there_is_named(dev_cluster: KproxyProcess) -> None:
     with LogClient(dev_cluster.kafka) as client:
         with pytest.raises(LogReadFailed, match=f"^There is no topic missing at {dev_cluster.kafka}.$"):
             client.partitions(["missing"])

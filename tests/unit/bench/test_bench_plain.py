@@ -23,7 +23,7 @@ def test_ratios_are_computed_within_a_round() -> None:
     assert ratio([20.0, 44.0, 30.0], [10.0, 20.0, 10.0]) == Ratio(of_least=2.0, lowest=2.0, median=2.2, highest=3.0)
 
 
-def test_a_percentile_is_one_of_the_values() -> None:
+def test_percentile_is_one_of_the_values() -> None:
     assert [percentile(range(1, 101), percent) for percent in (50, 99, 100)] == [50, 99, 100]
     assert [percentile([7.0], percent) for percent in (50, 99)] == [7.0, 7.0]
     assert percentile([3.0, 1.0, 2.0], 50) == 2.0

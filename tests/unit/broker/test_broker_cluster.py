@@ -79,7 +79,7 @@ def test_dead_owner_owns_nothing() -> None:
     assert observed.view.ownership("t", 0) is not None
 
 
-def test_the_owner_of_a_deleted_namesake_owns_nothing() -> None:
+def test_owner_of_a_deleted_namesake_owns_nothing() -> None:
     observed = Observed(broker(1), topic(), kv(LEASE, b"1", 5, 7))
     observed.tell(delete(KEYS.topic("t"), 11))
     observed.tell(WatchEvent(False, topic(12, uuid.UUID(int=6))))

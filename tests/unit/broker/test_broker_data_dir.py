@@ -26,7 +26,7 @@ from tests.support.brokers.broker_logs import append_values
 FIRST, SECOND = uuid.UUID(int=1), uuid.UUID(int=2)
 
 
-def test_a_directory_serves_one_broker_at_a_time(tmp_path: Path) -> None:
+def test_directory_serves_one_broker_at_a_time(tmp_path: Path) -> None:
     first = DataDir.open(tmp_path / "data", 1)
     with pytest.raises(StartupError, match="another broker uses"):
         DataDir.open(tmp_path / "data", 1)
@@ -54,7 +54,7 @@ def test_directory_is_closed_to_other_users(tmp_path: Path) -> None:
     assert given.stat().st_mode & 0o777 == 0o755
 
 
-def test_a_directory_belongs_to_one_node_id(tmp_path: Path) -> None:
+def test_directory_belongs_to_one_node_id(tmp_path: Path) -> None:
     DataDir.open(tmp_path, 1).close()
     with pytest.raises(StartupError, match="belongs to broker 1, not 2"):
         DataDir.open(tmp_path, 2)

@@ -143,7 +143,7 @@ def test_undone_append_leaves_disk_index_and_timestamps(log: Log) -> None:
     again.close()
 
 
-def test_a_closed_log_refuses_everything(log: Log, tmp_path: Path) -> None:
+def test_closed_log_refuses_everything(log: Log, tmp_path: Path) -> None:
     other = Log.open(tmp_path / "t-1")
     append_values(other, 10)
     other.close()
@@ -183,7 +183,7 @@ def test_producer_state_is_rebuilt_from_the_log(log: Log) -> None:
     again.close()
 
 
-def test_an_empty_later_segment_keeps_the_end_offset(log: Log) -> None:
+def test_empty_later_segment_keeps_the_end_offset(log: Log) -> None:
     """A broker killed between rolling and writing must not fall back to an offset that it has given out."""
     append_values(log, *[9000] * 3)
     log.close()

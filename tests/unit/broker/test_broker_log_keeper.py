@@ -536,7 +536,7 @@ async def test_topic_options_may_change_while_hosted(broker: Broker) -> None:
     assert hosted.log.log_start_offset == 2
 
 
-async def test_a_full_disk_stops_no_round(broker: Broker, tmp_path: Path) -> None:
+async def test_full_disk_stops_no_round(broker: Broker, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 128 << 10) as small:
         broker.directory = small.path
         full = broker.host("full", retention_ms=1000)

@@ -118,7 +118,7 @@ def test_epoch_without_records_admits_an_older_one(log: Log) -> None:
     assert log.leader_epochs.entries() == [(4, 0), (6, 3)]
 
 
-def test_a_follower_knows_the_leaders_producers(log: Log) -> None:
+def test_follower_knows_the_leaders_producers(log: Log) -> None:
     log.append_replicated(leader_batches(0, 2, producer_id=7, producer_epoch=0, base_sequence=0))
     again = parse_batch(build_batch([b"v"] * 2, producer_id=7, producer_epoch=0, base_sequence=0))
     assert log.producers.judge(again) == (BatchVerdict.DUPLICATE, 0, 1, "")
@@ -144,7 +144,7 @@ def test_read_stops_below_the_limit(log: Log, offset: int, up_to: int, found: li
     assert offsets(log.read(offset, 1 << 20, up_to=up_to)) == found
 
 
-def test_the_limit_holds_in_every_segment(log: Log) -> None:
+def test_limit_holds_in_every_segment(log: Log) -> None:
     log.append_replicated(leader_batches(0, *[10] * 40))
     for up_to in range(0, 401, 10):
         found, offset = 0, 0
@@ -245,7 +245,7 @@ def test_largest_timestamp_may_precede_the_end(log: Log) -> None:
     assert log.find_timestamp(9000) == (9000, 20)
 
 
-def test_a_reset_log_forgets_its_producers_for_good(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reset_log_forgets_its_producers_for_good(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(producer_state, "HISTORY_INTERVAL_BYTES", 1)
     append(log, idempotent(0))
     append(log, idempotent(1))
@@ -292,7 +292,7 @@ def test_follower_drops_segments_its_leader_dropped(log: Log) -> None:
 # State files beside the log
 
 
-def test_a_checkpoint_is_found_again(log: Log) -> None:
+def test_checkpoint_is_found_again(log: Log) -> None:
     assert (log.high_watermark_checkpoint, log.leadership) == (0, NO_LEADERSHIP)
     log.append_replicated(leader_batches(0, 5))
     log.checkpoint(3, Leadership(1, 1234))

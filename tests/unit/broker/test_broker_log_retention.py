@@ -132,7 +132,7 @@ def test_records_without_timestamps_use_file_age(log: Log) -> None:
     assert log.remove_old_segments(written_ms + 4000, 2) == 1
 
 
-def test_an_emptied_log_has_nothing_more_to_remove(log: Log) -> None:
+def test_emptied_log_has_nothing_more_to_remove(log: Log) -> None:
     log.options = LogOptions(SEGMENT_BYTES, retention_ms=0, retention_bytes=0)
     for removed in (SEGMENTS - 1, 1, 0):
         assert log.remove_old_segments(10**12, END_OFFSET) == removed

@@ -89,7 +89,7 @@ def test_write_under_dying_fence_is_undone(partition: Partition, clock: Clock, f
     assert (again.error_code, again.base_offset) == (0, 1), "the refused write was remembered as written"
 
 
-def test_a_resigned_partition_serves_reads_and_refuses_writes(partition: Partition) -> None:
+def test_resigned_partition_serves_reads_and_refuses_writes(partition: Partition) -> None:
     append(partition)
     partition.resign()
     assert append(partition).error_code == error_codes.NOT_LEADER_OR_FOLLOWER
@@ -168,7 +168,7 @@ def test_overtaken_answers_do_not_shorten_a_fence(clock: Clock) -> None:
     assert fence.is_live()
 
 
-def test_a_broken_fence_stays_broken(clock: Clock) -> None:
+def test_broken_fence_stays_broken(clock: Clock) -> None:
     fence = LeaseFence(1, clock)
     fence.renew(clock.now, TTL_S)
     fence.break_for_good()

@@ -245,7 +245,7 @@ def test_isr_without_due_change_is_correct(group: Group) -> None:
     assert not_due > 50
 
 
-def test_a_dead_fence_serves_neither_clients_nor_followers(group: Group) -> None:
+def test_dead_fence_serves_neither_clients_nor_followers(group: Group) -> None:
     leader = group.elect(1)
     append(leader)
     group.fences[1].live = False
@@ -254,7 +254,7 @@ def test_a_dead_fence_serves_neither_clients_nor_followers(group: Group) -> None
     assert leader.replication.follower_progress()[2][0] == -1
 
 
-def test_a_late_answer_changes_nothing(group: Group) -> None:
+def test_late_answer_changes_nothing(group: Group) -> None:
     leader = group.elect(1)
     append(leader)
     follower = group.replicas[2]
@@ -298,7 +298,7 @@ def test_leader_lacking_committed_records_is_not_followed(group: Group) -> None:
     assert follower.next_fetch() is None
 
 
-def test_an_older_leader_is_not_followed_again(group: Group) -> None:
+def test_older_leader_is_not_followed_again(group: Group) -> None:
     group.elect(1)
     group.elect(2)
     follower = group.replicas[3]

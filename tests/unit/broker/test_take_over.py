@@ -99,7 +99,7 @@ async def test_lost_answer_to_new_epoch_is_found() -> None:
     assert stage.stored().leader_epoch == LAST_EPOCH + 1
 
 
-async def test_an_isr_that_was_changed_meanwhile_stays() -> None:
+async def test_isr_that_was_changed_meanwhile_stays() -> None:
     """A change made before a shrink must not bring back brokers that have left."""
     stage = Stage()
     await stage.begin()

@@ -116,7 +116,7 @@ def test_pages_together_are_the_whole_table(limit: int) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_page_begins_behind_any_name(name: str) -> None:
+def test_page_begins_behind_any_name(name: str) -> None:
     made = table(claim(name, name, 10), claim(name, name + "!", 11), claim(name, "", 9))
     first = claims_page(made, ClaimsQuery(limit=2))
     assert [row.resource for row in first.claims] == ["", name]
@@ -127,7 +127,7 @@ def test_a_page_begins_behind_any_name(name: str) -> None:
     assert [row.resource for row in rest.claims] == [name + "!"]
 
 
-def test_a_page_can_be_of_one_group() -> None:
+def test_page_can_be_of_one_group() -> None:
     made = table(claim("g", "a", 10), claim("h", "a", 11), claim("h", "b", 12), claim("i", "a", 13))
     assert [row.place for row in claims_page(made, ClaimsQuery("h")).claims] == [("h", "a"), ("h", "b")]
     after = claims_page(made, ClaimsQuery("h", limit=1)).next

@@ -268,7 +268,7 @@ async def test_one_lost_connection_severs_all_of_it_once() -> None:
 
 
 @pytest.mark.parametrize("is_moved_for_good", [False, True])
-async def test_a_leader_that_moves_for_good_severs(is_moved_for_good: bool) -> None:
+async def test_leader_that_moves_for_good_severs(is_moved_for_good: bool) -> None:
     library = Library()
     claimant = await owned(library)
     library.leaders["t", 1] = 5

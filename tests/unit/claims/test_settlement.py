@@ -76,7 +76,7 @@ def test_partition_is_unsettled_only_for_its_time(
     assert len(situation.told) == 2
 
 
-def test_an_answered_write_settles_at_once(situation: Situation) -> None:
+def test_answered_write_settles_at_once(situation: Situation) -> None:
     hold = situation.unsettled.begin(*A)
     situation.unsettled.begin(*B)
     situation.unsettled.done(hold)
@@ -84,7 +84,7 @@ def test_an_answered_write_settles_at_once(situation: Situation) -> None:
     assert situation.told == [[A], [A, B], [B]]
 
 
-def test_a_partition_is_held_until_the_last_answer(situation: Situation) -> None:
+def test_partition_is_held_until_the_last_answer(situation: Situation) -> None:
     first, second = situation.unsettled.begin(*A), situation.unsettled.begin(*A)
     situation.unsettled.done(first)
     situation.unsettled.done(first)
@@ -112,7 +112,7 @@ def test_time_counts_from_the_last_event(situation: Situation) -> None:
     assert situation.told == [[A], []]
 
 
-def test_an_answer_after_its_time_changes_nothing(situation: Situation) -> None:
+def test_answer_after_its_time_changes_nothing(situation: Situation) -> None:
     late = situation.unsettled.begin(*A)
     situation.after(PATIENCE_S)
     hold = situation.unsettled.begin(*A)
@@ -129,7 +129,7 @@ def test_partition_lost_again_before_expiry_stays_unsettled(situation: Situation
     assert situation.after(0) == [A]
 
 
-def test_a_member_that_confirmed_leaves_nothing_behind(situation: Situation) -> None:
+def test_member_that_confirmed_leaves_nothing_behind(situation: Situation) -> None:
     unsettled = situation.unsettled
     unsettled.note_member("m", 7, [A])
     unsettled.note_taken("m", "writers", "t/1", 8)
@@ -164,7 +164,7 @@ def test_resource_of_dead_member_is_unsettled_only_once(situation: Situation) ->
         ([EVERYTHING], ("u", ALL), True),
     ],
 )
-def test_a_listed_partition_blocks_claims_that_cover_it(listed: list[Place], place: Place, covered: bool) -> None:
+def test_listed_partition_blocks_claims_that_cover_it(listed: list[Place], place: Place, covered: bool) -> None:
     assert covers(listed, *place) is covered
 
 

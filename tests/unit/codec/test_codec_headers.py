@@ -153,7 +153,7 @@ def test_hostile_headers_are_refused(message: bytes, error: type[CodecError]) ->
 
 
 @pytest.mark.parametrize("length", range(8))
-def test_an_answer_shorter_than_its_header_is_refused(length: int) -> None:
+def test_answer_shorter_than_its_header_is_refused(length: int) -> None:
     with pytest.raises(Truncated):
         response_correlation_id(bytes(length))
     with pytest.raises(Truncated):
@@ -161,7 +161,7 @@ def test_an_answer_shorter_than_its_header_is_refused(length: int) -> None:
 
 
 @pytest.mark.parametrize("correlation_id", [0, 2**31 - 1, -(2**31)])
-def test_a_request_takes_another_correlation_id_in_place(correlation_id: int) -> None:
+def test_request_takes_another_correlation_id_in_place(correlation_id: int) -> None:
     frame = memoryview(bytearray(frame_message(request_header(PRODUCE, 9, 1, b"client"), b"body")))
     before = bytes(frame)
     set_correlation_id(frame, correlation_id)

@@ -103,7 +103,7 @@ def test_damaged_answers_are_refused_or_read(version: int) -> None:
             continue
 
 
-def test_a_version_that_is_not_read_is_refused() -> None:
+def test_version_that_is_not_read_is_refused() -> None:
     for version in (-1, HIGHEST_VERSION + 1):
         with pytest.raises(UnsupportedVersion):
             MetadataReader(b"", version)

@@ -51,7 +51,7 @@ def test_bad_varints_are_refused(encoded: bytes, error: type[CodecError]) -> Non
 
 
 @pytest.mark.parametrize(("form", "size"), [(INT8, 1), (INT16, 2), (INT32, 4), (INT64, 8)])
-def test_the_message_may_end_before_the_buffer_does(form: object, size: int) -> None:
+def test_message_may_end_before_the_buffer_does(form: object, size: int) -> None:
     buffer = b"\xff" * 20
     assert read_fixed(form, buffer, 3, 3 + size) == (-1, 3 + size)  # type: ignore[arg-type]
     with pytest.raises(Truncated):

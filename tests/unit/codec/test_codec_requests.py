@@ -123,7 +123,7 @@ def test_replica_fetch_through_proxy_is_refused(api_key: int, version: int, repl
 
 
 @pytest.mark.parametrize(("api_key", "version"), AT_LENGTH)
-def test_the_number_of_partitions_is_bounded(api_key: int, version: int) -> None:
+def test_number_of_partitions_is_bounded(api_key: int, version: int) -> None:
     most = _asking(api_key, version, {"t": list(range(4000)), "u": list(range(MAX_PARTITIONS - 4000))})
     assert most.partition_count == MAX_PARTITIONS
     assert not most.is_too_large
@@ -213,7 +213,7 @@ def test_admitted_fetch_names_no_rack(version: int, rack: str) -> None:
 
 
 @pytest.mark.parametrize(("api_key", "version"), [case for case in EVERY_VERSION if case not in BY_ID])
-def test_a_topic_needs_a_name_in_utf_8(api_key: int, version: int) -> None:
+def test_topic_needs_a_name_in_utf_8(api_key: int, version: int) -> None:
     """A broker reads other bytes as U+FFFD, and answers for a topic that nobody requested."""
     topics_field, _, name_field, _ = REQUEST_FIELDS[api_key]
     topics = sample_request(api_key, {"t": [0]})[topics_field]

@@ -152,7 +152,7 @@ def test_tagged_fields_of_an_answer_are_bounded(api_key: int, version: int, leve
             APIS[api_key].parse_response(frame, version)
 
 
-def test_an_answer_takes_another_correlation_id_in_place() -> None:
+def test_answer_takes_another_correlation_id_in_place() -> None:
     body = response_body(PRODUCE, 9, sample_response(PRODUCE, {"t": [0]}))
     frame = response_frame(PRODUCE, 9, body, correlation_id=5)
     before = bytes(frame)
@@ -196,7 +196,7 @@ def _read(api_key: int, version: int, frame: bytes) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("api_key", "version"), EVERY_VERSION)
-def test_an_error_answer_contains_only_its_code(api_key: int, version: int) -> None:
+def test_error_answer_contains_only_its_code(api_key: int, version: int) -> None:
     """KafScale's proxy answered errors with offset 0 and an invented leader."""
     api = APIS[api_key]
     entries = [api.error_entry(version, index, code) for index, code in ((0, NOT_LEADER), (2**31 - 1, -1))]
@@ -251,7 +251,7 @@ def test_produce_result_has_all_fields_of_its_version(version: int, error_messag
 
 @pytest.mark.parametrize("version", VERSIONS[FETCH])
 @pytest.mark.parametrize("records", [b"", b"r" * 127, b"r" * 20_000])
-def test_a_fetch_result_carries_its_records_uncopied(version: int, records: bytes) -> None:
+def test_fetch_result_carries_its_records_uncopied(version: int, records: bytes) -> None:
     view = memoryview(records)
     buffers = fetch.result_entry(version, fetch.PartitionFetched(3, 0, 44, 5, records=view))
     assert any(buffer is view for buffer in buffers)
@@ -264,7 +264,7 @@ def test_a_fetch_result_carries_its_records_uncopied(version: int, records: byte
 
 
 @pytest.mark.parametrize("version", VERSIONS[LIST_OFFSETS])
-def test_a_list_offsets_result_is_read_back(version: int) -> None:
+def test_list_offsets_result_is_read_back(version: int) -> None:
     entry = list_offsets.result_entry(version, 3, 0, timestamp=9, offset=2**40, leader_epoch=6)
     answer = _read(LIST_OFFSETS, version, _merged(LIST_OFFSETS, version, [(b"t", [entry])]))
     (found,) = _entries(LIST_OFFSETS, answer)
@@ -273,7 +273,7 @@ def test_a_list_offsets_result_is_read_back(version: int) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS[FETCH])
-def test_a_fetch_answer_can_fail_as_a_whole(version: int) -> None:
+def test_fetch_answer_can_fail_as_a_whole(version: int) -> None:
     head, tail = fetch.response_ends(version, 0, [], error_code=70)
     flexible = version >= FLEXIBLE_FROM[FETCH]
     parts = [response_header(FETCH, version, 7) + head, *encode_topics([], flexible=flexible), tail]

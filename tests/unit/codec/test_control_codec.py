@@ -163,7 +163,7 @@ def test_null_is_read_where_the_schema_allows_it() -> None:
     assert control.decode_request(api_keys.METADATA, 0, b"\x00\x00\x00\x00").topics == []
 
 
-def test_an_endless_varint_is_refused_at_once() -> None:
+def test_endless_varint_is_refused_at_once() -> None:
     started = time.thread_time()
     with pytest.raises(InvalidField, match="longer than 32 bits"):
         control.decode_request(api_keys.METADATA, 12, b"\xff" * (1 << 20))
@@ -174,7 +174,7 @@ def test_an_endless_varint_is_refused_at_once() -> None:
     assert time.thread_time() - started < 1.0, "the varint loop ran over the whole message"
 
 
-def test_a_huge_array_length_costs_nothing() -> None:
+def test_huge_array_length_costs_nothing() -> None:
     with pytest.raises(InvalidField):
         control.decode_request(api_keys.METADATA, 1, b"\x7f\xff\xff\xff")
     with pytest.raises(CodecError):

@@ -92,7 +92,7 @@ def test_ended_waiters_count_until_taken_out() -> None:
     ]
 
 
-def test_the_queue_is_bounded() -> None:
+def test_queue_is_bounded() -> None:
     queue = awaiting(1, 2, most=2)
     with pytest.raises(CodecError, match="2 earlier requests have no answer yet"):
         queue.sent(3, "waiter 3")

@@ -51,7 +51,7 @@ def test_frames_are_whole_at_any_cut(lengths: tuple[int, ...]) -> None:
             assert reader.pending_bytes == 0
 
 
-def test_a_frame_is_writable_and_its_own() -> None:
+def test_frame_is_writable_and_its_own() -> None:
     reader = FrameReader(LIMIT)
     first, second = _feed(reader, _frame(4, 1) + _frame(4, 2))
     first[4:] = b"\xff" * 4
@@ -60,7 +60,7 @@ def test_a_frame_is_writable_and_its_own() -> None:
         first[len(first)] = 0
 
 
-def test_the_limit_itself_is_admitted() -> None:
+def test_limit_itself_is_admitted() -> None:
     assert [len(frame) for frame in _feed(FrameReader(10), _frame(10))] == [14]
     with pytest.raises(FrameTooLarge, match="11"):
         _feed(FrameReader(10), _frame(11))
@@ -92,7 +92,7 @@ def test_limit_is_raised_for_authenticated_clients() -> None:
 )
 @pytest.mark.parametrize("cut", range(4))
 @pytest.mark.usefixtures("traced")
-def test_an_illegal_length_costs_nothing(announced: int, error: type[CodecError], cut: int) -> None:
+def test_illegal_length_costs_nothing(announced: int, error: type[CodecError], cut: int) -> None:
     reader = FrameReader(LIMIT)
     head = struct.pack(">i", announced)
     _feed(reader, head[:cut])
@@ -144,7 +144,7 @@ def test_announced_bytes_are_allocated_only_on_arrival(announced: int) -> None:
 
 
 @pytest.mark.usefixtures("traced")
-def test_an_idle_connection_holds_no_buffer() -> None:
+def test_idle_connection_holds_no_buffer() -> None:
     arena = ReceiveArena()
     readers = [FrameReader(LIMIT, arena) for _ in range(1000)]
     for reader in readers:

@@ -72,7 +72,7 @@ def test_command_list_is_complete_and_loads_little() -> None:
         assert f"  {name} " in done.stdout
 
 
-def test_an_unknown_command_or_flag_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_command_or_flag_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["srve"]) == 2
     assert main(["dev", "--broker", "3"]) == 2
     said = capsys.readouterr().err

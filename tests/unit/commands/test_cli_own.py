@@ -265,7 +265,7 @@ def test_freed_resources_are_printed(
         (["orders/0=3", "ü"], [("orders/0", 3), ("ü", 1)]),
     ],
 )
-def test_a_resource_may_have_a_generation(texts: list[str], resources: list[tuple[str, int]]) -> None:
+def test_resource_may_have_a_generation(texts: list[str], resources: list[tuple[str, int]]) -> None:
     assert parse_wanted("g", texts, False).resources == tuple(OwnResource(*each) for each in resources)
     assert parse_wanted("g", [], True).resources is None
 

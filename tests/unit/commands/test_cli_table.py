@@ -67,7 +67,7 @@ def test_pages_together_are_the_whole_table(limit: int) -> None:
     assert merge_pages(pages) == page(table)
 
 
-def test_a_page_can_be_of_one_topic() -> None:
+def test_page_can_be_of_one_topic() -> None:
     table = topology()
     assert [topic.name for topic in page(table, topic="flights").topics] == ["flights"]
     assert page(table, topic="none").topics == []
@@ -115,7 +115,7 @@ def test_headline_states_the_tables_age() -> None:
         ("static", 0.0, "revision 0, a fixed table"),
     ],
 )
-def test_the_headline_names_the_source(source: str, age_s: float, line: str) -> None:
+def test_headline_names_the_source(source: str, age_s: float, line: str) -> None:
     assert headline(table_page(TableView(Topology(), age_s, False, source))) == line
     assert footline(page(Topology()), []) == "0 partitions owned (no brokers)"
 

@@ -57,7 +57,7 @@ ADDRESSES = {
 
 
 @pytest.mark.parametrize(("text", "address"), ADDRESSES.items())
-def test_an_address_is_read_and_written_back(text: str, address: Address) -> None:
+def test_address_is_read_and_written_back(text: str, address: Address) -> None:
     assert parse_address(text, "--listen") == address
     assert str(address) == text.strip()
 
@@ -275,7 +275,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("toml", "environ", "flags", "parts"), WRONG)
-def test_a_wrong_value_is_named_with_its_source(
+def test_wrong_value_is_named_with_its_source(
     tmp_path: Path, toml: str, environ: dict[str, str], flags: dict[str, object], parts: list[str]
 ) -> None:
     sentence = error_of(toml, tmp_path, environ=environ, flags=flags)
@@ -289,7 +289,7 @@ def test_table_file_may_hold_nothing_else(tmp_path: Path) -> None:
     assert sentence == f"unknown key [topic] in {table}: did you mean [topics]?"
 
 
-def test_a_static_table_is_read_from_either_place(tmp_path: Path) -> None:
+def test_static_table_is_read_from_either_place(tmp_path: Path) -> None:
     toml = """
         [brokers]
         7 = "[::1]:9092"
@@ -349,7 +349,7 @@ def test_proxies_of_any_source_register_in_etcd(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ttl", ["0", "3601", "1.5", "soon"])
-def test_a_lease_lasts_some_whole_seconds(ttl: str) -> None:
+def test_lease_lasts_some_whole_seconds(ttl: str) -> None:
     assert error_of("", None, environ={"KPROXY_FLEET__LEASE_TTL": ttl}).startswith("KPROXY_FLEET__LEASE_TTL: ")
 
 
@@ -358,7 +358,7 @@ def test_etcd_endpoint_is_required() -> None:
         load_proxy_config(environ={})
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"missing\.toml cannot be read"):
         load_proxy_config(tmp_path / "missing.toml", environ={})
     with pytest.raises(StartupError, match="cannot be read"):

@@ -37,7 +37,7 @@ SINKS = {
 
 
 @pytest.mark.parametrize(("text", "options"), SINKS.items(), ids=SINKS)
-def test_a_sink_is_a_kind_and_a_place(text: str, options: AuditOptions) -> None:
+def test_sink_is_a_kind_and_a_place(text: str, options: AuditOptions) -> None:
     assert load(flags={**ETCD, "audit_sink": text}) == options
 
 

@@ -111,7 +111,7 @@ def test_etcd_options_without_etcd_are_refused() -> None:
         load_proxy_config(None, flags=flags, environ={})
 
 
-def test_a_password_is_shown_nowhere(
+def test_password_is_shown_nowhere(
     files: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert SECRET not in repr(EtcdOptions(username="u", password=SECRET))

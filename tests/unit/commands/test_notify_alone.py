@@ -45,7 +45,7 @@ def test_missing_socket_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["/nowhere/notify", "@nobody-listens-here", "vsock:2:1234", "/" + "x" * 200, ""])
-def test_a_socket_that_cannot_be_used_raises_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_socket_that_cannot_be_used_raises_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", name)
     notify("READY=1")
 

@@ -98,12 +98,12 @@ def load(directory: Path, text: str, **environ: str) -> object:
 
 
 @pytest.mark.parametrize("text", [":9644", "9644", "127.0.0.1:9644"])
-def test_an_address_without_a_host_is_loopback(tmp_path: Path, text: str) -> None:
+def test_address_without_a_host_is_loopback(tmp_path: Path, text: str) -> None:
     config = load(tmp_path, f'[listen]\nadmin = "{text}"')
     assert getattr(config, "admin") == Address("127.0.0.1", 9644)  # noqa: B009
 
 
-def test_the_token_is_read_and_never_shown(tmp_path: Path) -> None:
+def test_token_is_read_and_never_shown(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(f"{TOKEN}\n")
     config = load(tmp_path, f'[listen]\nadmin = ":0"\n[admin]\ntoken_file = "{tmp_path / "token"}"')
     assert TOKEN not in repr(config)

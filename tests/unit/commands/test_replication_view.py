@@ -78,7 +78,7 @@ def test_table_has_a_replica_column_when_known(capsys: pytest.CaptureFixture[str
     ]
 
 
-def test_a_live_table_with_replicas_fits_its_terminal() -> None:
+def test_live_table_with_replicas_fits_its_terminal() -> None:
     written = io.StringIO()
     console = Console(file=written, force_terminal=True, width=80, height=14, color_system=None)
     with LiveTable(console) as live:

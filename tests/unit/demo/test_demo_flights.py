@@ -102,14 +102,14 @@ def test_fingerprint_distinguishes_messages(other: tuple[bytes | None, bytes]) -
     assert fingerprint(b"N1", b"value") != fingerprint(*other)
 
 
-def test_an_archive_with_other_columns_is_refused(tmp_path: Path) -> None:
+def test_archive_with_other_columns_is_refused(tmp_path: Path) -> None:
     archive = _archive(tmp_path / "f.zip", [ROW], header=["x", *list(COLUMNS)[1:]])
 
     with pytest.raises(StartupError, match="does not hold the columns"):
         write_files(archive, tmp_path / "out", rows=1, files=1)
 
 
-def test_an_archive_that_ends_early_is_refused(tmp_path: Path) -> None:
+def test_archive_that_ends_early_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="holds only 2 flights"):
         write_files(_archive(tmp_path / "f.zip", [ROW] * 2), tmp_path / "out", rows=3, files=1)
 

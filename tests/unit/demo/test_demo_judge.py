@@ -77,7 +77,7 @@ def test_keyed_rows_stay_in_one_partition() -> None:
     assert verdict.faults["keys in two partitions"].examples == ["B in partitions 1 and 2"]
 
 
-def test_a_key_in_many_partitions_is_one_fault() -> None:
+def test_key_in_many_partitions_is_one_fault() -> None:
     verdict = judge([(0, 1), (1, 4), (2, 7), (1, 10)], rows=10)
 
     assert verdict.faults["keys in two partitions"].count == 1

@@ -20,7 +20,7 @@ WAIT_S = 60.0
         pytest.param({0: 3, 1: 2, 2: 3, 3: 2}, 2, id="of two the one with the lower id"),
     ],
 )
-def test_the_owner_of_most_partitions_is_killed(owners: Mapping[int, int], victim: int) -> None:
+def test_owner_of_most_partitions_is_killed(owners: Mapping[int, int], victim: int) -> None:
     assert owner_of_most(owners) == victim
 
 

@@ -8,7 +8,7 @@ from kproxy.etcd.messages import DESCRIPTORS, rpc
 from scripts import etcd_messages as generate
 
 
-def test_the_committed_descriptors_are_up_to_date() -> None:
+def test_committed_descriptors_are_up_to_date() -> None:
     assert generate.main(["--check"]) == 0
 
 

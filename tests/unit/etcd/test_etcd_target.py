@@ -89,5 +89,5 @@ def test_prefix_ends_before_the_next_unrelated_key(prefix: str, end: bytes) -> N
     assert prefix_end(prefix) == end
 
 
-def test_a_key_that_is_not_utf8_survives() -> None:
+def test_key_that_is_not_utf8_survives() -> None:
     assert encode_key(decode_key(b"/a/\xff\xfe")) == b"/a/\xff\xfe"

@@ -148,7 +148,7 @@ def test_invalid_broker_key_is_skipped(key: str) -> None:
     assert table.table.skipped == {"not a broker id": 1}
 
 
-def test_an_ownership_outlives_its_brokers_address() -> None:
+def test_ownership_outlives_its_brokers_address() -> None:
     table = Table()
     table.by_event(f"{BROKERS}1", broker(), 101)
     table.by_event(f"{LEASES}t/0", b"1", 102)
@@ -175,7 +175,7 @@ def test_restored_etcd_empties_the_table_first() -> None:
 
 
 @pytest.mark.parametrize("prefix", ["/p", "/p/"])
-def test_a_slash_after_the_prefix_makes_no_difference(prefix: str) -> None:
+def test_slash_after_the_prefix_makes_no_difference(prefix: str) -> None:
     topology = Topology()
     table = LeaseTable(EtcdClient(["127.0.0.1"]), prefix, topology)
     asyncio.run(table.on_snapshot(Snapshot(9, 1, [KeyValue(f"{LEASES}t/0", b"2", 5, 5, 1, 0)])))

@@ -192,7 +192,7 @@ async def test_leader_of_earlier_epoch_is_not_restored() -> None:
         assert table.topology.owner_revision(b"t", 0) > revision
 
 
-async def test_an_unchanged_owner_keeps_its_revision() -> None:
+async def test_unchanged_owner_keeps_its_revision() -> None:
     async with followed() as table:
         await table.read(topic(partition(0, 1, 5), partition(1, 1, 5)))
         revision, version = table.topology.owner_revision(b"t", 0), table.topology.version
@@ -288,7 +288,7 @@ async def test_epochs_without_topic_ids_are_kept_by_name() -> None:
         assert (table.owners(b"t"), table.owners(b"u")) == ({0: 2}, {0: 2})
 
 
-async def test_a_partition_without_a_leader_has_no_owner() -> None:
+async def test_partition_without_a_leader_has_no_owner() -> None:
     async with followed() as table:
         await table.read(topic(partition(0, 1, 5), partition(1, 2, 5)))
         assert await table.read(topic(partition(0, -1, 6, LEADER_NOT_AVAILABLE), partition(1, 2, 5))) == {1: 2}

@@ -104,7 +104,7 @@ def test_ended_trails_leave_nothing_unproven(audited: Audited) -> None:
     assert told == {name for name, case in CASES.items() if case.counts.get("unproven")}
 
 
-def test_a_duplicate_counts_when_either_copy_was_acknowledged(audited: Audited) -> None:
+def test_duplicate_counts_when_either_copy_was_acknowledged(audited: Audited) -> None:
     assert [row["duplicated"] for row in audited.windows["appended-twice"]] == [100]
 
 

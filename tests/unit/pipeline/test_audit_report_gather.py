@@ -167,7 +167,7 @@ def test_holes_around_acknowledgements_are_drawn() -> None:
     assert facts.trail_holes == (0, 10, 11)
 
 
-def test_an_audit_of_nothing_has_a_report_too() -> None:
+def test_audit_of_nothing_has_a_report_too() -> None:
     facts = gather(_tables(), {"Bootstrap": "here"})
     assert (facts.sums, facts.grid, facts.states, facts.partitions) == (Sums(), None, {}, ())
     assert "Nothing acknowledged" in report_page(facts)

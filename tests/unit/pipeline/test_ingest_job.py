@@ -25,7 +25,7 @@ ASKED = Job("asked", "csv files in file:/in", "topic flights", None, "cluster-1"
 OPTIONS = IngestOptions("csv:/in", "/ck", topic="flights")
 
 
-def test_a_free_checkpoint_becomes_the_jobs_own() -> None:
+def test_free_checkpoint_becomes_the_jobs_own() -> None:
     assert settle(None, ASKED, "/ck") == ASKED
 
 
@@ -120,7 +120,7 @@ def test_records_behind_are_the_offsets_between(latest: Any, end: Any, expected:
         ("", "RuntimeError"),
     ],
 )
-def test_an_end_is_explained_in_one_sentence(error: str, said: str) -> None:
+def test_end_is_explained_in_one_sentence(error: str, said: str) -> None:
     assert said in why(RuntimeError(error), OPTIONS)
     assert "\n" not in why(RuntimeError(error), OPTIONS)
 

@@ -26,7 +26,7 @@ RECORDS = replace(FILES, source="kafka:flights", from_bootstrap="other:9092")
         ("rate", ("rate", "")),
     ],
 )
-def test_a_source_is_a_format_and_a_place(text: str, expected: tuple[str, str]) -> None:
+def test_source_is_a_format_and_a_place(text: str, expected: tuple[str, str]) -> None:
     options = replace(FILES, source=text)
     options.check()
     assert (options.format, options.where) == expected

@@ -221,7 +221,7 @@ async def test_topic_pages_contain_only_visible_topics() -> None:
     assert {each.name: each.error_code for each in answer.topics} == {"b": 0, "secret-1": 29}
 
 
-async def test_a_cursor_moves_to_the_next_visible_topic() -> None:
+async def test_cursor_moves_to_the_next_visible_topic() -> None:
     """Brokers require the cursor's topic among the requested ones, and answered 42 if it was removed."""
     key = keys.DESCRIBE_TOPIC_PARTITIONS
     cursor = {"topic_name": "secret-1", "partition_index": 3}
@@ -303,7 +303,7 @@ async def test_page_of_deleted_topics_is_not_the_last() -> None:
     assert (answer.next_cursor.topic_name, answer.next_cursor.partition_index) == ("b", 3)
 
 
-async def test_a_topic_is_named_or_has_an_id() -> None:
+async def test_topic_is_named_or_has_an_id() -> None:
     """Kafka uses the id if Metadata has both, and refuses DeleteTopics with both. Other servers may differ."""
     topics = [{"name": "a", "topic_id": SECRET}]
     decided, _ = await screened(seeing("a"), keys.METADATA, 10, topics=topics)

@@ -71,7 +71,7 @@ def test_divided_api_names_its_parts() -> None:
             assert at or api.handling is Handling.ALL_BROKERS
 
 
-def test_the_codec_reads_every_version_of_the_table() -> None:
+def test_codec_reads_every_version_of_the_table() -> None:
     # Produce 0 to 2 are offered and not read: with a higher minimum librdkafka drops gzip and lz4.
     read = {
         keys.PRODUCE: (0, produce.MAX_VERSION),
@@ -84,7 +84,7 @@ def test_the_codec_reads_every_version_of_the_table() -> None:
         assert lowest <= SERVED[key].min_version <= SERVED[key].max_version <= highest
 
 
-def test_a_request_that_changes_something_is_not_repeated() -> None:
+def test_request_that_changes_something_is_not_repeated() -> None:
     words = ("CREATE_", "DELETE_", "ALTER_", "INCREMENTAL_", "UPDATE_", "ELECT_")
     changes = {key for key in SERVED if keys.name_of(key).startswith(words)} | {keys.OWN, *SASL}
     assert {key for key, api in APIS.items() if not api.repeatable} == changes

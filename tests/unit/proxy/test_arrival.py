@@ -59,7 +59,7 @@ def test_time_before_first_check_does_not_count() -> None:
     assert arrival.is_too_slow(110.0, began=0.0, arrived=4, pauses=1, pressed=False)
 
 
-def test_the_next_frame_is_judged_anew() -> None:
+def test_next_frame_is_judged_anew() -> None:
     arrival = Arrival()
     assert not arrival.is_too_slow(9.9, began=0.0, arrived=4, pauses=0, pressed=False)
     assert not arrival.is_too_slow(15.0, began=9.95, arrived=4, pauses=0, pressed=False)

@@ -28,7 +28,7 @@ def compiled_classes() -> Iterator[None]:
         yield
 
 
-def test_the_classes_under_test_are_the_compiled_ones() -> None:
+def test_classes_under_test_are_the_compiled_ones() -> None:
     assert compiled is not None
     assert framing.FrameReader is random_framing.FrameReader is correlation.FrameReader is compiled.FrameReader
     assert correlation.AwaitedAnswers is compiled.AwaitedAnswers

@@ -56,7 +56,7 @@ def test_shares_of_a_limit_add_up_to_it(workers: int) -> None:
 
 
 @pytest.mark.parametrize("name", SHARED_LIMITS)
-def test_a_limit_that_cannot_be_shared_is_named(name: str) -> None:
+def test_limit_that_cannot_be_shared_is_named(name: str) -> None:
     assert share_limits(Limits(**{name: 3}), 3)
     with pytest.raises(StartupError, match=rf"^limits\.{name} is 3, which 4 workers"):
         share_limits(Limits(**{name: 3}), 4)

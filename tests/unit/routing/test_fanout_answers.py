@@ -92,7 +92,7 @@ def test_whole_success_naming_a_broker_is_rewritten() -> None:
     assert play.exchanges[1]._tags is None
 
 
-def test_the_proxys_throttle_time_is_the_brokers_longest() -> None:
+def test_proxys_throttle_time_is_the_brokers_longest() -> None:
     play = Playbook()
     play.submits(1, "t-0 t-1 t-2")
     play.answers(1, "t-0", throttle_ms=20)

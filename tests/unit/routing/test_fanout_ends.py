@@ -109,7 +109,7 @@ def test_lane_after_7_continues_after_connection_ends(written: bool) -> None:
 
 
 @pytest.mark.parametrize("late", ["t-0", "t-0=6", "t-0=87", "t-0=45"])
-def test_a_late_answer_changes_nothing_for_the_client(late: str) -> None:
+def test_late_answer_changes_nothing_for_the_client(late: str) -> None:
     """The answer has a second result for a partition that has one."""
     play = proven()
     play.submits(2, "t-0", deadline_s=1)

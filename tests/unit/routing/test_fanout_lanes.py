@@ -46,7 +46,7 @@ def test_route_is_new_after_ownership_returns(owners: tuple[int | None, ...]) ->
     assert play.submits(3, "t-0") == []
 
 
-def test_a_route_is_new_again_on_another_connection() -> None:
+def test_route_is_new_again_on_another_connection() -> None:
     play = proven()
     assert play.loses(1) == []
     assert not play.proven("t-0")
@@ -69,7 +69,7 @@ def test_only_first_batchs_success_proves_a_route() -> None:
     assert play.proven("t-0")
 
 
-def test_a_read_proves_no_route() -> None:
+def test_read_proves_no_route() -> None:
     """A broker that is not the owner may serve the read, which says nothing about the producer's state there."""
     play = Playbook()
     play.fetches(1, "t-0 t-1")

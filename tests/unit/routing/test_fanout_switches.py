@@ -414,7 +414,7 @@ SWITCHES: dict[str, Switch] = {
     ),
     "routes 2: and with the connection": Switch(
         replaced(Routes, "forget_connection", nothing),
-        test_fanout_lanes.test_a_route_is_new_again_on_another_connection,
+        test_fanout_lanes.test_route_is_new_again_on_another_connection,
     ),
     "routes 3: a forgotten route begins a generation": Switch(
         replaced(Routes, "_forget", forget_quietly),
@@ -426,7 +426,7 @@ SWITCHES: dict[str, Switch] = {
     ),
     "merge 1: a late result does not count": Switch(
         replaced(Exchange, "take", take_again),
-        partial(test_fanout_ends.test_a_late_answer_changes_nothing_for_the_client, "t-0"),
+        partial(test_fanout_ends.test_late_answer_changes_nothing_for_the_client, "t-0"),
     ),
     "merge 2: answers are in the order of requests": Switch(
         replaced(fanout, "answers_in_order", says(True)),
@@ -434,7 +434,7 @@ SWITCHES: dict[str, Switch] = {
     ),
     "merge 3: the longest throttle time": Switch(
         replaced(Exchange, "note", throttle_of_the_last),
-        test_fanout_answers.test_the_proxys_throttle_time_is_the_brokers_longest,
+        test_fanout_answers.test_proxys_throttle_time_is_the_brokers_longest,
     ),
     "merge 4: a result's bytes are the broker's own": Switch(
         replaced(OpenExchanges, "conclude", conclude_in_own_words),

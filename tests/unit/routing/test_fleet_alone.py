@@ -86,14 +86,14 @@ def test_single_proxy_leads_everything() -> None:
     assert fleet.leaders(b"t", [0, 5]) == [alone, alone]
 
 
-def test_the_controller_stays_while_it_is_there() -> None:
+def test_controller_stays_while_it_is_there() -> None:
     fleet = fleet_of(*IDS[1:])
     assert fleet.controller.node_id == IDS[1]
     fleet.replace(fleet_of(IDS[1], IDS[3]).proxies)
     assert fleet.controller.node_id == IDS[1]
 
 
-def test_an_index_of_any_size_costs_no_memory() -> None:
+def test_index_of_any_size_costs_no_memory() -> None:
     assert len(fleet_of(*IDS).leaders(b"t", [2**31 - 1, 0, 2**62])) == 3
 
 
@@ -105,7 +105,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("proxies", BAD, ids=["nobody", "one id twice", "one address twice"])
-def test_a_fleet_is_never_empty_or_ambiguous(proxies: list[Proxy]) -> None:
+def test_fleet_is_never_empty_or_ambiguous(proxies: list[Proxy]) -> None:
     fleet = fleet_of(*IDS)
     with pytest.raises(ValueError, match=r"proxy|proxies"):
         fleet.replace(proxies)

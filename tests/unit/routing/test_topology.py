@@ -22,7 +22,7 @@ def rows(topology: Topology) -> dict[tuple[bytes, int], int]:
     return {(row.topic, row.partition_index): row.owner for row in topology.ownerships()}
 
 
-def test_an_unknown_partition_has_no_owner() -> None:
+def test_partition_that_is_unknown_has_no_owner() -> None:
     topology = Topology()
     assert topology.owner(b"t", 0) == NO_OWNER
     assert topology.owner_revision(b"t", 0) == 0

@@ -90,7 +90,7 @@ async def test_listeners_take_turns_and_share_one_pace() -> None:
     assert time.monotonic() - began >= 22 * PACE * MOST_STEP_S
 
 
-def test_the_session_of_a_connection_counts_as_work() -> None:
+def test_session_of_a_connection_counts_as_work() -> None:
     class Transport(asyncio.Transport):
         def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
             """Note that the session has the transport."""

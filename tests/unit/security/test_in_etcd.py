@@ -36,7 +36,7 @@ CREDENTIAL = str(next(iter(sasl.credentials_of("alice").values())))
 
 
 @pytest.mark.parametrize("name", ["alice", "a/b", "a b", "ü", "100%", "*", ".."])
-def test_a_name_is_one_key(name: str) -> None:
+def test_name_is_one_key(name: str) -> None:
     rest = KEYS.user(name).removeprefix(KEYS.users)
     assert "/" not in rest
     assert parse_user_key(rest) == name
@@ -89,7 +89,7 @@ def test_user_value_has_at_most_4_kib() -> None:
         json.dumps({"credentials": [CREDENTIAL, CREDENTIAL]}).encode(),
     ],
 )
-def test_an_invalid_user_is_refused_without_showing_it(value: bytes) -> None:
+def test_invalid_user_is_refused_without_showing_it(value: bytes) -> None:
     with pytest.raises(ValueError, match=r"^(a|the) ") as raised:
         decode_user(value)
     assert "SECRET" not in str(raised.value)
@@ -108,7 +108,7 @@ def test_an_invalid_user_is_refused_without_showing_it(value: bytes) -> None:
         (b" " * MOST_ACL_BYTES + b"{}", f"at most {MOST_ACL_BYTES}"),
     ],
 )
-def test_an_invalid_rule_is_refused_with_a_reason(value: bytes, word: str) -> None:
+def test_invalid_rule_is_refused_with_a_reason(value: bytes, word: str) -> None:
     with pytest.raises(ValueError, match=word):
         decode_acl(value)
 

@@ -65,7 +65,7 @@ async def asked(issuer: Issuer, more: int) -> None:
     await eventually(lambda: issuer.asked >= before + more, "the issuer is asked")
 
 
-async def test_the_last_good_keys_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_last_good_keys_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_server, "RETRY_S", 0.01)
     issuer = Issuer(None)
     with capture_logs() as logs:

@@ -169,7 +169,7 @@ def test_client_certificates_need_an_authority(signer: Signer, tmp_path: Path, m
     assert says in error_of(pair + more.format(signer.ca), tmp_path)
 
 
-def test_a_certificate_among_revocation_lists_is_not_trusted(signer: Signer, tmp_path: Path) -> None:
+def test_certificate_among_revocation_lists_is_not_trusted(signer: Signer, tmp_path: Path) -> None:
     stranger = Signer(tmp_path / "stranger")
     lists = tmp_path / "lists.pem"
     lists.write_text(signer.revoke([]).read_text() + stranger.revoke([]).read_text() + stranger.ca.read_text())
@@ -262,7 +262,7 @@ def test_proxy_header_senders_are_addresses_and_networks(tmp_path: Path, room: s
     assert says in error_of(f"{room}{text}\n", tmp_path)
 
 
-def test_an_address_is_found_in_networks(tmp_path: Path) -> None:
+def test_address_is_found_in_networks(tmp_path: Path) -> None:
     text = '[listen]\nproxy_protocol = true\nproxy_protocol_from = ["10.0.0.0/8", "192.0.2.7", "fd00::/8"]\n'
     (listener,) = load(text, tmp_path).listeners
     assert listener.proxy_protocol_from is not None
@@ -295,7 +295,7 @@ def test_broker_key_with_tls_means_tls(signer: Signer, tmp_path: Path) -> None:
         assert load(text, tmp_path).broker_tls is not None
 
 
-def test_the_secret_of_the_proxy_is_never_shown(
+def test_secret_of_the_proxy_is_never_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "kproxy.toml"

@@ -67,7 +67,7 @@ def certificate(*names: str) -> dict[str, object]:
     ],
 )
 @pytest.mark.parametrize("case", RULES)
-def test_a_similar_name_is_another_principal(name: str, case: str) -> None:
+def test_similar_name_is_another_principal(name: str, case: str) -> None:
     admin = named_by(certificate("admin"), RULES[case])
     assert admin is not None
     assert admin.name == ("ADMIN" if case == "U" else "admin")

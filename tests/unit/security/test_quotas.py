@@ -260,7 +260,7 @@ rates = st.none() | st.floats(1e-3, 1e12)
 
 @pytest.mark.skipif(compiled is None, reason="the plain path is not compiled here")
 @given(st.tuples(rates, rates, rates), uses)
-def test_the_compiled_account_waits_as_long(
+def test_compiled_account_waits_as_long(
     limits: tuple[float | None, ...], used: list[tuple[float, int, int, float | None]]
 ) -> None:
     found = []

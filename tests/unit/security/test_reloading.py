@@ -48,7 +48,7 @@ async def test_unchanged_file_is_not_loaded(files: Files) -> None:
     assert (files.loads, files.value.current) == (1, "1")
 
 
-async def test_a_change_is_loaded_once_it_is_whole(files: Files) -> None:
+async def test_change_is_loaded_once_it_is_whole(files: Files) -> None:
     files.write("2", only=0)
     await files.value.look()
     files.write("2", only=1)

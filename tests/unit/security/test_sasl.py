@@ -152,14 +152,14 @@ def test_unknown_user_always_has_same_salt() -> None:
 @pytest.mark.parametrize(
     "message", [b"", b"n,,", b"\xff\xff", b"n,,n=,r=", b"p=x,,n=a,r=b", b"n,a=b,n=a,r=b", b"c=biws,r=x"]
 )
-def test_a_malformed_scram_message_is_a_refusal(message: bytes) -> None:
+def test_malformed_scram_message_is_a_refusal(message: bytes) -> None:
     exchange = begun("SCRAM-SHA-512")
     assert answer_to(exchange, message).error_code == SASL_AUTHENTICATION_FAILED
 
 
 @pytest.mark.parametrize("mechanism", ["SCRAM-SHA-256", "SCRAM-SHA-512"])
 @pytest.mark.parametrize("is_other", [False, True])
-def test_a_proof_over_another_nonce_is_refused(mechanism: str, is_other: bool) -> None:
+def test_proof_over_another_nonce_is_refused(mechanism: str, is_other: bool) -> None:
     """CVE-2024-56128: the proof is valid for its own message, whose nonce is not the server's."""
     exchange, speaker = client.exchange(), ScramClient([mechanism], "bob", "bob-secret")
     receive(exchange, client.handshake(mechanism))
@@ -195,7 +195,7 @@ def test_recorded_exchange_cannot_be_replayed() -> None:
     assert again.principal is None
 
 
-def test_a_token_names_the_principal_and_its_groups(tmp_path: Path) -> None:
+def test_token_names_the_principal_and_its_groups(tmp_path: Path) -> None:
     tokens = client.verifier(tmp_path, groups_claim="groups")
     exchange = begun("OAUTHBEARER", tokens=tokens)
     message = client.authenticate(client.bearer(client.token(groups=["team"])))
@@ -320,7 +320,7 @@ def test_session_ends_after_raw_messages() -> None:
     assert exchange.session_ends_at == 1_090.0
 
 
-def test_a_token_ends_its_session(tmp_path: Path) -> None:
+def test_token_ends_its_session(tmp_path: Path) -> None:
     clock = client.Clock()
     tokens = client.verifier(tmp_path)
     for lifetime_s in (0.0, 1e9):

@@ -179,7 +179,7 @@ def test_failed_handshake_is_reported(case: str) -> None:
     ("code", "option", "says"),
     [(33, "sasl.mechanism", "set sasl.mechanism"), (34, "broker_sasl.mechanism", "or drop broker_sasl")],
 )
-def test_the_option_that_chose_the_mechanism_is_named(code: int, option: str, says: str) -> None:
+def test_option_that_chose_the_mechanism_is_named(code: int, option: str, says: str) -> None:
     client = SaslClient(mechanism("PLAIN", "audit", SECRET), 1, option)
     client.begin()
     with pytest.raises(SaslRefused) as raised:

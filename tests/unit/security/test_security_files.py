@@ -32,7 +32,7 @@ from tests.support.security import sasl_client as client
 # Users
 
 
-def test_a_file_of_users_is_written_and_read(tmp_path: Path) -> None:
+def test_file_of_users_is_written_and_read(tmp_path: Path) -> None:
     file = client.users_file(tmp_path)
     assert file.stat().st_mode & 0o777 == 0o600
     users = read_users(file)
@@ -74,7 +74,7 @@ def test_file_open_to_others_is_refused(tmp_path: Path, mode: int, is_fine: int)
         "[users",
     ],
 )
-def test_a_broken_file_is_refused_without_showing_it(tmp_path: Path, text: str) -> None:
+def test_broken_file_is_refused_without_showing_it(tmp_path: Path, text: str) -> None:
     file = tmp_path / "users.toml"
     file.write_text(text)
     file.chmod(0o600)
@@ -121,7 +121,7 @@ def test_credentials_are_those_of_the_standard() -> None:
 
 
 @pytest.mark.parametrize("password", ["", "\x07", "x" * 2_000, "\ud800"])
-def test_a_password_that_sasl_forbids_is_refused(password: str) -> None:
+def test_password_that_sasl_forbids_is_refused(password: str) -> None:
     with pytest.raises(ValueError, match="password"):
         make_credential("SCRAM-SHA-256", password, 4_096, bytes(18))
 
@@ -223,13 +223,13 @@ def test_non_time_token_expiry_means_latest(tmp_path: Path, exp: int) -> None:
     assert client.verifier(tmp_path).verify(client.token(exp=exp)).expires_at == LATEST_S
 
 
-def test_a_sound_token_is_verified(tmp_path: Path) -> None:
+def test_sound_token_is_verified(tmp_path: Path) -> None:
     verified = client.verifier(tmp_path).verify(client.token())
     assert verified.principal.name == "alice"
     assert time.time() < verified.expires_at < time.time() + 61
 
 
-def test_a_key_is_chosen_by_its_id(tmp_path: Path) -> None:
+def test_key_is_chosen_by_its_id(tmp_path: Path) -> None:
     verifier = client.verifier(tmp_path, 0, 1)
     assert verifier.verify(client.token(1)).principal.name == "alice"
     with pytest.raises(InvalidToken):
@@ -339,7 +339,7 @@ def test_token_cannot_bring_its_own_key(tmp_path: Path) -> None:
         "[" * 100_000,
     ],
 )
-def test_a_set_without_public_keys_is_refused(tmp_path: Path, text: str) -> None:
+def test_set_without_public_keys_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "jwks.json"
     file.write_text(text)
     with pytest.raises(StartupError, match="jwks"):
@@ -407,7 +407,7 @@ def test_invalid_rule_is_refused(rule: str) -> None:
         parse_rules([rule])
 
 
-def test_a_certificate_has_groups() -> None:
+def test_certificate_has_groups() -> None:
     principal = principal_of({"subject": SUBJECT}, PrincipalMapping(parse_rules(["RULE:^CN=([^,]+),.*$/$1/"])))
     assert (str(principal), principal.groups) == ("User:app-1.example.org", frozenset({"writers"}))
     with pytest.raises(NoPrincipal):

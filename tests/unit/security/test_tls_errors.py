@@ -85,7 +85,7 @@ def test_broker_tls_errors_are_explained(failed: BaseException, has_cert: bool, 
     assert says in failure.text
 
 
-def test_a_wildcard_stands_for_one_label() -> None:
+def test_wildcard_stands_for_one_label() -> None:
     certificate = Certificate(0.0, ("localhost", "*.Example.org", "127.0.0.1"))
     assert all(map(certificate.is_for, ("localhost", "LOCALHOST.", "kafka.example.org", "127.0.0.1")))
     assert not any(map(certificate.is_for, ("example.org", "a.b.example.org", ".example.org", "localhost.org", "")))

@@ -172,9 +172,7 @@ async def test_disappearing_directory_is_only_a_failure(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", SINKS)
-async def test_the_event_loop_runs_while_a_disk_hangs(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_event_loop_runs_while_a_disk_hangs(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
     real = os.fsync
 

@@ -502,7 +502,7 @@ class SlowSite(Site):
         self._now = now
 
 
-def test_a_step_of_a_look_ends_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_of_a_look_ends_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """However few partitions it has covered, because each may have thousands of spans."""
     monkeypatch.setattr(trail_module, "AT_ONCE", 1)
     site = SlowSite()
