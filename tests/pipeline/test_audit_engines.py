@@ -77,8 +77,9 @@ def engine(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnS
 def on_spark(engine: OnSpark) -> Results:
     rows, log, limits, rules = inputs()
     trail = engine.bag([trail_rows(rows[::2]), trail_rows(rows[1::2])]).over(chain.from_iterable)
-    chunks = engine.bag([Chunk(which, batches) for which, batches in batches_in(log).items()])
-    return audit_bags(trail, chunks, bounds_in(limits), rules, UNREAD, bits=BITS, groups=3)
+    chunks = [Chunk(which, batches) for which, batches in batches_in(log).items()]
+    logs = engine.bag([chunks[::2], chunks[1::2]]).over(chain.from_iterable)
+    return audit_bags(trail, logs, bounds_in(limits), rules, UNREAD, bits=BITS, groups=3)
 
 
 def comparable(rows: Any, *without: str) -> list[str]:
