@@ -64,6 +64,15 @@ def test_plain_sends_user_and_password_once() -> None:
         assert client.session_lifetime_ms == taken
 
 
+def test_oldest_version_has_no_session_lifetime() -> None:
+    client = SaslClient(mechanism("PLAIN", "kproxy", SECRET), 0)
+    client.begin()
+    client.receive(handshake())
+    made = build_response(keys.SASL_AUTHENTICATE, 0, error_code=0, error_message=None, auth_bytes=b"")
+    assert client.receive(memoryview(encode_response(made))) is None
+    assert (client.state, client.session_lifetime_ms) == (State.AUTHENTICATED, 0)
+
+
 def test_token_is_sent_and_error_acknowledged() -> None:
     client, first = begun("OAUTHBEARER", "a.b.c")
     assert first == b"n,,\x01auth=Bearer a.b.c\x01\x01"
