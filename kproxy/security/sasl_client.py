@@ -295,7 +295,7 @@ class SaslClient:
         if message is not None:
             return self._authenticate(message)
         self.state = State.AUTHENTICATED
-        told_ms = getattr(answer, "session_lifetime_ms", 0) or 0
+        told_ms = answer.session_lifetime_ms or 0
         self.session_lifetime_ms = min(max(0, told_ms), _MAX_LIFETIME_MS)
         return None
 

@@ -156,6 +156,11 @@ class Chunk(NamedTuple):
     unread: str | None = None
 
 
+def tallied(chunks: Iterable[Chunk]) -> Iterator[tuple[TopicPartition, int, str | None]]:
+    """Yield the number of batches in each chunk, and why its log cannot be read."""
+    return ((chunk.which, len(chunk.batches), chunk.unread) for chunk in chunks)
+
+
 Page = tuple[bytes, int | None]
 """Rows of a trail as lines of text, and when they came to the trail's topic."""
 

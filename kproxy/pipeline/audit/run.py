@@ -36,7 +36,17 @@ from kproxy.pipeline.audit.log_client import (
     parse_bootstrap,
 )
 from kproxy.pipeline.audit.log_reader import LogRange
-from kproxy.pipeline.audit.logs import Chunk, LogTask, bounds_now, ends_behind, ends_of, existing, offsets_at, plan
+from kproxy.pipeline.audit.logs import (
+    Chunk,
+    LogTask,
+    bounds_now,
+    ends_behind,
+    ends_of,
+    existing,
+    offsets_at,
+    plan,
+    tallied,
+)
 from kproxy.pipeline.audit.report_facts import TRAIL_READ, UNSIGNED, Facts
 from kproxy.pipeline.audit.report_gather import Limits, gather
 from kproxy.pipeline.audit.report_html import write_report
@@ -285,7 +295,7 @@ def audit_with(engine: Engine, job: AuditJob, signatures: Signatures | None, sta
             ends = ends_behind(acked.behind_one, lambda: ends_of(client, topics, unread))
             pieces = plan(client, None if job.from_ms is None else acked.first, ends, unread=unread)
             log = engine.read(pieces, LogTask(job.bootstrap, job.kafka, client.leaders).headers)
-            for which, count, reason in log.over(_tallied):
+            for which, count, reason in log.over(tallied):
                 batches += count
                 unread |= {} if reason is None else {which: reason}
             bounds = bounds_now(client, topics, job.compacted, unread)
@@ -293,10 +303,6 @@ def audit_with(engine: Engine, job: AuditJob, signatures: Signatures | None, sta
     results = audit_bags(rows, log, bounds, job.rules(read_at_ms), unread, bits=bits, groups=groups)
     words = {**about(job), TRAIL_READ: f"{utc(read_at_ms)} UTC"}
     return Audited(results, words, acked.rows + batches)
-
-
-def _tallied(chunks: Iterable[Chunk]) -> Iterator[tuple[TopicPartition, int, str | None]]:
-    return ((chunk.which, len(chunk.batches), chunk.unread) for chunk in chunks)
 
 
 def _read_trail(engine: Engine, job: AuditJob, signatures: Signatures | None) -> Bag:

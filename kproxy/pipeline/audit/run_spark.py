@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from operator import methodcaller
 from typing import Any, Final
 
 from py4j.protocol import Py4JJavaError
@@ -29,7 +28,7 @@ from kproxy.pipeline.audit.report_gather import Limits, gather
 from kproxy.pipeline.audit.run import AuditJob, audit_with
 from kproxy.pipeline.audit.steps import Results
 from kproxy.pipeline.audit.trail_place import JSON, PATTERNS, TrailPlace
-from kproxy.pipeline.audit.trail_rows import closed_since, rows_of_files, rows_of_pages
+from kproxy.pipeline.audit.trail_rows import closed_since, rows_of_lines, rows_of_parquet
 from kproxy.pipeline.progress import JobsProgress, Report
 from kproxy.pipeline.session import SessionOptions, open_session, ship_package
 from kproxy.pipeline.spark import as_spark_failure, cloned, in_one_process, on_this_machine
@@ -141,10 +140,10 @@ class OnSpark:
     def files(self, place: TrailPlace, from_ms: int | None, signatures: Signatures | None) -> Bag:
         """Read files at any address that Spark reads."""
         reader = self.session.read.option("pathGlobFilter", PATTERNS[place.kind])
-        step: Step = _rows_of_parquet
+        step: Step = rows_of_parquet
         try:
             if place.kind == JSON:
-                files, step = reader.text(place.name), partial(_rows_of_lines, signatures)
+                files, step = reader.text(place.name), partial(rows_of_lines, signatures)
             else:
                 # Fails if there are no files. Its schema is unused: others may have more columns, or wider numbers.
                 reader.parquet(place.name)
@@ -158,14 +157,6 @@ class OnSpark:
     def buckets(self, rows: int, batches: int) -> tuple[int, int]:
         self.tasks = min(max(self.tasks, (rows + batches) // _ITEMS_PER_TASK), _MAX_TASKS)
         return BUCKET_BITS, max(1, batches // _BATCHES_PER_GROUP)
-
-
-def _rows_of_lines(signatures: Signatures | None, lines: Iterable[Any]) -> Iterator[Any]:
-    return rows_of_pages(signatures, ((line.value.encode(), None) for line in lines))
-
-
-def _rows_of_parquet(rows: Iterable[Any]) -> Iterator[Any]:
-    return rows_of_files(map(methodcaller("asDict"), rows))
 
 
 class RddBag:

@@ -140,6 +140,16 @@ def rows_of_files(rows: Iterable[Mapping[str, Any]]) -> Iterator[TrailRow]:
             yield found
 
 
+def rows_of_lines(signatures: Signatures | None, lines: Iterable[Any]) -> Iterator[TrailRow]:
+    """Yield the rows in the lines of JSON files, which are Spark's rows."""
+    return rows_of_pages(signatures, ((line.value.encode(), None) for line in lines))
+
+
+def rows_of_parquet(rows: Iterable[Any]) -> Iterator[TrailRow]:
+    """Yield the rows of Parquet files, which are Spark's rows."""
+    return rows_of_files(row.asDict() for row in rows)
+
+
 def closed_since(from_ms: int | None, rows: Iterable[TrailRow]) -> Iterator[TrailRow]:
     return (row for row in rows if from_ms is None or row.at >= from_ms)
 

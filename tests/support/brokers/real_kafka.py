@@ -268,9 +268,10 @@ class RealKafka:
                 topic, partitions
             )
         except KafkaException as error:
-            # A busy Kafka's metadata may have no leaders for a moment.
+            # The client may know no leaders, and does not ask again: another one does.
             if error.args[0].code() != KafkaError._NOENT:
                 raise
+            self._admin = None
             return False
 
     def delete_records(self, topic: str, partition: int, before: int) -> None:

@@ -25,7 +25,7 @@ def test_archive_has_packages_with_data_without_compiled_files(tmp_path: Path) -
 def test_archive_needs_no_installed_package(tmp_path: Path) -> None:
     """It reads a log with SASL, using only what Spark brings; kafka-python finds its schemas in it."""
     program = (
-        "import kproxy.pipeline.audit.steps as tasks\n"
+        "import kproxy.pipeline.audit.steps as tasks, kproxy.pipeline.audit.logs, kproxy.pipeline.audit.trail_rows\n"
         "from kproxy_codec.control import build_request, encode_request\n"
         "assert encode_request(build_request(3, 12, topics=None))\n"
         "from kproxy.security.sasl_client import mechanism\n"
