@@ -257,6 +257,7 @@ def spark_settings(options: SessionOptions, java: Java, work_dir: Path) -> dict[
             "spark.driver.host": "127.0.0.1",
             "spark.driver.bindAddress": "127.0.0.1",
             "spark.driver.memory": "1g",
+            "spark.python.daemon.module": "kproxy.pipeline.spark_workers",
             "spark.local.dir": str(work_dir / "spark-local"),
             "spark.sql.warehouse.dir": str(work_dir / "spark-warehouse"),
             "spark.ui.enabled": "false",

@@ -27,7 +27,8 @@ from kproxy.pipeline.session import SessionOptions, open_session
 
 def add(rows):
     import kproxy.errors
-    yield sum(rows), sys.executable
+    zips = [place for place in sys.path_importer_cache if place.endswith((".zip", ".jar"))]
+    yield sum(rows), sys.executable, len(zips)
 
 def main():
     options = SessionOptions("summing", master={master!r}, kafka=False, settings={settings})
@@ -35,7 +36,8 @@ def main():
         session = spark.session
         numbers = session.sparkContext.parallelize(range(10), 2).mapPartitions(add).collect()
         name, zone = session.sparkContext.appName, session.conf.get("spark.sql.session.timeZone")
-        total, pythons = sum(n for n, _ in numbers), {{python for _, python in numbers}}
+        total, pythons = sum(n for n, _, _ in numbers), {{python for _, python, _ in numbers}}
+        print("ZIPS", max(zips for *_, zips in numbers))
         print("RESULT", name, zone, total, pythons, spark.process is None)
 
 if __name__ == "__main__":
@@ -71,6 +73,8 @@ def test_job_starts_and_removes_its_own_spark(tmp_path: Path) -> None:
     done = _run([sys.executable, str(script)], TMPDIR=str(tmp_path), PYSPARK_PYTHON="/nonexistent")
 
     assert done.stdout.splitlines()[-1] == f"RESULT summing UTC 45 {{{sys.executable!r}}} False", done.stderr[-2000:]
+    # Else each task would read their directories again.
+    assert "ZIPS 0" in done.stdout
     assert [child.name for child in tmp_path.iterdir()] == ["job.py"]
 
 

@@ -1,12 +1,18 @@
-"""The collections that the steps of an audit work on: lists in this process, or what Spark keeps on its executors."""
+"""The collections that the steps of an audit work on: lists in this process, or what Spark keeps on its executors.
+
+Executors import this module, so it needs nothing else.
+"""
 
 from __future__ import annotations
 
+import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from itertools import islice
+from typing import Any, Final, Protocol
 
 Step = Callable[[Iterable[Any]], Iterable[Any]]
+_VALUES_PER_PICKLE: Final = 20_000
 
 
 class Bag(Protocol):
@@ -38,13 +44,52 @@ class Here(list[Any]):
         return Here(step(self))
 
     def grouped(self) -> Here:
-        groups = defaultdict(list)
-        for key, value in self:
-            groups[key].append(value)
-        return Here(sorted(groups.items()))
+        return Here(sorted(_grouped(self).items()))
 
     def kept(self, name: str) -> Here:
         return self
 
     def plus(self, others: Iterable[Any]) -> Here:
         return Here([*self, *others])
+
+
+def pickles_of(values: Iterable[Any]) -> Iterator[bytes]:
+    """Yield pickles of many values each."""
+    left = iter(values)
+    while some := list(islice(left, _VALUES_PER_PICKLE)):
+        yield pickle.dumps(some, pickle.HIGHEST_PROTOCOL)
+
+
+def values_in(pickles: Iterable[bytes]) -> Iterator[Any]:
+    """Yield the values of pickles."""
+    for each in pickles:
+        yield from pickle.loads(each)  # noqa: S301 -- an earlier task of the same audit wrote it
+
+
+def by_task(tasks: int, pairs: Iterable[tuple[Any, Any]]) -> Iterator[tuple[int, bytes]]:
+    """Yield pickles of keys and their values, each with the number of the task that groups these keys.
+
+    Spark gives all its workers the same PYTHONHASHSEED, so a key has the same hash everywhere.
+    """
+    left = iter(pairs)
+    while some := list(islice(left, _VALUES_PER_PICKLE)):
+        groups: dict[int, list[tuple[Any, list[Any]]]] = defaultdict(list)
+        for key, values in _grouped(some).items():
+            groups[hash(key) % tasks].append((key, values))
+        for task, each in groups.items():
+            yield task, pickle.dumps(each, pickle.HIGHEST_PROTOCOL)
+
+
+def groups_in(pickles: Iterable[tuple[int, bytes]]) -> Iterable[tuple[Any, list[Any]]]:
+    """Return each key in the pickles of `by_task`, with all its values."""
+    groups: dict[Any, list[Any]] = defaultdict(list)
+    for key, values in values_in(each for _, each in pickles):
+        groups[key] += values
+    return groups.items()
+
+
+def _grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
+    groups = defaultdict(list)
+    for key, value in pairs:
+        groups[key].append(value)
+    return groups

@@ -85,6 +85,10 @@ class TrailPart:
         self.gaps[-1].missing += gap.missing
         self.gaps[-1].behind_at = gap.behind_at
 
+    def continues(self, earlier: TrailPart) -> bool:
+        """Return whether its first row follows the other's last one, and has the digest of that row."""
+        return self.first == earlier.last + 1 and self.previous == earlier.digest
+
     def add(self, later: TrailPart) -> None:
         """Add the rows that follow."""
         if later.first > self.last + 1:
@@ -100,11 +104,11 @@ class TrailPart:
 
 
 def joined(parts: Iterable[TrailPart]) -> TrailPart:
-    """Join at least one part of one row each. Rows may be in any order, and may occur twice."""
+    """Join at least one part without gaps. Parts may be in any order, and may have the same rows."""
     first, *others = sorted(parts, key=lambda part: (part.first, part.first_at))
     whole = replace(first, gaps=[])
     for part in others:
-        if part.first != whole.last:
+        if part.last > whole.last:
             whole.add(part)
     return whole
 

@@ -19,7 +19,7 @@ from pyspark.errors import AnalysisException
 from pyspark.sql.pandas.types import from_arrow_schema
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.audit.bags import Bag, Step
+from kproxy.pipeline.audit.bags import Bag, Step, by_task, groups_in, pickles_of, values_in
 from kproxy.pipeline.audit.columns import TABLES, arrow_schema
 from kproxy.pipeline.audit.log_client import LogReadFailed
 from kproxy.pipeline.audit.log_reader import LogRange
@@ -160,28 +160,38 @@ class OnSpark:
 
 
 class RddBag:
-    """A bag of Spark. Its values and steps go to executors as pickles."""
+    """A bag of Spark, of the values of one or more RDDs. Values and steps go to executors as pickles.
 
-    def __init__(self, engine: OnSpark, rdd: Any) -> None:
+    What is kept or grouped crosses as bytes, many values in one pickle (`bags.py`): Spark's own pickler takes several
+    times as long for each value, and a group behind a union would pickle each value three times.
+    """
+
+    def __init__(self, engine: OnSpark, *rdds: Any) -> None:
         self.engine = engine
-        self.rdd = rdd
+        self._rdds = rdds
+
+    @property
+    def rdd(self) -> Any:
+        return self._rdds[0].context.union(list(self._rdds))
 
     def over(self, step: Step) -> RddBag:
-        return RddBag(self.engine, self.rdd.mapPartitions(step))
+        return RddBag(self.engine, *(rdd.mapPartitions(step) for rdd in self._rdds))
 
     def grouped(self) -> RddBag:
-        return RddBag(self.engine, self.rdd.groupByKey(self.engine.tasks))
+        tasks = self.engine.tasks
+        pickles = self.over(partial(by_task, tasks)).rdd
+        return RddBag(self.engine, pickles.partitionBy(tasks, int).mapPartitions(groups_in))
 
     def kept(self, name: str) -> RddBag:
-        place = f"{self.engine.directory}/{name}-{self.rdd.id()}"
-        # As many in a pickle as its size allows.
-        self.rdd.saveAsPickleFile(place, batchSize=0)
-        return RddBag(self.engine, self.rdd.context.pickleFile(place))
+        pickles = self.over(pickles_of).rdd
+        place = f"{self.engine.directory}/{name}-{pickles.id()}"
+        pickles.saveAsPickleFile(place, batchSize=1)
+        return RddBag(self.engine, pickles.context.pickleFile(place).mapPartitions(values_in))
 
     def plus(self, others: Iterable[Any]) -> RddBag:
         if not isinstance(others, RddBag):
-            others = RddBag(self.engine, self.rdd.context.parallelize(list(others), 1))
-        return RddBag(self.engine, self.rdd.union(others.rdd))
+            others = RddBag(self.engine, self._rdds[0].context.parallelize(list(others), 1))
+        return RddBag(self.engine, *self._rdds, *others._rdds)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.rdd.toLocalIterator())

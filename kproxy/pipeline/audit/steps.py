@@ -172,13 +172,24 @@ def audit_bags(
 
 def _trail_parts(rows: Bag) -> Parts:
     parts: dict[TrailName, TrailPart] = {}
-    for name, part in sorted(rows.over(_by_block).grouped().over(_joined), key=lambda each: each[1].first):
+    for name, part in sorted(rows.over(parts_by_block).grouped().over(_joined), key=lambda each: each[1].first):
         merge(parts, name, part)
     return parts
 
 
-def _by_block(rows: Iterable[TrailRow]) -> Pairs:
-    return (((row.proxy, row.incarnation, row.sequence >> _BLOCK_BITS), row.part()) for row in rows)
+def parts_by_block(rows: Iterable[TrailRow]) -> Pairs:
+    """Yield the parts that consecutive rows are, by trail and block."""
+    parts: dict[tuple[str, str, int], TrailPart] = {}
+    for row in rows:
+        block, part = (row.proxy, row.incarnation, row.sequence >> _BLOCK_BITS), row.part()
+        before = parts.get(block)
+        if before is not None and part.continues(before):
+            before.add(part)
+            continue
+        if before is not None:
+            yield block, before
+        parts[block] = part
+    yield from parts.items()
 
 
 def _joined(blocks: Groups) -> Pairs:
@@ -200,19 +211,26 @@ class _Steps:
         """Return the numbers of the buckets with these offsets."""
         return range(first >> self.bits, (max(first, last) >> self.bits) + 1)
 
+    def _numbers_of(self, row: TrailRow) -> Iterable[int]:
+        if len(row.spans) == 2:
+            first, count = row.spans
+            return self._numbers(first, first + count - 1)
+        return {number for first, count in row.ranges for number in self._numbers(first, first + count - 1)}
+
     def claims(self, rows: Iterable[TrailRow]) -> Pairs:
         """Yield the rows to judge, by each bucket with offsets of theirs."""
         living = {which.topic: each.topic_id for which, each in self.bounds.items()}
+        unread = self.unread
         for row in rows:
             if row.kind != "range" or not self.rules.judges(row.topic, row.last_acked_at):
                 continue
             kind = topic_id = ""
             if self.rules.is_gone(row.topic, row.topic_id, living):
                 kind, topic_id = DELETED if row.topic in self.rules.deleted_topics else GONE, row.topic_id or ""
-            elif row.which in self.unread:
+            elif unread and row.which in unread:
                 kind = UNREAD
-            for number in {number for first, count in row.ranges for number in self._numbers(first, first + count - 1)}:
-                yield Bucket(*row.which, number, kind, topic_id), row
+            for number in self._numbers_of(row):
+                yield Bucket(row.topic, row.partition, number, kind, topic_id), row
 
     def batches(self, chunks: Iterable[Chunk]) -> Pairs:
         """Yield the batches, by each bucket with offsets of theirs."""

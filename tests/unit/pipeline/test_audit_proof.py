@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import secrets
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ import pytest
 from kproxy.pipeline.audit.findings import of_unproven
 from kproxy.pipeline.audit.proof import TrailPart, Unproven, joined, trails, unproven
 from kproxy.pipeline.audit.rules import SHIPPING_MS
+from kproxy.pipeline.audit.steps import parts_by_block
 from kproxy.pipeline.audit.trail_place import parse_place
-from kproxy.pipeline.audit.trail_rows import rows_in
+from kproxy.pipeline.audit.trail_rows import TrailRow, rows_in
 from kproxy.trail.signature import chained, digest
 from tests.support.audit.trails import BEGAN_AT, INTERVAL_MS, Row, Trail, page, shared_names, trail_rows
 
@@ -178,6 +180,19 @@ def test_joined_parts_prove_what_the_whole_does(judged: dict[str, list[tuple[Any
     split = random.Random(seed)
     for _ in range(10):
         assert all_cases(split) == judged, f"seed {seed}"
+
+
+def test_parts_of_tasks_join_as_single_rows() -> None:
+    seed = secrets.randbelow(1 << 31)
+    draw = random.Random(seed)
+    for name, (told, _) in CASES.items():
+        tasks: tuple[list[TrailRow], ...] = ([], [], [])
+        for row in trail_rows(told):
+            draw.choice(tasks).append(row)
+        parts = defaultdict(list)
+        for proxy, incarnation, _, part in ((*block, part) for task in tasks for block, part in parts_by_block(task)):
+            parts[proxy, incarnation].append(part)
+        assert {trail: joined(each) for trail, each in parts.items()} == parts_of(told), f"{name}, seed {seed}"
 
 
 @pytest.mark.parametrize("name", LIVING)
