@@ -101,7 +101,7 @@ def _made(session: Any, shape: Shape, engine: OnSpark) -> tuple[Bag, Bag, tuple[
 
 def audit(console: Console, directory: Path, ranges: int = RANGES) -> None:
     """Measure, and print the table. Raises StartupError if Java or Spark is missing."""
-    with open_session(SessionOptions("kproxy bench", master="local[2]", memory=HEAP, short=True)) as spark:
+    with open_session(SessionOptions("kproxy bench", master="local[2]", memory=HEAP)) as spark:
         found = {
             name: _audit(spark.session, shape, directory / str(number))
             for number, (name, shape) in enumerate(_works(ranges).items())

@@ -177,6 +177,8 @@ def _own_session(options: SessionOptions) -> Iterator[OpenSession]:
                 with as_spark_failure("Spark did not start"), our_interrupts():
                     context = SparkContext(gateway=gateway)
                     context.setLogLevel("WARN")
+                    # spark-submit counts the connector's jars as Python files: each task would read their directories.
+                    context._python_includes = [name for name in context._python_includes if name[-4:] != ".jar"]
                     session = SparkSession(context)
                 if not in_one_process(master):
                     ship_package(session)

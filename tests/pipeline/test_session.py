@@ -26,12 +26,12 @@ import sys
 from kproxy.pipeline.session import SessionOptions, open_session
 
 def add(rows):
-    import kproxy.errors
-    zips = [place for place in sys.path_importer_cache if place.endswith((".zip", ".jar"))]
+    import kproxy.errors, kproxy_codec
+    zips = [each for each in sys.path_importer_cache.values() if type(each).__name__ == "zipimporter"]
     yield sum(rows), sys.executable, len(zips)
 
 def main():
-    options = SessionOptions("summing", master={master!r}, kafka=False, settings={settings})
+    options = SessionOptions("summing", master={master!r}, settings={settings})
     with open_session(options) as spark:
         session = spark.session
         numbers = session.sparkContext.parallelize(range(10), 2).mapPartitions(add).collect()
