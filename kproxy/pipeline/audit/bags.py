@@ -12,7 +12,9 @@ from itertools import islice
 from typing import Any, Final, Protocol
 
 Step = Callable[[Iterable[Any]], Iterable[Any]]
+# Many, as they are divided among all tasks. A kept value may itself be thousands of batches.
 _VALUES_PER_PICKLE: Final = 20_000
+_KEPT_PER_PICKLE: Final = 100
 
 
 class Bag(Protocol):
@@ -56,7 +58,7 @@ class Here(list[Any]):
 def pickles_of(values: Iterable[Any]) -> Iterator[bytes]:
     """Yield pickles of many values each."""
     left = iter(values)
-    while some := list(islice(left, _VALUES_PER_PICKLE)):
+    while some := list(islice(left, _KEPT_PER_PICKLE)):
         yield pickle.dumps(some, pickle.HIGHEST_PROTOCOL)
 
 
