@@ -3,10 +3,9 @@
 Spark's workers import pyspark from a zip, and they have one of Spark's jars in their path too. At the beginning of each
 task Python 3.11 reads the directories of both again, once for each package that it has imported from them: 0.2 s of
 CPU. This module is Spark's `spark.python.daemon.module`. It makes the workers import the installed pyspark, which is
-the same. Python's collection skips what they all share, and runs less often: tasks make many objects and few cycles.
+the same.
 """
 
-import gc
 import os
 import sys
 
@@ -17,6 +16,4 @@ if __name__ == "__main__":
 
     from pyspark.daemon import manager
 
-    gc.freeze()
-    gc.set_threshold(100_000, 50, 100)
     manager()

@@ -77,26 +77,28 @@ class Repeat(NamedTuple):
 class Amounts:
     """Counts of acknowledgements in one window of time or in all time. All but `batches` and `bytes` count records.
 
-    `by_owner`: records and bytes. `latencies`: by bin, the number of samples and the longest in microseconds, because
-    bins can be added and percentiles cannot.
+    `by_owner`: records and bytes. `latencies`: the number of samples by bin, because bins can be added and percentiles
+    cannot. `longest_us`: the longest latency in microseconds.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
     by_owner: dict[int, list[int]] = field(default_factory=dict)
     producers: set[Any] = field(default_factory=set)
-    latencies: dict[int, list[int]] = field(default_factory=dict)
+    latencies: dict[int, int] = field(default_factory=dict)
+    longest_us: int = 0
 
     def add(self, other: Amounts) -> None:
-        self.counts.update(other.counts)
+        counts, latencies = self.counts, self.latencies
+        for name, count in other.counts.items():
+            counts[name] += count
         self.producers |= other.producers
         for owner, (records, size) in other.by_owner.items():
             own = self.by_owner.setdefault(owner, [0, 0])
             own[0] += records
             own[1] += size
-        for number, (samples, longest) in other.latencies.items():
-            bin_ = self.latencies.setdefault(number, [0, 0])
-            bin_[0] += samples
-            bin_[1] = max(bin_[1], longest)
+        for number, samples in other.latencies.items():
+            latencies[number] = latencies.get(number, 0) + samples
+        self.longest_us = max(self.longest_us, other.longest_us)
 
     def count(self, row: TrailRow, *, is_late: bool) -> None:
         """Count a row of the trail."""
@@ -115,21 +117,20 @@ class Amounts:
         self.producers.add(row.producer_id if row.producer_id >= 0 else (row.proxy, row.incarnation, row.connection))
         for us in row.latency_us or ():
             number = int(math.log(max(us, 1)) * _BINS)
-            bin_ = self.latencies.setdefault(number, [0, 0])
-            bin_[0] += 1
-            bin_[1] = max(bin_[1], us)
+            self.latencies[number] = self.latencies.get(number, 0) + 1
+            self.longest_us = max(self.longest_us, us)
 
     def percentiles(self) -> dict[str, float | None]:
         """Return p50_ms, p95_ms, p99_ms and max_ms: the middle of the lowest bin with that share of the samples."""
         if not self.latencies:
             return dict.fromkeys((*_PERCENTILES, "max_ms"))
-        longest = max(us for _, us in self.latencies.values()) / 1000
-        total = sum(samples for samples, _ in self.latencies.values())
+        longest = self.longest_us / 1000
+        total = sum(self.latencies.values())
         found: dict[str, float | None] = {}
         for name, share in _PERCENTILES.items():
             rest = math.ceil(total * share)
             for number in sorted(self.latencies):
-                rest -= self.latencies[number][0]
+                rest -= self.latencies[number]
                 if rest <= 0:
                     # The middle of the highest bin may be above every sample.
                     found[name] = min(math.exp((number + 0.5) / _BINS) / 1000, longest)
@@ -297,6 +298,7 @@ class _Claim(NamedTuple):
     same: Any
     record: tuple[int, int, int] | None
     row: TrailRow
+    window: Amounts
 
 
 class _Held(NamedTuple):
@@ -364,7 +366,7 @@ def judge_gone(
         new = max(0, claim.end - max(claim.start, reach))
         reach = max(reach, claim.end)
         merge(sweep.part.gone, topic_id, Gone(new, row.first_acked_at, row.last_acked_at))
-        for amounts in (sweep.part.amounts, sweep.window_of(row)):
+        for amounts in (sweep.part.amounts, claim.window):
             amounts.counts[kind] += new
     if kind == UNREAD:
         sweep.part.gone.clear()
@@ -388,7 +390,7 @@ class _Sweep:
         # Running sums over the swept offsets.
         self._present = self._lost = self._removed = self._overlapped = self._claimed = 0
 
-    def window_of(self, row: TrailRow) -> Amounts:
+    def _window_of(self, row: TrailRow) -> Amounts:
         window = self._rules.window(row.last_acked_at)
         amounts = self.windows.get(window)
         if amounts is None:
@@ -405,8 +407,9 @@ class _Sweep:
                 continue
             seen.add(key)
             producer, sequence, before = row.producer_id, row.first_sequence, 0
+            window = self._window_of(row)
             if low <= min(row.spans[::2]) < high:
-                self._account(row)
+                self._account(row, window)
             for first, count in row.ranges:
                 begin, behind = max(first, low), min(first + count, high)
                 if begin < behind:
@@ -416,16 +419,16 @@ class _Sweep:
                     if producer >= 0:
                         record = (producer, row.producer_epoch, (first - before - sequence) % _SEQUENCES)
                     same = number if record is None else record
-                    claims.append(_Claim(begin, row.first_acked_at, number, behind, same, record, row))
+                    claims.append(_Claim(begin, row.first_acked_at, number, behind, same, record, row, window))
                 before += count
         for amounts in self.windows.values():
             self.part.amounts.add(amounts)
 
-    def _account(self, row: TrailRow) -> None:
+    def _account(self, row: TrailRow, window: Amounts) -> None:
         promised = self._rules.promised_ms.get((row.proxy, row.incarnation))
         is_late = promised is not None and row.at - row.first_acked_at > promised
         is_late |= row.shipped_at is not None and row.shipped_at - row.at > self._rules.late_after_ms
-        self.window_of(row).count(row, is_late=is_late)
+        window.count(row, is_late=is_late)
         times = row.first_acked_at, row.last_acked_at
         merge(self.part.ownerships, (row.owner, row.revision), Ownership(*times, row.record_count, row.bytes))
 
@@ -517,7 +520,7 @@ class _Sweep:
 
     def _count(self, claim: _Claim, before: tuple[int, ...], after: tuple[int, ...] | None = None) -> None:
         """Count a claim's offsets in its window: a count is the running sum at its end minus the sum at its start."""
-        counts = self.window_of(claim.row).counts
+        counts = claim.window.counts
         for name, low, high in zip(
             ("present", "lost", "removed", "overlapped"), before, after or self._sums(), strict=True
         ):

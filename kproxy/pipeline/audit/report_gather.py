@@ -1,16 +1,17 @@
 """Reduce an audit's result tables to the facts of its report.
 
 `Limits` bounds what is kept, whatever the number of partitions, windows and findings: the worst are kept, windows are
-joined until they fit, and everything else is counted. The tables' rows are read one after another.
+joined until they fit, and everything else is counted. Each part of a table is reduced where it is: only what is kept
+comes to this process.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from kproxy.pipeline.audit.columns import FINDING_KINDS, GAP, OVERLAP, TAIL
@@ -52,40 +53,32 @@ class Limits:
 def gather(results: Results, about: Mapping[str, str], limits: Limits | None = None) -> Facts:
     """Return the facts of the result tables, the same for the same tables."""
     limits = limits or Limits()
-    sums: Counter[str] = Counter()
-    topics: set[str] = set()
-
-    def counted() -> Iterator[Row]:
-        for row in results.partitions:
-            sums.update({name: row[name] or 0 for name in SUMMED})
-            sums.update(partitions=1, unproven=int(bool(row["unproven"])))
-            topics.add(row["topic"])
-            yield row
-
-    partitions = tuple(map(_partition, heapq.nsmallest(limits.partitions, counted(), key=_worst_first)))
-    drawn = [one.which for one in partitions[: limits.drawn]]
+    whole = _Counted()
+    for part in results.partitions.over(partial(_counted, limits.partitions)):
+        whole.add(part, limits.partitions)
+    partitions = tuple(map(_partition, whole.worst))
+    drawn = frozenset(one.which for one in partitions[: limits.drawn])
     findings = list(results.findings)
     counts, conflicts = _finding_counts(findings)
     holes = [row for row in findings if row["kind"] in HOLES and row["from_ms"] is not None]
     states: dict[Which, list[int]] = {}
     grid = None
-    windows = results.of("windows", drawn)
-    # All windows have one length.
-    if (one := next(iter(windows), None)) is not None and (extent := results.extent()) is not None:
-        length = in_ms(one["window_end"]) - in_ms(one["window_start"])
-        grid = _grid(*extent, max(1, length), holes, limits)
-        for row in chain([one], windows):
-            steps = states.setdefault((row["topic"], row["partition"]), [0] * grid.columns)
-            step = _column(grid, in_ms(row["window_start"]))
-            steps[step] = max(steps[step], _state(row))
-    holdings, hidden = _holdings(results.of("owners", drawn), limits.holdings)
+    if extents := list(results.windows.over(_extents)):
+        begins, ends, lengths = zip(*extents, strict=True)
+        grid = _grid(min(begins), max(ends), max(lengths), holes, limits)
+        for (which, step), state in results.windows.over(partial(_states, drawn, grid)):
+            steps = states.setdefault(which, [0] * grid.columns)
+            steps[step] = max(steps[step], state)
+    if not states:
+        grid = None
+    holdings, hidden = _holdings(results.owners.over(partial(_first_owners, drawn, limits.holdings)), limits.holdings)
     return Facts(
         verdict=Verdict(
-            Sums(**sums),
+            Sums(**whole.sums),
             trail_faults=sum(counts[kind].findings for kind in HOLES if kind in counts),
             conflicts=conflicts,
         ),
-        topics=len(topics),
+        topics=len(whole.topics),
         partitions=partitions,
         findings=_findings(findings, limits.findings),
         finding_counts=counts,
@@ -96,6 +89,34 @@ def gather(results: Results, about: Mapping[str, str], limits: Limits | None = N
         hidden_holdings=hidden,
         about=dict(about),
     )
+
+
+@dataclass(slots=True)
+class _Counted:
+    """Partitions: the sums of all, their topics, and the rows of the worst."""
+
+    sums: Counter[str] = field(default_factory=Counter)
+    topics: set[str] = field(default_factory=set)
+    worst: list[Row] = field(default_factory=list)
+
+    def add(self, other: _Counted, most: int) -> None:
+        self.sums.update(other.sums)
+        self.topics |= other.topics
+        self.worst = heapq.nsmallest(most, self.worst + other.worst, key=_worst_first)
+
+
+def _counted(most: int, rows: Iterable[Row]) -> Iterator[_Counted]:
+    whole = _Counted()
+
+    def counting() -> Iterator[Row]:
+        for row in rows:
+            whole.sums.update({name: row[name] or 0 for name in SUMMED})
+            whole.sums.update(partitions=1, unproven=int(bool(row["unproven"])))
+            whole.topics.add(row["topic"])
+            yield row
+
+    whole.worst = heapq.nsmallest(most, counting(), key=_worst_first)
+    yield whole
 
 
 def _worst_first(row: Row) -> tuple[Any, ...]:
@@ -146,6 +167,24 @@ def _findings(rows: Sequence[Row], most: int) -> tuple[Finding, ...]:
     )
 
 
+def _extents(rows: Iterable[Row]) -> Iterator[tuple[int, int, int]]:
+    """Yield when the first window begins, when the last one ends, and how long one is."""
+    times = [(in_ms(row["window_start"]), in_ms(row["window_end"])) for row in rows]
+    if times:
+        begin, end = min(times)
+        yield begin, max(end for _, end in times), max(1, end - begin)
+
+
+def _states(only: Collection[Which], grid: Grid, rows: Iterable[Row]) -> Iterable[tuple[tuple[Which, int], int]]:
+    """Return the worst state of each partition and step."""
+    worst: dict[tuple[Which, int], int] = {}
+    for row in rows:
+        if (which := (row["topic"], row["partition"])) in only:
+            key = which, _column(grid, in_ms(row["window_start"]))
+            worst[key] = max(worst.get(key, 0), _state(row))
+    return worst.items()
+
+
 def _grid(start: int, end: int, window: int, holes: Sequence[Row], limits: Limits) -> Grid:
     """Return a grid of all windows and of the holes in the trails, as far as the windows stay visible."""
     windows = max(1, -(-(end - start) // window))
@@ -184,19 +223,26 @@ def _trail_holes(grid: Grid, holes: Sequence[Row]) -> tuple[int, ...]:
     return tuple(sorted(steps))
 
 
-def _holdings(rows: Iterable[Row], most: int) -> tuple[dict[Which, list[Holding]], int]:
-    """Return the first owners of each partition, and the number of the others."""
+def _first_owners(
+    only: Collection[Which], most: int, rows: Iterable[Row]
+) -> Iterator[tuple[Which, list[Holding], int]]:
+    """Yield the first owners of each partition, and the number of all."""
     names = ("owner", "revision", "first_acked_at", "last_acked_at", "records")
     kept: dict[Which, list[Holding]] = defaultdict(list)
-    count = 0
     for row in rows:
-        count += 1
-        each = kept[row["topic"], row["partition"]]
-        each.append(Holding(*(row[name] for name in names)))
-        if len(each) > 2 * most:
-            each[:] = _first(each, most)
-    first = {which: _first(kept[which], most) for which in sorted(kept)}
-    return first, count - sum(map(len, first.values()))
+        if (which := (row["topic"], row["partition"])) in only:
+            kept[which].append(Holding(*(row[name] for name in names)))
+    return ((which, _first(each, most), len(each)) for which, each in kept.items())
+
+
+def _holdings(parts: Iterable[tuple[Which, list[Holding], int]], most: int) -> tuple[dict[Which, list[Holding]], int]:
+    """Return the first owners of each partition, and the number of the others."""
+    kept: dict[Which, list[Holding]] = defaultdict(list)
+    total = 0
+    for which, some, count in parts:
+        total += count
+        kept[which] = _first(kept[which] + some, most)
+    return dict(sorted(kept.items())), total - sum(map(len, kept.values()))
 
 
 def _first(holdings: Iterable[Holding], most: int) -> list[Holding]:

@@ -11,7 +11,6 @@ records removed by retention meanwhile are known.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from rich.console import Console
 
 from kproxy import installed
 from kproxy.errors import StartupError
-from kproxy.pipeline.audit.bags import Bag, Here, Step
+from kproxy.pipeline.audit.bags import Bag, Here, Step, without_collector
 from kproxy.pipeline.audit.judge import Bounds
 from kproxy.pipeline.audit.log_client import (
     EARLIEST,
@@ -252,19 +251,7 @@ def _begins_here(job: AuditJob, spark: SessionOptions | None) -> bool:
     return job.engine == LOCAL or (job.engine == AUTO and not is_elsewhere and not is_cluster)
 
 
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Switch off the garbage collector, which finds no cycles among a million rows and takes a third of the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-@_without_collector()
+@without_collector()
 def audit_here(job: AuditJob, stage: Stage | None = None, *, is_bounded: bool = False) -> Audited:
     """Audit in this process. Errors are those of `InProcess` and `audit_with`."""
     signatures = job.trail.signatures()

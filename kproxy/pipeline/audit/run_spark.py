@@ -19,7 +19,7 @@ from pyspark.errors import AnalysisException
 from pyspark.sql.pandas.types import from_arrow_schema
 
 from kproxy.errors import StartupError
-from kproxy.pipeline.audit.bags import Bag, Step, by_task, groups_in, pickles_of, values_in
+from kproxy.pipeline.audit.bags import Bag, Step, by_task, groups_in, pickles_of, uncollected, values_in
 from kproxy.pipeline.audit.columns import TABLES, arrow_schema
 from kproxy.pipeline.audit.log_client import LogReadFailed
 from kproxy.pipeline.audit.log_reader import LogRange
@@ -42,6 +42,8 @@ BUCKET_BITS: Final = 18
 _BATCHES_PER_GROUP: Final = 200_000
 _ITEMS_PER_TASK: Final = 200_000
 _MAX_TASKS: Final = 10_000
+# What a task reads of what is kept: some hundred thousand rows of a trail.
+_BYTES_PER_TASK: Final = 16 << 20
 
 
 def audit_on_spark(job: AuditJob, spark: SessionOptions, display: Report) -> Facts:
@@ -117,8 +119,14 @@ def spark_in(session: Any, directory: str) -> Iterator[OnSpark]:
 
 
 def _remove(session: Any, directory: str) -> None:
+    path, files = _file_system(session, directory)
+    files.delete(path, True)
+
+
+def _file_system(session: Any, directory: str) -> tuple[Any, Any]:
+    """Return the path and its file system."""
     path = session._jvm.org.apache.hadoop.fs.Path(directory)
-    path.getFileSystem(session._jsc.hadoopConfiguration()).delete(path, True)
+    return path, path.getFileSystem(session._jsc.hadoopConfiguration())
 
 
 class OnSpark:
@@ -158,6 +166,13 @@ class OnSpark:
         self.tasks = min(max(self.tasks, (rows + batches) // _ITEMS_PER_TASK), _MAX_TASKS)
         return BUCKET_BITS, max(1, batches // _BATCHES_PER_GROUP)
 
+    def parts_for(self, place: str) -> int:
+        """Return the number of tasks that read what is kept at `place`."""
+        path, files = _file_system(self.session, place)
+        cores: int = self.session.sparkContext.defaultParallelism
+        size: int = files.getContentSummary(path).getLength()
+        return max(cores, size // _BYTES_PER_TASK)
+
 
 class RddBag:
     """A bag of Spark, of the values of one or more RDDs. Values and steps go to executors as pickles.
@@ -175,10 +190,11 @@ class RddBag:
         return self._rdds[0].context.union(list(self._rdds))
 
     def over(self, step: Step) -> RddBag:
-        return RddBag(self.engine, *(rdd.mapPartitions(step) for rdd in self._rdds))
+        return RddBag(self.engine, *(rdd.mapPartitions(partial(uncollected, step)) for rdd in self._rdds))
 
     def grouped(self) -> RddBag:
-        tasks = self.engine.tasks
+        # Few are enough for the summaries, whose parts are few.
+        tasks = min(self.engine.tasks, self.rdd.getNumPartitions())
         pickles = self.over(partial(by_task, tasks)).rdd
         return RddBag(self.engine, pickles.partitionBy(tasks, int).mapPartitions(groups_in))
 
@@ -186,7 +202,9 @@ class RddBag:
         pickles = self.over(pickles_of).rdd
         place = f"{self.engine.directory}/{name}-{pickles.id()}"
         pickles.saveAsPickleFile(place, batchSize=1)
-        return RddBag(self.engine, pickles.context.pickleFile(place).mapPartitions(values_in))
+        parts = self.engine.parts_for(place)
+        kept = pickles.context.pickleFile(place, parts).coalesce(parts)
+        return RddBag(self.engine, kept.mapPartitions(values_in))
 
     def plus(self, others: Iterable[Any]) -> RddBag:
         if not isinstance(others, RddBag):
@@ -194,7 +212,7 @@ class RddBag:
         return RddBag(self.engine, *self._rdds, *others._rdds)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.rdd.toLocalIterator())
+        return values_in(self.over(pickles_of).rdd.collect())
 
 
 def write_results(session: Any, results: Results, directory: str, about: Mapping[str, str]) -> None:

@@ -9,7 +9,7 @@ nothing here needs more than the standard library.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -68,26 +68,6 @@ class Results:
         for name in self.__slots__:
             yield name, getattr(self, name)
         yield ABOUT, Here({"label": label, "text": text} for label, text in about.items())
-
-    def of(self, table: str, only: Collection[tuple[str, int]]) -> Iterator[Row]:
-        """Yield the rows of some partitions, one after another: there may be many."""
-        bag: Bag = getattr(self, table)
-        return iter(bag.over(partial(_those, frozenset(only))))
-
-    def extent(self) -> tuple[int, int] | None:
-        """Return when the first window begins and the last one ends; None without windows."""
-        found = list(self.windows.over(_extents))
-        return (min(first for first, _ in found), max(last for _, last in found)) if found else None
-
-
-def _those(only: Collection[tuple[str, int]], rows: Iterable[Row]) -> Iterator[Row]:
-    return (row for row in rows if (row["topic"], row["partition"]) in only)
-
-
-def _extents(rows: Iterable[Row]) -> Iterator[tuple[int, int]]:
-    times = [(row["window_start"], row["window_end"]) for row in rows]
-    if times:
-        yield in_ms(min(times)[0]), in_ms(max(end for _, end in times))
 
 
 def in_ms(time: datetime) -> int:
@@ -181,14 +161,13 @@ def parts_by_block(rows: Iterable[TrailRow]) -> Pairs:
     """Yield the parts that consecutive rows are, by trail and block."""
     parts: dict[tuple[str, str, int], TrailPart] = {}
     for row in rows:
-        block, part = (row.proxy, row.incarnation, row.sequence >> _BLOCK_BITS), row.part()
+        block = row.proxy, row.incarnation, row.sequence >> _BLOCK_BITS
         before = parts.get(block)
-        if before is not None and part.continues(before):
-            before.add(part)
-            continue
-        if before is not None:
+        if before is None:
+            parts[block] = row.part()
+        elif not row.extends(before):
             yield block, before
-        parts[block] = part
+            parts[block] = row.part()
     yield from parts.items()
 
 
@@ -207,9 +186,10 @@ class _Steps:
     bits: int
     groups: int
 
-    def _numbers(self, first: int, last: int) -> range:
+    def _numbers(self, first: int, last: int) -> Sequence[int]:
         """Return the numbers of the buckets with these offsets."""
-        return range(first >> self.bits, (max(first, last) >> self.bits) + 1)
+        low, high = first >> self.bits, last >> self.bits
+        return (low,) if high <= low else range(low, high + 1)
 
     def _numbers_of(self, row: TrailRow) -> Iterable[int]:
         if len(row.spans) == 2:

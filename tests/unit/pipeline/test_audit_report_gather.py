@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from kproxy.pipeline.audit.bags import Here
+from kproxy.pipeline.audit.bags import Here, Step
 from kproxy.pipeline.audit.columns import TABLES
 from kproxy.pipeline.audit.report_facts import Grid, Holding, State, Sums
 from kproxy.pipeline.audit.report_gather import Limits, gather
@@ -18,10 +18,17 @@ START_S = 1_795_291_200
 Rows = Sequence[dict[str, Any]]
 
 
+class _Apart(Here):
+    """A bag in which each value is a part, as on many executors."""
+
+    def over(self, step: Step) -> Here:
+        return Here(each for value in self for each in step([value]))
+
+
 def _tables(**rows: Rows) -> Results:
     """Tables of these rows; missing columns are None."""
     return Results(
-        **{name: Here({each: row.get(each) for each in TABLES[name]} for row in rows[name]) for name in rows}
+        **{name: _Apart({each: row.get(each) for each in TABLES[name]} for row in rows[name]) for name in rows}
     )
 
 
