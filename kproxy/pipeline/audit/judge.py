@@ -84,20 +84,17 @@ class Amounts:
     counts: Counter[str] = field(default_factory=Counter)
     by_owner: dict[int, list[int]] = field(default_factory=dict)
     producers: set[Any] = field(default_factory=set)
-    latencies: dict[int, int] = field(default_factory=dict)
+    latencies: Counter[int] = field(default_factory=Counter)
     longest_us: int = 0
 
     def add(self, other: Amounts) -> None:
-        counts, latencies = self.counts, self.latencies
-        for name, count in other.counts.items():
-            counts[name] += count
+        self.counts.update(other.counts)
         self.producers |= other.producers
         for owner, (records, size) in other.by_owner.items():
             own = self.by_owner.setdefault(owner, [0, 0])
             own[0] += records
             own[1] += size
-        for number, samples in other.latencies.items():
-            latencies[number] = latencies.get(number, 0) + samples
+        self.latencies.update(other.latencies)
         self.longest_us = max(self.longest_us, other.longest_us)
 
     def count(self, row: TrailRow, *, is_late: bool) -> None:
@@ -116,8 +113,7 @@ class Amounts:
         # Producers without an id are distinguished by their connections.
         self.producers.add(row.producer_id if row.producer_id >= 0 else (row.proxy, row.incarnation, row.connection))
         for us in row.latency_us or ():
-            number = int(math.log(max(us, 1)) * _BINS)
-            self.latencies[number] = self.latencies.get(number, 0) + 1
+            self.latencies[int(math.log(max(us, 1)) * _BINS)] += 1
             self.longest_us = max(self.longest_us, us)
 
     def percentiles(self) -> dict[str, float | None]:
@@ -125,7 +121,7 @@ class Amounts:
         if not self.latencies:
             return dict.fromkeys((*_PERCENTILES, "max_ms"))
         longest = self.longest_us / 1000
-        total = sum(self.latencies.values())
+        total = self.latencies.total()
         found: dict[str, float | None] = {}
         for name, share in _PERCENTILES.items():
             rest = math.ceil(total * share)

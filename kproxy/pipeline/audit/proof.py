@@ -85,6 +85,10 @@ class TrailPart:
         self.gaps[-1].missing += gap.missing
         self.gaps[-1].behind_at = gap.behind_at
 
+    def continues(self, earlier: TrailPart) -> bool:
+        """Return whether its first row follows the other's last one, and has the digest of that row."""
+        return self.first == earlier.last + 1 and self.previous == earlier.digest
+
     def add(self, later: TrailPart) -> None:
         """Add the rows that follow."""
         if later.first > self.last + 1:

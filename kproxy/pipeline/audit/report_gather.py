@@ -54,7 +54,7 @@ def gather(results: Results, about: Mapping[str, str], limits: Limits | None = N
     """Return the facts of the result tables, the same for the same tables."""
     limits = limits or Limits()
     whole = _Counted()
-    for part in results.partitions.over(partial(_counted, limits.partitions)):
+    for part in results.partitions.over(partial(_count, limits.partitions)):
         whole.add(part, limits.partitions)
     partitions = tuple(map(_partition, whole.worst))
     drawn = frozenset(one.which for one in partitions[: limits.drawn])
@@ -66,7 +66,7 @@ def gather(results: Results, about: Mapping[str, str], limits: Limits | None = N
     if extents := list(results.windows.over(_extents)):
         begins, ends, lengths = zip(*extents, strict=True)
         grid = _grid(min(begins), max(ends), max(lengths), holes, limits)
-        for (which, step), state in results.windows.over(partial(_states, drawn, grid)):
+        for (which, step), state in results.windows.over(partial(_worst_states, drawn, grid)):
             steps = states.setdefault(which, [0] * grid.columns)
             steps[step] = max(steps[step], state)
     if not states:
@@ -105,7 +105,7 @@ class _Counted:
         self.worst = heapq.nsmallest(most, self.worst + other.worst, key=_worst_first)
 
 
-def _counted(most: int, rows: Iterable[Row]) -> Iterator[_Counted]:
+def _count(most: int, rows: Iterable[Row]) -> Iterator[_Counted]:
     whole = _Counted()
 
     def counting() -> Iterator[Row]:
@@ -175,7 +175,7 @@ def _extents(rows: Iterable[Row]) -> Iterator[tuple[int, int, int]]:
         yield begin, max(end for _, end in times), max(1, end - begin)
 
 
-def _states(only: Collection[Which], grid: Grid, rows: Iterable[Row]) -> Iterable[tuple[tuple[Which, int], int]]:
+def _worst_states(only: Collection[Which], grid: Grid, rows: Iterable[Row]) -> Iterable[tuple[tuple[Which, int], int]]:
     """Return the worst state of each partition and step."""
     worst: dict[tuple[Which, int], int] = {}
     for row in rows:

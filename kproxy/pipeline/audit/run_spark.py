@@ -196,15 +196,14 @@ class RddBag:
         # Few are enough for the summaries, whose parts are few.
         tasks = min(self.engine.tasks, self.rdd.getNumPartitions())
         pickles = self.over(partial(by_task, tasks)).rdd
-        return RddBag(self.engine, pickles.partitionBy(tasks, int).mapPartitions(groups_in))
+        return RddBag(self.engine, pickles.partitionBy(tasks, int)).over(groups_in)
 
     def kept(self, name: str) -> RddBag:
         pickles = self.over(pickles_of).rdd
         place = f"{self.engine.directory}/{name}-{pickles.id()}"
         pickles.saveAsPickleFile(place, batchSize=1)
         parts = self.engine.parts_for(place)
-        kept = pickles.context.pickleFile(place, parts).coalesce(parts)
-        return RddBag(self.engine, kept.mapPartitions(values_in))
+        return RddBag(self.engine, pickles.context.pickleFile(place, parts).coalesce(parts)).over(values_in)
 
     def plus(self, others: Iterable[Any]) -> RddBag:
         if not isinstance(others, RddBag):

@@ -9,7 +9,7 @@ nothing here needs more than the standard library.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -161,13 +161,14 @@ def parts_by_block(rows: Iterable[TrailRow]) -> Pairs:
     """Yield the parts that consecutive rows are, by trail and block."""
     parts: dict[tuple[str, str, int], TrailPart] = {}
     for row in rows:
-        block = row.proxy, row.incarnation, row.sequence >> _BLOCK_BITS
+        block, part = (row.proxy, row.incarnation, row.sequence >> _BLOCK_BITS), row.part()
         before = parts.get(block)
-        if before is None:
-            parts[block] = row.part()
-        elif not row.extends(before):
+        if before is not None and part.continues(before):
+            before.add(part)
+            continue
+        if before is not None:
             yield block, before
-            parts[block] = row.part()
+        parts[block] = part
     yield from parts.items()
 
 
@@ -186,10 +187,9 @@ class _Steps:
     bits: int
     groups: int
 
-    def _numbers(self, first: int, last: int) -> Sequence[int]:
+    def _numbers(self, first: int, last: int) -> range:
         """Return the numbers of the buckets with these offsets."""
-        low, high = first >> self.bits, last >> self.bits
-        return (low,) if high <= low else range(low, high + 1)
+        return range(first >> self.bits, (max(first, last) >> self.bits) + 1)
 
     def _numbers_of(self, row: TrailRow) -> Iterable[int]:
         if len(row.spans) == 2:

@@ -87,17 +87,6 @@ class TrailRow:
         times = self.interval_ms, self.mark_ms
         return TrailPart(sequence, sequence, at, at, begin_at, *times, mark, end, [], self.previous, digest)
 
-    def extends(self, part: TrailPart) -> bool:
-        """Add this row to `part` if it is a range or a mark, and the next one; return whether it is."""
-        is_next = self.sequence == part.last + 1 and self.previous == part.digest
-        if not is_next or self.kind not in ("range", "mark") or (self.interval_ms, self.mark_ms) != (None, None):
-            return False
-        part.last, part.last_at = self.sequence, self.at
-        part.digest = None if self.previous is None else self.digest
-        if self.kind == "mark":
-            part.last_mark = self.sequence
-        return True
-
 
 _fields_of: Final = attrgetter(*(each.name for each in fields(TrailRow)))
 _NEEDED: Final = {"kind", "proxy", "incarnation", "sequence", "at"}
