@@ -576,6 +576,14 @@ def test_acks_0_batches_are_resent_after_end() -> None:
     assert play.wakes() == ["send #2 b1/c2: 1 t-0"]
 
 
+def test_refused_confirmed_acks_0_is_resent_after_end() -> None:
+    play = Playbook()
+    play.submits(1, "t-0", acks=1, silent=True)
+    play.half_closes()
+    assert play.answers(1, "t-0=6") == []
+    assert play.wakes() == ["send #2 b1/c1: 1 t-0"]
+
+
 def test_refused_reads_are_repeated_after_end() -> None:
     play = Playbook()
     play.lists_offsets(1, "t-0")
