@@ -143,7 +143,6 @@ class KafkaMetadata:
         self._running = True
         try:
             while True:
-                self._wanted.clear()
                 waiting, self._next_round = self._next_round, None
                 doubted, self._doubted = self._doubted, {}
                 try:
