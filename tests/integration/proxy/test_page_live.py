@@ -186,14 +186,6 @@ async def test_logout_ends_the_session(tmp_path: Path) -> None:
             assert answer.status == 401
 
 
-async def test_foreign_hosts_get_no_page(tmp_path: Path) -> None:
-    async with beside(static_proxy(tmp_path, {1: free_port()})) as proxy:
-        session, visit = visiting(proxy.admin)
-        async with session:
-            for path in ("/", "/overview", "/events", "/clients", "/partitions", "/web/page.js"):
-                assert await visit.status(path, {"Host": "evil.test", **HTML}) == 403
-
-
 async def test_denied_and_refused_are_told(tmp_path: Path) -> None:
     rooms = f'[admin]\ntoken = "{TOKEN}"\n'
     async with beside(static_proxy(tmp_path, {1: free_port()}, rooms=rooms)) as proxy:
