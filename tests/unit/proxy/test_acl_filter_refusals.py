@@ -31,86 +31,65 @@ async def refusal(needs: Iterable[Right], api_key: int, version: int, **fields: 
     return await answered(filter_of(access_of(needs), IDS), api_key, version, **fields)
 
 
-# Requests that are refused or pass whole: their required rights, and the error without one.
-WHOLE: dict[str, tuple[int, int, dict[str, object], list[tuple[Right, int]]]] = {
-    "Heartbeat": (
-        keys.HEARTBEAT,
-        3,
-        {"group_id": "g", "generation_id": 1, "member_id": "m"},
-        [((READ, GROUP, "g"), 30)],
-    ),
-    "LeaveGroup": (keys.LEAVE_GROUP, 1, {"group_id": "g", "member_id": "m"}, [((READ, GROUP, "g"), 30)]),
+# The error without a right; an idempotent producer needs the right to some topic, or to the cluster.
+ERRORS = {GROUP: 30, CLUSTER: 31, TRANSACTION: 53, TOPIC: 31}
+ENDS: dict[str, object] = {"transactional_id": "x", "producer_id": 1, "producer_epoch": 1}
+NO_TRANSACTION: dict[str, object] = {"transactional_id": None, "transaction_timeout_ms": 1}
+ANY_TOPIC = "InitProducerId of an idempotent producer"
+# Requests that are refused or pass whole, and their required rights.
+WHOLE: dict[str, tuple[int, int, dict[str, object], list[Right]]] = {
+    "Heartbeat": (keys.HEARTBEAT, 3, {"group_id": "g", "generation_id": 1, "member_id": "m"}, [(READ, GROUP, "g")]),
+    "LeaveGroup": (keys.LEAVE_GROUP, 1, {"group_id": "g", "member_id": "m"}, [(READ, GROUP, "g")]),
     "InitProducerId": (
         keys.INIT_PRODUCER_ID,
         1,
         {"transactional_id": "x", "transaction_timeout_ms": 1},
-        [((WRITE, TRANSACTION, "x"), 53)],
+        [(WRITE, TRANSACTION, "x")],
     ),
-    "InitProducerId of an idempotent producer": (
-        keys.INIT_PRODUCER_ID,
-        1,
-        {"transactional_id": None, "transaction_timeout_ms": 1},
-        [((WRITE, TOPIC, "any"), 31)],
-    ),
+    ANY_TOPIC: (keys.INIT_PRODUCER_ID, 1, NO_TRANSACTION, [(WRITE, TOPIC, "any")]),
     "InitProducerId by the cluster": (
         keys.INIT_PRODUCER_ID,
         1,
-        {"transactional_id": None, "transaction_timeout_ms": 1},
-        [((WRITE, CLUSTER, CLUSTER_NAME), 31)],
+        NO_TRANSACTION,
+        [(WRITE, CLUSTER, CLUSTER_NAME)],
     ),
-    "EndTxn": (
-        keys.END_TXN,
-        1,
-        {"transactional_id": "x", "producer_id": 1, "producer_epoch": 1, "committed": True},
-        [((WRITE, TRANSACTION, "x"), 53)],
-    ),
+    "EndTxn": (keys.END_TXN, 1, {**ENDS, "committed": True}, [(WRITE, TRANSACTION, "x")]),
     "AddOffsetsToTxn": (
         keys.ADD_OFFSETS_TO_TXN,
         1,
-        {"transactional_id": "x", "producer_id": 1, "producer_epoch": 1, "group_id": "g"},
-        [((WRITE, TRANSACTION, "x"), 53), ((READ, GROUP, "g"), 30)],
+        {**ENDS, "group_id": "g"},
+        [(WRITE, TRANSACTION, "x"), (READ, GROUP, "g")],
     ),
-    "FindCoordinator of a group": (
-        keys.FIND_COORDINATOR,
-        1,
-        {"key": "g", "key_type": 0},
-        [((DESCRIBE, GROUP, "g"), 30)],
-    ),
-    "FindCoordinator of a group, without types": (
-        keys.FIND_COORDINATOR,
-        0,
-        {"key": "g"},
-        [((DESCRIBE, GROUP, "g"), 30)],
-    ),
+    "FindCoordinator of a group": (keys.FIND_COORDINATOR, 1, {"key": "g", "key_type": 0}, [(DESCRIBE, GROUP, "g")]),
+    "FindCoordinator of a group, without types": (keys.FIND_COORDINATOR, 0, {"key": "g"}, [(DESCRIBE, GROUP, "g")]),
     "FindCoordinator of a transaction": (
         keys.FIND_COORDINATOR,
         2,
         {"key": "x", "key_type": 1},
-        [((DESCRIBE, TRANSACTION, "x"), 53)],
+        [(DESCRIBE, TRANSACTION, "x")],
     ),
     "FindCoordinator of a share group": (
         keys.FIND_COORDINATOR,
         2,
         {"key": "x", "key_type": 2},
-        [((Operation.ADMIN, CLUSTER, CLUSTER_NAME), 31)],
+        [(Operation.ADMIN, CLUSTER, CLUSTER_NAME)],
     ),
 }
 
 
 @pytest.mark.parametrize("name", WHOLE)
 async def test_request_passes_with_all_its_rights_alone(name: str) -> None:
-    api_key, version, fields, needs = WHOLE[name]
-    every = [need for need, _ in needs]
+    api_key, version, fields, every = WHOLE[name]
     screened, sent = await screen(every, api_key, version, **fields)
     assert sent is not None
     assert screened.amend is None
-    for missing, error_code in needs:
+    for missing in every:
         rights = [need for need in every if need != missing]
         # The same right on another resource does not help, nor does another right on this one.
         operation, kind, resource = missing
-        rights += [(operation, kind, resource + "-2")] if name != "InitProducerId of an idempotent producer" else []
+        rights += [(operation, kind, resource + "-2")] if name != ANY_TOPIC else []
         rights += [(Operation.CREATE, kind, resource)]
-        assert (await refusal(rights, api_key, version, **fields)).error_code == error_code
+        assert (await refusal(rights, api_key, version, **fields)).error_code == ERRORS[kind]
 
 
 async def test_refused_producer_gets_no_id() -> None:
