@@ -340,21 +340,6 @@ async def test_process_serves_all_metrics_in_both_formats(tmp_path: Path) -> Non
     assert documented == families
 
 
-@scene(HOLDS, limits={"probe_timeout_s": 0.2}, one_go=True)
-async def test_brokers_that_hang_are_shown_until_they_answer(s: Scene) -> None:
-    s.broker.answers_probes = False
-    await s.ask(produce_frame())
-    scrape = Scrape(s.proxy)
-    assert scrape("kproxy_hung_brokers") == 1
-    assert [scrape(f"kproxy_{name}", broker="1") for name in ("broker_hung", "hangs_total", "broker_up")] == [1, 1, 0]
-    for probe in s.broker.probes:
-        probe.connection.abort()
-    s.broker.answers_probes = True
-    await eventually(lambda: Scrape(s.proxy)("kproxy_hung_brokers") == 0)
-    assert Scrape(s.proxy)("kproxy_broker_hung", broker="1") == 0
-    assert Scrape(s.proxy)("kproxy_hangs_total", broker="1") == 1
-
-
 @scene(ANSWERS, ANSWERS, owners=[2])
 async def test_down_brokers_are_shown_until_they_return(s: Scene) -> None:
     def up() -> list[float]:

@@ -104,19 +104,6 @@ unknown = functools.partial(scene, introduced=False, follows_versions=True, one_
 
 
 @unknown(serves(NEWEST, answers=holds))
-async def test_old_broker_joining_closes_client_after_answers(s: Scene) -> None:
-    assert await offered_produce(s.client) == NEWEST
-    s.send(produce_frame(version=NEWEST, correlation_id=5))
-    await eventually(lambda: s.broker.log[-1].header.api_key == keys.PRODUCE)
-    async with joined(s, OLD):
-        assert await s.client.is_silent()
-        s.broker.log[-1].answer()
-        assert (await s.answer(keys.PRODUCE, NEWEST)).correlation_id == 5
-        assert await s.client.is_closed()
-        assert await offered_produce(await s.proxy.client()) == OLD
-
-
-@unknown(serves(NEWEST, answers=holds))
 async def test_late_request_does_not_cost_last_answers(s: Scene) -> None:
     """Closing with unread bytes would reset the connection, so the client closes first."""
     await api_versions(s.client)
@@ -223,13 +210,6 @@ async def test_unreachable_broker_counts_with_last_known_versions(s: Scene) -> N
     s.proxy.topology.set_broker(2, s.brokers[1].address)
     await eventually(lambda: current_produce(s.proxy) == OLD)
     assert await offered_produce(s.client) == OLD
-
-
-@unknown(serves(OLD), HOLDS, follows_versions=False)
-async def test_never_answering_broker_does_not_count(s: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broker_watch, "ASK_TIMEOUT_S", 0.2)
-    assert await offered_produce(s.client) == OLD
-    assert len(s.brokers[1].log) == 1
 
 
 def says_35(asked: Asked) -> None:
