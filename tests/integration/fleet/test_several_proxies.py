@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -31,10 +30,10 @@ from tests.support.clients.kafka_io import produce, read_topic
 from tests.support.clients.raw_client import RawClient as AsyncRawClient
 from tests.support.clients.raw_client import produce_frame
 from tests.support.clients.steady_writers import MODES, Writer, find, writing
-from tests.support.etcd.embedded import Relay, own_etcd, running
+from tests.support.etcd.embedded import Relay, own_etcd
 from tests.support.processes.dev import KproxyProcess, run_kproxy, serving
-from tests.support.processes.served import ServedBroker, page, port_of, samples, static_proxy
-from tests.support.waiting import PATIENCE_S, wait_for
+from tests.support.processes.served import ServedBroker, beside, page, port_of, samples, static_proxy
+from tests.support.waiting import PATIENCE_S, eventually, wait_for
 
 PARTITIONS = 12
 # Clients follow the proxies' names while their requests are in flight.
@@ -190,51 +189,25 @@ async def test_static_table_proxies_survive_an_etcd_outage(tmp_path: Path) -> No
     table.write_text('[brokers]\n1 = "127.0.0.1:1"\n')
     static = ("--ownership", "static", "--table", str(table))
     async with own_etcd(tmp_path / "etcd") as (server, client), Relay(server.endpoint) as way:
-        away, is_back = Door(), Door()
         site = Site(way.endpoint, "/static", tmp_path)
-
-        def blocking() -> None:
-            with site.proxy(0, *static) as one, site.proxy(0, *static) as other:
-                assert other.etcd == site.etcd
-                everyone = ports([one, other])
-                agree([one, other], everyone)
-                away.pass_through()
-                # Their leases have ended, but each still names the other, which may be alive.
-                assert [named(proxy) for proxy in (one, other)] == [everyone] * 2
-                with site.proxy(0, *static) as late:
-                    assert named(late) == {FIRST: port_of(late)}, "it serves, alone as far as it knows"
-                    is_back.pass_through()
-                    wait_for(lambda: sorted(named(late).values()) == sorted(ports([one, other, late]).values()))
-                    agree([one, other], named(late))
-
-        async with running(asyncio.to_thread(blocking)) as work:
-            await away.reached()
+        async with beside(site.proxy(0, *static)) as one, beside(site.proxy(0, *static)) as other:
+            assert other.etcd == site.etcd
+            everyone = ports([one, other])
+            await asyncio.to_thread(agree, [one, other], everyone)
             await way.shut()
             while await entries(client, "/static"):
                 await asyncio.sleep(0.05)
-            away.open()
-            await is_back.reached()
-            await way.open()
-            is_back.open()
-            await work
+            # Their leases have ended, but each still names the other, which may be alive.
+            assert [await asyncio.to_thread(named, proxy) for proxy in (one, other)] == [everyone] * 2
+            async with beside(site.proxy(0, *static)) as late:
+                assert await asyncio.to_thread(named, late) == {FIRST: port_of(late)}, "it serves alone"
+                await way.open()
+                await eventually(lambda: all_named(late, [one, other, late]))
+                await asyncio.to_thread(lambda: agree([one, other], named(late)))
 
 
-class Door:
-    """The event loop's queue for a waiting thread."""
-
-    def __init__(self) -> None:
-        self._reached = threading.Event()
-        self._open = threading.Event()
-
-    def pass_through(self) -> None:
-        self._reached.set()
-        assert self._open.wait(PATIENCE_S)
-
-    async def reached(self) -> None:
-        assert await asyncio.to_thread(self._reached.wait, 60)
-
-    def open(self) -> None:
-        self._open.set()
+async def all_named(proxy: KproxyProcess, proxies: Sequence[KproxyProcess]) -> bool:
+    return sorted((await asyncio.to_thread(named, proxy)).values()) == sorted(ports(proxies).values())
 
 
 def served(proxy: KproxyProcess) -> float:
