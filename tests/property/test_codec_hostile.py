@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from unittest import mock
 
@@ -199,6 +198,10 @@ def test_accepted_message_is_read_as_by_kafka_python(
     if (api_key, version) == REPLICA_ANSWER[1:]:
         frames["replica answer"] = frames["response"]
     for kind, frame in frames.items():
+        noise = chance.randbytes(chance.randrange(120))
+        for noisy in (frame_of(noise), request_frame(api_key, version, noise)):
+            with suppress(CodecError):
+                _use(_parse(kind, api_key, version, noisy))
         for _ in range(12):
             # The API and its version are left alone: a request is broken, not another one.
             broken = _break(chance, frame, 8)
@@ -236,37 +239,3 @@ def _compare(kind: str, api_key: int, version: int, frame: bytes, message: Parse
     else:
         ours = [(topic.name, topic.partitions) for topic in message.topics]
     assert ours == found
-
-
-def test_noise_is_refused_or_read() -> None:
-    """Noise in place of a message is refused; noise over a few bytes of one is read in about half of the cases."""
-    outcomes = Counter[str]()
-
-    @settings(max_examples=examples(80))
-    @given(CASES, st.integers(0, 2**64))
-    def parse_noise(case: tuple[int, int, dict[str, object], dict[str, object]], seed: int) -> None:
-        api_key, version, request, response = case
-        chance = random.Random(seed)
-        written = {
-            "request": bytes(request_frame(api_key, version, request_body(api_key, version, request))),
-            "response": bytes(response_frame(api_key, version, response_body(api_key, version, response))),
-        }
-        if (api_key, version) == REPLICA_ANSWER[1:]:
-            written["replica answer"] = written["response"]
-        for kind, frame in written.items():
-            noise = chance.randbytes(chance.randrange(120))
-            # The API and its version are left alone: what is read then is this message.
-            start = chance.randrange(8, len(frame))
-            over = frame[start : start + chance.randrange(1, 9)]
-            noisy = frame[:start] + chance.randbytes(len(over)) + frame[start + len(over) :]
-            for broken in (frame_of(noise), request_frame(api_key, version, noise), memoryview(bytearray(noisy))):
-                try:
-                    message = _parse(kind, api_key, version, broken)
-                except CodecError:
-                    outcomes["refused"] += 1
-                    continue
-                outcomes["read"] += 1
-                _use(message)
-
-    parse_noise()
-    assert min(outcomes["refused"], outcomes["read"]) > outcomes.total() // 60, outcomes

@@ -91,7 +91,8 @@ def test_request_is_indexed_as_it_was_written(case: Case) -> None:
         assert topic.partitions == [entry[index_field] for entry in written[entries_field]]
         for ordinal, entry in enumerate(written[entries_field]):
             if api_key == PRODUCE:
-                assert bytes(records_of(request, topic, ordinal)) == (entry["records"] or b"")
+                records = records_of(request, topic, ordinal)
+                assert (bytes(records), records.obj is request.frame.obj) == (entry["records"] or b"", True)
             if isinstance(request, FetchRequest):
                 expected = PartitionFetch(
                     entry["partition"],
@@ -211,6 +212,9 @@ def test_answer_is_indexed_and_blanked_only(case: Case) -> None:
         assert topic.error_codes == [entry["error_code"] for entry in written[entries_field]]
     assert response.throttle_time_ms == fields.get("throttle_time_ms", 0)
     assert response.error_code == fields.get("error_code", 0)
+    found = [entry.get("records") or b"" for topic in fields[topics_field] for entry in topic[entries_field]]
+    assert response.payload_bytes == (sum(map(len, found)) if api_key == FETCH else 0)
+    assert not response.names_brokers
     assert response.other_tags == (fields["tags"] if version >= FLEXIBLE_FROM[api_key] else [])
     expected = {**_blanked(api_key, fields), "error_code": fields.get("error_code", 0)}
     body = response_body(api_key, version, expected)

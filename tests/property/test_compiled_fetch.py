@@ -19,6 +19,7 @@ from kproxy_codec.api_keys import FETCH
 from kproxy_codec.errors import CodecError
 from kproxy_codec.fetch import MAX_VERSION, MIN_VERSION, FetchApi, FetchRequest
 from kproxy_codec.framing import parse_request_header
+from tests.support.wire.hostile import INFLATED
 from tests.support.wire.messages import (
     RESPONSE_FIELDS,
     frame_of,
@@ -81,7 +82,8 @@ def mutated(draw: random.Random, frame: memoryview) -> memoryview:
             case 1:
                 body[at] = draw.choice((0, 1, 0x7F, 0x80, 0xFF))
             case 2:
-                body[at : at + 4] = draw.choice((b"\xff" * 4, b"\x7f\xff\xff\xff", bytes(4)))[: len(body) - at]
+                inflated = draw.choice(INFLATED)[: len(body) - at]
+                body[at : at + len(inflated)] = inflated
             case 3:
                 del body[at : at + draw.randrange(1, 9)]
             case _:

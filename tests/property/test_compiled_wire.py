@@ -23,6 +23,7 @@ from kproxy_codec.errors import CodecError
 from kproxy_codec.framing import parse_request_header
 from kproxy_codec.partitioned import PartitionedRequest, Splitter, encode_topics, set_response_correlation_id
 from kproxy_codec.produce import MAX_VERSION, MIN_VERSION, PRODUCE_API, parse_produce, records_span
+from tests.property.test_compiled_fetch import mutated
 from tests.support.rules import examples
 from tests.support.wire.messages import (
     frame_of,
@@ -41,8 +42,6 @@ TOPICS = {"a": [4, 0, 2], "topic": [7], "c": [1, 9]}
 Selection = list[tuple[int, list[int]]]
 ALL: Selection = [(0, [0, 1, 2]), (1, [0]), (2, [0, 1])]
 SELECTIONS: list[Selection] = [ALL, [(0, [0, 2])], [(0, [1, 2])], [(1, [0]), (2, [1])], [(2, [0, 1])]]
-# Written over a request: extreme lengths and counts.
-INFLATED = (b"\x00", b"\x7f", b"\xff", b"\x80\x00", b"\xff\xff", b"\x7f\xff\xff\xff", b"\xff" * 5, b"\x80" * 6)
 
 
 def usual(version: int, topics: dict[str, list[int]] | None = None) -> memoryview:
@@ -104,23 +103,10 @@ def test_changed_requests_are_read_or_refused_equally() -> None:
     """A request that the codec refuses is never indexed, whatever bytes were changed, cut, repeated or inflated."""
     print(f"KPROXY_SEED={SEED}")
     draw = random.Random(SEED)
-    frames = {version: bytes(usual(version)) for version in VERSIONS}
+    frames = {version: usual(version) for version in VERSIONS}
     counts = {True: 0, False: 0}
     for _ in range(20_000):
-        body = bytearray(frames[draw.choice(VERSIONS)][4:])
-        for _ in range(draw.randrange(3)):
-            at = draw.randrange(len(body))
-            match draw.randrange(4):
-                case 0:
-                    body[at] = draw.randrange(256)
-                case 1:
-                    inflated = draw.choice(INFLATED)
-                    body[at : at + len(inflated)] = inflated
-                case 2:
-                    del body[at : at + draw.randrange(1, 9)]
-                case _:
-                    body[at:at] = body[at : at + draw.randrange(1, 9)]
-        frame = frame_of(bytes(body))
+        frame = mutated(draw, frames[draw.choice(VERSIONS)])
         try:
             counts[judge(frame)] += 1
         except CodecError as error:

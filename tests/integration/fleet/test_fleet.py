@@ -86,29 +86,20 @@ async def test_key_and_value_match_the_documentation(etcd_client: EtcdClient, et
 
 
 async def test_simultaneously_started_proxies_get_different_ids(etcd: EmbeddedEtcd, etcd_prefix: str) -> None:
-    clients = [EtcdClient([etcd.endpoint]) for _ in range(3)]
-    try:
-        for client in clients:
-            await client.connect()
+    async with AsyncExitStack() as whole:
+        clients = [await whole.enter_async_context(connected(EtcdClient([etcd.endpoint]))) for _ in range(3)]
         for attempt in range(20):
             prefix = f"{etcd_prefix}/{attempt}"
-            registrars = [
-                Registrar(client, prefix, HOST, port, ttl_s=60) for port, client in enumerate(clients, start=1)
-            ]
+            registrars = [Registrar(client, prefix, HOST, port, ttl_s=60) for port, client in enumerate(clients, 1)]
             async with AsyncExitStack() as stack:
                 for registrar in registrars:
                     await stack.enter_async_context(running(registrar.run()))
                 async with asyncio.timeout(PATIENCE_S):
                     await asyncio.gather(*(registrar.wait_entered() for registrar in registrars))
-                assert sorted(str(registrar.node_id) for registrar in registrars) == [
-                    str(FIRST_NODE_ID + number) for number in range(3)
-                ]
+                assert {registrar.node_id for registrar in registrars} == {FIRST, SECOND, THIRD}
                 assert await entries(clients[0], prefix) == {
-                    registrar.node_id: port for port, registrar in enumerate(registrars, start=1)
+                    registrar.node_id: port for port, registrar in enumerate(registrars, 1)
                 }
-    finally:
-        for client in clients:
-            await client.close()
 
 
 async def left_behind(client: EtcdClient, prefix: str, node_id: int, port: int) -> None:
@@ -163,30 +154,33 @@ async def test_deleted_entry_is_put_back(etcd_client: EtcdClient, etcd_prefix: s
                 await asyncio.sleep(0.05)
 
 
-async def test_proxy_whose_id_was_taken_is_left_out(etcd_client: EtcdClient, etcd_prefix: str) -> None:
-    one = Member(etcd_client, etcd_prefix, 1)
-    key = f"{proxies_prefix(etcd_prefix)}{FIRST}"
+# The port of a proxy, the entries that are put or, without a port, deleted one after another, and whom it names then.
+VIEWS: dict[str, tuple[int, list[tuple[int, int | None, dict[int, int]]]]] = {
+    "another has its id": (1, [(FIRST, 1, {FIRST: 1}), (FIRST, 2, {FIRST: 2}), (SECOND, 1, {FIRST: 2, SECOND: 1})]),
+    # The last event has been received, and so has the deletion.
+    "its own entry is deleted": (
+        1,
+        [
+            (FIRST, 2, {FIRST: 2}),
+            (SECOND, 1, {FIRST: 2, SECOND: 1}),
+            (SECOND, None, {FIRST: 2, SECOND: 1}),
+            (THIRD, 3, {FIRST: 2, SECOND: 1, THIRD: 3}),
+        ],
+    ),
+    "an address stands twice": (9, [(SECOND, 1, {SECOND: 1}), (FIRST, 1, {FIRST: 1}), (FIRST, None, {SECOND: 1})]),
+}
+
+
+@pytest.mark.parametrize("what", VIEWS)
+async def test_view_follows_each_entry(etcd_client: EtcdClient, etcd_prefix: str, what: str) -> None:
+    port, steps = VIEWS[what]
+    one = Member(etcd_client, etcd_prefix, port)
     async with running(one.view.run()):
-        await etcd_client.put(key, entry(FIRST, 1))
         await one.view.wait_synced()
-        await eventually(lambda: one.named == {FIRST: 1})
-        await etcd_client.put(key, entry(FIRST, 2))
-        await eventually(lambda: one.named == {FIRST: 2})
-        await etcd_client.put(f"{proxies_prefix(etcd_prefix)}{SECOND}", entry(SECOND, 1))
-        await eventually(lambda: one.named == {FIRST: 2, SECOND: 1})
-
-
-async def test_proxy_does_not_remove_itself(etcd_client: EtcdClient, etcd_prefix: str) -> None:
-    prefix = proxies_prefix(etcd_prefix)
-    await etcd_client.put(f"{prefix}{FIRST}", entry(FIRST, 2))
-    await etcd_client.put(f"{prefix}{SECOND}", entry(SECOND, 1))
-    one = Member(etcd_client, etcd_prefix, 1)
-    async with running(one.view.run()):
-        await eventually(lambda: one.named == {FIRST: 2, SECOND: 1})
-        await etcd_client.delete(f"{prefix}{SECOND}")
-        # A later event has been received, and so has its end.
-        await etcd_client.put(f"{prefix}{THIRD}", entry(THIRD, 3))
-        await eventually(lambda: one.named == {FIRST: 2, SECOND: 1, THIRD: 3})
+        for node_id, other, expected in steps:
+            key = f"{proxies_prefix(etcd_prefix)}{node_id}"
+            await (etcd_client.delete(key) if other is None else etcd_client.put(key, entry(node_id, other)))
+            await eventually(lambda expected=expected: one.named == expected)
 
 
 class Outrun(EtcdClient):
@@ -267,19 +261,6 @@ async def test_invalid_entries_are_skipped_and_counted(
             assert one.counters.total() == 2
 
 
-async def test_duplicate_address_is_named_once(etcd_client: EtcdClient, etcd_prefix: str) -> None:
-    prefix = proxies_prefix(etcd_prefix)
-    one = Member(etcd_client, etcd_prefix, 9)
-    async with running(one.view.run()):
-        await one.view.wait_synced()
-        await etcd_client.put(f"{prefix}{SECOND}", entry(SECOND, 1))
-        await eventually(lambda: one.named == {SECOND: 1})
-        await etcd_client.put(f"{prefix}{FIRST}", entry(FIRST, 1))
-        await eventually(lambda: one.named == {FIRST: 1})
-        await etcd_client.delete(f"{prefix}{FIRST}")
-        await eventually(lambda: one.named == {SECOND: 1})
-
-
 @pytest_asyncio.fixture
 async def relay(etcd: EmbeddedEtcd) -> AsyncIterator[tuple[Relay, EtcdClient]]:
     """A client whose connection to etcd can be cut."""
@@ -327,9 +308,7 @@ async def test_proxies_register_again_in_restored_etcd(tmp_path: Path) -> None:
         old, old_client = await stack.enter_async_context(own_etcd(tmp_path / "old"))
         new, new_client = await stack.enter_async_context(own_etcd(tmp_path / "new"))
         way = await stack.enter_async_context(Relay(old.endpoint))
-        client = EtcdClient([way.endpoint])
-        stack.push_async_callback(client.close)
-        await client.connect()
+        client = await stack.enter_async_context(connected(EtcdClient([way.endpoint])))
         one = await stack.enter_async_context(member(client, "/k", 1))
         await old_client.put(f"{proxies_prefix('/k')}{SECOND}", entry(SECOND, 2))
         await eventually(lambda: one.named == {FIRST: 1, SECOND: 2})

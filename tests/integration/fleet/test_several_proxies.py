@@ -6,16 +6,14 @@ import asyncio
 import os
 import signal
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import confluent_kafka
-import kafka
 import msgspec
 import pytest
 
@@ -24,21 +22,25 @@ from kproxy.etcd import EtcdClient
 from kproxy.fleet.registration import proxies_prefix
 from kproxy.observe.table import TablePage
 from kproxy_codec import api_keys as keys
-from tests.support.brokers.kafka_jars import kafka_classpath
+from tests.support.brokers.kafka_jars import KAFKA_VERSION
 from tests.support.brokers.real_kafka import CLUSTER_ID, RealKafka
 from tests.support.brokers.reference_broker import RawClient, start_brokers
-from tests.support.clients.java_client import run_java_client
-from tests.support.clients.kafka_io import Placed, Record, produce, read_topic
+from tests.support.clients.idempotent_writers import IdempotentWriter
+from tests.support.clients.kafka_io import produce, read_topic
 from tests.support.clients.raw_client import RawClient as AsyncRawClient
 from tests.support.clients.raw_client import produce_frame
-from tests.support.etcd.embedded import Relay, own_etcd, running
+from tests.support.clients.steady_writers import MODES, Writer, find, writing
+from tests.support.etcd.embedded import Relay, own_etcd
 from tests.support.processes.dev import KproxyProcess, run_kproxy, serving
-from tests.support.processes.served import ServedBroker, page, port_of, samples, static_proxy
-from tests.support.waiting import PATIENCE_S, wait_for
+from tests.support.processes.served import ServedBroker, beside, page, port_of, samples, static_proxy
+from tests.support.waiting import PATIENCE_S, eventually, wait_for
 
 PARTITIONS = 12
 # Clients follow the proxies' names while their requests are in flight.
-METADATA_AGE_MS = 100
+SETTINGS: dict[str, dict[str, int]] = {
+    "kafka-python": {"linger_ms": 2, "metadata_max_age_ms": 100},
+    f"java {KAFKA_VERSION}": {"linger.ms": 2, "metadata.max.age.ms": 100},
+}
 TTL_S = 5
 FIRST = 1_000_000
 
@@ -187,167 +189,25 @@ async def test_static_table_proxies_survive_an_etcd_outage(tmp_path: Path) -> No
     table.write_text('[brokers]\n1 = "127.0.0.1:1"\n')
     static = ("--ownership", "static", "--table", str(table))
     async with own_etcd(tmp_path / "etcd") as (server, client), Relay(server.endpoint) as way:
-        away, is_back = Door(), Door()
         site = Site(way.endpoint, "/static", tmp_path)
-
-        def blocking() -> None:
-            with site.proxy(0, *static) as one, site.proxy(0, *static) as other:
-                assert other.etcd == site.etcd
-                everyone = ports([one, other])
-                agree([one, other], everyone)
-                away.pass_through()
-                # Their leases have ended, but each still names the other, which may be alive.
-                assert [named(proxy) for proxy in (one, other)] == [everyone] * 2
-                with site.proxy(0, *static) as late:
-                    assert named(late) == {FIRST: port_of(late)}, "it serves, alone as far as it knows"
-                    is_back.pass_through()
-                    wait_for(lambda: sorted(named(late).values()) == sorted(ports([one, other, late]).values()))
-                    agree([one, other], named(late))
-
-        async with running(asyncio.to_thread(blocking)) as work:
-            await away.reached()
+        async with beside(site.proxy(0, *static)) as one, beside(site.proxy(0, *static)) as other:
+            assert other.etcd == site.etcd
+            everyone = ports([one, other])
+            await asyncio.to_thread(agree, [one, other], everyone)
             await way.shut()
             while await entries(client, "/static"):
                 await asyncio.sleep(0.05)
-            away.open()
-            await is_back.reached()
-            await way.open()
-            is_back.open()
-            await work
+            # Their leases have ended, but each still names the other, which may be alive.
+            assert [await asyncio.to_thread(named, proxy) for proxy in (one, other)] == [everyone] * 2
+            async with beside(site.proxy(0, *static)) as late:
+                assert await asyncio.to_thread(named, late) == {FIRST: port_of(late)}, "it serves alone"
+                await way.open()
+                await eventually(lambda: all_named(late, [one, other, late]))
+                await asyncio.to_thread(lambda: agree([one, other], named(late)))
 
 
-class Door:
-    """The event loop's queue for a waiting thread."""
-
-    def __init__(self) -> None:
-        self._reached = threading.Event()
-        self._open = threading.Event()
-
-    def pass_through(self) -> None:
-        self._reached.set()
-        assert self._open.wait(PATIENCE_S)
-
-    async def reached(self) -> None:
-        assert await asyncio.to_thread(self._reached.wait, 60)
-
-    def open(self) -> None:
-        self._open.set()
-
-
-class Writer:
-    """An idempotent client of one kind that writes until stopped; every value is unique."""
-
-    kind = ""
-
-    def __init__(self, bootstrap: str, topic: str) -> None:
-        self.topic = topic
-        self.sent = 0
-        self.acknowledged: set[bytes] = set()
-        self.errors: list[str] = []
-        self._bootstrap = bootstrap
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._write)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(90)
-        assert not self._thread.is_alive()
-
-    @property
-    def progress(self) -> int:
-        return len(self.acknowledged)
-
-    def more(self, count: int) -> None:
-        """Wait until `count` further records are acknowledged."""
-        goal = self.progress + count
-        wait_for(lambda: self.progress >= goal or self.errors, 60, f"{self.kind} goes on")
-
-    def _write(self) -> None:
-        raise NotImplementedError
-
-    def _records(self) -> Iterator[Record]:
-        while not self._stop.is_set():
-            yield Record(None, b"%s-%d" % (self.kind.encode(), self.sent), self.sent % PARTITIONS)
-            self.sent += 1
-            time.sleep(0.001)
-
-
-class LibrdkafkaWriter(Writer):
-    kind = "librdkafka"
-
-    def _write(self) -> None:
-        producer = confluent_kafka.Producer(
-            {
-                "bootstrap.servers": self._bootstrap,
-                "enable.idempotence": True,
-                "linger.ms": 2,
-                "topic.metadata.refresh.interval.ms": METADATA_AGE_MS,
-                "log_level": 0,
-            }
-        )
-        for record in self._records():
-            producer.produce(self.topic, record.value, partition=record.partition, on_delivery=self._delivered)
-            producer.poll(0)
-        assert producer.flush(60) == 0
-
-    def _delivered(self, error: Any, message: Any) -> None:
-        if error is not None:
-            self.errors.append(str(error))
-        else:
-            self.acknowledged.add(message.value())
-
-
-class KafkaPythonWriter(Writer):
-    kind = "kafka-python"
-
-    def _write(self) -> None:
-        producer = kafka.KafkaProducer(
-            bootstrap_servers=self._bootstrap, linger_ms=2, metadata_max_age_ms=METADATA_AGE_MS
-        )
-        for record in self._records():
-            future = producer.send(self.topic, record.value, partition=record.partition)
-            future.add_callback(lambda _, value=record.value: self.acknowledged.add(value))
-            future.add_errback(lambda error: self.errors.append(repr(error)))
-        producer.close(timeout=60)
-
-
-class JavaWriter(Writer):
-    """A Java client, which reports the outcomes of its records at the end."""
-
-    kind = "java"
-
-    @property
-    def progress(self) -> int:
-        return self.sent
-
-    def _write(self) -> None:
-        settings = {
-            "bootstrap.servers": self._bootstrap,
-            "acks": "all",
-            "enable.idempotence": "true",
-            "linger.ms": 2,
-            "metadata.max.age.ms": METADATA_AGE_MS,
-        }
-        run = run_java_client(kafka_classpath(), self.topic, self._records(), settings)
-        assert run.sent == self.sent
-        self.errors += run.errors.values()
-        self.acknowledged.update(b"java-%d" % number for number in run.acknowledged)
-
-
-def check(read: list[Placed], writer: Writer) -> None:
-    """Check that all records are acknowledged, none is lost or duplicated, and partitions are in order."""
-    assert writer.errors == []
-    assert len(writer.acknowledged) == writer.sent
-    mine = [each for each in read if each.value is not None and each.value.startswith(writer.kind.encode())]
-    assert {each.value for each in mine} == writer.acknowledged
-    assert len(mine) == writer.sent
-    for partition in range(PARTITIONS):
-        numbers = [int((each.value or b"").rpartition(b"-")[2]) for each in mine if each.partition == partition]
-        assert numbers == sorted(numbers), f"partition {partition}"
+async def all_named(proxy: KproxyProcess, proxies: Sequence[KproxyProcess]) -> bool:
+    return sorted((await asyncio.to_thread(named, proxy)).values()) == sorted(ports(proxies).values())
 
 
 def served(proxy: KproxyProcess) -> float:
@@ -357,36 +217,45 @@ def served(proxy: KproxyProcess) -> float:
 
 @pytest.mark.java
 @pytest.mark.timeout(900)
-def test_clients_keep_writing_while_proxies_change(site: Site) -> None:
-    topic = "through-the-fleet"
+async def test_clients_keep_writing_while_proxies_change(site: Site) -> None:
+    """librdkafka pipelines to all partitions of one topic; the others write to half of another topic's each."""
+    piped, steady = "piped-through-the-fleet", "through-the-fleet"
     with site.proxies(3) as proxies, ExitStack() as stack:
         agree(proxies, ports(proxies))
-        wait_for(lambda: len(leaders(proxies[0], topic)) == PARTITIONS)
+        for topic in (piped, steady):
+            wait_for(lambda topic=topic: len(leaders(proxies[0], topic)) == PARTITIONS)
         # They only get the first one's address, which is the first to go, and learn the others from it.
-        writers: list[Writer] = [
-            stack.enter_context(kind(proxies[0].kafka, topic))
-            for kind in (JavaWriter, LibrdkafkaWriter, KafkaPythonWriter)
+        first, kinds = proxies[0].kafka, [*SETTINGS] * (PARTITIONS // len(SETTINGS))
+        writers = [
+            Writer(kind, first, steady, partition, MODES["idempotent"], SETTINGS[kind])
+            for partition, kind in enumerate(kinds)
         ]
+        async with IdempotentWriter(first, piped, PARTITIONS) as piping:
+            with writing(writers) as clients:
 
-        def go_on() -> None:
-            for writer in writers:
-                writer.more(300)
+                def go_on() -> None:
+                    piping.wait_for_more(300)
+                    now = time.monotonic()
+                    assert clients.all_acknowledged(now, 20, now + PATIENCE_S), [each.problems for each in writers]
 
-        go_on()
-        assert [served(proxy) > 0 for proxy in proxies] == [True] * 3, "they spread"
-        end(proxies[0], signal.SIGKILL)
-        go_on()
-        back = stack.enter_context(site.proxy(port_of(proxies[0])))
-        new = stack.enter_context(site.proxy())
-        go_on()
-        end(proxies[1], signal.SIGTERM)
-        go_on()
-        wait_for(lambda: served(back) and served(new), what="they follow what they are told of")
+                go_on()
+                assert [served(proxy) > 0 for proxy in proxies] == [True] * 3, "they spread"
+                end(proxies[0], signal.SIGKILL)
+                go_on()
+                back = stack.enter_context(site.proxy(port_of(proxies[0])))
+                new = stack.enter_context(site.proxy())
+                go_on()
+                end(proxies[1], signal.SIGTERM)
+                go_on()
+                wait_for(lambda: served(back) and served(new), what="they follow what they are told of")
+        read = read_topic(new.kafka, steady, PARTITIONS, 0)
         for writer in writers:
-            writer.__exit__()
-        read = read_topic(new.kafka, topic, PARTITIONS, sum(writer.sent for writer in writers))
-        for writer in writers:
-            check(read, writer)
+            assert (writer.problems, find(writer, read)) == ([], (0, 0, True)), writer.name
+        read = read_topic(new.kafka, piped, PARTITIONS, 0)
+        assert piping.failed == []
+        for partition in range(PARTITIONS):
+            numbers = [int(each.value or b"-1") for each in read if each.partition == partition]
+            assert numbers == list(range(len(piping.acked[partition]))), f"partition {partition}"
 
 
 @pytest.mark.java

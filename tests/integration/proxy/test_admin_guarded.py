@@ -59,6 +59,8 @@ def test_foreign_page_can_neither_read_nor_change(tmp_path: Path, workers: int) 
             assert (status, "admin.hosts" in text) == (403, True)
             # No etcd here, so there are no claims.
             assert page(process.admin, path, Host="localhost")[0] == (501 if path == "/own" else 200)
+        for path in ("/overview", "/events", "/clients", "/partitions", "/web/page.js"):
+            assert page(process.admin, path, Host="evil.test", Accept="text/html")[0] == 403
         for path in ("/livez", "/metrics"):
             assert page(process.admin, path, Host="evil.test")[0] == 200
         # A loopback name that is neither an address nor known.

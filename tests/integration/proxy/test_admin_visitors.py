@@ -8,14 +8,14 @@ import ssl
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 from aiohttp import web
 
 from kproxy.config.tls import ListenerTls
 from kproxy.observe import http_page
-from kproxy.observe.http_page import HttpPage, Readiness
-from kproxy.observe.overview import Overview
+from kproxy.observe.http_page import HttpPage, Readiness, VitalPages
 from kproxy.security.tls_acceptor import load_for_acceptor
 from tests.support.security.tls_files import Pair, Signer, client_context
 
@@ -24,22 +24,12 @@ ALIVE = b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 
 
 class Pages:
-    """The least content of a page."""
+    """The only page that is asked for, and what each page begins with."""
 
     async def sample(self) -> None:
         """Nothing changes."""
 
-    async def overview(self) -> Overview:
-        raise NotImplementedError
-
-    async def summary(self) -> str:
-        return "a page"
-
-    async def metrics(self, accept: str) -> tuple[bytes, str]:
-        return b"", "text/plain"
-
-    async def readiness(self) -> Readiness:
-        return Readiness(True, "ready")
+    overview = sample
 
     async def liveness(self) -> Readiness:
         return Readiness(True, "alive")
@@ -75,7 +65,7 @@ async def site(request: pytest.FixtureRequest, signer: Signer, pair: Pair) -> As
     async def echo(asked: web.Request) -> web.Response:
         return web.Response(body=await asked.read())
 
-    page = HttpPage(Pages(), [web.post("/echo", echo)])
+    page = HttpPage(cast(VitalPages, Pages()), [web.post("/echo", echo)])
     port = await page.start("127.0.0.1", 0, (lambda: loaded) if request.param else None, counters)
     yield Site(port, client_context(signer.ca) if request.param else None, counters)
     await page.stop()

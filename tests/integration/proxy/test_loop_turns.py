@@ -207,13 +207,12 @@ class Site:
         self.clients.clear()
 
 
-Case = Callable[[Site], Awaitable[str]]
-CASES: dict[str, Case] = {}
+CASES: dict[str, Callable[[Site], Awaitable[str]]] = {}
 GROUPS: dict[str, list[str]] = {}
 
 
-def add(group: str, name: str, case: Case) -> None:
-    CASES[name] = case
+def add(group: str, name: str, case: Callable[..., Awaitable[str]], *arguments: Any) -> None:
+    CASES[name] = lambda site: case(site, *arguments)
     GROUPS.setdefault(group, []).append(name)
 
 
@@ -246,64 +245,60 @@ def partitioned_frames(
     return frames
 
 
-def partitioned_case(key: int, event: str, error_code: int = NO_ERROR, given: tuple[int, int] | None = None) -> Case:
-    async def run(site: Site) -> str:
-        requests, partitions = given or shape(site)
-        timeout_ms = 500 if event == "reach their deadline" else 5_000
-        frames = partitioned_frames(site, key, requests, partitions, timeout_ms=timeout_ms)
-        site.begin("holds", error_code)
-        client = await site.client()
-        client.send(*frames)
-        await client.sent()
-        with suppress(asyncio.IncompleteReadError, ConnectionError):
-            if event != "reach their deadline":
-                await site.until_held(1)
-                await asyncio.sleep(0.3)
-            if event == "are answered":
-                for broker in site.brokers:
-                    broker.release()
-            elif event == "lose their brokers":
-                for broker in site.brokers:
-                    broker.conduct = "answers"
-                    broker.cut()
-            elif event == "lose their client":
-                client.abort()
-                await asyncio.sleep(0.3)
-                return f"{requests} requests of {partitions} partitions"
-            for _ in frames:
-                await client.receive(PATIENCE_S)
-        return f"{requests} requests of {partitions} partitions"
-
-    return run
+async def partitioned_case(
+    site: Site, key: int, event: str, error_code: int = NO_ERROR, given: tuple[int, int] | None = None
+) -> str:
+    requests, partitions = given or shape(site)
+    timeout_ms = 500 if event == "reach their deadline" else 5_000
+    frames = partitioned_frames(site, key, requests, partitions, timeout_ms=timeout_ms)
+    site.begin("holds", error_code)
+    client = await site.client()
+    client.send(*frames)
+    await client.sent()
+    with suppress(asyncio.IncompleteReadError, ConnectionError):
+        if event != "reach their deadline":
+            await site.until_held(1)
+            await asyncio.sleep(0.3)
+        if event == "are answered":
+            for broker in site.brokers:
+                broker.release()
+        elif event == "lose their brokers":
+            for broker in site.brokers:
+                broker.conduct = "answers"
+                broker.cut()
+        elif event == "lose their client":
+            client.abort()
+            await asyncio.sleep(0.3)
+            return f"{requests} requests of {partitions} partitions"
+        for _ in frames:
+            await client.receive(PATIENCE_S)
+    return f"{requests} requests of {partitions} partitions"
 
 
 for _key in PARTITIONED:
     _name = keys.name_of(_key)
     for _code in (NO_ERROR, *CODES):
-        add(f"{_name} answered", f"{_name} answered with {_code}", partitioned_case(_key, "are answered", _code))
+        add(f"{_name} answered", f"{_name} answered with {_code}", partitioned_case, _key, "are answered", _code)
     for _event in ("lose their brokers", "lose their client", "reach their deadline"):
         if _key == keys.PRODUCE or "deadline" not in _event:
-            add(f"{_name} unanswered", f"{_name} requests {_event}", partitioned_case(_key, _event))
+            add(f"{_name} unanswered", f"{_name} requests {_event}", partitioned_case, _key, _event)
 
 
-def unknown_topics_case(key: int) -> Case:
-    async def run(site: Site) -> str:
-        requests = site.random.choice([1, 4])
-        indexes = {f"unknown-{n}": [0] for n in range(MAX_PARTITIONS)}
-        site.begin("answers")
-        client = await site.client()
-        client.send(*partitioned_frames(site, key, requests, MAX_PARTITIONS, indexes=indexes, timeout_ms=5_000))
-        await client.sent()
-        for _ in range(requests):
-            await client.receive(PATIENCE_S)
-        return f"{requests} requests of {MAX_PARTITIONS} unknown topics"
-
-    return run
+async def unknown_topics_case(site: Site, key: int) -> str:
+    requests = site.random.choice([1, 4])
+    indexes = {f"unknown-{n}": [0] for n in range(MAX_PARTITIONS)}
+    site.begin("answers")
+    client = await site.client()
+    client.send(*partitioned_frames(site, key, requests, MAX_PARTITIONS, indexes=indexes, timeout_ms=5_000))
+    await client.sent()
+    for _ in range(requests):
+        await client.receive(PATIENCE_S)
+    return f"{requests} requests of {MAX_PARTITIONS} unknown topics"
 
 
 for _key in PARTITIONED:
     _name = f"{keys.name_of(_key)} of unknown topics"
-    add(_name, _name, unknown_topics_case(_key))
+    add(_name, _name, unknown_topics_case, _key)
 
 
 def control_values(key: int, version: int) -> dict[str, Any]:
@@ -325,58 +320,50 @@ def fat_request(site: Site, key: int, version: int) -> tuple[str, bytes]:
     return ".".join(kind), fattest("request", key, version, kind, size, tags=tags, **values)
 
 
-def control_case(key: int, conduct: str) -> Case:
-    async def run(site: Site) -> str:
-        random, offer = site.random, SERVED[key]
-        version = random.choice([random.randint(offer.min_version, offer.max_version), offer.max_version])
-        array, body = fat_request(site, key, version)
-        requests = random.choice([1, 30])
-        frames = [control_request(key, version, body, correlation_id=each) for each in range(requests)]
-        site.begin(conduct)
-        answer_paths = arrays("response", key, version)
-        answered = random.choice(answer_paths) if answer_paths else ()
-        if conduct == "answers":
-            size = random.choice([1 << 12, 1 << 20, 4 << 20])
-            made = (
-                fattest("response", key, version, answered, size)
-                if answered
-                else body_of("response", key, version, (), 0)
-            )
-            site.prepare(key, made, version)
-        client = await site.client()
-        client.send(*frames)
-        waits_long = key in WAIT_FOR_OTHERS and conduct == "holds"
-        leaves = waits_long or random.random() < 0.2
-        # A total that takes long need not be awaited.
-        with suppress(asyncio.IncompleteReadError, ConnectionError, TimeoutError):
-            async with asyncio.timeout(random.random() if leaves else 2 * CONTROL_TIMEOUT_S):
-                await client.sent()
-                for _ in frames:
-                    await client.receive(PATIENCE_S)
-        client.abort()
-        return f"v{version}, {requests} x {array}, answered {'.'.join(answered)}"
-
-    return run
+async def control_case(site: Site, key: int, conduct: str) -> str:
+    random, offer = site.random, SERVED[key]
+    version = random.choice([random.randint(offer.min_version, offer.max_version), offer.max_version])
+    array, body = fat_request(site, key, version)
+    requests = random.choice([1, 30])
+    frames = [control_request(key, version, body, correlation_id=each) for each in range(requests)]
+    site.begin(conduct)
+    answer_paths = arrays("response", key, version)
+    answered = random.choice(answer_paths) if answer_paths else ()
+    if conduct == "answers":
+        size = random.choice([1 << 12, 1 << 20, 4 << 20])
+        made = (
+            fattest("response", key, version, answered, size) if answered else body_of("response", key, version, (), 0)
+        )
+        site.prepare(key, made, version)
+    client = await site.client()
+    client.send(*frames)
+    waits_long = key in WAIT_FOR_OTHERS and conduct == "holds"
+    leaves = waits_long or random.random() < 0.2
+    # A total that takes long need not be awaited.
+    with suppress(asyncio.IncompleteReadError, ConnectionError, TimeoutError):
+        async with asyncio.timeout(random.random() if leaves else 2 * CONTROL_TIMEOUT_S):
+            await client.sent()
+            for _ in frames:
+                await client.receive(PATIENCE_S)
+    client.abort()
+    return f"v{version}, {requests} x {array}, answered {'.'.join(answered)}"
 
 
 for _key, _offer in SERVED.items():
     # Telemetry is passed on unread.
     if _key not in PARTITIONED and _key not in (keys.OWN, keys.GET_TELEMETRY_SUBSCRIPTIONS, keys.PUSH_TELEMETRY):
         for _conduct in ("answers", "holds", "drops"):
-            add(_offer.handling.name, f"{keys.name_of(_key)}, its broker {_conduct}", control_case(_key, _conduct))
+            add(_offer.handling.name, f"{keys.name_of(_key)}, its broker {_conduct}", control_case, _key, _conduct)
 
 
-def named_brokers_case(key: int, fields: dict[str, Any]) -> Case:
-    async def run(site: Site) -> str:
-        site.begin("drops")
-        client = await site.client()
-        frame = control_frame(key, SERVED[key].max_version, **fields)
-        assert len(frame) <= MAX_CONTROL_BYTES
-        client.send(frame)
-        await client.receive(PATIENCE_S)
-        return f"{len(frame)} bytes"
-
-    return run
+async def named_brokers_case(site: Site, key: int, fields: dict[str, Any]) -> str:
+    site.begin("drops")
+    client = await site.client()
+    frame = control_frame(key, SERVED[key].max_version, **fields)
+    assert len(frame) <= MAX_CONTROL_BYTES
+    client.send(frame)
+    await client.receive(PATIENCE_S)
+    return f"{len(frame)} bytes"
 
 
 def named(ids: Sequence[int]) -> list[dict[str, Any]]:
@@ -403,7 +390,7 @@ for _what, _replicas, _ids in (
         (keys.ALTER_CONFIGS, {"resources": named(_ids)}),
         (keys.INCREMENTAL_ALTER_CONFIGS, {"resources": named(_ids)}),
     ):
-        add("named brokers", f"{keys.name_of(_key)} names {_what}", named_brokers_case(_key, _fields))
+        add("named brokers", f"{keys.name_of(_key)} names {_what}", named_brokers_case, _key, _fields)
 
 
 async def metadata_of_all_topics(site: Site) -> str:
@@ -438,36 +425,33 @@ add("METADATA", "METADATA of all topics", metadata_of_all_topics)
 
 # Three answers with an error for each of 4,096 partitions arrive at once, repeatedly.
 _name = "PRODUCE refused by all brokers"
-add(_name, _name, partitioned_case(keys.PRODUCE, "are answered", KAFKA_STORAGE_ERROR, (8, MAX_PARTITIONS)))
+add(_name, _name, partitioned_case, keys.PRODUCE, "are answered", KAFKA_STORAGE_ERROR, (8, MAX_PARTITIONS))
 
 
-def claims_case(event: str) -> Case:
-    async def run(site: Site) -> str:
-        site.begin("answers")
-        version = site.random.randint(own.OWN_MIN_VERSION, own.OWN_MAX_VERSION)
-        resources = site.random.choice([own.MAX_RESOURCES, 400, 1])
-        group, generation = f"g{site.random.randrange(1 << 30)}", 1
-        clients = [await site.client() for _ in range(4)]
-        with suppress(asyncio.IncompleteReadError, ConnectionError, TimeoutError):
-            async with asyncio.timeout(4.0):
-                for client in clients:
-                    generation += event == "are contested"
-                    claimed = tuple(own.OwnResource(f"t/{n}", generation) for n in range(resources))
-                    body = own.encode_own_request(own.OwnRequest(group, claimed))
-                    client.send(*(control_request(keys.OWN, version, body) for _ in range(3)))
-                if event == "lose their client":
-                    await asyncio.sleep(site.random.random())
-                    return f"v{version}, of {resources} resources"
-                for client in clients:
-                    for _ in range(3):
-                        await client.receive(PATIENCE_S)
-        return f"v{version}, of {resources} resources"
-
-    return run
+async def claims_case(site: Site, event: str) -> str:
+    site.begin("answers")
+    version = site.random.randint(own.OWN_MIN_VERSION, own.OWN_MAX_VERSION)
+    resources = site.random.choice([own.MAX_RESOURCES, 400, 1])
+    group, generation = f"g{site.random.randrange(1 << 30)}", 1
+    clients = [await site.client() for _ in range(4)]
+    with suppress(asyncio.IncompleteReadError, ConnectionError, TimeoutError):
+        async with asyncio.timeout(4.0):
+            for client in clients:
+                generation += event == "are contested"
+                claimed = tuple(own.OwnResource(f"t/{n}", generation) for n in range(resources))
+                body = own.encode_own_request(own.OwnRequest(group, claimed))
+                client.send(*(control_request(keys.OWN, version, body) for _ in range(3)))
+            if event == "lose their client":
+                await asyncio.sleep(site.random.random())
+                return f"v{version}, of {resources} resources"
+            for client in clients:
+                for _ in range(3):
+                    await client.receive(PATIENCE_S)
+    return f"v{version}, of {resources} resources"
 
 
 for _event in ("are contested", "are repeated", "lose their client"):
-    add("OWN", f"OWN claims {_event}", claims_case(_event))
+    add("OWN", f"OWN claims {_event}", claims_case, _event)
 
 
 async def many_clients(site: Site, *, waits: bool) -> list[RawClient]:
@@ -487,37 +471,34 @@ async def many_clients(site: Site, *, waits: bool) -> list[RawClient]:
     return clients
 
 
-def many_clients_case(event: str, *, waits: bool) -> Case:
-    async def run(site: Site) -> str:
-        clients = await many_clients(site, waits=waits)
-        await site.take_figures()
-        site.longest = site.cpu_s = 0.0
-        # Their faults come in one turn.
-        site.process.signal(signal.SIGSTOP)
-        if event == "lose their brokers":
-            for broker in site.brokers:
-                broker.conduct = "answers"
-                broker.cut()
-        elif event == "end":
-            site.part()
-        else:
-            for client in clients:
-                client.close()
-        await asyncio.sleep(0.1)
-        site.process.signal(signal.SIGCONT)
-        await asyncio.sleep(0.3)
-        if waits and event == "lose their brokers":
-            for client in clients:
-                await client.receive(PATIENCE_S)
-        return f"{MANY_CLIENTS} clients"
-
-    return run
+async def many_clients_case(site: Site, event: str, waits: bool) -> str:
+    clients = await many_clients(site, waits=waits)
+    await site.take_figures()
+    site.longest = site.cpu_s = 0.0
+    # Their faults come in one turn.
+    site.process.signal(signal.SIGSTOP)
+    if event == "lose their brokers":
+        for broker in site.brokers:
+            broker.conduct = "answers"
+            broker.cut()
+    elif event == "end":
+        site.part()
+    else:
+        for client in clients:
+            client.close()
+    await asyncio.sleep(0.1)
+    site.process.signal(signal.SIGCONT)
+    await asyncio.sleep(0.3)
+    if waits and event == "lose their brokers":
+        for client in clients:
+            await client.receive(PATIENCE_S)
+    return f"{MANY_CLIENTS} clients"
 
 
 for _event in ("lose their brokers", "end", "end in good order"):
     for _waits in (False, True):
         _name = f"many {'waiting' if _waits else 'idle'} clients {_event}"
-        add(f"clients that {_event}", _name, many_clients_case(_event, waits=_waits))
+        add(f"clients that {_event}", _name, many_clients_case, _event, _waits)
 
 
 @asynccontextmanager

@@ -116,9 +116,14 @@ async def test_hung_broker_is_named_with_its_bytes(s: Scene) -> None:
     hung = Scrape(s.proxy)
     assert [hung("kproxy_broker_hung", broker=each) for each in "12"] == [0, 1]
     assert [hung("kproxy_broker_connection_errors_total", broker=each, kind="timeout") for each in "12"] == [0, 1]
+    assert [hung("kproxy_hung_brokers"), hung("kproxy_hangs_total", broker="2")] == [1, 1]
+    assert [hung("kproxy_broker_up", broker=each) for each in "12"] == [1, 0]
     assert hung("kproxy_broker_in_flight_bytes") == 0
     assert hung("kproxy_broker_request_seconds_count") == 0
     asked.connection.abort()
+    s.brokers[1].wake()
+    await eventually(lambda: Scrape(s.proxy)("kproxy_hung_brokers") == 0)
+    assert [Scrape(s.proxy)(f"kproxy_{name}", broker="2") for name in ("broker_hung", "hangs_total")] == [0, 1]
 
 
 @scene(HOLDS, at=100.0)

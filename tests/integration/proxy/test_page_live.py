@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -119,94 +120,81 @@ async def test_streams_end_with_the_proxy(tmp_path: Path) -> None:
 
 
 class Visit:
-    """One browser's requests, with its cookies."""
+    """One browser's requests to a proxy, with its cookies."""
 
-    def __init__(self, session: aiohttp.ClientSession, admin: str) -> None:
-        self._session = session
-        self._url = f"http://{admin}"
+    def __init__(self, proxy: KproxyProcess, session: aiohttp.ClientSession) -> None:
+        self.proxy, self.session = proxy, session
+        self.url = f"http://{proxy.admin}"
 
     async def log_in(self, token: str, **headers: str) -> tuple[int, Mapping[str, str]]:
-        async with self._session.post(f"{self._url}/login", json={"token": token}, headers=headers) as answer:
+        async with self.session.post(f"{self.url}/login", json={"token": token}, headers=headers) as answer:
             return answer.status, answer.headers
 
     async def status(self, path: str, headers: Mapping[str, str] | None = None) -> int:
-        async with self._session.get(f"{self._url}{path}", headers=headers) as answer:
+        async with self.session.get(f"{self.url}{path}", headers=headers) as answer:
             return answer.status
 
 
-def visiting(admin: str) -> tuple[aiohttp.ClientSession, Visit]:
-    session = aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True))
-    return session, Visit(session, admin)
+@asynccontextmanager
+async def visiting(directory: Path, token: str = f'token = "{TOKEN}"', workers: int = 1) -> AsyncIterator[Visit]:
+    """A proxy whose page has a token, and a browser."""
+    more = ["--workers", str(workers)]
+    process = static_proxy(directory, {1: free_port()}, rooms=f"[admin]\n{token}\n", more=more)
+    jar = aiohttp.CookieJar(unsafe=True)
+    async with beside(process) as proxy, aiohttp.ClientSession(cookie_jar=jar) as session:
+        yield Visit(proxy, session)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_browser_logs_in_with_token(tmp_path: Path, workers: int) -> None:
     file = tmp_path / "token"
     file.write_text(TOKEN)
-    rooms = f'[admin]\ntoken_file = "{file}"\n'
-    process = static_proxy(tmp_path, {1: free_port()}, rooms=rooms, more=["--workers", str(workers)])
-    async with beside(process) as proxy:
-        session, visit = visiting(proxy.admin)
-        async with session:
-            assert [await visit.status(path) for path in ("/", "/overview", "/events", "/clients")] == [401] * 4
-            # What a browser needs to log in, which tells nothing.
-            assert [await visit.status(path, HTML) for path in ("/", "/web/page.js", "/login")] == [200] * 3
-            assert await visit.status("/overview", HTML) == 401
-            assert (await visit.log_in("a-token-of-others"))[0] == 401
-            assert (await visit.log_in(TOKEN, Origin="http://evil.test"))[0] == 403
-            assert await visit.status("/overview") == 401
-            status, headers = await visit.log_in(TOKEN)
-            assert status == 204
-            cookie = headers["Set-Cookie"]
-            assert {"HttpOnly", "SameSite=Strict", "Path=/"} <= {part.strip() for part in cookie.split(";")}
-            assert TOKEN not in cookie
-            assert await visit.status("/overview") == 200
-            evil = {"Origin": "http://evil.test"}
-            async with session.post(f"http://{proxy.admin}/own/free", json={"group": "g"}, headers=evil) as answer:
-                assert answer.status == 403
-            # With another token all sessions end.
-            file.write_text("another-token-of-operators")
-            proxy.signal(1)
-            async with asyncio.timeout(PATIENCE_S):
-                while await visit.status("/overview") == 200:
-                    await asyncio.sleep(0.1)
-        assert TOKEN not in proxy.stderr()
+    async with visiting(tmp_path, f'token_file = "{file}"', workers) as visit:
+        assert [await visit.status(path) for path in ("/", "/overview", "/events", "/clients")] == [401] * 4
+        # What a browser needs to log in, which tells nothing.
+        assert [await visit.status(path, HTML) for path in ("/", "/web/page.js", "/login")] == [200] * 3
+        assert await visit.status("/overview", HTML) == 401
+        assert (await visit.log_in("a-token-of-others"))[0] == 401
+        assert (await visit.log_in(TOKEN, Origin="http://evil.test"))[0] == 403
+        assert await visit.status("/overview") == 401
+        status, headers = await visit.log_in(TOKEN)
+        assert status == 204
+        cookie = headers["Set-Cookie"]
+        assert {"HttpOnly", "SameSite=Strict", "Path=/"} <= {part.strip() for part in cookie.split(";")}
+        assert TOKEN not in cookie
+        assert await visit.status("/overview") == 200
+        evil = {"Origin": "http://evil.test"}
+        async with visit.session.post(f"{visit.url}/own/free", json={"group": "g"}, headers=evil) as answer:
+            assert answer.status == 403
+        # With another token all sessions end.
+        file.write_text("another-token-of-operators")
+        visit.proxy.signal(1)
+        async with asyncio.timeout(PATIENCE_S):
+            while await visit.status("/overview") == 200:
+                await asyncio.sleep(0.1)
+    assert TOKEN not in visit.proxy.stderr()
 
 
 async def test_logout_ends_the_session(tmp_path: Path) -> None:
-    rooms = f'[admin]\ntoken = "{TOKEN}"\n'
-    async with beside(static_proxy(tmp_path, {1: free_port()}, rooms=rooms)) as proxy:
-        session, visit = visiting(proxy.admin)
-        async with session:
-            await visit.log_in(TOKEN)
-            kept = {each.key: each.value for each in session.cookie_jar}
-            async with session.post(f"http://{proxy.admin}/logout") as answer:
-                assert answer.status == 204
-        async with aiohttp.ClientSession(cookies=kept) as session, session.get(f"http://{proxy.admin}/table") as answer:
+    async with visiting(tmp_path) as visit:
+        await visit.log_in(TOKEN)
+        kept = {each.key: each.value for each in visit.session.cookie_jar}
+        async with visit.session.post(f"{visit.url}/logout") as answer:
+            assert answer.status == 204
+        async with aiohttp.ClientSession(cookies=kept) as session, session.get(f"{visit.url}/table") as answer:
             assert answer.status == 401
 
 
-async def test_foreign_hosts_get_no_page(tmp_path: Path) -> None:
-    async with beside(static_proxy(tmp_path, {1: free_port()})) as proxy:
-        session, visit = visiting(proxy.admin)
-        async with session:
-            for path in ("/", "/overview", "/events", "/clients", "/partitions", "/web/page.js"):
-                assert await visit.status(path, {"Host": "evil.test", **HTML}) == 403
-
-
 async def test_denied_and_refused_are_told(tmp_path: Path) -> None:
-    rooms = f'[admin]\ntoken = "{TOKEN}"\n'
-    async with beside(static_proxy(tmp_path, {1: free_port()}, rooms=rooms)) as proxy:
-        session, visit = visiting(proxy.admin)
-        async with session:
-            for _ in range(3):
-                assert (await visit.log_in("a-token-of-others"))[0] == 401
-            await visit.log_in(TOKEN)
-            async with asyncio.timeout(PATIENCE_S):
-                while True:
-                    async with session.get(f"http://{proxy.admin}/overview") as answer:
-                        told = [each for each in (await answer.json())["events"] if each["kind"] == "denial"]
-                    if told and told[0]["count"] == 3:
-                        break
-                    await asyncio.sleep(0.2)
-            assert "/login" in told[0]["text"]
+    async with visiting(tmp_path) as visit:
+        for _ in range(3):
+            assert (await visit.log_in("a-token-of-others"))[0] == 401
+        await visit.log_in(TOKEN)
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                async with visit.session.get(f"{visit.url}/overview") as answer:
+                    told = [each for each in (await answer.json())["events"] if each["kind"] == "denial"]
+                if told and told[0]["count"] == 3:
+                    break
+                await asyncio.sleep(0.2)
+        assert "/login" in told[0]["text"]

@@ -109,17 +109,6 @@ async def test_complete_acks_0_frames_outlive_their_client(s: Scene, confirms: b
     assert s.broker.asked.empty()
 
 
-@scene(HOLDS, clients=4)
-async def test_partial_acks_0_frame_is_not_sent(s: Scene) -> None:
-    for number, written in enumerate((0, 1, 100, -1)):
-        sends(s, number, client=number + 1)
-        s.clients[number].send(produce_frame(records=PLAIN, acks=0)[:written])
-        s.clients[number].close()
-        await arrive(s, number)
-        await s.broker.connections[number].until_closed()
-    assert s.broker.asked.empty()
-
-
 @scene(HOLDS)
 async def test_written_acks_0_survives_unread_answers(s: Scene) -> None:
     """Closing a connection with unread bytes resets it, and a reset destroys bytes in transit."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,10 +20,11 @@ from kproxy.proxy.answer_memory import AnswerBuffer, AnswerMemory, ClientMemory
 from kproxy.proxy.memory_budget import USUAL, Budget
 from kproxy.routing import reads
 from kproxy_codec.api_keys import FETCH
-from tests.support.brokers.scripted_upstream import Asked, ScriptedUpstream, answers_everything
+from tests.support.brokers.scripted_upstream import Asked, answers_everything
 from tests.support.clients.raw_client import RawClient, batch, fetch_frame, produce_frame
-from tests.support.processes.running_proxy import RunningProxy, both_loops, running_proxy
-from tests.support.processes.served import ServedBroker, page, port_of, samples, static_proxy
+from tests.support.processes.running_proxy import both_loops
+from tests.support.processes.served import served
+from tests.support.scene import HOLDS, T0, Scene, scene, staged
 from tests.support.waiting import eventually
 
 MIB = 1 << 20
@@ -82,14 +84,13 @@ async def fetched(client: RawClient, patience_s: float = 60.0) -> dict[int, byte
 
 async def test_unread_answers_stay_within_limit(tmp_path: Path) -> None:
     size, limit, count = 8 * MIB, 32 * MIB, 24
-    upstream = await ServedBroker(1, Feeder(size)).start()
-    with static_proxy(tmp_path, {1: upstream.port}, limits={"max_in_flight_bytes_total": limit}) as process:
-        proxy = psutil.Process(process.pid)
-        reader, producer = [await RawClient().connect(port_of(process)) for _ in range(2)]
+    async with served(tmp_path, Feeder(size), limits={"max_in_flight_bytes_total": limit}) as s:
+        proxy = psutil.Process(s.process.pid)
+        reader, producer = [await s.client() for _ in range(2)]
         reader.send(asks())
         assert await fetched(reader) == {0: records_of(("t", 0), size)}
         before, peak = proxy.memory_info().rss, 0
-        idle = [await RawClient().connect(port_of(process)) for _ in range(count)]
+        idle = [await s.client() for _ in range(count)]
         for client in idle:
             client.pause_reading()
             client.send(asks())
@@ -100,7 +101,7 @@ async def test_unread_answers_stay_within_limit(tmp_path: Path) -> None:
             reader.send(asks(n))
             assert await fetched(reader) == {0: records_of(("t", 0), size)}
             peak = max(peak, proxy.memory_info().rss)
-        shown = samples((await asyncio.to_thread(page, process.admin, "/metrics"))[1])
+        shown = await s.samples()
         assert peak - before < 2 * limit, f"{(peak - before) >> 20} MiB more than before"
         # All bytes are counted.
         assert size <= shown["kproxy_in_flight_bytes", ()] <= limit + size
@@ -108,58 +109,54 @@ async def test_unread_answers_stay_within_limit(tmp_path: Path) -> None:
             client.abort()
 
         async def nothing_is_held() -> bool:
-            shown = samples((await asyncio.to_thread(page, process.admin, "/metrics"))[1])
-            return shown["kproxy_in_flight_bytes", ()] == 0
+            return (await s.samples())["kproxy_in_flight_bytes", ()] == 0
 
         await eventually(nothing_is_held)
-    await upstream.stop()
 
 
 @asynccontextmanager
-async def fed(
-    *feeders: Feeder, total: int, now: list[float] | None = None, **limits: int
-) -> AsyncIterator[RunningProxy]:
-    """A proxy with such brokers, each of which owns one partition; `now` is its clock."""
-    upstreams = [ScriptedUpstream(n + 1, feeder) for n, feeder in enumerate(feeders)]
-    clock = time.monotonic if now is None else lambda: now[0]
-    limits = {"max_in_flight_bytes_total": total, **limits}
-    async with running_proxy(*upstreams, limits=limits, clock=clock) as proxy:
-        for n in range(len(feeders)):
-            proxy.own(n + 1, partitions=(n,))
-        yield proxy
-        for client in proxy._clients:
+async def fed(*feeders: Feeder, total: int, **options: Any) -> AsyncIterator[Scene]:
+    """A scene with such brokers, after which no memory is held; `total` is the limit of all connections."""
+    async with staged(*feeders, limits={"max_in_flight_bytes_total": total}, **options) as s:
+        yield s
+        for client in s.proxy._clients:
             client.abort()
-        await eventually(lambda: proxy.vitals.in_flight_bytes == 0, "all is given back")
+        await eventually(lambda: s.proxy.vitals.in_flight_bytes == 0, "all is given back")
 
 
-async def passing(now: list[float], seconds: float) -> None:
+async def passing(s: Scene, seconds: float) -> None:
     """Let `seconds` pass for the proxy, quickly but in small steps."""
     for _ in range(round(seconds * 2)):
-        now[0] += 0.5
+        s.now += 0.5
         await asyncio.sleep(1.1 * SHORT_TICK_S)
+
+
+async def idle_reader(s: Scene, n: int = 1) -> None:
+    """A client that asks and does not read."""
+    idle = await s.proxy.client()
+    idle.pause_reading()
+    idle.send(asks(n))
 
 
 @both_loops
 async def test_readers_get_their_answers_with_little_memory() -> None:
-    async with fed(Feeder(3 * MIB), total=4 * MIB) as proxy:
-        clients = [await proxy.client() for _ in range(12)]
-        for client in clients:
+    async with fed(Feeder(3 * MIB), total=4 * MIB, clients=12) as s:
+        for client in s.clients:
             client.send(*(asks(n) for n in range(4)))
 
         async def read_all(client: RawClient) -> None:
             for _ in range(4):
                 assert await fetched(client) == {0: records_of(("t", 0), 3 * MIB)}
 
-        await asyncio.gather(*(read_all(client) for client in clients))
-        assert proxy.counters["clients.refused"] == 0
+        await asyncio.gather(*map(read_all, s.clients))
+        assert s.proxy.counters["clients.refused"] == 0
 
 
 @both_loops
 async def test_merged_answers_do_not_wait_for_each_other() -> None:
     """Each client holds one part and asks for two more; first parts fill the newcomers' room."""
     rounds = 5
-    async with fed(*(Feeder(2 * MIB) for _ in range(3)), total=8 * MIB) as proxy:
-        clients = [await proxy.client() for _ in range(8)]
+    async with fed(*(Feeder(2 * MIB) for _ in range(3)), total=8 * MIB, clients=8) as s:
 
         async def read_all(client: RawClient) -> None:
             found = dict.fromkeys(range(3), 0)
@@ -169,141 +166,122 @@ async def test_merged_answers_do_not_wait_for_each_other() -> None:
                     assert records in (b"", records_of(("t", n), 2 * MIB))
                     found[n] += bool(records)
 
-        await asyncio.gather(*(read_all(client) for client in clients))
-        assert proxy.counters["clients.refused"] == 0
+        await asyncio.gather(*map(read_all, s.clients))
+        assert s.proxy.counters["clients.refused"] == 0
 
 
 @pytest.mark.usefixtures("short_ticks")
 @both_loops
 async def test_reader_does_not_wait_for_non_readers() -> None:
-    now = [1000.0]
-    async with fed(Feeder(12 * MIB), total=16 * MIB, now=now) as proxy:
-        reader = await proxy.client()
+    async with fed(Feeder(12 * MIB), total=16 * MIB, at=1000.0) as s:
+        reader = s.client
         reader.send(asks())
         await fetched(reader)
         for n in range(8):
-            idle = await proxy.client()
-            idle.pause_reading()
-            idle.send(asks(n))
-        late = await proxy.client()
+            await idle_reader(s, n)
+        late = await s.proxy.client()
         late.send(asks(99))
         first = asyncio.create_task(fetched(late))
         for n in range(12):
-            await passing(now, 1.5)
+            await passing(s, 1.5)
             reader.send(asks(n))
             assert await fetched(reader) == {0: records_of(("t", 0), 12 * MIB)}
             assert not reader.is_gone
         # A later client does not wait until all of them are gone either.
         assert await first == {0: records_of(("t", 0), 12 * MIB)}
         # Several clients were disconnected, one after another.
-        assert 1 < proxy.counters["clients.refused"] < 8
+        assert 1 < s.proxy.counters["clients.refused"] < 8
 
 
 @both_loops
 async def test_answer_larger_than_the_total_is_delivered() -> None:
-    async with fed(Feeder(20 * MIB), total=MIB) as proxy:
-        clients = [await proxy.client() for _ in range(3)]
-        for client in clients:
+    async with fed(Feeder(20 * MIB), total=MIB, clients=3) as s:
+        for client in s.clients:
             client.send(asks())
-        for client in clients:
+        for client in s.clients:
             assert await fetched(client) == {0: records_of(("t", 0), 20 * MIB)}
 
 
 @pytest.mark.usefixtures("short_ticks")
 @both_loops
 async def test_non_reader_is_closed_only_when_others_wait() -> None:
-    now = [1000.0]
-    async with fed(Feeder(12 * MIB), total=16 * MIB, now=now) as proxy:
-        idle = await proxy.client()
-        idle.pause_reading()
-        idle.send(asks())
-        await eventually(lambda: proxy.vitals.in_flight_bytes > 12 * MIB)
-        await passing(now, 2 * USUAL.window_s)
+    async with fed(Feeder(12 * MIB), total=16 * MIB, at=1000.0, clients=0) as s:
+        await idle_reader(s)
+        await eventually(lambda: s.proxy.vitals.in_flight_bytes > 12 * MIB)
+        await passing(s, 2 * USUAL.window_s)
         # No client is refused because of these.
-        assert proxy.counters["clients.refused"] == 0
-        waiting = await proxy.client()
+        assert s.proxy.counters["clients.refused"] == 0
+        waiting = await s.proxy.client()
         waiting.send(asks(7))
-        await passing(now, USUAL.window_s - 2)
-        assert proxy.counters["clients.refused"] == 0
+        await passing(s, USUAL.window_s - 2)
+        assert s.proxy.counters["clients.refused"] == 0
         answer = asyncio.create_task(fetched(waiting))
-        await passing(now, 4)
+        await passing(s, 4)
         assert await answer == {0: records_of(("t", 0), 12 * MIB)}
-        assert proxy.counters["clients.refused"] == 1
+        assert s.proxy.counters["clients.refused"] == 1
 
 
 @both_loops
 async def test_acknowledgements_pass_while_others_hold_all_memory() -> None:
-    async with fed(Feeder(12 * MIB), total=16 * MIB) as proxy:
+    async with fed(Feeder(12 * MIB), total=16 * MIB) as s:
         for n in range(4):
-            idle = await proxy.client()
-            idle.pause_reading()
-            idle.send(asks(n))
-        await eventually(lambda: proxy.vitals.in_flight_bytes > 12 * MIB)
-        producer = await proxy.client()
+            await idle_reader(s, n)
+        await eventually(lambda: s.proxy.vitals.in_flight_bytes > 12 * MIB)
         for n in range(50):
-            producer.send(produce_frame(records=batch(n) + bytes(MIB), correlation_id=n))
-            assert (await producer.answer()).correlation_id == n
+            s.send(produce_frame(records=batch(n) + bytes(MIB), correlation_id=n))
+            assert (await s.answer()).correlation_id == n
 
 
 @both_loops
 async def test_small_unread_answers_are_bounded_and_counted() -> None:
     """One by one on each connection: each is far below the size that waits for room."""
     size, count = 60_000, 800
-    async with fed(Feeder(size), total=16 * MIB) as proxy:
-        clients = [await proxy.client() for _ in range(3)]
-        for client in clients:
+    async with fed(Feeder(size), total=16 * MIB, clients=3) as s:
+        for client in s.clients:
             client.pause_reading()
             client.send(*(asks(n, max_bytes=size) for n in range(count)))
-        await eventually(lambda: proxy.vitals.in_flight_bytes > 0)
+        await eventually(lambda: s.proxy.vitals.in_flight_bytes > 0)
         await asyncio.sleep(0.5)
         # Of the 140 MiB requested.
-        assert 0 < proxy.vitals.in_flight_bytes < 16 * MIB
-        for client in clients:
+        assert 0 < s.proxy.vitals.in_flight_bytes < 16 * MIB
+        for client in s.clients:
             client.resume_reading()
-        for client in clients:
+        for client in s.clients:
             for n in range(count):
                 assert (await client.answer(FETCH, 11)).correlation_id == n
 
 
-@both_loops
-async def test_broker_stopping_inside_answer_holds_no_memory() -> None:
-    upstream = ScriptedUpstream(1)
-    async with running_proxy(upstream, limits={"max_in_flight_bytes_total": 4 * MIB}) as proxy:
-        proxy.own(1)
-        first, second = await proxy.client(), await proxy.client()
-        first.send(asks(1))
-        asked = await upstream.next()
-        whole = asked.reply(results={("t", 0): {"records": bytes(3 * MIB)}})
-        asked.connection.write(whole[: 2 * MIB])
-        await eventually(lambda: proxy.vitals.in_flight_bytes > 3 * MIB)
-        second.send(asks(2))
-        other = await upstream.next()
-        other.answer(results={("t", 0): {"records": bytes(3 * MIB)}})
-        await asyncio.sleep(0.2)
-        asked.connection.abort()
-        assert await fetched(second) == {0: bytes(3 * MIB)}
-        first.abort()
-        await eventually(lambda: proxy.vitals.in_flight_bytes == 0)
+@scene(HOLDS, clients=2, limits={"max_in_flight_bytes_total": 4 * MIB})
+async def test_broker_stopping_inside_answer_holds_no_memory(s: Scene) -> None:
+    first, second = s.clients
+    first.send(asks(1))
+    asked = await s.next()
+    whole = asked.reply(results={T0: {"records": bytes(3 * MIB)}})
+    asked.connection.write(whole[: 2 * MIB])
+    await eventually(lambda: s.proxy.vitals.in_flight_bytes > 3 * MIB)
+    second.send(asks(2))
+    (await s.next()).answer(results={T0: {"records": bytes(3 * MIB)}})
+    await asyncio.sleep(0.2)
+    asked.connection.abort()
+    assert await fetched(second) == {0: bytes(3 * MIB)}
+    first.abort()
+    await eventually(lambda: s.proxy.vitals.in_flight_bytes == 0)
 
 
 @both_loops
 async def test_leaving_client_frees_its_answer_memory_at_once() -> None:
     """Even if its brokers have yet to answer, and without Python's cycle collector, which rarely runs in a proxy."""
-    fed_one, silent = ScriptedUpstream(1, Feeder(3 * MIB)), ScriptedUpstream(2)
-    async with running_proxy(fed_one, silent, limits={"max_in_flight_bytes_total": 16 * MIB}) as proxy:
-        proxy.own(1, partitions=(0,))
-        proxy.own(2, partitions=(1,))
+    async with staged(Feeder(3 * MIB), HOLDS, limits={"max_in_flight_bytes_total": 16 * MIB}) as s:
         gc.collect()
         gc.disable()
         try:
-            client = await proxy.client()
             # A read that does not wait gets all its brokers.
-            client.send(asks(1, (0, 1), max_wait_ms=0))
-            await eventually(lambda: proxy.vitals.in_flight_bytes > 3 * MIB)
-            await silent.next()
+            s.send(asks(1, (0, 1), max_wait_ms=0))
+            await eventually(lambda: s.proxy.vitals.in_flight_bytes > 3 * MIB)
+            await s.brokers[1].next()
             await asyncio.sleep(0.05)
-            client.abort()
-            await eventually(lambda: proxy.vitals.in_flight_bytes == 0)
+            s.client.abort()
+            await eventually(lambda: s.proxy.vitals.in_flight_bytes == 0)
         finally:
             gc.enable()
 

@@ -319,9 +319,6 @@ async def test_offer_awaits_no_probe_of_known_broker(s: Scene, monkeypatch: pyte
     assert (await s.clients[1].answer(api_keys.API_VERSIONS, 4)).message.error_code == 0
 
 
-# Order
-
-
 # acks=0
 
 
@@ -340,20 +337,6 @@ async def test_acks_0_unread_by_broker_delays_no_client(s: Scene) -> None:
 
 def answers_metadata(asked: Asked) -> None:
     asked.answer_message(brokers=[], topics=[], controller_id=2, cluster_id="c")
-
-
-@scene(HANGS, answers_metadata, owners=[1], limits=LIMITS, one_go=True)
-async def test_cluster_requests_avoid_a_hung_broker(s: Scene) -> None:
-    await runs_into_hang(s)
-    # Each connection asks the brokers in its own order.
-    for _ in range(8):
-        client = await s.proxy.client()
-        began = time.monotonic()
-        client.send(control_frame(api_keys.METADATA, 12, topics=None))
-        await client.answer(api_keys.METADATA, 12)
-        assert time.monotonic() - began < 4
-    assert len(s.brokers[1].log) == 8
-    assert await s.broker.is_silent()
 
 
 @scene(HANGS, answers_metadata, owners=[1], clients=9, limits={**LIMITS, "control_attempt_s": 30.0}, one_go=True)

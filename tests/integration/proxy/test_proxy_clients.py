@@ -138,16 +138,6 @@ async def test_departed_client_closes_only_its_broker_connections(s: Scene) -> N
     assert s.broker.connections[0].is_open
 
 
-@scene(HOLDS, clients=5)
-async def test_client_leaving_within_a_frame_sends_nothing(s: Scene) -> None:
-    for client, sent in zip(s.clients, (0, 3, 4, 30, 100), strict=True):
-        client.send(produce_frame()[:sent])
-        await client.sent()
-        client.close()
-    await s.until_sessions()
-    assert s.broker.log == []
-
-
 # Slow clients
 
 
@@ -228,40 +218,6 @@ async def test_refused_client_that_does_not_read_is_closed(s: Scene, monkeypatch
 
 
 # Too many clients, and the end of the proxy
-
-
-@scene(ANSWERS, clients=2, limits={"max_connections": 2})
-async def test_excess_connection_is_closed_and_others_are_served(s: Scene) -> None:
-    for client in s.clients:
-        client.send(produce_frame())
-        await client.answer()
-    refused = await s.proxy.client()
-    assert await refused.is_closed()
-    s.clients[0].close()
-    await s.until_sessions(1)
-    late = await s.proxy.client()
-    for client in (s.clients[1], late):
-        client.send(produce_frame())
-        assert (await client.answer()).codes == {T0: 0}
-
-
-@scene(HOLDS, clients=2, limits={"drain_s": PATIENCE_S})
-async def test_stopping_answers_requests_in_flight_then_closes(s: Scene) -> None:
-    busy, idle = s.clients
-    busy.send(produce_frame(correlation_id=1), produce_frame({"t": [0]}, correlation_id=2, acks=1))
-    asked = await s.next()
-    stopping = asyncio.create_task(s.proxy.listener.stop())
-    assert await idle.is_closed()
-    assert s.proxy.listener.not_ready is not None
-    with pytest.raises(OSError, match=r"refused|Connect call failed"):
-        await RawClient().connect(s.proxy.port)
-    asked.answer()
-    (await s.next()).answer()
-    assert [(await busy.answer()).correlation_id for _ in range(2)] == [1, 2]
-    assert await busy.is_closed()
-    busy.close()
-    async with asyncio.timeout(PATIENCE_S / 2):
-        await stopping
 
 
 @scene(DOWN, limits={"drain_s": PATIENCE_S})

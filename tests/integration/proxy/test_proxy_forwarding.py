@@ -6,13 +6,12 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from kproxy_codec.api_keys import FETCH, LIST_OFFSETS, METADATA
+from kproxy_codec.api_keys import FETCH, METADATA
 from tests.support.brokers.scripted_upstream import Asked
 from tests.support.clients.raw_client import (
     batch,
     control_frame,
     fetch_frame,
-    list_offsets_frame,
     produce_frame,
     raw_frame,
 )
@@ -58,15 +57,6 @@ async def test_answers_keep_even_repeated_correlation_ids(s: Scene) -> None:
     assert [each.results[0].fields["base_offset"] for each in answers] == list(range(len(ids)))
 
 
-@scene(ANSWERS, clients=2)
-async def test_two_clients_do_not_share_a_broker_connection(s: Scene) -> None:
-    """So the broker's own order per connection is the client's."""
-    for client in s.clients:
-        client.send(produce_frame())
-        assert (await client.answer()).codes == {T0: 0}
-    assert len(s.broker.connections) == 2
-
-
 @scene(ANSWERS)
 async def test_next_request_reuses_the_broker_connection(s: Scene) -> None:
     """One for batches, one for reads and one for control requests, while the client stays."""
@@ -84,14 +74,6 @@ async def test_next_request_reuses_the_broker_connection(s: Scene) -> None:
         await s.client.receive()
         assert len(connections) == 3
     assert all(connection.is_open for connection in connections)
-
-
-@scene(ANSWERS)
-async def test_client_sending_byte_by_byte_is_served(s: Scene) -> None:
-    for byte in produce_frame(correlation_id=3):
-        s.send(bytes([byte]))
-        await s.client.sent()
-    assert await s.gets(3) == [0]
 
 
 # Several owners
@@ -125,38 +107,6 @@ async def test_request_over_three_owners_is_split_and_merged(s: Scene) -> None:
         assert s.proxy.counters["splits"] == count
 
 
-@scene(HOLDS, HOLDS)
-async def test_record_errors_and_unknown_tags_survive_the_merge(s: Scene) -> None:
-    first, second = s.brokers
-    s.send(produce_frame(BOTH))
-    kept = {
-        "record_errors": [{"batch_index": 3, "batch_index_error_message": "too old"}],
-        "error_message": "the batch's own",
-        "log_append_time_ms": 99,
-        "log_start_offset": 4,
-    }
-    refused = {"error_code": 87, **kept, "tags": [(77, b"of the entry")]}
-    (await first.next()).answer(results={T0: refused}, tags=[(70, b"of the first"), (71, b"both")])
-    (await second.next()).answer(tags=[(71, b"both"), (72, b"of the second")])
-    answer = await s.answer()
-    assert answer.codes == {T0: 87, T1: 0}
-    assert {name: answer.results[0].fields[name] for name in kept} == kept
-    for tag in (b"of the entry", b"of the first", b"both", b"of the second"):
-        assert answer.frame.count(tag) == 1
-
-
-@scene(HOLDS, HOLDS)
-async def test_list_offsets_is_merged_without_leader_epochs(s: Scene) -> None:
-    s.send(list_offsets_frame({"t": [1, 0]}))
-    for broker, place in zip(s.brokers, (T0, T1), strict=True):
-        (await broker.next()).answer(results={place: {"offset": 5 + broker.node_id, "leader_epoch": 3}})
-    results = (await s.answer(LIST_OFFSETS, 6)).results
-    assert [(each.partition_index, each.fields["offset"], each.fields["leader_epoch"]) for each in results] == [
-        (1, 7, -1),
-        (0, 6, -1),
-    ]
-
-
 # Requests answered without a broker: the frame, and the code of each of its partitions.
 UNSENT: dict[str, tuple[dict[str, Any], dict[tuple[str, int], int]]] = {
     "no topic": ({"topic_data": []}, {}),
@@ -177,19 +127,6 @@ async def test_empty_or_invalid_request_is_answered(s: Scene) -> None:
 
 UNKNOWN_TOPIC_ID = 100
 BY_ID = 13
-
-
-@scene(ANSWERS, owners=())
-async def test_unknown_topic_id_gets_an_error_alone(s: Scene) -> None:
-    s.proxy.own(1, "u")
-    s.send(produce_frame({"t": [0, 4], "u": [0]}, version=BY_ID))
-    answer = await s.answer(api_version=BY_ID)
-    assert answer.codes == {T0: UNKNOWN_TOPIC_ID, ("t", 4): UNKNOWN_TOPIC_ID, ("u", 0): 0}
-    for result in answer.results[:2]:
-        assert (result.fields["base_offset"], result.fields["log_start_offset"]) == (-1, -1)
-    # The source looked the topic up first, as it does for an owner.
-    assert {index for _, index, _ in s.proxy.source.refreshed} == {0, 4}
-    assert [asked.partitions for asked in s.broker.log] == [[("u", 0)]]
 
 
 @scene(HOLDS)
@@ -262,17 +199,6 @@ async def test_idle_connection_closed_by_broker_is_not_reused(s: Scene) -> None:
     await s.broker.connections[0].until_closed()
     assert await s.ask(plain) == [{T0: 0}]
     assert len(s.broker.connections) == 2
-
-
-@scene(HOLDS)
-async def test_partial_answer_is_discarded(s: Scene) -> None:
-    for cut in (1, 3, 4, 7, 8, 20, -1):
-        s.send(produce_frame(records=batch(producer_id=-1)))
-        asked = await s.next()
-        asked.connection.write(asked.reply()[:cut])
-        assert await s.still()
-        asked.connection.close()
-        assert await s.codes() == {T0: TIMED_OUT}, cut
 
 
 @scene(ANSWERS, ANSWERS, owners=[1])

@@ -107,19 +107,6 @@ async def test_first_data_answers_and_the_rest_stays_asked(s: Scene) -> None:
 
 
 @scene(HOLDS, HOLDS, one_go=True)
-async def test_answer_between_two_reads_serves_the_next(s: Scene) -> None:
-    s.send(reads(5, 7))
-    first, second = [await broker.next() for broker in s.brokers]
-    first.answer(results={T0: {"records": b"a"}})
-    assert await records(s, 1) == [b"a", b""]
-    second.answer(results={T1: {"records": b"b"}})
-    await asyncio.sleep(0.05)
-    s.send(reads(6, 7, n=2))
-    assert await records(s, 2) == [b"", b"b"]
-    assert len(s.brokers[1].log) == 1
-
-
-@scene(HOLDS, HOLDS, one_go=True)
 async def test_min_bytes_are_counted_over_brokers(s: Scene) -> None:
     s.send(reads(5, 7, min_bytes=100))
     first, second = [await broker.next() for broker in s.brokers]
@@ -130,18 +117,6 @@ async def test_min_bytes_are_counted_over_brokers(s: Scene) -> None:
     assert await s.still()
     second.answer(results={T1: {"records": b"b" * 50}})
     assert await records(s, 1) == [b"a" * 60, b"b" * 50]
-
-
-@scene(HOLDS, HOLDS, one_go=True)
-async def test_fetch_without_data_ends_at_max_wait(s: Scene) -> None:
-    began = time.monotonic()
-    s.send(reads(5, 7, max_wait_ms=300))
-    asked = [await broker.next() for broker in s.brokers]
-    await asyncio.sleep(began + 0.3 - time.monotonic())
-    for each in asked:
-        each.answer()
-    assert await records(s, 1) == [b"", b""]
-    assert [len(broker.log) for broker in s.brokers] == [1, 1]
 
 
 @scene(HOLDS, HOLDS, one_go=True)
@@ -179,17 +154,6 @@ async def test_waiting_read_holds_up_nothing_else(s: Scene) -> None:
     s.send(list_offsets_frame({"t": [0]}, correlation_id=3))
     (await s.next()).answer()
     assert (await s.answer(LIST_OFFSETS, 6)).correlation_id == 3
-
-
-@scene(HOLDS, HOLDS, HOLDS, one_go=True, owners=(1, 2))
-async def test_leader_moves_while_reader_waits(s: Scene) -> None:
-    s.send(reads(5, 7))
-    await s.brokers[0].next()
-    former = await s.brokers[1].next()
-    s.proxy.own(3, partitions=[1])
-    former.answer(results={T1: 6})
-    (await s.brokers[2].next()).answer(results={T1: {"records": b"moved"}})
-    assert await records(s, 1) == [b"", b"moved"]
 
 
 @scene(HOLDS, HOLDS, one_go=True)

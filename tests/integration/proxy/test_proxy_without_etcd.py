@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -28,26 +27,11 @@ TOPIC = "moved"
 TIMEOUT_S = 60.0
 
 
-class CutOff(NamedTuple):
-    """A site, and a proxy that reaches etcd only by `way`."""
-
-    site: FaultySite
-    way: Relay
-    proxy: KproxyProcess
-
-    async def loses_etcd(self, how: str) -> None:
-        if how == "refused":
-            await self.way.shut()
-        else:
-            self.way.blackhole()
-
-    async def has_etcd_again(self, how: str) -> None:
-        await (self.way.open() if how == "refused" else self.way.restore())
-        await eventually(lambda: counted(self.proxy.admin, "kproxy_table_stale") == 0, timeout_s=TIMEOUT_S)
-
-
 @asynccontextmanager
-async def cut_off(etcd: EtcdCluster, prefix: str, directory: Path) -> AsyncIterator[CutOff]:
+async def cut_off(
+    etcd: EtcdCluster, prefix: str, directory: Path
+) -> AsyncIterator[tuple[FaultySite, Relay, KproxyProcess, IdempotentWriter]]:
+    """A site, a proxy that reaches etcd only by a relay, and a client that writes."""
     async with faulty_site(etcd, prefix, directory) as site:
         await site.add((A, B), lease_ttl_s=TTL_S)
         await site.put_topic(TOPIC, [[A, B]], **{"min.insync.replicas": "1"})
@@ -58,8 +42,12 @@ async def cut_off(etcd: EtcdCluster, prefix: str, directory: Path) -> AsyncItera
         try:
             arguments = ["serve", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]
             arguments += ["--etcd", way.endpoint, "--prefix", prefix]
-            async with beside(serving(arguments, directory / "serve.stderr")) as proxy:
-                yield CutOff(site, way, proxy)
+            async with (
+                beside(serving(arguments, directory / "serve.stderr")) as proxy,
+                IdempotentWriter(proxy.kafka, TOPIC, 1) as writer,
+            ):
+                await asyncio.to_thread(writer.wait_for_more, 100)
+                yield site, way, proxy, writer
         finally:
             await way.shut()
 
@@ -68,10 +56,11 @@ async def cut_off(etcd: EtcdCluster, prefix: str, directory: Path) -> AsyncItera
 async def test_writes_follow_a_leader_without_etcd(
     how: str, etcd_cluster: EtcdCluster, etcd_prefix: str, tmp_path: Path
 ) -> None:
-    async with cut_off(etcd_cluster, etcd_prefix, tmp_path) as (site, way, proxy), _writer(proxy) as writer:
-        world = CutOff(site, way, proxy)
-        await asyncio.to_thread(writer.wait_for_more, 100)
-        await world.loses_etcd(how)
+    async with cut_off(etcd_cluster, etcd_prefix, tmp_path) as (site, way, proxy, writer):
+        if how == "refused":
+            await way.shut()
+        else:
+            way.blackhole()
         await site.brokers[A].down()
         await site.led_by(TOPIC, 0, [B])
         moved = time.monotonic()
@@ -86,7 +75,8 @@ async def test_writes_follow_a_leader_without_etcd(
         await site.brokers[B].down()
         await site.led_by(TOPIC, 0, [A])
         await asyncio.to_thread(writer.wait_for_more, 200, TIMEOUT_S)
-        await world.has_etcd_again(how)
+        await (way.open() if how == "refused" else way.restore())
+        await eventually(lambda: counted(proxy.admin, "kproxy_table_stale") == 0, timeout_s=TIMEOUT_S)
         await asyncio.to_thread(writer.wait_for_more, 200, TIMEOUT_S)
         assert proxy.stderr().count("lease table stale") == 1
     assert writer.judge(0, log_bytes(tmp_path / str(A) / f"{TOPIC}-0")) == 0
@@ -96,8 +86,7 @@ async def test_missing_etcd_leaves_nothing_acknowledged(
     etcd_cluster: EtcdCluster, etcd_prefix: str, tmp_path: Path
 ) -> None:
     """The leases end, so no broker leads, and none names a leader."""
-    async with cut_off(etcd_cluster, etcd_prefix, tmp_path) as (site, _, proxy), _writer(proxy) as writer:
-        await asyncio.to_thread(writer.wait_for_more, 100)
+    async with cut_off(etcd_cluster, etcd_prefix, tmp_path) as (site, _, proxy, writer):
         try:
             for member in etcd_cluster.members:
                 await member.freeze()
@@ -124,9 +113,3 @@ async def test_missing_etcd_leaves_nothing_acknowledged(
         await asyncio.to_thread(writer.wait_for_more, 200, TIMEOUT_S)
         leader = await site.led_by(TOPIC, 0, (A, B))
     assert writer.judge(0, log_bytes(tmp_path / str(leader) / f"{TOPIC}-0")) == 0
-
-
-@asynccontextmanager
-async def _writer(proxy: KproxyProcess) -> AsyncIterator[IdempotentWriter]:
-    async with IdempotentWriter(proxy.kafka, TOPIC, 1) as writer:
-        yield writer

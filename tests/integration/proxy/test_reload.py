@@ -8,8 +8,7 @@ import os
 import signal
 import ssl
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -293,16 +292,6 @@ async def test_outcome_is_on_page_and_in_metrics(tmp_path: Path) -> None:
         assert facts["configuration in force since"].endswith("UTC")
 
 
-@asynccontextmanager
-async def starting(tmp_path: Path, *arguments: str) -> AsyncIterator[KproxyProcess]:
-    """A process of its own, as it starts."""
-    process = KproxyProcess(arguments, tmp_path / "stderr", [sys.executable, "-m", "kproxy"])
-    try:
-        yield process
-    finally:
-        process.stop()
-
-
 async def test_hangup_without_file_has_nothing_to_read(tmp_path: Path) -> None:
     table = tmp_path / "table.toml"
     table.write_text('[brokers]\n1 = "127.0.0.1:1"\n')
@@ -317,9 +306,9 @@ async def test_hangup_without_file_has_nothing_to_read(tmp_path: Path) -> None:
 async def test_early_hangups_never_end_the_process(tmp_path: Path) -> None:
     table = tmp_path / "table.toml"
     table.write_text('[brokers]\n1 = "127.0.0.1:1"\n')
-    async with starting(
-        tmp_path, "serve", "--ownership", "static", "--table", str(table), "--listen", "127.0.0.1:0"
-    ) as process:
+    arguments = ["serve", "--ownership", "static", "--table", str(table), "--listen", "127.0.0.1:0"]
+    process = KproxyProcess(arguments, tmp_path / "stderr", [sys.executable, "-m", "kproxy"])
+    try:
         # Python itself needs a moment to start.
         def is_held() -> bool:
             status = Path(f"/proc/{process.pid}/status").read_text()
@@ -336,3 +325,5 @@ async def test_early_hangups_never_end_the_process(tmp_path: Path) -> None:
         await asyncio.sleep(1)
         assert 2 <= len(lines(process, RELOADED)) <= 21
         os.kill(process.pid, 0)
+    finally:
+        process.stop()

@@ -12,7 +12,7 @@ from kproxy_codec.api_keys import FETCH, LIST_OFFSETS, PRODUCE
 from kproxy_codec.errors import InvalidField, UnsupportedVersion
 from kproxy_codec.fetch import FetchRequest, PartitionFetch, partition_fetch
 from kproxy_codec.partitioned import MAX_PARTITIONS, MAX_READ_PARTITIONS, PartitionedRequest
-from kproxy_codec.produce import records_of, transactional_id
+from kproxy_codec.produce import records_of
 from tests.support.wire.messages import (
     APIS,
     AT_LENGTH,
@@ -44,18 +44,6 @@ def _asking(api_key: int, version: int, partitions: dict[str, list[int]], **chan
 
 def _topics(api_key: int, topics: list[dict[str, Any]] | None) -> dict[str, Any]:
     return {**sample_request(api_key, {}), REQUEST_FIELDS[api_key][0]: topics}
-
-
-@pytest.mark.parametrize("version", VERSIONS[PRODUCE])
-@pytest.mark.parametrize("records", [None, b"", b"\x00", b"r" * 127, b"r" * 128, b"r" * 20_000])
-def test_records_are_slices_of_the_request(version: int, records: bytes | None) -> None:
-    fields = sample_request(PRODUCE, {"t": [3, 4]}, transactional_id="tx", acks=1, timeout_ms=12)
-    fields["topic_data"][0]["partition_data"][1]["records"] = records
-    request = _parse(PRODUCE, version, request_body(PRODUCE, version, fields))
-    assert (request.acks, request.timeout_ms, transactional_id(request)) == (1, 12, b"tx")
-    found = records_of(request, request.topics[0], 1)
-    assert bytes(found) == (records or b"")
-    assert found.obj is request.frame.obj
 
 
 @pytest.mark.parametrize("version", VERSIONS[FETCH])

@@ -65,21 +65,6 @@ def _entries(api_key: int, fields: dict[str, Any]) -> list[dict[str, Any]]:
     return [entry for topic in fields[topics] for entry in topic[entries]]
 
 
-@pytest.mark.parametrize(("api_key", "version"), EVERY_VERSION)
-def test_every_result_is_found_with_its_error_code(api_key: int, version: int) -> None:
-    fields = sample_response(api_key, {"b": [4, 1], "a": [], "c": [0]}, error_code=71)
-    for code, entry in zip((0, NOT_LEADER, -1), _entries(api_key, fields), strict=True):
-        entry["error_code"] = code
-    response = _parse(api_key, version, fields)
-    found = [(topic.name, topic.partitions, topic.error_codes) for topic in response.topics]
-    b, a, c = (named_as(api_key, version, name) for name in "bac")
-    assert found == [(b, [4, 1], [0, NOT_LEADER]), (a, [], []), (c, [0], [-1])]
-    assert response.throttle_time_ms == (0 if (api_key, version) == (LIST_OFFSETS, 1) else 21)
-    assert response.error_code == (71 if api_key == FETCH and version >= 7 else 0)
-    assert response.payload_bytes == (3 * len("records of n") if api_key == FETCH else 0)
-    assert (response.names_brokers, response.other_tags) == (False, [])
-
-
 @pytest.mark.parametrize(
     ("api_key", "version", "tag"),
     [(key, version, tag) for key, first, tag in LEADER_TAGS for version in VERSIONS[key] if version >= first],

@@ -17,60 +17,39 @@ from structlog.testing import capture_logs
 
 from kproxy.observe.metrics import denials_of
 from kproxy.proxy import acl_filter, long_answers
-from kproxy.proxy.access import AccessControl, ClientAccess
-from kproxy.proxy.acl_filter import AclFilter, Filtered
+from kproxy.proxy.access import AccessControl
+from kproxy.proxy.acl_filter import AclFilter
 from kproxy.proxy.long_answers import Portions
 from kproxy.routing.topology import Topology
 from kproxy.security.acls import Acl, Operation, Permissions, Resource, Rules
 from kproxy.security.events import SecurityEvents
 from kproxy.security.principals import Principal
 from kproxy_codec import api_keys as keys
-from kproxy_codec.control import (
-    build_request,
-    build_response,
-    decode_request,
-    decode_response,
-    encode_request,
-    encode_response,
-)
+from kproxy_codec.control import build_response, encode_response
 from kproxy_codec.errors import CodecError
-from kproxy_codec.framing import parse_request_header, request_header
-from kproxy_codec.partitioned import with_length
+from kproxy_codec.framing import parse_request_header
 from kproxy_codec.produce import parse_produce
 from tests.support.clients.raw_client import produce_frame
 from tests.support.processes.served import static_proxy
 from tests.support.waiting import eventually
+from tests.unit.proxy.acl_filters import access_of, acls_of, answered, filter_of, filtered, request
 
 
-def request(api_key: int, version: int, **fields: object) -> memoryview:
-    body = encode_request(build_request(api_key, version, **fields))
-    return memoryview(bytearray(b"".join(with_length([request_header(api_key, version, 1, b"c"), body]))))
-
-
-@pytest.fixture
-def access() -> ClientAccess:
-    """The access of a client that may do nothing."""
-    rules = Rules([])
-    return AccessControl(lambda: rules, Counter()).client()
-
-
-async def test_denied_keys_cost_time_linear_in_number(access: ClientAccess) -> None:
+async def test_denied_keys_cost_time_linear_in_number() -> None:
     """Each key was looked up in the list of all denied keys: 20,000 took six seconds of CPU time."""
-    frame = request(keys.FIND_COORDINATOR, 4, key_type=0, coordinator_keys=[f"{number:x}" for number in range(20_000)])
+    names = [f"{number:x}" for number in range(20_000)]
     began = time.process_time()
-    screened = await AclFilter(access, Topology(), Portions()).screen(frame, parse_request_header(frame))
+    asked = {"key_type": 0, "coordinator_keys": names}
+    coordinators = (await answered(filter_of(access_of()), keys.FIND_COORDINATOR, 4, **asked)).coordinators
     assert time.process_time() - began < 4
-    assert screened.answer is not None
-    coordinators = decode_response(keys.FIND_COORDINATOR, 4, screened.answer).coordinators
     assert (len(coordinators), {each.error_code for each in coordinators}) == (20_000, {30})
 
 
 @pytest.mark.parametrize("is_enforced", [True, False])
 def test_first_denial_is_logged_and_all_are_counted(is_enforced: bool) -> None:
     """A line for each topic, most of them left out at once, took 50 ms of the event loop for 4,096 topics."""
-    counters: Counter[str] = Counter()
-    rules = Rules([])
-    client = AccessControl(lambda: rules, counters, dry_run=not is_enforced).client()
+    counters = Counter[str]()
+    client = access_of((), counters, dry_run=not is_enforced)
     frame = memoryview(bytearray(produce_frame({f"t{n}": [0] for n in range(4_096)})))
     parsed = parse_produce(frame, parse_request_header(frame))
     with capture_logs() as lines:
@@ -94,30 +73,24 @@ def test_denials_name_a_hundred_principals() -> None:
 
 @pytest.mark.parametrize(("owned", "code"), [("x", None), ("y", 53)])
 def test_transactional_writes_need_right_to_id(owned: str, code: int | None) -> None:
-    write = frozenset({Operation.WRITE})
     kinds = ((Resource.TOPIC, "t"), (Resource.TRANSACTIONAL_ID, owned))
-    rules = Rules(Acl("User:*", False, write, kind, name, False) for kind, name in kinds)
     frame = memoryview(bytearray(produce_frame({"t": [0, 1]}, transactional_id="x")))
-    client = AccessControl(lambda: rules, Counter()).client()
+    client = access_of((Operation.WRITE, kind, name) for kind, name in kinds)
     refused = client.refused_writes(parse_produce(frame, parse_request_header(frame)))
     assert refused == ({} if code is None else {(0, 0): code, (0, 1): code})
 
 
-async def test_api_with_unplaced_needs_is_refused(access: ClientAccess) -> None:
+async def test_api_with_unplaced_needs_is_refused() -> None:
     """The row says where a request has its topics; otherwise brokers would get it with the proxy's identity."""
-    frame = request(keys.LIST_OFFSETS, 5, replica_id=-1, isolation_level=0, topics=[])
     with pytest.raises(CodecError, match="no rules of access are known for LIST_OFFSETS"):
-        await AclFilter(access, Topology(), Portions()).screen(frame, parse_request_header(frame))
+        await filtered(filter_of(access_of()), keys.LIST_OFFSETS, 5, replica_id=-1, isolation_level=0, topics=[])
 
 
 async def test_first_denial_of_control_request_is_logged() -> None:
-    counters: Counter[str] = Counter()
-    rules = Rules([])
-    screen = AclFilter(AccessControl(lambda: rules, counters).client(), Topology(), Portions())
-    frame = request(keys.DELETE_TOPICS, 5, topic_names=[f"t{n}" for n in range(10)], timeout_ms=1)
+    counters = Counter[str]()
+    by, names = filter_of(access_of((), counters)), [f"t{n}" for n in range(10)]
     with capture_logs() as lines:
-        screened = await screen.screen(frame, parse_request_header(frame))
-    assert screened.answer is not None
+        await answered(by, keys.DELETE_TOPICS, 5, topic_names=names, timeout_ms=1)
     assert [line["name"] for line in lines] == ["t0"]
     assert counters == {"access.denied.delete.topic": 10, "principal.denied.User:ANONYMOUS": 10}
 
@@ -126,9 +99,7 @@ def test_permissions_change_only_for_affected_clients() -> None:
     """A change forgets the client's routes: rules that change each second would cost all clients all their routes."""
 
     def written(name: str, *topics: str) -> list[Acl]:
-        return [
-            Acl(f"User:{name}", False, frozenset({Operation.WRITE}), Resource.TOPIC, each, False) for each in topics
-        ]
+        return acls_of([(Operation.WRITE, Resource.TOPIC, each) for each in topics], name)
 
     rules = Rules([*written("alice", "a"), *written("bob", "b")])
     control = AccessControl(lambda: rules, Counter())
@@ -157,7 +128,7 @@ def test_rule_change_during_permission_lookup_counts() -> None:
             return found
 
     finds, changed = threading.Event(), threading.Event()
-    allowed = [Acl("User:alice", False, frozenset({Operation.WRITE}), Resource.TOPIC, "t", False)]
+    allowed = acls_of([(Operation.WRITE, Resource.TOPIC, "t")], "alice")
     rules = Rules(allowed)
     client = AccessControl(lambda: rules, Counter()).client()
     client.authenticated(Principal("alice"))
@@ -177,43 +148,31 @@ SECRET = UUID(int=7)
 
 def seeing(*names: str) -> AclFilter:
     """The screen of a client that may describe and delete only these of the topics."""
-    operations = frozenset({Operation.DESCRIBE, Operation.DELETE})
-    rules = Rules(Acl("User:*", False, operations, Resource.TOPIC, name, False) for name in names)
     topology = Topology()
     for number, name in enumerate(("a", "b", "c", "secret-1", "secret-2", "z")):
         topology.set_owner(name.encode(), 0, 1, number + 1)
     topology.set_topic_id(b"secret-1", SECRET.bytes)
-    return AclFilter(AccessControl(lambda: rules, Counter()).client(), topology, Portions())
-
-
-async def screened(screen: AclFilter, api_key: int, version: int, **fields: object) -> tuple[Filtered, Any]:
-    """The decision, and the request that brokers get, if any."""
-    frame = request(api_key, version, **fields)
-    header = parse_request_header(frame)
-    found = await screen.screen(frame, header)
-    if found.answer is not None:
-        return found, None
-    return found, decode_request(api_key, version, found.frame[parse_request_header(found.frame).body_offset :])
+    operations = (Operation.DESCRIBE, Operation.DELETE)
+    access = access_of((each, Resource.TOPIC, name) for each in operations for name in names)
+    return AclFilter(access, topology, Portions())
 
 
 async def test_topic_pages_contain_only_visible_topics() -> None:
     """The cursor of the next page named a topic, even one that the client may not see."""
     key, limit = keys.DESCRIBE_TOPIC_PARTITIONS, 1
-    page, sent = await screened(seeing("b", "c", "z"), key, 0, topics=[], response_partition_limit=limit)
+    page, sent = await filtered(seeing("b", "c", "z"), key, 0, topics=[], response_partition_limit=limit)
     # One more than the broker tells of, so that it says that there are more.
     assert [each.name for each in sent.topics] == ["b", "c"]
     cursor = {"topic_name": "d", "partition_index": 0}
-    page, sent = await screened(seeing("b", "c", "z"), key, 0, topics=[], response_partition_limit=9, cursor=cursor)
+    page, sent = await filtered(seeing("b", "c", "z"), key, 0, topics=[], response_partition_limit=9, cursor=cursor)
     assert [each.name for each in sent.topics] == ["z"]
     assert (sent.cursor.topic_name, sent.cursor.partition_index) == ("z", 0)
     # It is the last page.
     assert page.amend is None
-    page, sent = await screened(seeing("other"), key, 0, topics=[])
-    assert page.answer is not None
-    answer = decode_response(key, 0, page.answer)
+    answer = await answered(seeing("other"), key, 0, topics=[])
     assert (answer.topics, answer.next_cursor) == ([], None)
     named = [{"name": name} for name in ("b", "secret-1")]
-    page, sent = await screened(seeing("b"), key, 0, topics=named)
+    page, sent = await filtered(seeing("b"), key, 0, topics=named)
     assert [each.name for each in sent.topics] == ["b"]
     answer = build_response(key, 0, topics=[{"name": "b", "error_code": 0, "partitions": []}])
     assert page.amend is not None
@@ -226,7 +185,7 @@ async def test_cursor_moves_to_the_next_visible_topic() -> None:
     key = keys.DESCRIBE_TOPIC_PARTITIONS
     cursor = {"topic_name": "secret-1", "partition_index": 3}
     named = [{"name": name} for name in ("z", "secret-1", "b", "secret-2")]
-    page, sent = await screened(seeing("b", "z"), key, 0, topics=named, cursor=cursor)
+    page, sent = await filtered(seeing("b", "z"), key, 0, topics=named, cursor=cursor)
     assert [each.name for each in sent.topics] == ["z"]
     assert (sent.cursor.topic_name, sent.cursor.partition_index) == ("z", 0)
     assert page.amend is not None
@@ -234,15 +193,13 @@ async def test_cursor_moves_to_the_next_visible_topic() -> None:
     page.amend(answer)
     assert [(each.name, each.error_code) for each in answer.topics] == [("z", 0), ("secret-1", 29), ("secret-2", 29)]
     # One that may be seen stays.
-    page, sent = await screened(seeing("secret-1"), key, 0, topics=named, cursor=cursor)
+    page, sent = await filtered(seeing("secret-1"), key, 0, topics=named, cursor=cursor)
     assert (sent.cursor.topic_name, sent.cursor.partition_index) == ("secret-1", 3)
-    page, sent = await screened(seeing("b"), key, 0, topics=named, cursor=cursor)
-    assert page.answer is not None
-    assert {each.error_code for each in decode_response(key, 0, page.answer).topics} == {29}
+    answer = await answered(seeing("b"), key, 0, topics=named, cursor=cursor)
+    assert {each.error_code for each in answer.topics} == {29}
     # As in Kafka it must be one of them.
-    page, sent = await screened(seeing("b"), key, 0, topics=[{"name": "b"}], cursor=cursor)
-    assert page.answer is not None
-    assert [each.error_code for each in decode_response(key, 0, page.answer).topics] == [42]
+    answer = await answered(seeing("b"), key, 0, topics=[{"name": "b"}], cursor=cursor)
+    assert [each.error_code for each in answer.topics] == [42]
 
 
 @pytest.mark.parametrize("version", range(14))
@@ -251,7 +208,7 @@ async def test_brokers_see_no_denied_topic_of_metadata(version: int, creates: bo
     """Brokers list topics that do not exist last, so the order showed which denied topics exist."""
     fields = {"allow_auto_topic_creation": creates} if version >= 4 else {}
     topics = [{"name": name} for name in ("secret-1", "unknown", "b", "secret-2")]
-    found, sent = await screened(seeing("b"), keys.METADATA, version, topics=topics, **fields)
+    found, sent = await filtered(seeing("b"), keys.METADATA, version, topics=topics, **fields)
     assert [each.name for each in sent.topics] == ["b"]
     assert found.amend is not None
     answer = build_response(keys.METADATA, version, topics=[{"name": "b", "error_code": 0, "partitions": []}])
@@ -264,7 +221,7 @@ async def test_brokers_see_no_denied_topic_of_metadata(version: int, creates: bo
 async def test_metadata_of_denied_topics_still_names_brokers() -> None:
     """From version 1 on a request without topics asks only for brokers; in version 0 it asks for all topics."""
     for version in range(14):
-        found, sent = await screened(seeing("b"), keys.METADATA, version, topics=[{"name": "secret-1"}])
+        found, sent = await filtered(seeing("b"), keys.METADATA, version, topics=[{"name": "secret-1"}])
         assert (found.answer is None) == (version > 0)
         assert sent is None or sent.topics == []
 
@@ -274,7 +231,7 @@ async def test_metadata_of_denied_topics_still_names_brokers() -> None:
     [(keys.METADATA, 0, []), (keys.METADATA, 1, None), (keys.DESCRIBE_TOPIC_PARTITIONS, 0, [])],
 )
 async def test_all_topics_are_those_it_sees(api_key: int, version: int, topics: list[str] | None) -> None:
-    found, _ = await screened(seeing("b"), api_key, version, topics=topics)
+    found, _ = await filtered(seeing("b"), api_key, version, topics=topics)
     assert found.verdict is not None
     assert [found.verdict(name, bytes(16), 0) for name in (b"b", b"secret-1")] == [(0, True), None]
 
@@ -284,15 +241,13 @@ async def test_state_of_share_groups_needs_administration(version: int) -> None:
     """Their key type passed by the rules of transactional ids, and the broker created a topic for it."""
     asked = {"coordinator_keys": ["x"]} if version >= 4 else {"key": "x"}
     for key_type, error_code in ((2, 31), (3, 42)):
-        found, _ = await screened(seeing("b"), keys.FIND_COORDINATOR, version, key_type=key_type, **asked)
-        assert found.answer is not None
-        answer = decode_response(keys.FIND_COORDINATOR, version, found.answer)
+        answer = await answered(seeing("b"), keys.FIND_COORDINATOR, version, key_type=key_type, **asked)
         assert [each.error_code for each in (answer.coordinators if version >= 4 else [answer])] == [error_code]
 
 
 async def test_page_of_deleted_topics_is_not_the_last() -> None:
     key = keys.DESCRIBE_TOPIC_PARTITIONS
-    page, sent = await screened(seeing("a", "b", "c"), key, 0, topics=[], response_partition_limit=1)
+    page, sent = await filtered(seeing("a", "b", "c"), key, 0, topics=[], response_partition_limit=1)
     assert [each.name for each in sent.topics] == ["a", "b"]
     answer = build_response(key, 0, topics=[])
     assert page.amend is not None
@@ -306,13 +261,11 @@ async def test_page_of_deleted_topics_is_not_the_last() -> None:
 async def test_topic_is_named_or_has_an_id() -> None:
     """Kafka uses the id if Metadata has both, and refuses DeleteTopics with both. Other servers may differ."""
     topics = [{"name": "a", "topic_id": SECRET}]
-    decided, _ = await screened(seeing("a"), keys.METADATA, 10, topics=topics)
+    decided, _ = await filtered(seeing("a"), keys.METADATA, 10, topics=topics)
     assert decided.verdict is not None
     # The name of the topic with this id is not told.
     assert decided.verdict(b"secret-1", SECRET.bytes, 0) == (29, False)
-    decided, _ = await screened(seeing("a"), keys.DELETE_TOPICS, 6, topics=topics)
-    assert decided.answer is not None
-    (response,) = decode_response(keys.DELETE_TOPICS, 6, decided.answer).responses
+    (response,) = (await answered(seeing("a"), keys.DELETE_TOPICS, 6, topics=topics)).responses
     assert response.error_code == 42
 
 
@@ -328,20 +281,13 @@ class Told(SecurityEvents):
         self.denials.append(fields)
 
 
-def told_to(events: Told, *, dry_run: bool = False) -> ClientAccess:
-    rules = Rules([])
-    return AccessControl(lambda: rules, Counter(), dry_run=dry_run, events=events).client()
-
-
 @pytest.mark.parametrize("dry_run", [True, False])
 async def test_denials_of_request_are_one_event(dry_run: bool) -> None:
     """In a dry run each name is decided twice: before a broker is asked, and in its answer."""
     events = Told()
-    screen = AclFilter(told_to(events, dry_run=dry_run), Topology(), Portions())
-    names = [f"topic-{number}" for number in range(200)]
-    frame = request(keys.METADATA, 5, topics=[{"name": name} for name in names])
-    await screen.screen(frame, parse_request_header(frame))
-    screen.end()
+    by, names = filter_of(access_of(events=events, dry_run=dry_run)), [f"topic-{number}" for number in range(200)]
+    await filtered(by, keys.METADATA, 5, topics=[{"name": name} for name in names])
+    by.end()
     (denied,) = events.denials
     assert denied["names"] == names
     assert (denied["operation"], denied["resource"], denied["dry_run"]) == ("describe", "topic", dry_run)
@@ -350,14 +296,13 @@ async def test_denials_of_request_are_one_event(dry_run: bool) -> None:
 
 async def test_denials_in_answer_are_told_at_its_end() -> None:
     events = Told()
-    screen = AclFilter(told_to(events), Topology(), Portions())
-    frame = request(keys.METADATA, 12, topics=[{"topic_id": SECRET, "name": None}])
-    screened = await screen.screen(frame, parse_request_header(frame))
-    assert screened.verdict is not None
+    by = filter_of(access_of(events=events))
+    found, _ = await filtered(by, keys.METADATA, 12, topics=[{"topic_id": SECRET, "name": None}])
+    assert found.verdict is not None
     for _ in range(2):
-        screened.verdict(b"secret-1", SECRET.bytes, 0)
+        found.verdict(b"secret-1", SECRET.bytes, 0)
     assert events.denials == []
-    screen.end()
+    by.end()
     assert [denied["names"] for denied in events.denials] == [["secret-1"]]
 
 
@@ -369,10 +314,8 @@ async def test_denials_are_told_when_client_leaves_meanwhile(monkeypatch: pytest
         return decode(*given)
 
     monkeypatch.setattr(acl_filter, "decode_request", slowly)
-    frame = request(keys.DELETE_TOPICS, 5, topic_names=[f"topic-{n}" for n in range(300)], timeout_ms=1)
-    filtering = asyncio.create_task(
-        AclFilter(told_to(events), Topology(), Portions()).screen(frame, parse_request_header(frame))
-    )
+    by, names = filter_of(access_of(events=events)), [f"topic-{n}" for n in range(300)]
+    filtering = asyncio.create_task(filtered(by, keys.DELETE_TOPICS, 5, topic_names=names, timeout_ms=1))
     await asyncio.sleep(0.1)
     filtering.cancel()
     await asyncio.gather(filtering, return_exceptions=True)
@@ -384,13 +327,11 @@ async def test_denials_are_told_when_client_leaves_meanwhile(monkeypatch: pytest
 async def test_denials_of_partitions_are_one_event() -> None:
     events = Told()
     frame = memoryview(bytearray(produce_frame({f"t{n}": [0, 1] for n in range(3)})))
-    told_to(events).refused_writes(parse_produce(frame, parse_request_header(frame)))
+    access_of(events=events).refused_writes(parse_produce(frame, parse_request_header(frame)))
     assert [denied["names"] for denied in events.denials] == [["t0", "t1", "t2"]]
 
 
-async def test_long_requests_are_read_singly_beside_short_ones(
-    access: ClientAccess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_long_requests_are_read_singly_beside_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the long requests of one client take all threads, and no password is checked."""
     reading, most, may_end = 0, 0, threading.Event()
     decode = acl_filter.decode_request
@@ -408,8 +349,7 @@ async def test_long_requests_are_read_singly_beside_short_ones(
     # Long names: a request costs by their number.
     names = [{"name": f"topic-{number:090}"} for number in range(300)]
     long, medium, short = (request(keys.METADATA, 5, topics=names[:count]) for count in (300, 60, 1))
-    header = parse_request_header(long)
-    portions = Portions()
+    header, access, portions = parse_request_header(long), access_of(), Portions()
     waiting = [asyncio.create_task(AclFilter(access, Topology(), portions).screen(long, header)) for _ in range(40)]
     for frame in (medium, short):
         async with asyncio.timeout(10):

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 
 from kproxy.proxy import acl_filter
-from kproxy.proxy.access import AccessControl
 from kproxy.proxy.acl_filter import AclFilter
 from kproxy.proxy.apis import APIS, Api, Handling
-from kproxy.proxy.long_answers import Portions
-from kproxy.routing.topology import Topology
-from kproxy.security.acls import CLUSTER_NAME, Acl, Operation, Resource, Rules
+from kproxy.security.acls import CLUSTER_NAME, Operation, Resource
 from kproxy_codec import api_keys as keys
-from kproxy_codec.control import (
-    build_request,
-    build_response,
-    decode_request,
-    decode_response,
-    encode_request,
-    encode_response,
-)
+from kproxy_codec.control import build_response, decode_response, encode_response
 from kproxy_codec.errors import CodecError
 from kproxy_codec.framing import parse_request_header, request_header
 from kproxy_codec.partitioned import with_length
+from tests.unit.proxy import acl_filters
+from tests.unit.proxy.acl_filters import Right, access_of, answered, filtered
 
 ALTER, DELETE, DESCRIBE, READ = Operation.ALTER, Operation.DELETE, Operation.DESCRIBE, Operation.READ
 CLUSTER, GROUP, TOPIC, TRANSACTION = Resource.CLUSTER, Resource.GROUP, Resource.TOPIC, Resource.TRANSACTIONAL_ID
-Right = tuple[Operation, Resource, str]
 
 RULE = {"resource_type": 2, "resource_name": "t", "resource_pattern_type": 3, "principal": "User:u", "host": "*"}
 FILTER = {"resource_type_filter": 2, "pattern_type_filter": 3, "operation": 3, "permission_type": 3}
@@ -59,83 +49,62 @@ OF_CLUSTER: dict[int, tuple[int, dict[str, Any], Operation]] = {
 }
 BROKERS_ACLS = {keys.DESCRIBE_ACLS, keys.CREATE_ACLS, keys.DELETE_ACLS}
 
-# Of parts "a" and "b": the version, the fields, what each part needs, and what the whole request needs.
-OF_PARTS: dict[int, tuple[int, dict[str, Any], Operation, Resource, list[Right]]] = {
-    keys.DESCRIBE_GROUPS: (5, {"groups": ["a", "b"]}, DESCRIBE, GROUP, []),
-    keys.CONSUMER_GROUP_DESCRIBE: (0, {"group_ids": ["a", "b"]}, DESCRIBE, GROUP, []),
-    keys.DELETE_GROUPS: (2, {"groups_names": ["a", "b"]}, DELETE, GROUP, []),
-    keys.OFFSET_DELETE: (
-        0,
-        {"group_id": "g", "topics": [{"name": each, "partitions": [{"partition_index": 0}]} for each in "ab"]},
-        READ,
-        TOPIC,
-        [(DELETE, GROUP, "g")],
-    ),
-    keys.DELETE_RECORDS: (
-        2,
-        {"topics": [{"name": each, "partitions": [PARTITION]} for each in "ab"]},
-        DELETE,
-        TOPIC,
-        [],
-    ),
+
+def named(**fields: Any) -> list[dict[str, Any]]:
+    """The topics a and b."""
+    return [{"name": each, **fields} for each in "ab"]
+
+
+# Of parts "a" and "b": the version, the fields, and what each part needs.
+OF_PARTS: dict[int, tuple[int, dict[str, Any], Operation, Resource]] = {
+    keys.DESCRIBE_GROUPS: (5, {"groups": ["a", "b"]}, DESCRIBE, GROUP),
+    keys.CONSUMER_GROUP_DESCRIBE: (0, {"group_ids": ["a", "b"]}, DESCRIBE, GROUP),
+    keys.DELETE_GROUPS: (2, {"groups_names": ["a", "b"]}, DELETE, GROUP),
+    keys.OFFSET_DELETE: (0, {"group_id": "g", "topics": named(partitions=[{"partition_index": 0}])}, READ, TOPIC),
+    keys.DELETE_RECORDS: (2, {"topics": named(partitions=[PARTITION])}, DELETE, TOPIC),
     keys.OFFSET_FOR_LEADER_EPOCH: (
         4,
         {"topics": [{"topic": each, "partitions": [EPOCH]} for each in "ab"]},
         DESCRIBE,
         TOPIC,
-        [],
     ),
-    keys.DESCRIBE_PRODUCERS: (
-        0,
-        {"topics": [{"name": each, "partition_indexes": [0]} for each in "ab"]},
-        READ,
-        TOPIC,
-        [],
-    ),
-    keys.DESCRIBE_TRANSACTIONS: (0, {"transactional_ids": ["a", "b"]}, DESCRIBE, TRANSACTION, []),
+    keys.DESCRIBE_PRODUCERS: (0, {"topics": named(partition_indexes=[0])}, READ, TOPIC),
+    keys.DESCRIBE_TRANSACTIONS: (0, {"transactional_ids": ["a", "b"]}, DESCRIBE, TRANSACTION),
     keys.INCREMENTAL_ALTER_CONFIGS: (
         1,
         {"resources": [{"resource_type": 2, "resource_name": each, "configs": []} for each in "ab"]},
         ALTER,
         TOPIC,
-        [],
     ),
     keys.ALTER_CONFIGS: (
         2,
         {"resources": [{"resource_type": 32, "resource_name": each, "configs": []} for each in "ab"]},
         ALTER,
         GROUP,
-        [],
     ),
 }
+# What a whole request needs besides.
+WHOLE: dict[int, list[Right]] = {keys.OFFSET_DELETE: [(DELETE, GROUP, "g")]}
 ERRORS = {TOPIC: 29, GROUP: 30, CLUSTER: 31, TRANSACTION: 53}
 
 
 def filter_of(rights: Iterable[Right], *, dry_run: bool = False, is_carried: bool = False) -> AclFilter:
-    rules = Rules([Acl("User:*", False, frozenset({each}), kind, name, False) for each, kind, name in rights])
-    access = AccessControl(lambda: rules, Counter(), dry_run=dry_run).client()
-    return AclFilter(access, Topology(), Portions(), is_carried=is_carried)
+    return acl_filters.filter_of(access_of(rights, dry_run=dry_run), is_carried=is_carried)
 
 
-async def screen(screen: AclFilter, api_key: int, version: int, **fields: Any) -> tuple[Any, Any]:
-    """The answer of the proxy, and the request that a broker gets; one of them is None."""
-    body = encode_request(build_request(api_key, version, **fields))
-    frame = memoryview(bytearray(b"".join(with_length([request_header(api_key, version, 1, b"c"), body]))))
-    screened = await screen.screen(frame, parse_request_header(frame))
-    if screened.answer is not None:
-        return decode_response(api_key, version, screened.answer), None
-    rest = parse_request_header(screened.frame)
-    return None, decode_request(api_key, version, screened.frame[rest.body_offset :])
+async def sent(by: AclFilter, api_key: int, version: int, **fields: Any) -> Any:
+    """The request that a broker gets."""
+    _, request = await filtered(by, api_key, version, **fields)
+    assert request is not None
+    return request
 
 
 async def amended(rights: Iterable[Right], api_key: int, version: int, request: Any, **answer: Any) -> Any:
     """What the client gets of a broker's answer."""
-    body = encode_request(build_request(api_key, version, **request))
-    frame = memoryview(bytearray(b"".join(with_length([request_header(api_key, version, 1, b"c"), body]))))
-    filtered = filter_of(rights)
-    screened = await filtered.screen(frame, parse_request_header(frame))
+    by = filter_of(rights)
+    found, _ = await filtered(by, api_key, version, **request)
     whole = encode_response(build_response(api_key, version, **answer))
-    return decode_response(api_key, version, await filtered.amend(screened, whole))
+    return decode_response(api_key, version, await by.amend(found, whole))
 
 
 def codes(part: Any) -> Iterator[int]:
@@ -162,36 +131,34 @@ def test_every_administrative_api_is_covered() -> None:
 async def test_administration_needs_the_cluster(api_key: int) -> None:
     version, fields, operation = OF_CLUSTER[api_key]
     others = [(READ, CLUSTER, CLUSTER_NAME), (operation, TOPIC, CLUSTER_NAME), (operation, CLUSTER, "other")]
-    answer, sent = await screen(filter_of([] if operation is DESCRIBE else others), api_key, version, **fields)
-    assert sent is None
+    answer = await answered(filter_of([] if operation is DESCRIBE else others), api_key, version, **fields)
     assert set(codes(answer.to_dict())) == {31}
     rights = [(operation, CLUSTER, CLUSTER_NAME)]
-    answer, sent = await screen(filter_of(rights, is_carried=True), api_key, version, **fields)
-    assert sent is not None
-    answer, sent = await screen(filter_of([], dry_run=True), api_key, version, **fields)
-    assert sent is not None
-    answer, sent = await screen(filter_of(rights), api_key, version, **fields)
+    await sent(filter_of(rights, is_carried=True), api_key, version, **fields)
+    await sent(filter_of([], dry_run=True), api_key, version, **fields)
     if api_key in BROKERS_ACLS:
         # They would not hold for the clients of the proxy.
+        answer = await answered(filter_of(rights), api_key, version, **fields)
         assert set(codes(answer.to_dict())) == {54}
         assert "kproxy acl" in str(answer)
     else:
-        assert sent is not None
+        await sent(filter_of(rights), api_key, version, **fields)
 
 
 @pytest.mark.parametrize("api_key", OF_PARTS)
 async def test_each_part_needs_its_right(api_key: int) -> None:
-    version, fields, operation, kind, whole = OF_PARTS[api_key]
-    rights = [*whole, (operation, kind, "a")]
+    version, fields, operation, kind = OF_PARTS[api_key]
+    whole = WHOLE.get(api_key, [])
     at, _ = APIS[api_key].parts
-    answer, sent = await screen(filter_of(rights), api_key, version, **fields)
-    assert len(getattr(sent, at)) == 1
-    answer, sent = await screen(filter_of([*rights, (operation, kind, "b")]), api_key, version, **fields)
-    assert len(getattr(sent, at)) == 2
-    answer, sent = await screen(filter_of(whole), api_key, version, **fields)
+    for names in ("a", "ab"):
+        asked = await sent(
+            filter_of([*whole, *((operation, kind, name) for name in names)]), api_key, version, **fields
+        )
+        assert len(getattr(asked, at)) == len(names)
+    answer = await answered(filter_of(whole), api_key, version, **fields)
     assert list(codes(answer.to_dict())) == [ERRORS[kind]] * 2
     for need in whole:
-        answer, sent = await screen(filter_of(set(rights) - {need}), api_key, version, **fields)
+        answer = await answered(filter_of({*whole, (operation, kind, "a")} - {need}), api_key, version, **fields)
         assert set(codes(answer.to_dict())) == {ERRORS[need[1]]}
 
 
@@ -228,21 +195,18 @@ async def test_new_groups_need_their_topics() -> None:
     fields = {"group_id": "g", "member_id": "m", "member_epoch": 0, "subscribed_topic_names": ["t"]}
     rights = [(READ, GROUP, "g"), (DESCRIBE, TOPIC, "t")]
     for right, code in zip(rights, (30, 29), strict=True):
-        answer, _ = await screen(filter_of({*rights} - {right}), keys.CONSUMER_GROUP_HEARTBEAT, 1, **fields)
+        answer = await answered(filter_of({*rights} - {right}), keys.CONSUMER_GROUP_HEARTBEAT, 1, **fields)
         assert answer.error_code == code
-    _, sent = await screen(filter_of(rights), keys.CONSUMER_GROUP_HEARTBEAT, 1, **fields)
-    assert sent is not None
+    await sent(filter_of(rights), keys.CONSUMER_GROUP_HEARTBEAT, 1, **fields)
     fields["subscribed_topic_regex"] = "t.*"
-    answer, _ = await screen(filter_of(rights), keys.CONSUMER_GROUP_HEARTBEAT, 1, **fields)
-    assert answer.error_code == 29
-    _, sent = await screen(filter_of(rights, is_carried=True), keys.CONSUMER_GROUP_HEARTBEAT, 1, **fields)
-    assert sent is not None
+    assert (await answered(filter_of(rights), keys.CONSUMER_GROUP_HEARTBEAT, 1, **fields)).error_code == 29
+    await sent(filter_of(rights, is_carried=True), keys.CONSUMER_GROUP_HEARTBEAT, 1, **fields)
 
 
 async def test_operations_of_the_proxy_are_not_shown() -> None:
     fields = {"groups": ["a"], "include_authorized_operations": True}
-    _, sent = await screen(filter_of([(DESCRIBE, GROUP, "a")]), keys.DESCRIBE_GROUPS, 5, **fields)
-    assert not sent.include_authorized_operations
+    asked = await sent(filter_of([(DESCRIBE, GROUP, "a")]), keys.DESCRIBE_GROUPS, 5, **fields)
+    assert not asked.include_authorized_operations
 
 
 async def test_telemetry_is_passed_on_unread() -> None:
@@ -257,4 +221,4 @@ async def test_undecided_api_is_not_forwarded(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(acl_filter, "APIS", undecided)
     every = [(Operation.ADMIN, CLUSTER, CLUSTER_NAME)]
     with pytest.raises(CodecError, match="no rules of access are known for DESCRIBE_QUORUM"):
-        await screen(filter_of(every), keys.DESCRIBE_QUORUM, 1, topics=[])
+        await filtered(filter_of(every), keys.DESCRIBE_QUORUM, 1, topics=[])

@@ -2,143 +2,98 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 from uuid import UUID
 
 import pytest
 
-from kproxy.proxy.access import AccessControl
-from kproxy.proxy.acl_filter import AclFilter, Filtered
-from kproxy.proxy.long_answers import Portions
-from kproxy.routing.topology import Topology
-from kproxy.security.acls import CLUSTER_NAME, Acl, Operation, Resource, Rules
+from kproxy.proxy.acl_filter import Filtered
+from kproxy.security.acls import CLUSTER_NAME, Operation, Resource
 from kproxy_codec import api_keys as keys
-from kproxy_codec.control import (
-    build_request,
-    build_response,
-    decode_request,
-    decode_response,
-    encode_request,
-    encode_response,
-)
-from kproxy_codec.framing import parse_request_header, request_header
-from kproxy_codec.partitioned import with_length
+from kproxy_codec.control import build_response, decode_response, encode_response
+from tests.unit.proxy.acl_filters import Right, access_of, answered, filter_of, filtered
 
 GROUP, TRANSACTION, TOPIC, CLUSTER = Resource.GROUP, Resource.TRANSACTIONAL_ID, Resource.TOPIC, Resource.CLUSTER
 READ, WRITE, DESCRIBE = Operation.READ, Operation.WRITE, Operation.DESCRIBE
-Need = tuple[Operation, Resource, str]
 # The topics whose ids are known.
 IDS = {"a": UUID(int=5, version=4), "b": UUID(int=6, version=4)}
 UNKNOWN_ID = UUID(int=7, version=4)
 
 
-async def screen(needs: Iterable[Need], api_key: int, version: int, **fields: object) -> tuple[Filtered, Any]:
+async def screen(needs: Iterable[Right], api_key: int, version: int, **fields: object) -> tuple[Filtered, Any]:
     """The decision for a client with these rights, and what a broker gets."""
-    rules = Rules([Acl("User:*", False, frozenset({each}), kind, name, False) for each, kind, name in needs])
-    access = AccessControl(lambda: rules, Counter()).client()
-    body = encode_request(build_request(api_key, version, **fields))
-    frame = memoryview(bytearray(b"".join(with_length([request_header(api_key, version, 1, b"c"), body]))))
-    header = parse_request_header(frame)
-    topology = Topology()
-    for name, topic_id in IDS.items():
-        topology.set_topic_id(name.encode(), topic_id.bytes)
-    screened = await AclFilter(access, topology, Portions()).screen(frame, header)
-    if screened.answer is not None:
-        return screened, None
-    rest = parse_request_header(screened.frame)
-    return screened, decode_request(api_key, version, screened.frame[rest.body_offset :])
+    return await filtered(filter_of(access_of(needs), IDS), api_key, version, **fields)
 
 
-# Requests that are refused or pass whole: their required rights, and the error without one.
-WHOLE: dict[str, tuple[int, int, dict[str, object], list[tuple[Need, int]]]] = {
-    "Heartbeat": (
-        keys.HEARTBEAT,
-        3,
-        {"group_id": "g", "generation_id": 1, "member_id": "m"},
-        [((READ, GROUP, "g"), 30)],
-    ),
-    "LeaveGroup": (keys.LEAVE_GROUP, 1, {"group_id": "g", "member_id": "m"}, [((READ, GROUP, "g"), 30)]),
+async def refusal(needs: Iterable[Right], api_key: int, version: int, **fields: object) -> Any:
+    """The proxy's own answer to a client with these rights."""
+    return await answered(filter_of(access_of(needs), IDS), api_key, version, **fields)
+
+
+# The error without a right; an idempotent producer needs the right to some topic, or to the cluster.
+ERRORS = {GROUP: 30, CLUSTER: 31, TRANSACTION: 53, TOPIC: 31}
+ENDS: dict[str, object] = {"transactional_id": "x", "producer_id": 1, "producer_epoch": 1}
+NO_TRANSACTION: dict[str, object] = {"transactional_id": None, "transaction_timeout_ms": 1}
+ANY_TOPIC = "InitProducerId of an idempotent producer"
+# Requests that are refused or pass whole, and their required rights.
+WHOLE: dict[str, tuple[int, int, dict[str, object], list[Right]]] = {
+    "Heartbeat": (keys.HEARTBEAT, 3, {"group_id": "g", "generation_id": 1, "member_id": "m"}, [(READ, GROUP, "g")]),
+    "LeaveGroup": (keys.LEAVE_GROUP, 1, {"group_id": "g", "member_id": "m"}, [(READ, GROUP, "g")]),
     "InitProducerId": (
         keys.INIT_PRODUCER_ID,
         1,
         {"transactional_id": "x", "transaction_timeout_ms": 1},
-        [((WRITE, TRANSACTION, "x"), 53)],
+        [(WRITE, TRANSACTION, "x")],
     ),
-    "InitProducerId of an idempotent producer": (
-        keys.INIT_PRODUCER_ID,
-        1,
-        {"transactional_id": None, "transaction_timeout_ms": 1},
-        [((WRITE, TOPIC, "any"), 31)],
-    ),
+    ANY_TOPIC: (keys.INIT_PRODUCER_ID, 1, NO_TRANSACTION, [(WRITE, TOPIC, "any")]),
     "InitProducerId by the cluster": (
         keys.INIT_PRODUCER_ID,
         1,
-        {"transactional_id": None, "transaction_timeout_ms": 1},
-        [((WRITE, CLUSTER, CLUSTER_NAME), 31)],
+        NO_TRANSACTION,
+        [(WRITE, CLUSTER, CLUSTER_NAME)],
     ),
-    "EndTxn": (
-        keys.END_TXN,
-        1,
-        {"transactional_id": "x", "producer_id": 1, "producer_epoch": 1, "committed": True},
-        [((WRITE, TRANSACTION, "x"), 53)],
-    ),
+    "EndTxn": (keys.END_TXN, 1, {**ENDS, "committed": True}, [(WRITE, TRANSACTION, "x")]),
     "AddOffsetsToTxn": (
         keys.ADD_OFFSETS_TO_TXN,
         1,
-        {"transactional_id": "x", "producer_id": 1, "producer_epoch": 1, "group_id": "g"},
-        [((WRITE, TRANSACTION, "x"), 53), ((READ, GROUP, "g"), 30)],
+        {**ENDS, "group_id": "g"},
+        [(WRITE, TRANSACTION, "x"), (READ, GROUP, "g")],
     ),
-    "FindCoordinator of a group": (
-        keys.FIND_COORDINATOR,
-        1,
-        {"key": "g", "key_type": 0},
-        [((DESCRIBE, GROUP, "g"), 30)],
-    ),
-    "FindCoordinator of a group, without types": (
-        keys.FIND_COORDINATOR,
-        0,
-        {"key": "g"},
-        [((DESCRIBE, GROUP, "g"), 30)],
-    ),
+    "FindCoordinator of a group": (keys.FIND_COORDINATOR, 1, {"key": "g", "key_type": 0}, [(DESCRIBE, GROUP, "g")]),
+    "FindCoordinator of a group, without types": (keys.FIND_COORDINATOR, 0, {"key": "g"}, [(DESCRIBE, GROUP, "g")]),
     "FindCoordinator of a transaction": (
         keys.FIND_COORDINATOR,
         2,
         {"key": "x", "key_type": 1},
-        [((DESCRIBE, TRANSACTION, "x"), 53)],
+        [(DESCRIBE, TRANSACTION, "x")],
     ),
     "FindCoordinator of a share group": (
         keys.FIND_COORDINATOR,
         2,
         {"key": "x", "key_type": 2},
-        [((Operation.ADMIN, CLUSTER, CLUSTER_NAME), 31)],
+        [(Operation.ADMIN, CLUSTER, CLUSTER_NAME)],
     ),
 }
 
 
 @pytest.mark.parametrize("name", WHOLE)
 async def test_request_passes_with_all_its_rights_alone(name: str) -> None:
-    api_key, version, fields, needs = WHOLE[name]
-    every = [need for need, _ in needs]
+    api_key, version, fields, every = WHOLE[name]
     screened, sent = await screen(every, api_key, version, **fields)
     assert sent is not None
     assert screened.amend is None
-    for missing, error_code in needs:
+    for missing in every:
         rights = [need for need in every if need != missing]
         # The same right on another resource does not help, nor does another right on this one.
         operation, kind, resource = missing
-        rights += [(operation, kind, resource + "-2")] if name != "InitProducerId of an idempotent producer" else []
+        rights += [(operation, kind, resource + "-2")] if name != ANY_TOPIC else []
         rights += [(Operation.CREATE, kind, resource)]
-        screened, sent = await screen(rights, api_key, version, **fields)
-        assert screened.answer is not None
-        assert decode_response(api_key, version, screened.answer).error_code == error_code
+        assert (await refusal(rights, api_key, version, **fields)).error_code == ERRORS[kind]
 
 
 async def test_refused_producer_gets_no_id() -> None:
-    screened, _ = await screen([], keys.INIT_PRODUCER_ID, 1, transactional_id="x", transaction_timeout_ms=1)
-    assert screened.answer is not None
-    answer = decode_response(keys.INIT_PRODUCER_ID, 1, screened.answer)
+    answer = await refusal([], keys.INIT_PRODUCER_ID, 1, transactional_id="x", transaction_timeout_ms=1)
     assert (answer.producer_id, answer.producer_epoch) == (-1, -1)
 
 
@@ -163,21 +118,15 @@ async def test_offsets_need_group_and_each_topic(api_key: int) -> None:
     screened, sent = await screen([*needs, (operation, TOPIC, "b")], api_key, version, **fields)
     assert ([each.name for each in sent.topics], screened.amend) == (["a", "b"], None)
     # Without any topic, no broker needs to be asked.
-    screened, _ = await screen(needs[:2], api_key, version, **fields)
-    assert screened.answer is not None
-    topics = decode_response(api_key, version, screened.answer).topics
+    topics = (await refusal(needs[:2], api_key, version, **fields)).topics
     assert [(each.name, each.partitions[0].partition_index) for each in topics] == [("a", 3), ("b", 3)]
     assert {each.partitions[0].error_code for each in topics} == {29}
-    screened, _ = await screen(needs[1:], api_key, version, **fields)
-    assert screened.answer is not None
-    refused = decode_response(api_key, version, screened.answer)
+    refused = await refusal(needs[1:], api_key, version, **fields)
     codes = {each.error_code for topic in refused.topics for each in topic.partitions}
     assert codes == ({30} if api_key != keys.OFFSET_FETCH else set())
     assert api_key != keys.OFFSET_FETCH or refused.error_code == 30
     if api_key == keys.TXN_OFFSET_COMMIT:
-        screened, _ = await screen([needs[0], needs[2]], api_key, version, **fields)
-        assert screened.answer is not None
-        refused = decode_response(api_key, version, screened.answer)
+        refused = await refusal([needs[0], needs[2]], api_key, version, **fields)
         assert {each.error_code for topic in refused.topics for each in topic.partitions} == {53}
 
 
@@ -219,9 +168,7 @@ async def test_offsets_of_groups_need_each_of_them(version: int) -> None:
     # With all rights it passes as it is; without any group there is nothing to ask a broker for.
     screened, sent = await screen(needs, keys.OFFSET_FETCH, version, groups=[{"group_id": "g", "topics": topics("a")}])
     assert (screened.amend, len(sent.groups)) == (None, 1)
-    screened, _ = await screen([], keys.OFFSET_FETCH, version, groups=groups)
-    assert screened.answer is not None
-    refused = decode_response(keys.OFFSET_FETCH, version, screened.answer).groups
+    refused = (await refusal([], keys.OFFSET_FETCH, version, groups=groups)).groups
     assert [(each.group_id, each.error_code) for each in refused] == [(group, 30) for group in asked]
 
 
@@ -265,19 +212,17 @@ async def test_partitions_are_added_together_or_not_at_all() -> None:
         "v3_and_below_topics": topics,
     }
     needs = [(WRITE, TRANSACTION, "x"), (WRITE, TOPIC, "a"), (WRITE, TOPIC, "b")]
-    screened, sent = await screen(needs, keys.ADD_PARTITIONS_TO_TXN, 1, **fields)
+    _, sent = await screen(needs, keys.ADD_PARTITIONS_TO_TXN, 1, **fields)
     assert sent is not None
     for rights, codes in ((needs[:2], {"a": 55, "b": 29}), (needs[1:], {"a": 53, "b": 53})):
-        screened, _ = await screen(rights, keys.ADD_PARTITIONS_TO_TXN, 1, **fields)
-        assert screened.answer is not None
-        results = decode_response(keys.ADD_PARTITIONS_TO_TXN, 1, screened.answer).results_by_topic_v3_and_below
+        results = (await refusal(rights, keys.ADD_PARTITIONS_TO_TXN, 1, **fields)).results_by_topic_v3_and_below
         told = {each.name: {one.partition_error_code for one in each.results_by_partition} for each in results}
         assert told == {name: {code} for name, code in codes.items()}
         assert [len(each.results_by_partition) for each in results] == [2, 2]
 
 
 @pytest.mark.parametrize(
-    ("api_key", "version", "asked", "answered", "operation", "message"),
+    ("api_key", "version", "asked", "results", "operation", "message"),
     [
         (keys.CREATE_TOPICS, 4, "topics", "topics", Operation.CREATE, "Authorization failed."),
         (keys.CREATE_PARTITIONS, 1, "topics", "results", Operation.ALTER, None),
@@ -287,7 +232,7 @@ async def test_partitions_are_added_together_or_not_at_all() -> None:
     ],
 )
 async def test_each_topic_is_changed_by_its_right(
-    api_key: int, version: int, asked: str, answered: str, operation: Operation, message: str | None
+    api_key: int, version: int, asked: str, results: str, operation: Operation, message: str | None
 ) -> None:
     def fields(*names: str) -> dict[str, object]:
         more: dict[str, object] = {}
@@ -304,18 +249,16 @@ async def test_each_topic_is_changed_by_its_right(
     assert screened.amend is not None
     screened, sent = await screen([(operation, TOPIC, "a")], api_key, version, **fields("a"))
     assert screened.amend is None
-    screened, _ = await screen([(operation, TOPIC, "c"), (DESCRIBE, TOPIC, "b")], api_key, version, **fields("b"))
-    assert screened.answer is not None
-    (refused,) = getattr(decode_response(api_key, version, screened.answer), answered)
+    others: list[Right] = [(operation, TOPIC, "c"), (DESCRIBE, TOPIC, "b")]
+    (refused,) = getattr(await refusal(others, api_key, version, **fields("b")), results)
     assert (refused.name, refused.error_code) == ("b", 29)
     assert message is None or refused.error_message == message
 
 
 async def test_topic_is_deleted_by_known_id_alone() -> None:
     topics = [{"name": None, "topic_id": UUID(int=9)}]
-    screened, _ = await screen([(Operation.DELETE, TOPIC, "a")], keys.DELETE_TOPICS, 6, topics=topics, timeout_ms=1)
-    assert screened.answer is not None
-    (refused,) = decode_response(keys.DELETE_TOPICS, 6, screened.answer).responses
+    rights = [(Operation.DELETE, TOPIC, "a")]
+    (refused,) = (await refusal(rights, keys.DELETE_TOPICS, 6, topics=topics, timeout_ms=1)).responses
     assert (refused.error_code, refused.topic_id) == (100, UUID(int=9))
 
 
@@ -333,16 +276,10 @@ async def test_configs_are_described_by_kind() -> None:
         ([(DESCRIBE, TOPIC, "a")], ["a"], {"b": 29, "1": 31}),
         ([(DESCRIBE, CLUSTER, CLUSTER_NAME)], ["1"], {"a": 29, "b": 29}),
     ):
-        screened, sent = await screen(rights, keys.DESCRIBE_CONFIGS, 1, resources=resources)
+        _, sent = await screen(rights, keys.DESCRIBE_CONFIGS, 1, resources=resources)
         assert [each.resource_name for each in sent.resources] == kept
-        screened, _ = await screen(
-            rights,
-            keys.DESCRIBE_CONFIGS,
-            1,
-            resources=[each for each in resources if each["resource_name"] not in kept],
-        )
-        assert screened.answer is not None
-        results = decode_response(keys.DESCRIBE_CONFIGS, 1, screened.answer).results
+        others = [each for each in resources if each["resource_name"] not in kept]
+        results = (await refusal(rights, keys.DESCRIBE_CONFIGS, 1, resources=others)).results
         assert {each.resource_name: each.error_code for each in results} == refused
 
 

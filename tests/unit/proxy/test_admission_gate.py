@@ -23,7 +23,7 @@ from kproxy.security.sasl_client import Credential
 from kproxy.security.users import Users
 from kproxy_codec import api_keys as keys
 from kproxy_codec.control import decode_response
-from kproxy_codec.framing import parse_request_header, response_body_offset
+from kproxy_codec.framing import response_body_offset
 from tests.support.clients.raw_client import control_frame
 from tests.support.security import sasl_client as client
 
@@ -113,13 +113,32 @@ async def take(gate: Gate, frame: bytes) -> bool:
     return taken
 
 
-async def log_in(gate: Gate, name: str = "alice", password: str = "alice-secret", version: int = 2) -> None:
+async def prove(gate: Gate, name: str = "alice", password: str = "alice-secret") -> None:
+    await take(gate, client.authenticate(client.plain(name, password)))
+
+
+async def log_in(gate: Gate, name: str = "alice", password: str = "alice-secret") -> None:
     await take(gate, client.handshake("PLAIN"))
-    await take(gate, client.authenticate(client.plain(name, password), version))
+    await prove(gate, name, password)
 
 
-def answer(session: Session, place: int, api_key: int, version: int) -> Any:
-    (frame,) = session.slots[place].frames
+async def admitted(site: Site, name: str = "alice") -> tuple[Gate, Session]:
+    """A client that has logged in."""
+    gate, session, _ = site.enter()
+    await log_in(gate, name, f"{name}-secret")
+    assert session.done == ["admit"]
+    return gate, session
+
+
+def renew(gate: Gate) -> Slot:
+    """Begin to authenticate again; the slot gets the answer."""
+    slot = Slot()
+    gate.renew(memoryview(client.handshake("PLAIN")), slot)  # type: ignore[arg-type]
+    return slot
+
+
+def answer(slot: Slot, api_key: int, version: int) -> Any:
+    (frame,) = slot.frames
     view = memoryview(frame)
     return decode_response(api_key, version, view[response_body_offset(view, api_key, version) :])
 
@@ -132,14 +151,13 @@ async def test_client_with_password_is_admitted_once() -> None:
     assert await take(gate, client.handshake("PLAIN"))
     assert session.done == []
     assert pressures == []
-    await take(gate, client.authenticate(client.plain("alice", "alice-secret")))
+    await prove(gate)
     assert pressures == [True, False]
     assert session.principal == Principal("alice")
     assert session.done == ["admit"]
-    assert [
-        answer(session, 0, keys.SASL_HANDSHAKE, 1).error_code,
-        answer(session, 1, keys.SASL_AUTHENTICATE, 2).error_code,
-    ] == [0, 0]
+    shaken, proved = session.slots
+    assert answer(shaken, keys.SASL_HANDSHAKE, 1).error_code == 0
+    assert answer(proved, keys.SASL_AUTHENTICATE, 2).error_code == 0
     assert site.counters == {"sasl.succeeded.PLAIN": 1}
     # The session is authenticated, so the timeout for authentication no longer applies.
     gate.look(site.clock() + 1e6)
@@ -162,7 +180,7 @@ async def test_wrong_password_is_answered_late_and_closed(monkeypatch: pytest.Mo
     await log_in(gate, password="wrong")
     assert admissions.REFUSAL_DELAY_S in slept
     assert (session.done, session.principal, session.refusals) == (["drain"], None, [])
-    refusal = answer(session, 1, keys.SASL_AUTHENTICATE, 2)
+    refusal = answer(session.slots[1], keys.SASL_AUTHENTICATE, 2)
     assert (refusal.error_code, refusal.error_message) == (58, "Authentication failed: Invalid username or password")
     assert site.counters == {"sasl.failed.PLAIN": 1}
     assert pressures == [True, False]
@@ -215,8 +233,7 @@ async def test_authentication_has_a_time_limit() -> None:
 
 async def test_session_is_renewed_before_other_requests() -> None:
     site = Site(lifetime_s=10.0, timeout_s=4.0)
-    gate, session, _ = site.enter()
-    await log_in(gate)
+    gate, session = await admitted(site)
     began = site.clock.now
     gate.look(began + 9.9)
     assert session.done == ["admit"]
@@ -229,7 +246,7 @@ async def test_session_is_renewed_before_other_requests() -> None:
     await take(gate, client.handshake("PLAIN"))
     gate.look(site.clock.now + 4.0)
     assert session.refusals == []
-    await take(gate, client.authenticate(client.plain("alice", "alice-secret")))
+    await prove(gate)
     assert session.done == ["admit", "guard", "admit"]
     gate.look(site.clock.now + 9.9)
     assert session.done == ["admit", "guard", "admit"]
@@ -242,14 +259,10 @@ async def test_session_is_renewed_before_other_requests() -> None:
 
 async def test_renewal_that_takes_too_long_ends_client() -> None:
     site = Site(timeout_s=4.0)
-    gate, session, _ = site.enter()
-    await log_in(gate)
+    gate, session = await admitted(site)
     site.clock.now += 100
-    slot = Slot()
-    frame = memoryview(client.handshake("PLAIN"))
-    gate.renew(frame, slot)  # type: ignore[arg-type]
+    assert len(renew(gate).frames) == 1
     assert session.done == ["admit", "guard"]
-    assert len(slot.frames) == 1
     gate.look(site.clock.now + 3.9)
     assert session.refusals == []
     gate.look(site.clock.now + 4.1)
@@ -258,32 +271,19 @@ async def test_renewal_that_takes_too_long_ends_client() -> None:
 
 async def test_early_renewal_is_refused_without_closing() -> None:
     site = Site()
-    gate, session, _ = site.enter()
-    await log_in(gate)
-    slot = Slot()
-    gate.renew(memoryview(client.handshake("PLAIN")), slot)  # type: ignore[arg-type]
+    gate, session = await admitted(site)
+    assert len(renew(gate).frames) == 1
     assert session.done == ["admit"]
-    assert len(slot.frames) == 1
     site.clock.now += 2
-    gate.renew(memoryview(client.handshake("PLAIN")), slot)  # type: ignore[arg-type]
-    await log_in_again(gate, "bob", "bob-secret")
+    renew(gate)
+    await prove(gate, "bob", "bob-secret")
     assert session.principal == Principal("alice")
     assert session.done == ["admit", "guard", "drain"]
 
 
-async def log_in_again(gate: Gate, name: str, password: str) -> None:
-    await take(gate, client.authenticate(client.plain(name, password)))
-
-
 async def test_sasl_is_refused_where_certificates_authenticate() -> None:
     gate, session, _ = Site(by_certificate=True).enter(ALICE)
-    slot = Slot()
-    frame = memoryview(client.handshake("PLAIN"))
-    gate.renew(frame, slot)  # type: ignore[arg-type]
-    view = memoryview(slot.frames[0])
-    body = view[response_body_offset(view, keys.SASL_HANDSHAKE, 1) :]
-    assert decode_response(keys.SASL_HANDSHAKE, 1, body).error_code == 34
-    assert parse_request_header(frame).api_key == keys.SASL_HANDSHAKE
+    assert answer(renew(gate), keys.SASL_HANDSHAKE, 1).error_code == 34
     assert session.done == ["admit"]
 
 
@@ -355,27 +355,21 @@ async def test_connections_of_address_are_limited() -> None:
 async def test_connections_of_principal_are_limited() -> None:
     limits = Quotas([QuotaSection(principal="User:alice", connections=1)])
     site = Site(quotas=lambda: limits)
-    gate, session, _ = site.enter()
-    await log_in(gate)
-    assert session.done == ["admit"]
+    gate, _ = await admitted(site)
     second, refused, _ = site.enter()
     await log_in(second)
     assert (refused.done, refused.refusals) == ([], ["User:alice has more than 1 connections"])
     assert site.counters["clients.too_many"] == 1
-    other, session, _ = site.enter()
-    await log_in(other, "bob", "bob-secret")
-    assert session.done == ["admit"]
+    await admitted(site, "bob")
     await second.close()
     # A renewal counts nothing twice.
     site.clock.now += 2
-    gate.renew(memoryview(client.handshake("PLAIN")), Slot())  # type: ignore[arg-type]
-    await log_in_again(gate, "alice", "alice-secret")
+    renew(gate)
+    await prove(gate)
     assert site.admission.connections.by_principal == {"alice": 1, "bob": 1}
     await gate.close()
     assert site.admission.connections.by_principal == {"bob": 1}
-    third, session, _ = site.enter()
-    await log_in(third)
-    assert session.done == ["admit"]
+    await admitted(site)
 
 
 def test_connections_at_other_workers_count_too() -> None:
@@ -399,7 +393,7 @@ async def test_brokers_judge_forwarded_identity() -> None:
     gate, session, _ = site.enter()
     await take(gate, client.handshake("PLAIN"))
     site.clock.now += 1
-    await log_in_again(gate, "carol", "x")
+    await prove(gate, "carol", "x")
     ((credential, within_s),) = session.carried
     assert credential.first() == client.plain("carol", "x")
     assert within_s == pytest.approx(4.0 * 0.9 - 1)
@@ -420,7 +414,7 @@ async def test_identity_refused_by_all_brokers_is_not_admitted(is_judged: bool) 
     assert session.principal is None
     assert site.counters == {"sasl.failed.PLAIN": 1}
     if is_judged:
-        assert answer(session, 1, keys.SASL_AUTHENTICATE, 2).error_message == "no such user"
+        assert answer(session.slots[1], keys.SASL_AUTHENTICATE, 2).error_message == "no such user"
         assert (session.done, session.refusals) == (["drain"], [])
     else:
         assert (session.done, session.refusals) == ([], ["no broker answers"])
@@ -442,31 +436,27 @@ async def test_credential_that_fails_here_reaches_no_broker() -> None:
     gate, session, _ = site.enter()
     await log_in(gate, "carol", "x")
     site.clock.now += 2
-    gate.renew(memoryview(client.handshake("PLAIN")), Slot())  # type: ignore[arg-type]
-    await log_in_again(gate, "dave", "x")
+    renew(gate)
+    await prove(gate, "dave", "x")
     assert len(session.carried) == 1
     assert session.done == ["admit", "guard", "drain"]
     # A session whose listener checks certificates is not counted either.
-    own, session, _ = Site().enter()
-    await log_in(own)
+    _, session = await admitted(Site())
     assert session.carried == []
 
 
 async def test_removed_user_is_disconnected() -> None:
     present = [client.users()]
     site = Site(users=lambda: present[-1])
-    gates = {name: site.enter() for name in ("alice", "bob")}
-    for name, (gate, _, _) in gates.items():
-        await log_in(gate, name, f"{name}-secret")
+    (alice, of_alice), (bob, of_bob) = [await admitted(site, name) for name in ("alice", "bob")]
     present.append(client.users("alice"))
-    for _ in range(2):
-        for gate, _, _ in gates.values():
-            gate.look(site.clock.now)
-    assert [session.done for _, session, _ in gates.values()] == [["admit"], ["admit", "its user was removed"]]
+    for gate in (alice, bob) * 2:
+        gate.look(site.clock.now)
+    assert (of_alice.done, of_bob.done) == (["admit"], ["admit", "its user was removed"])
     # A user that was added again is another user.
     present.append(Users({"alice": client.credentials_of("alice")}, {"alice": 7}))
-    gates["alice"][0].look(site.clock.now)
-    assert gates["alice"][1].done == ["admit", "its user was removed"]
+    alice.look(site.clock.now)
+    assert of_alice.done == ["admit", "its user was removed"]
 
 
 async def test_authentication_step_ends_with_its_connection() -> None:

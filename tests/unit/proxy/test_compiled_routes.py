@@ -78,15 +78,15 @@ class Client:
 
     def __init__(
         self,
+        *proven: tuple[bytes, int],
         access: Access | None = None,
-        *,
         gated: Collection[bytes] = (),
         confirms: bool = False,
         core_partitions: int = 0,
         acks: ConnectionAcks | None = None,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self.proven: set[tuple[bytes, int]] = set()
+        self.proven = {*proven}
         self.upstream = Upstream()
         self.routes = SimpleNamespace(generation=0, proven_on=lambda *each: 1 if each in self.proven else None)
         core = SimpleNamespace(routes=self.routes, version=1)
@@ -147,8 +147,7 @@ def test_topics_without_a_proven_route_leave_nothing_behind() -> None:
 
 @is_compiled
 def test_proven_routes_are_kept_until_core_changes_them() -> None:
-    client = Client()
-    client.proven |= {(b"t", 7), (b"u", 0)}
+    client = Client((b"t", 7), (b"u", 0))
     for _ in range(2):
         assert client.take("t", 7)
         assert not client.take("t", 6)
@@ -163,9 +162,8 @@ def test_proven_routes_are_kept_until_core_changes_them() -> None:
 
 @is_compiled
 def test_kept_routes_are_bounded() -> None:
-    client = Client()
     highest = MOST_PLACES // 2
-    client.proven |= {(name.encode(), highest) for name in "abcd"}
+    client = Client(*((name.encode(), highest) for name in "abcd"))
     for name in "abcdabcd":
         # The first topic beyond the bound takes the Python path, which clears the kept topics.
         client.take(name, highest)
@@ -179,8 +177,7 @@ def test_kept_routes_are_bounded() -> None:
 
 @is_compiled
 def test_route_to_forbidden_topic_is_not_kept() -> None:
-    client = Client(Access(b"t"))
-    client.proven |= {(b"t", 0), (b"u", 0)}
+    client = Client((b"t", 0), (b"u", 0), access=Access(b"t"))
     for _ in range(2):
         assert client.take("t", 0)
         assert not client.take("u", 0)
@@ -190,8 +187,7 @@ def test_route_to_forbidden_topic_is_not_kept() -> None:
 
 @is_compiled
 def test_writer_group_closes_only_its_topics_gate() -> None:
-    client = Client(gated={b"g"})
-    client.proven |= {(b"t", 0), (b"g", 0)}
+    client = Client((b"t", 0), (b"g", 0), gated={b"g"})
     for _ in range(2):
         assert client.take("t", 0)
         assert not client.take("g", 0)
@@ -201,16 +197,14 @@ def test_writer_group_closes_only_its_topics_gate() -> None:
 
 @is_compiled
 def test_unconfirmed_acks_0_request_is_left() -> None:
-    client = Client()
-    client.proven.add((b"t", 0))
+    client = Client((b"t", 0))
     assert not client.take("t", 0, acks=0)
     assert client.upstream.sent == 0
 
 
 @is_compiled
 def test_confirmed_acks_0_request_has_no_answer() -> None:
-    client = Client(confirms=True)
-    client.proven.add((b"t", 0))
+    client = Client((b"t", 0), confirms=True)
     assert client.take("t", 0, acks=0)
     sent = client.upstream.frames[0]
     request = parse_produce(sent, parse_request_header(sent))
@@ -224,8 +218,7 @@ def test_confirmed_acks_0_request_has_no_answer() -> None:
 @is_compiled
 def test_open_partitions_of_core_leave_less_room() -> None:
     for open_partitions, has_room in ((0, True), (MAX_PARTITIONS - 2, True), (MAX_PARTITIONS - 1, False)):
-        client = Client(core_partitions=open_partitions)
-        client.proven |= {(b"t", 0), (b"t", 1)}
+        client = Client((b"t", 0), (b"t", 1), core_partitions=open_partitions)
         assert client.take_all({"t": [0, 1]}) is has_room
 
 
@@ -233,8 +226,7 @@ def test_open_partitions_of_core_leave_less_room() -> None:
 @pytest.mark.parametrize("version", [7, 9])
 def test_transactional_id_needs_its_permission(version: int) -> None:
     access = Access(b"t", b"mine")
-    client = Client(access)
-    client.proven.add((b"t", 0))
+    client = Client((b"t", 0), access=access)
     for _ in range(2):
         assert client.take("t", 0, version=version, transactional_id="mine")
         assert not client.take("t", 0, version=version, transactional_id="mind")
@@ -258,8 +250,7 @@ def test_batches_are_recorded_like_in_core(version: int) -> None:
     now = [0.0]
     trail = Trail("p", "i", clock=lambda: now[0], wall_ms=lambda: 0, deadline_cap_ms=30_000, interval_s=1.0)
     compiled_notes, core_notes = (trail.connection(Topology()) for _ in range(2))
-    client = Client(acks=compiled_notes, clock=lambda: now[0])
-    client.proven.add((b"t", 0))
+    client = Client((b"t", 0), acks=compiled_notes, clock=lambda: now[0])
     for number, (records, offset) in enumerate([(batch(0), 17), (batch(1), 18), (batch(2), 30), (batch(4), 31)]):
         now[0] = number / 1000
         assert client.take("t", 0, records=records, version=version, acks=1)

@@ -108,15 +108,6 @@ def test_throttle_time_of_a_refusal_is_kept() -> None:
     assert play.answers(2, "t-0") == ["answer 1: t-0@20 throttle 20"]
 
 
-def test_unknown_tagged_fields_survive_the_merge() -> None:
-    play = Playbook()
-    play.submits(1, "t-0 t-1")
-    for piece, partition, tags in ((1, 0, [(100, b"a"), (102, b"b")]), (2, 1, [(100, b"c"), (101, b"d")])):
-        fields = sample_response(PRODUCE, {"t": [partition]}, throttle_time_ms=0, tags=tags)
-        play.answers_bytes(piece, response_frame(PRODUCE, 9, response_body(PRODUCE, 9, fields)))
-    assert play.exchanges[1]._tags == [(100, b"a"), (101, b"d"), (102, b"b")]
-
-
 def test_acknowledgement_is_noted_before_its_answer() -> None:
     play = Playbook({"t": [1, 1, 2]})
     play.submits(1, "t-0 t-1 t-2")
@@ -182,26 +173,6 @@ def test_read_with_unreadable_answer_is_asked_again() -> None:
 
 
 # Reads
-
-
-@pytest.mark.parametrize("event", [5, 6])
-def test_refused_read_is_asked_three_times(event: int) -> None:
-    play = Playbook()
-    play.fetches(1, "t-0")
-    for piece in (1, 2):
-        assert play.answers(piece, f"t-0={event}") == []
-        assert play.wakes() == [f"send #{piece + 1} b1/c1: 1 t-0"]
-    assert play.answers(3, f"t-0={event}") == [f"answer 1: t-0={event}"]
-    assert play.aside[-1] == f"failed Fetch {event} of b1"
-
-
-def test_lost_read_is_asked_thrice_and_gets_6() -> None:
-    play = Playbook()
-    play.lists_offsets(1, "t-0")
-    for connection in (1, 2):
-        assert play.loses(connection) == []
-        play.wakes()
-    assert play.loses(3) == ["answer 1: t-0=6"]
 
 
 def test_batches_wait_for_no_read() -> None:

@@ -49,6 +49,7 @@ def test_route_is_new_after_ownership_returns(owners: tuple[int | None, ...]) ->
 def test_route_is_new_again_on_another_connection() -> None:
     play = proven()
     assert play.loses(1) == []
+    assert play.core._in_flight.connections == {}
     assert not play.proven("t-0")
     assert play.submits(2, "t-0") == ["send #2 b1/c2: 2 t-0"]
     assert play.submits(3, "t-0") == []
@@ -207,14 +208,6 @@ def test_batch_refused_for_itself_gets_its_own_code() -> None:
     for piece, code in ((2, 6), (3, 19)):
         assert play.answers(piece, f"t-0={code}") == []
     assert play.answers(4, "t-0") == ["answer 2: t-0=6", "answer 3: t-0=19", "answer 4: t-0@40"]
-
-
-def test_later_batch_goes_behind_waiting_refused_one() -> None:
-    play = piped(2)
-    assert play.answers(2, "t-0=19") == []
-    assert play.submits(3, "t-0") == []
-    assert play.wakes() == ["send #3 b1/c1: 2 t-0"]
-    assert play.answers(3, "t-0") == ["answer 2: t-0@30", "send #4 b1/c1: 3 t-0"]
 
 
 def test_pipelined_refusals_do_not_lengthen_back_off() -> None:

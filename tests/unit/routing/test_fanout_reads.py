@@ -28,34 +28,29 @@ def found(play: Playbook, sequence: int, asked: str, answers: dict[int, str], **
 ONE_EACH = {1: "t-0:900", 2: "t-1:900", 3: "t-2:900"}
 
 
-def test_only_first_batch_exceeds_max_bytes() -> None:
-    assert found(Playbook(), 1, "t-0 t-1 t-2", ONE_EACH, max_bytes=1) == [900, 0, 0]
+OVER_A_MIB = (1 << 20) + 1
 
 
-def test_later_results_fill_the_remaining_bytes() -> None:
-    answers = {1: "t-0:900", 2: "t-1:200", 3: "t-2:100"}
-    assert found(Playbook(), 1, "t-0 t-1 t-2", answers, max_bytes=1000) == [900, 0, 100]
-
-
-def test_results_within_max_bytes_all_stay() -> None:
-    assert found(Playbook(), 1, "t-0 t-1 t-2", ONE_EACH, max_bytes=2700) == [900, 900, 900]
-
-
-def test_partition_without_records_is_not_the_first() -> None:
-    answers = {**ONE_EACH, 1: "t-0"}
-    assert found(Playbook(), 1, "t-0 t-1 t-2", answers, max_bytes=1000) == [0, 900, 0]
+@pytest.mark.parametrize(
+    ("answers", "max_bytes", "given"),
+    [
+        (ONE_EACH, 1, [900, 0, 0]),
+        ({1: "t-0:900", 2: "t-1:200", 3: "t-2:100"}, 1000, [900, 0, 100]),
+        (ONE_EACH, 2700, [900, 900, 900]),
+        ({**ONE_EACH, 1: "t-0"}, 1000, [0, 900, 0]),
+        # The limit of each partition is 1 MiB (tests.support.wire.messages).
+        ({1: f"t-0:{OVER_A_MIB}", 2: f"t-1:{OVER_A_MIB}", 3: "t-2"}, 1 << 30, [OVER_A_MIB, 0, 0]),
+    ],
+    ids=["one batch", "what fits", "all", "not first without records", "one too large for its partition"],
+)
+def test_answer_is_cut_at_max_bytes(answers: dict[int, str], max_bytes: int, given: list[int]) -> None:
+    assert found(Playbook(), 1, "t-0 t-1 t-2", answers, max_bytes=max_bytes) == given
 
 
 def test_one_brokers_answer_is_not_cut() -> None:
     """A broker applies the limits itself, in the order in which it reads."""
     play = Playbook({"t": [1, 1]})
     assert found(play, 1, "t-0 t-1", {1: "t-1:900 t-0:200"}, max_bytes=1000) == [200, 900]
-
-
-def test_partition_limit_holds_but_for_the_first() -> None:
-    # The limit of each partition is 1 MiB (tests.support.wire.messages).
-    answers = {1: f"t-0:{(1 << 20) + 1}", 2: f"t-1:{(1 << 20) + 1}"}
-    assert found(Playbook(), 1, "t-0 t-1", answers) == [(1 << 20) + 1, 0]
 
 
 def test_left_out_partition_is_first_next_time() -> None:

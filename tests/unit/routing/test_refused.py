@@ -10,23 +10,6 @@ LAST = (1 << 31) - 1
 MAX_LANES = 4_096
 
 
-@pytest.mark.parametrize(
-    ("place", "misled"),
-    [
-        (Place(7, 0, 6), True),
-        (Place(7, 0, 5), False),
-        (Place(7, 0, 4), False),
-        (Place(7, 1, 6), False),
-        (Place(8, 0, 6), False),
-    ],
-)
-def test_later_batches_of_the_same_epoch_are_misled(place: Place, misled: bool) -> None:
-    refused = Refused()
-    refused.note("a", Place(7, 0, 5))
-    assert refused.misleads("a", place) is misled
-    assert not refused.misleads("b", place)
-
-
 def test_sequences_begin_again_behind_the_last() -> None:
     assert Place(7, 0, 0).is_behind(Place(7, 0, LAST))
     assert not Place(7, 0, LAST).is_behind(Place(7, 0, 0))

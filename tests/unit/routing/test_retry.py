@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from kproxy.routing.retry import (
-    BACKOFF_S,
     MAX_ATTEMPTS,
     MAX_ATTEMPTS_IN_ALL,
     Attempts,
@@ -36,32 +35,6 @@ def test_attempts_count_per_owner_and_in_total(name: str) -> None:
         attempts.add(routed_at, owner_version, 0.0)
     assert (attempts.in_all, attempts.here, attempts.exhausted) == (len(history), here, exhausted)
     assert MAX_ATTEMPTS < MAX_ATTEMPTS_IN_ALL
-
-
-def test_back_off_grows_per_owner_and_restarts() -> None:
-    attempts = Attempts()
-    waits = []
-    for _ in range(6):
-        attempts.add(5, 3, 0.0)
-        waits.append(attempts.due_s(0.0))
-    assert waits == [*BACKOFF_S, BACKOFF_S[-1], BACKOFF_S[-1]]
-    attempts.add(6, 6, 0.0)
-    assert attempts.due_s(0.0) == BACKOFF_S[0]
-
-
-def test_first_new_owner_is_tried_without_pause() -> None:
-    attempts = Attempts()
-    attempts.add(5, 6, 0.0)
-    assert attempts.soonest_s(0.9) == 0.0
-    attempts.add(6, 7, 0.0)
-    assert attempts.soonest_s(0.0) == BACKOFF_S[0]
-
-
-def test_time_counts_from_first_failure_at_any_owner() -> None:
-    attempts = Attempts()
-    attempts.add(5, 3, 7.0)
-    attempts.add(6, 6, 9.0)
-    assert attempts.first_failed_at == 7.0
 
 
 @pytest.mark.parametrize(

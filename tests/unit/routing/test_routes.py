@@ -36,11 +36,6 @@ def _without(*partitions: tuple[bytes, int]) -> Ways:
     return {each: connection for each, connection in WAYS.items() if each not in partitions}
 
 
-def test_each_partition_uses_its_proven_connection() -> None:
-    _, routes = _proven()
-    assert _ways(routes) == WAYS
-
-
 def _moves(topology: Topology, routes: Routes) -> None:
     version = topology.version
     topology.set_owner(b"a", 1, 1, revision=2)
@@ -79,21 +74,3 @@ def test_change_of_other_partitions_begins_none() -> None:
     routes.forget_outdated(None)
     assert routes.generation > before
     assert _ways(routes) == WAYS | {(b"b", 1): EVEN}
-
-
-def test_ended_connection_removes_its_routes() -> None:
-    _, routes = _proven()
-    before = routes.generation
-    routes.forget_connection(ODD)
-    assert routes.generation > before
-    assert _ways(routes) == _without((b"a", 1))
-
-
-def test_batch_sent_before_a_move_proves_nothing() -> None:
-    topology, routes = _proven()
-    topology.set_owner(b"a", 1, 1, revision=5)
-    routes.forget_outdated([(b"a", 1)])
-    routes.prove(b"a", 1, ODD, routed_at=topology.version - 1)
-    assert _ways(routes) == _without((b"a", 1))
-    routes.prove(b"a", 1, EVEN, routed_at=topology.version)
-    assert _ways(routes) == WAYS | {(b"a", 1): EVEN}

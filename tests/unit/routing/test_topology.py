@@ -43,16 +43,6 @@ def test_change_at_or_below_revision_is_ignored() -> None:
     assert (topology.owner(b"t", 0), topology.owner_revision(b"t", 0)) == (2, 11)
 
 
-def test_late_event_does_not_restore_removed_owner() -> None:
-    topology = Topology()
-    topology.set_owner(b"t", 0, 1, 10)
-    assert topology.set_owner(b"t", 0, NO_OWNER, 12)
-    assert not topology.set_owner(b"t", 0, 1, 11)
-    assert topology.owner(b"t", 0) == NO_OWNER
-    assert list(topology.ownerships()) == []
-    assert topology.set_owner(b"t", 0, 2, 13)
-
-
 def test_changes_of_owners_are_counted_by_topic() -> None:
     topology = Topology()
     for revision, owner in enumerate((1, 1, 2, NO_OWNER, 2, 3), 10):
@@ -89,13 +79,6 @@ def test_load_removes_missing_and_keeps_newer_rows() -> None:
     # The removal has the load's revision, so an older event does not count.
     assert not topology.set_owner(b"gone", 0, 1, 19)
     assert topology.set_owner(b"gone", 0, 1, 21)
-
-
-def test_load_does_not_replace_newer_rows() -> None:
-    topology = Topology()
-    topology.set_owner(b"t", 0, 2, 30)
-    topology.load([Ownership(b"t", 0, 1, 10)], 20)
-    assert (topology.owner(b"t", 0), topology.owner_revision(b"t", 0)) == (2, 30)
 
 
 def test_only_a_rebuild_takes_the_revision_down() -> None:
