@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -13,6 +12,7 @@ from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-def
 
 from tests.support.processes.dev import KproxyProcess, serving
 from tests.support.security.tls_files import Signer
+from tests.support.waiting import wait_for
 
 TIMEOUT_S = 60.0
 
@@ -50,10 +50,7 @@ def told(address: str, **settings: str) -> set[str]:
 
 
 def until_told(address: str, addresses: set[str], **settings: str) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while (found := told(address, **settings)) != addresses:
-        assert time.monotonic() < deadline, f"{found} instead of {addresses}"
-        time.sleep(0.2)
+    wait_for(lambda: told(address, **settings) == addresses, what=lambda: told(address, **settings))
 
 
 def test_clients_learn_listeners_of_the_same_name(proxies: list[Proxy], signer: Signer) -> None:
