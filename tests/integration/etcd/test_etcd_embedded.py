@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from kproxy.errors import StartupError
 from kproxy.etcd import EtcdClient
 from kproxy.installed import install_command
 from tests.support.etcd.embedded import QUICK, connected, kill
+from tests.support.waiting import wait_for
 
 
 def alive(pid: int) -> bool:
@@ -31,15 +31,6 @@ def alive(pid: int) -> bool:
     # An unreaped child of a dead parent is also dead.
     stat = Path(f"/proc/{pid}/stat")
     return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
-
-
-def gone_within(pid: int, timeout_s: float) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while alive(pid):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 async def put_and_close(endpoint: str) -> None:
@@ -88,9 +79,7 @@ async def test_child_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch:
 
 
 async def test_port_that_is_taken_is_named(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(StartupError, match=f"127.0.0.1:{port}: another program"):
             await EmbeddedEtcd(tmp_path, client_port=port, extra_arguments=QUICK).start()
@@ -104,9 +93,7 @@ async def test_foreign_etcd_on_port_is_not_ours(tmp_path: Path) -> None:
 
 
 async def test_free_port_taken_meanwhile_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         found = embedded_etcd._free_ports
         races = iter([(port, found()[1]), found()])
@@ -198,8 +185,7 @@ def test_etcd_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         assert alive(etcd_pid)
         assert alive(guard_pid)
         parent.kill()
-        assert gone_within(etcd_pid, 10)
-        assert gone_within(guard_pid, 10)
+        wait_for(lambda: not alive(etcd_pid) and not alive(guard_pid), 10)
 
 
 def test_ctrl_c_does_not_reach_etcd_directly(tmp_path: Path) -> None:
