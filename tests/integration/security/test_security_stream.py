@@ -53,9 +53,7 @@ async def fail(port: int, name: str) -> None:
 
 
 async def alice(port: int) -> RawClient:
-    client = await RawClient().connect(port)
-    await sasl.log_in(client)
-    return client
+    return await sasl.logged_in(await RawClient().connect(port))
 
 
 async def write_denied(port: int, number: int) -> None:
