@@ -82,14 +82,6 @@ def parse_acl(given: object, named: str) -> AclSection:
     return acl
 
 
-def access_options(given: AccessSection, acls: object | None, source: str) -> AccessOptions:
-    """Check the options; `acls` is the content of the file that `source` names. Raises StartupError."""
-    if acls is None:
-        return AccessOptions(given.dry_run, acls_in_etcd=given.acls_in_etcd)
-    file = source.rpartition(" in ")[2]
-    return AccessOptions(given.dry_run, parse_acls(acls, file), Path(file), given.acls_in_etcd)
-
-
 def read_acls(file: Path) -> tuple[AclSection, ...]:
     """Read only the rules of a configuration file. Raises StartupError."""
     content: Mapping[str, Any] = read_toml(file)

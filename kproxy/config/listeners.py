@@ -16,7 +16,6 @@ from kproxy.config.parsing import (
     Texts,
     keys_of,
     nearest,
-    of_section,
     parse_address,
     parse_value,
     split_list,
@@ -211,20 +210,6 @@ def proxy_senders(texts: Texts | None, proxy_protocol: bool, source: str) -> tup
                 f'"10.0.0.7", "10.0.0.0/8" or "fd00::/8".'
             ) from error
     return tuple(networks)
-
-
-def one_listener(
-    listen: Address,
-    advertise: Address | None,
-    proxy_protocol: bool,
-    tls: ListenerTls,
-    sources: Mapping[str, str],
-    *,
-    senders: tuple[Network, ...] | None = None,
-) -> ListenerConfig:
-    """Return the listener of `[listen]` and `[tls]`. Raises StartupError."""
-    checked = tls.checked(of_section(sources, "tls"))
-    return ListenerConfig("", listen, advertise, proxy_protocol, checked, proxy_protocol_from=senders)
 
 
 def advertised_listeners(listeners: Sequence[ListenerConfig], ports: Sequence[int]) -> dict[str, Address]:

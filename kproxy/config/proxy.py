@@ -21,13 +21,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from kproxy.config.access import ACLS, AccessOptions, AccessSection, access_options
+from kproxy.config.access import ACLS, AccessOptions, AccessSection, parse_acls
 from kproxy.config.admin import AdminOptions, parse_admin
 from kproxy.config.audit import AuditOptions, AuditSection, audit_options, refuse_unwritable_trail
 from kproxy.config.broker_sasl import BrokerSasl
 from kproxy.config.etcd import EtcdOptions
 from kproxy.config.listeners import SECTION as LISTENERS
-from kproxy.config.listeners import ListenerConfig, one_listener, parse_listeners, proxy_senders
+from kproxy.config.listeners import ListenerConfig, parse_listeners, proxy_senders
 from kproxy.config.metrics import NOTHING_NAMED, MetricsSection
 from kproxy.config.parsing import (
     DEFAULT_LISTEN,
@@ -461,14 +461,15 @@ def _quotas(settings: Mapping[str, Setting]) -> QuotaOptions | None:
 def _access(
     given: Options, settings: Mapping[str, Setting], sources: Mapping[str, str], *, with_sasl: bool
 ) -> AccessOptions | None:
-    acls = settings.get(ACLS)
-    if acls is None and not with_sasl and not given.access.acls_in_etcd:
-        if given.access.dry_run:
-            raise StartupError(f"{sources['access.dry_run']}: there are no rules to try: write [[acls]].")
-        return None
-    return access_options(
-        given.access, acls.value if acls is not None else None, acls.source if acls is not None else ""
-    )
+    acls, options = settings.get(ACLS), AccessOptions(given.access.dry_run, acls_in_etcd=given.access.acls_in_etcd)
+    if acls is not None:
+        file = acls.source.rpartition(" in ")[2]
+        return replace(options, acls=parse_acls(acls.value, file), file=Path(file))
+    if with_sasl or options.acls_in_etcd:
+        return options
+    if options.dry_run:
+        raise StartupError(f"{sources['access.dry_run']}: there are no rules to try: write [[acls]].")
+    return None
 
 
 def _listeners(
@@ -477,10 +478,12 @@ def _listeners(
     several = settings.get(LISTENERS)
     if several is None:
         listen = parse_address(given.listen.listen, sources["listen.listen"])
-        advertise = advertised(listen, _address(given.listen.advertise, sources["listen.advertise"]))
+        told = given.listen.advertise
+        advertise = advertised(listen, None if told is None else parse_address(told, sources["listen.advertise"]))
         has_header = given.listen.proxy_protocol
         senders = proxy_senders(given.listen.proxy_protocol_from, has_header, sources["listen.proxy_protocol_from"])
-        return (one_listener(listen, advertise, has_header, given.tls, sources, senders=senders),)
+        tls = given.tls.checked(of_section(sources, "tls"))
+        return (ListenerConfig("", listen, advertise, has_header, tls, proxy_protocol_from=senders),)
     for path in OF_ONE_LISTENER:
         if sources[path] != "default":
             raise StartupError(f"{sources[path]}: the listeners are in [[listeners]]: set it there, or remove them.")
@@ -554,10 +557,6 @@ def _refuse_what_does_not_fit(ownership: str, sources: Mapping[str, str]) -> Non
     for section in STATIC_TABLE_SECTIONS:
         if section in sources and ownership != "static":
             raise StartupError(f"{sources[section]}: it belongs to --ownership static; this is {ownership}.")
-
-
-def _address(value: str | None, source: str) -> Address | None:
-    return None if value is None else parse_address(value, source)
 
 
 def _setting(path: str, value: object, source: str, *, strict: bool) -> Setting:

@@ -103,7 +103,8 @@ class KafkaConnection:
             raise kind(f"{address} cannot be reached ({why})") from error
         connection = cls(address, transport, made, timeout_s, access)
         try:
-            await connection._introduce()
+            if not access.is_plain:
+                await connection._authenticate(access.introduce(connection._exchange_frame))
             answer = await connection.ask(keys.API_VERSIONS, 0)
         except BaseException:  # The task may be cancelled because another broker has answered first.
             connection.abort()
@@ -144,10 +145,6 @@ class KafkaConnection:
         except CodecError as error:
             raise self.unreachable(keys.METADATA, error) from error
         return answer
-
-    async def _introduce(self) -> None:
-        if not self._access.is_plain:
-            await self._authenticate(self._access.introduce(self._exchange_frame))
 
     async def _authenticate(self, authenticating: Awaitable[Session]) -> None:
         """Await the authentication. Raises BrokerUnreachable."""

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import re
 from enum import Enum
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from scramp import ScramClient, ScramException
 
@@ -44,6 +44,8 @@ _ITERATIONS: Final = re.compile(r"(?:^|,)i=([0-9]{1,10})(?:,|$)")
 _MAX_TEXT: Final = 300
 # The bound is one year.
 _MAX_LIFETIME_MS: Final = 31_536_000_000
+_PLAIN: Final = "PLAIN"
+_OAUTHBEARER: Final = "OAUTHBEARER"
 _ACKNOWLEDGEMENT: Final = b"\x01"
 # The error of a listener without SASL.
 _ILLEGAL_SASL_STATE: Final = 34
@@ -79,70 +81,8 @@ class State(Enum):
     FAILED = "failed"
 
 
-class Mechanism(Protocol):
-    """The messages of one mechanism. `is_slow`: the computation takes milliseconds."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def is_slow(self) -> bool: ...
-
-    def shown(self, text: str) -> str:
-        """Return a broker's message without secrets, for logs."""
-        ...
-
-    def first(self) -> bytes:
-        """Return the first message."""
-        ...
-
-    def next(self, message: bytes) -> bytes | None:
-        """Return the answer to the broker's message; None if nothing more is to be sent. Raises SaslRefused."""
-        ...
-
-
-class _Own:
-    """The base of mechanisms for the proxy's own identity."""
-
-    is_slow = False
-
-    def shown(self, text: str) -> str:
-        return text
-
-
-class Plain(_Own):
-    """RFC 4616."""
-
-    name = "PLAIN"
-
-    def __init__(self, username: str, password: str) -> None:
-        self._message = b"\0%b\0%b" % (username.encode(), password.encode())
-
-    def first(self) -> bytes:
-        return self._message
-
-    def next(self, message: bytes) -> bytes | None:
-        return None
-
-
-class Bearer(_Own):
-    """OAUTHBEARER, RFC 7628."""
-
-    name = "OAUTHBEARER"
-
-    def __init__(self, token: str) -> None:
-        self._token = token
-
-    def first(self) -> bytes:
-        return b"n,,\x01auth=Bearer %b\x01\x01" % self._token.encode()
-
-    def next(self, message: bytes) -> bytes | None:
-        # A message is an error in JSON, which must be acknowledged; the broker then reports the failure.
-        return _ACKNOWLEDGEMENT if message else None
-
-
 class Credential:
-    """The message that a client has sent by PLAIN or OAUTHBEARER, which brokers get unchanged.
+    """The message of PLAIN (RFC 4616) or OAUTHBEARER (RFC 7628): a client's, unchanged, or the proxy's own.
 
     Neither its repr nor any error contains the message.
     """
@@ -162,14 +102,17 @@ class Credential:
         return self._message
 
     def next(self, message: bytes) -> bytes | None:
-        return _ACKNOWLEDGEMENT if message and self.name == Bearer.name else None
+        """Return the answer to the broker's message; None if nothing more is to be sent."""
+        # A message of OAUTHBEARER is an error in JSON, which must be acknowledged; the broker then reports the failure.
+        return _ACKNOWLEDGEMENT if message and self.name == _OAUTHBEARER else None
 
     def shown(self, text: str) -> str:
+        """Return a broker's message without the secret, for logs."""
         return text.replace(self._secret(), "***") if self._secret() else text
 
     def _secret(self) -> str:
         """Return the password, or the token."""
-        if self.name == Plain.name:
+        if self.name == _PLAIN:
             secret = self._message.rpartition(b"\0")[2]
         else:
             parts = self._message.split(b"\x01")
@@ -177,7 +120,7 @@ class Credential:
         return secret.decode(errors="replace")
 
 
-class Scram(_Own):
+class Scram:
     """RFC 5802; `name` is SCRAM-SHA-256 or SCRAM-SHA-512."""
 
     is_slow = True
@@ -192,6 +135,7 @@ class Scram(_Own):
         return message.encode()
 
     def next(self, message: bytes) -> bytes | None:
+        """Like `Credential.next`. Raises SaslRefused."""
         try:
             if len(message) > MOST_SCRAM_BYTES:
                 raise ValueError("too long")
@@ -209,6 +153,10 @@ class Scram(_Own):
             why = "it does not know the password" if self._is_last and not isinstance(error, ValueError) else "no SCRAM"
             raise SaslRefused(f"what it says in {self.name} is wrong ({why})") from None
 
+    def shown(self, text: str) -> str:
+        # The broker does not know the password.
+        return text
+
 
 def _check_iterations(server_first: str) -> None:
     found = _ITERATIONS.search(server_first)
@@ -218,12 +166,12 @@ def _check_iterations(server_first: str) -> None:
         raise SaslRefused(f"it asks for {asked} iterations; it must be {bounds}")
 
 
-def mechanism(name: str, username: str, secret: str) -> Mechanism:
+def mechanism(name: str, username: str, secret: str) -> Credential | Scram:
     """Return the mechanism with this name; `secret` is a password or a token."""
-    if name == Plain.name:
-        return Plain(username, secret)
-    if name == Bearer.name:
-        return Bearer(secret)
+    if name == _PLAIN:
+        return Credential(name, f"\0{username}\0{secret}".encode())
+    if name == _OAUTHBEARER:
+        return Credential(name, f"n,,\x01auth=Bearer {secret}\x01\x01".encode())
     return Scram(name, username, secret)
 
 
@@ -233,7 +181,9 @@ class SaslClient:
     Errors name `option` as the setting that chooses the mechanism.
     """
 
-    def __init__(self, mechanism: Mechanism, authenticate_version: int, option: str = "broker_sasl.mechanism") -> None:
+    def __init__(
+        self, mechanism: Credential | Scram, authenticate_version: int, option: str = "broker_sasl.mechanism"
+    ) -> None:
         self._option = option
         self._mechanism = mechanism
         self._version = min(authenticate_version, _MAX_AUTHENTICATE_VERSION)

@@ -279,10 +279,7 @@ async def test_unconfirmed_claim_is_awaited(site: Site, group: str, tmp_path: Pa
             (claim,) = page.claims
             # It repeats the request for this claim.
             timed_out = 'kproxy_own_requests_total{outcome="timed_out"}'
-            deadline = time.monotonic() + PATIENCE_S
-            while await asyncio.to_thread(counted, site.other.admin, timed_out) < 2:
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.05)
+            await eventually(lambda: counted(site.other.admin, timed_out) >= 2)
             assert holder.stderr().count("not confirmed") == 1
             await etcd.delete(stuck)
             assert await line_of(holder) == f"a: granted with generation 1, fence {claim.fence}"
@@ -386,38 +383,34 @@ async def test_watch_prints_lines_for_people_too(site: Site, group: str, tmp_pat
 async def test_claim_outcomes_are_counted(site: Site, group: str) -> None:
     """At a proxy whose workers' counts are summed; the group is the topic's writer group."""
 
-    async def grown(
-        proxy: KproxyProcess, name: str, by: int, act: Callable[[], Awaitable[object]], before: float | None = None
-    ) -> None:
-        if before is None:
-            before = await asyncio.to_thread(counted, proxy.admin, name)
+    def count(name: str) -> float:
+        return counted(site.one.admin, name)
+
+    async def grown(name: str, by: int, act: Callable[[], Awaitable[object]], before: float | None = None) -> None:
+        wanted = (count(name) if before is None else before) + by
         await act()
-        deadline = time.monotonic() + PATIENCE_S
-        while (now := await asyncio.to_thread(counted, proxy.admin, name)) < before + by:
-            assert time.monotonic() < deadline, (name, before, now)
-            await asyncio.sleep(0.05)
-        assert now == before + by, name
+        await eventually(lambda: count(name) >= wanted, name)
+        assert count(name) == wanted, name
 
     async with client(site.one, "first") as first, client(site.one, "second") as second:
         await second.create_topic(TOPIC, 1)
         outcome = 'kproxy_own_requests_total{outcome="%s"}'
-        await grown(site.one, outcome % "granted", 2, lambda: claimed(first, "writers", [(f"{TOPIC}/0", 1), ("x", 1)]))
-        await grown(site.one, outcome % "refused", 1, lambda: second.own("writers", [("x", -1)]))
-        await grown(site.one, outcome % "granted", 1, lambda: claimed(first, "writers", [("x", 2)]))
-        await grown(site.one, outcome % "fenced", 1, lambda: second.own("writers", [("x", 1)]))
-        assert await asyncio.to_thread(counted, site.one.admin, "kproxy_own_claims ") == 2
-        assert await asyncio.to_thread(counted, site.one.admin, "kproxy_own_members ") == 3
+        await grown(outcome % "granted", 2, lambda: claimed(first, "writers", [(f"{TOPIC}/0", 1), ("x", 1)]))
+        await grown(outcome % "refused", 1, lambda: second.own("writers", [("x", -1)]))
+        await grown(outcome % "granted", 1, lambda: claimed(first, "writers", [("x", 2)]))
+        await grown(outcome % "fenced", 1, lambda: second.own("writers", [("x", 1)]))
+        assert (count("kproxy_own_claims "), count("kproxy_own_members ")) == (2, 3)
         gated = 'kproxy_own_gated_total{api="%s"}'
-        await grown(site.one, gated % "PRODUCE", 1, lambda: refused(second.produce(TOPIC, 0, b"no")))
-        await grown(site.one, gated % "FETCH", 1, lambda: refused(second.fetch(TOPIC, 0, 0)))
-        released = await asyncio.to_thread(counted, site.one.admin, "kproxy_own_released_total")
+        await grown(gated % "PRODUCE", 1, lambda: refused(second.produce(TOPIC, 0, b"no")))
+        await grown(gated % "FETCH", 1, lambda: refused(second.fetch(TOPIC, 0, 0)))
+        released = count("kproxy_own_released_total")
         async with client(site.other, "third") as third:
-            await grown(site.one, "kproxy_own_severed_total", 1, lambda: claimed(third, "writers", [("x", 9)]))
+            await grown("kproxy_own_severed_total", 1, lambda: claimed(third, "writers", [("x", 9)]))
             assert await first.wait_closed()
         await until_owned(site, "writers", [])
-        assert await asyncio.to_thread(counted, site.one.admin, "kproxy_own_claims ") == 0
+        assert count("kproxy_own_claims ") == 0
         # The partition's leader knows that there is no writer any more.
-        await grown(site.one, "kproxy_own_released_total", 1, lambda: asyncio.sleep(0), released)
+        await grown("kproxy_own_released_total", 1, lambda: asyncio.sleep(0), released)
 
 
 async def refused(answer: Awaitable[Any]) -> None:

@@ -129,15 +129,16 @@ async def stays(owner: OwnClient) -> None:
     """Check that the claim severs it."""
 
 
-ends_with_acks = pytest.mark.parametrize(
-    ("acks", "ends"), [(-1, stays), (1, closes), (0, closes), (0, stays), (-1, resets)]
-)
-
-
 @pytest.mark.parametrize(
-    "successor_at", [pytest.param(0, marks=pytest.mark.long), 1], ids=["same proxy", "another proxy"]
+    ("site", "successor_at"),
+    [
+        pytest.param(ServedBroker, 0, id="same proxy", marks=pytest.mark.long),
+        pytest.param(ServedBroker, 1, id="another proxy"),
+        pytest.param(KafScaleBroker, 1, id="KafScale's broker"),
+    ],
+    indirect=["site"],
 )
-@ends_with_acks
+@pytest.mark.parametrize(("acks", "ends"), [(-1, stays), (1, closes), (0, closes), (0, stays), (-1, resets)])
 async def test_claim_waits_for_answers_to_earlier_writes(
     site: Site, acks: int, ends: Callable[[OwnClient], Awaitable[None]], successor_at: int
 ) -> None:
@@ -269,20 +270,6 @@ async def test_other_partitions_and_topics_are_not_awaited(site: Site) -> None:
     await free.close()
     await claim_until_granted(successor, "t/1")
     assert site.unsettled() == [("t", 0)]
-
-
-@pytest.mark.parametrize("site", [KafScaleBroker], indirect=True)
-@ends_with_acks
-async def test_answers_of_kafscales_brokers_are_awaited_too(
-    site: Site, acks: int, ends: Callable[[OwnClient], Awaitable[None]]
-) -> None:
-    site.have_patience()
-    owner, successor = await site.owner(), await site.client(1)
-    asked = await site.writes(owner, acks)
-    await ends(owner)
-    assert await claim(successor) == REQUEST_TIMED_OUT
-    asked.answer()
-    await claim_until_granted(successor)
 
 
 class FencingBroker(ServedBroker):

@@ -80,12 +80,9 @@ class Storm:
 async def test_claim_storm_leaves_one_owner_and_rising_fences(own_site: OwnSite) -> None:
     topic = own_site.topic("storm")
 
-    async def storm() -> Storm:
-        storm = Storm(own_site, topic)
+    storm = Storm(own_site, topic)
+    try:
         await asyncio.gather(*map(storm.claim, range(CONNECTIONS)))
-        return storm
-
-    async def judge(storm: Storm) -> None:
         grants = sorted(storm.grants)
         # Most are severed before they learn of their grant, if the machine has time.
         assert grants
@@ -104,12 +101,8 @@ async def test_claim_storm_leaves_one_owner_and_rising_fences(own_site: OwnSite)
                 code = (await client.produce(topic, 0, b"the storm is over")).error_code
                 assert code == (NONE if client is owner else POLICY_VIOLATION)
         assert len((await owner.fetch(topic, 0, 0)).records) == 1
-
-    found = await storm()
-    try:
-        await judge(found)
     finally:
-        for client in found.clients:
+        for client in storm.clients:
             await client.close()
 
 

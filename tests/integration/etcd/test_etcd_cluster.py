@@ -15,7 +15,7 @@ from kproxy.etcd import EtcdClient, PrefixMirror
 from kproxy.ownership.leases import LeaseTable
 from kproxy.routing.topology import Topology
 from tests.support.etcd.embedded import connected, running
-from tests.support.etcd.etcd_cluster import EtcdCluster, Member, running_cluster
+from tests.support.etcd.etcd_cluster import EtcdCluster, running_cluster
 from tests.support.etcd.etcd_history import Churn, Hearing, history
 from tests.support.waiting import eventually
 
@@ -56,13 +56,6 @@ async def test_no_change_is_lost_whichever_member_fails(etcd_cluster: EtcdCluste
     assert (hearing.snapshots, hearing.restores) == (1, 0), "it went on where it was, and did not begin anew"
 
 
-async def take_down(member: Member, *, hangs: bool) -> None:
-    if hangs:
-        await member.freeze()
-    else:
-        member.kill()
-
-
 @pytest.mark.parametrize(
     "hang", [pytest.param(True, id="hung"), pytest.param(False, id="killed", marks=pytest.mark.long)]
 )
@@ -80,7 +73,10 @@ async def test_table_without_etcd_majority_is_stale_and_recovers(tmp_path: Path,
             down = [cluster.leader(), cluster.followers()[0]]
             lost_at = time.monotonic()
             for member in down:
-                await take_down(member, hangs=hang)
+                if hang:
+                    await member.freeze()
+                else:
+                    member.kill()
             await eventually(lambda: table.stale, what="stale")
             assert time.monotonic() - lost_at < STALE_WITHIN_S + 30
             age = table.age_s

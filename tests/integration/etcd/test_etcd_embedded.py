@@ -8,11 +8,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from kproxy.dev import embedded_etcd
@@ -21,25 +21,7 @@ from kproxy.errors import StartupError
 from kproxy.etcd import EtcdClient
 from kproxy.installed import install_command
 from tests.support.etcd.embedded import QUICK, connected, kill
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    # An unreaped child of a dead parent is also dead.
-    stat = Path(f"/proc/{pid}/stat")
-    return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
-
-
-def gone_within(pid: int, timeout_s: float) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while alive(pid):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
+from tests.support.processes.dev import gone
 
 
 async def put_and_close(endpoint: str) -> None:
@@ -59,7 +41,7 @@ async def test_embedded_etcd_keeps_data_and_address_after_kill(tmp_path: Path) -
     endpoint, first_pid = server.endpoint, server.pid
     await put_and_close(endpoint)
     await server.stop()
-    assert not alive(first_pid)
+    assert not psutil.pid_exists(first_pid)
     await server.start()
     assert server.endpoint == endpoint
     assert await read_and_close(endpoint) == b"kept"
@@ -84,13 +66,11 @@ async def test_child_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch:
     pid = server.pid
     os.kill(pid, signal.SIGSTOP)
     await server.stop()
-    assert not alive(pid)
+    assert not psutil.pid_exists(pid)
 
 
 async def test_port_that_is_taken_is_named(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(StartupError, match=f"127.0.0.1:{port}: another program"):
             await EmbeddedEtcd(tmp_path, client_port=port, extra_arguments=QUICK).start()
@@ -104,9 +84,7 @@ async def test_foreign_etcd_on_port_is_not_ours(tmp_path: Path) -> None:
 
 
 async def test_free_port_taken_meanwhile_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         found = embedded_etcd._free_ports
         races = iter([(port, found()[1]), found()])
@@ -178,14 +156,14 @@ asyncio.run(main())
 
 
 @contextmanager
-def parent_of_etcd(data_dir: Path) -> Iterator[tuple[subprocess.Popen[str], int, int]]:
-    """A process that runs an etcd, as the leader of its own group; returns it with the ids of etcd and its guard."""
+def parent_of_etcd(data_dir: Path) -> Iterator[tuple[subprocess.Popen[str], psutil.Process, psutil.Process]]:
+    """A process that runs an etcd, as the leader of its own group; returns it with etcd and its guard."""
     command = [sys.executable, "-c", PARENT, str(data_dir)]
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         assert parent.stdout is not None
         pids = next(line.split()[1:] for line in parent.stdout if line.startswith("pids "))
-        yield parent, int(pids[0]), int(pids[1])
+        yield parent, psutil.Process(int(pids[0])), psutil.Process(int(pids[1]))
     finally:
         parent.kill()
         parent.wait()
@@ -194,19 +172,15 @@ def parent_of_etcd(data_dir: Path) -> Iterator[tuple[subprocess.Popen[str], int,
 
 
 def test_etcd_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
-    with parent_of_etcd(tmp_path) as (parent, etcd_pid, guard_pid):
-        assert alive(etcd_pid)
-        assert alive(guard_pid)
+    with parent_of_etcd(tmp_path) as (parent, etcd, guard):
         parent.kill()
-        assert gone_within(etcd_pid, 10)
-        assert gone_within(guard_pid, 10)
+        assert gone([etcd, guard], 10)
 
 
 def test_ctrl_c_does_not_reach_etcd_directly(tmp_path: Path) -> None:
-    with parent_of_etcd(tmp_path) as (parent, etcd_pid, guard_pid):
-        assert os.getpgid(etcd_pid) not in (parent.pid, os.getpgid(guard_pid))
+    with parent_of_etcd(tmp_path) as (parent, etcd, guard):
+        assert os.getpgid(etcd.pid) not in (parent.pid, os.getpgid(guard.pid))
         # As in a terminal: the signal goes to the whole foreground group.
         os.killpg(parent.pid, signal.SIGINT)
         parent.wait(60)
-        assert not alive(etcd_pid), "it was stopped in order, before its parent ended"
-        assert not alive(guard_pid)
+        assert gone([etcd, guard], 0), "it was stopped in order, before its parent ended"

@@ -10,11 +10,12 @@ from contextlib import asynccontextmanager
 import pytest
 import uvloop
 
-from kproxy.etcd import EtcdClient, EtcdUnavailable, PrefixMirror, Snapshot, WatchEvent, get_op, put_op
+from kproxy.etcd import EtcdClient, EtcdUnavailable, PrefixMirror, get_op, put_op
 from kproxy.etcd import members as members_module
 from kproxy.etcd.lease import lease_keep_alive
 from tests.support.etcd.embedded import Relay, connected, running
 from tests.support.etcd.etcd_cluster import EtcdCluster
+from tests.support.etcd.etcd_history import Hearing
 from tests.support.waiting import PATIENCE_S, eventually
 
 # The limit of a call. A member's failure or an election costs a call far less.
@@ -22,24 +23,6 @@ TIMEOUT_S = 60.0
 SOON_S = TIMEOUT_S / 2
 # At least, of connections under transactions.
 CUTS = 6
-
-
-class Copy:
-    """A mirror's listener: the revision of each key, which never decreases."""
-
-    def __init__(self) -> None:
-        self.revisions: dict[str, int] = {}
-
-    def on_restored(self) -> None:
-        raise AssertionError("nothing was restored")
-
-    def on_snapshot(self, snapshot: Snapshot) -> None:
-        self.revisions = {kv.key: kv.mod_revision for kv in snapshot.kvs}
-
-    def on_events(self, events: list[WatchEvent], revision: int) -> None:
-        for event in events:
-            assert event.kv.mod_revision >= self.revisions.get(event.kv.key, 0)
-            self.revisions[event.kv.key] = event.kv.mod_revision
 
 
 class Failures:
@@ -107,8 +90,12 @@ async def test_calls_renewals_and_watches_survive_a_member(
         keeping = lease_keep_alive(
             client, lease.lease_id, clock=time.monotonic, on_renewed=lambda sent_at, _: renewed.append(sent_at)
         )
-        copy = Copy()
-        mirror = PrefixMirror(client, [f"{etcd_prefix}/"], copy)
+        hearing = Hearing()
+        mirror = PrefixMirror(client, [f"{etcd_prefix}/"], hearing)
+
+        def revisions() -> list[int]:
+            return [change[0] for change in hearing.changes]
+
         async with running(keeping), running(mirror.run()):
             await asyncio.wait_for(mirror.wait_synced(), PATIENCE_S)
             await eventually(lambda: bool(renewed))
@@ -128,7 +115,8 @@ async def test_calls_renewals_and_watches_survive_a_member(
                 held_up = [each for each in took if each >= members_module.PATIENCE_S]
                 # The machine itself may delay one.
                 assert len(held_up) <= 5, "a member that is known to have failed holds nothing up"
-                await eventually(lambda: copy.revisions[key] == revision, what="the watch has moved")
+                await eventually(lambda: revision in revisions(), what="the watch has moved")
+                assert (revisions(), hearing.restores) == (sorted(revisions()), 0)
                 await eventually(lambda: renewed[-1] > failed_at, what="the renewals have moved")
             finally:
                 await members.mend(how, failing)

@@ -16,6 +16,7 @@ from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import EtcdClient, LeaseLost
 from kproxy.etcd import lease as lease_module
 from kproxy.etcd.lease import lease_keep_alive
+from kproxy.etcd.messages import Lease
 from tests.support.etcd.embedded import Relay, connected, freeze, kill, own_etcd, running
 from tests.support.waiting import PATIENCE_S, eventually
 
@@ -31,8 +32,10 @@ class Renewals:
 
     async def next(self) -> None:
         count = len(self.sent_at)
-        while len(self.sent_at) == count:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: len(self.sent_at) > count)
+
+    async def of(self, client: EtcdClient, lease: Lease) -> None:
+        await lease_keep_alive(client, lease.lease_id, clock=time.monotonic, on_renewed=self)
 
 
 async def test_unrenewed_lease_ends_with_its_keys(etcd_client: EtcdClient, etcd_prefix: str) -> None:
@@ -64,7 +67,7 @@ async def are_in_time(client: EtcdClient) -> bool:
     started = ended = time.monotonic()
     is_kept = False
     with contextlib.suppress(LeaseLost):
-        async with running(lease_keep_alive(client, lease.lease_id, clock=time.monotonic, on_renewed=renewals)):
+        async with running(renewals.of(client, lease)):
             while await client.get("/left-alone") is not None:
                 assert time.monotonic() < started + PATIENCE_S
                 await asyncio.sleep(0.05)
@@ -90,11 +93,11 @@ async def test_silently_dead_connection_does_not_cost_the_lease(tmp_path: Path) 
         lease = await client.lease_grant(16)
         await direct.put("/kept", b"", lease_id=lease.lease_id)
         renewals = Renewals()
-        async with running(lease_keep_alive(client, lease.lease_id, clock=time.monotonic, on_renewed=renewals)):
+        async with running(renewals.of(client, lease)):
             await renewals.next()
             relay.freeze()
             frozen = time.monotonic()
-            await asyncio.wait_for(renewals.next(), PATIENCE_S)
+            await renewals.next()
             assert renewals.sent_at[-1] > frozen
             assert await direct.get("/kept") is not None
 
@@ -103,7 +106,7 @@ async def test_send_time_precedes_the_request(tmp_path: Path) -> None:
     async with own_etcd(tmp_path) as (server, client):
         lease = await client.lease_grant(12)
         renewals = Renewals()
-        async with running(lease_keep_alive(client, lease.lease_id, clock=time.monotonic, on_renewed=renewals)):
+        async with running(renewals.of(client, lease)):
             await renewals.next()
             # etcd is suspended at the next renewal; its answer comes late, and extends nothing.
             await freeze(server)
@@ -120,9 +123,7 @@ async def test_revoked_lease_ends_the_renewals(etcd_client: EtcdClient, etcd_pre
     lease = await etcd_client.lease_grant(8)
     await etcd_client.put(f"{etcd_prefix}/a", b"", lease_id=lease.lease_id)
     renewals = Renewals()
-    keep_alive = asyncio.ensure_future(
-        lease_keep_alive(etcd_client, lease.lease_id, clock=time.monotonic, on_renewed=renewals)
-    )
+    keep_alive = asyncio.ensure_future(renewals.of(etcd_client, lease))
     await renewals.next()
     await etcd_client.lease_revoke(lease.lease_id)
     assert await etcd_client.get(f"{etcd_prefix}/a") is None
@@ -137,7 +138,7 @@ async def test_renewals_continue_after_etcd_restart(tmp_path: Path) -> None:
     async with own_etcd(tmp_path) as (server, client):
         lease = await client.lease_grant(20)
         renewals = Renewals()
-        async with running(lease_keep_alive(client, lease.lease_id, clock=time.monotonic, on_renewed=renewals)) as task:
+        async with running(renewals.of(client, lease)) as task:
             await renewals.next()
             await kill(server)
             during = len(renewals.sent_at)
@@ -145,7 +146,7 @@ async def test_renewals_continue_after_etcd_restart(tmp_path: Path) -> None:
             assert not task.done(), "an etcd that is away says nothing about the lease"
             assert len(renewals.sent_at) == during
             await server.start()
-            await asyncio.wait_for(renewals.next(), PATIENCE_S)
+            await renewals.next()
 
 
 async def test_lease_that_ended_during_outage_is_lost(etcd: EmbeddedEtcd) -> None:
@@ -154,19 +155,15 @@ async def test_lease_that_ended_during_outage_is_lost(etcd: EmbeddedEtcd) -> Non
         await client.lease_revoke(lease.lease_id)
         renewals = Renewals()
         with pytest.raises(LeaseLost):
-            await lease_keep_alive(client, lease.lease_id, clock=time.monotonic, on_renewed=renewals)
+            await renewals.of(client, lease)
         assert renewals.sent_at == []
 
 
 async def test_cancelled_renewals_let_the_lease_expire(etcd_client: EtcdClient) -> None:
     lease = await etcd_client.lease_grant(60)
     renewals = Renewals()
-    task = asyncio.ensure_future(
-        lease_keep_alive(etcd_client, lease.lease_id, clock=time.monotonic, on_renewed=renewals)
-    )
-    await renewals.next()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    async with running(renewals.of(etcd_client, lease)) as task:
+        await renewals.next()
+    assert task.cancelled()
     await etcd_client.put("/still-there", b"", lease_id=lease.lease_id)
     await etcd_client.lease_revoke(lease.lease_id)

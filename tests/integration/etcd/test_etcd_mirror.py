@@ -62,11 +62,22 @@ class Copy:
 @asynccontextmanager
 async def mirrored(client: EtcdClient, *prefixes: str, **options: Any) -> AsyncIterator[tuple[PrefixMirror, Copy]]:
     """A mirror that has loaded these prefixes, and its listener."""
-    copy = Copy(*prefixes)
+    copy = Copy(*prefixes, *options.get("keys", ()))
     mirror = PrefixMirror(client, prefixes, copy, **options)
     async with running(mirror.run()):
         await mirror.wait_synced()
         yield mirror, copy
+
+
+@asynccontextmanager
+async def relayed(endpoint: str, *prefixes: str, **options: Any) -> AsyncIterator[tuple[Relay, PrefixMirror, Copy]]:
+    """As `mirrored`, through a relay."""
+    async with (
+        Relay(endpoint) as relay,
+        connected(EtcdClient([relay.endpoint], timeout_s=3)) as client,
+        mirrored(client, *prefixes, **options) as (mirror, copy),
+    ):
+        yield relay, mirror, copy
 
 
 async def content(client: EtcdClient, *prefixes: str) -> dict[str, tuple[bytes, int]]:
@@ -77,11 +88,7 @@ async def content(client: EtcdClient, *prefixes: str) -> dict[str, tuple[bytes, 
 async def test_snapshot_comes_first_and_changes_follow(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     ours, other = f"{etcd_prefix}/ours/", f"{etcd_prefix}/other/"
     await etcd_client.put(f"{ours}a", b"1")
-    copy = Copy(ours)
-    mirror = PrefixMirror(etcd_client, [ours], copy)
-    assert not copy.snapshots
-    async with running(mirror.run()):
-        await mirror.wait_synced()
+    async with mirrored(etcd_client, ours) as (_, copy):
         assert list(copy.kvs) == [f"{ours}a"]
         await etcd_client.put(f"{ours}b", b"2")
         await etcd_client.put(f"{other}c", b"3")
@@ -95,10 +102,7 @@ async def test_one_key_is_mirrored_without_its_neighbours(etcd_client: EtcdClien
     key, prefix = f"{etcd_prefix}/one", f"{etcd_prefix}/ours/"
     neighbours = [f"{key}2", f"{key}/below"]
     await put_many(etcd_client, [(each, b"before") for each in (key, *neighbours)])
-    copy = Copy(key, prefix)
-    mirror = PrefixMirror(etcd_client, [prefix], copy, keys=[key])
-    async with running(mirror.run()):
-        await mirror.wait_synced()
+    async with mirrored(etcd_client, prefix, keys=[key]) as (_, copy):
         assert set(copy.kvs) == {key}
         await put_many(etcd_client, [(each, b"after") for each in (*neighbours, key, f"{prefix}a")])
         wanted = {key: b"after", f"{prefix}a": b"after"}
@@ -173,11 +177,7 @@ async def test_change_between_load_and_watch_is_seen(etcd_client: EtcdClient, et
 
 async def test_changes_during_disconnection_arrive_afterwards(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     prefix = f"{etcd_prefix}/"
-    async with (
-        Relay(etcd_client.endpoints) as relay,
-        connected(EtcdClient([relay.endpoint], timeout_s=3)) as client,
-        mirrored(client, prefix) as (mirror, copy),
-    ):
+    async with relayed(etcd_client.endpoints, prefix) as (relay, mirror, copy):
         await eventually(lambda: mirror.state is MirrorState.WATCHING)
         await relay.shut()
         await eventually(lambda: mirror.state is MirrorState.RESUMING)
@@ -192,13 +192,9 @@ async def test_changes_during_disconnection_arrive_afterwards(etcd_client: EtcdC
 
 
 async def test_compaction_during_disconnection_causes_reload(tmp_path: Path) -> None:
-    async with (
-        own_etcd(tmp_path) as (server, writer),
-        Relay(server.endpoint) as relay,
-        connected(EtcdClient([relay.endpoint], timeout_s=3)) as client,
-    ):
+    async with own_etcd(tmp_path) as (server, writer):
         await put_many(writer, [(f"/a/{n}", b"old") for n in range(10)])
-        async with mirrored(client, "/a/", "/b/") as (_, copy):
+        async with relayed(server.endpoint, "/a/", "/b/") as (relay, _, copy):
             await relay.shut()
             for n in range(5):
                 await writer.delete(f"/a/{n}")
@@ -336,9 +332,7 @@ async def test_break_while_catching_up_loses_nothing(
     stream = breaking_once(monkeypatch, after)
     async with (
         own_etcd(tmp_path, extra_arguments=FRAGMENTS) as (server, writer),
-        Relay(server.endpoint) as relay,
-        connected(EtcdClient([relay.endpoint], timeout_s=3)) as client,
-        mirrored(client, "/a/", fragments=True) as (_, copy),
+        relayed(server.endpoint, "/a/", fragments=True) as (relay, _, copy),
     ):
         await relay.shut()
         for n in range(changes):
@@ -352,11 +346,8 @@ async def test_break_while_catching_up_loses_nothing(
 
 async def test_watch_that_goes_quiet_is_replaced(etcd_client: EtcdClient, etcd_prefix: str) -> None:
     prefix = f"{etcd_prefix}/"
-    async with (
-        Relay(etcd_client.endpoints) as relay,
-        connected(EtcdClient([relay.endpoint], timeout_s=3)) as client,
-        mirrored(client, prefix, progress_interval_s=0.1, quiet_limit_s=0.5) as (mirror, copy),
-    ):
+    times = {"progress_interval_s": 0.1, "quiet_limit_s": 0.5}
+    async with relayed(etcd_client.endpoints, prefix, **times) as (relay, mirror, copy):
         await eventually(lambda: mirror.state is MirrorState.WATCHING)
         relay.freeze()
         await etcd_client.put(f"{prefix}a", b"")
@@ -370,9 +361,7 @@ async def test_progress_moves_quiet_prefix_past_compaction(tmp_path: Path) -> No
     arguments = ("--experimental-watch-progress-notify-interval", "200ms")
     async with (
         own_etcd(tmp_path, extra_arguments=arguments) as (server, writer),
-        Relay(server.endpoint) as relay,
-        connected(EtcdClient([relay.endpoint], timeout_s=3)) as client,
-        mirrored(client, "/quiet/") as (mirror, copy),
+        relayed(server.endpoint, "/quiet/") as (relay, mirror, copy),
     ):
         for n in range(5):
             revision = await writer.put("/other", b"%d" % n)
@@ -390,11 +379,7 @@ async def test_different_cluster_at_address_is_reloaded_and_reported(tmp_path: P
         await put_many(one, [(f"/a/{n}", b"one") for n in range(5)])
         for n in range(50):
             await two.put("/a/0", b"%d" % n)
-        async with (
-            Relay(first.endpoint) as relay,
-            connected(EtcdClient([relay.endpoint], timeout_s=3)) as client,
-            mirrored(client, "/a/") as (_, copy),
-        ):
+        async with relayed(first.endpoint, "/a/") as (relay, _, copy):
             relay.target(second.endpoint)
             await relay.cut()
             final = await content(two, "/a/")

@@ -84,13 +84,7 @@ async def test_proxy_stopped_for_long_learns_missed_changes(
                 process.signal(signal.SIGCONT)
             wanted = await owners_in_etcd(client, etcd_prefix)
             assert len(wanted) == 51
-
-            async def catches_up() -> None:
-                while (await asyncio.to_thread(told, process)) != (wanted, False):
-                    await asyncio.sleep(0.05)
-
-            async with asyncio.timeout(PATIENCE_S):
-                await catches_up()
+            await eventually(lambda: told(process) == (wanted, False))
             assert await asked_of(process, *brokers) == 2
             assert "etcd restored" not in process.stderr()
         for broker in brokers:

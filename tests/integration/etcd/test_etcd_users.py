@@ -25,6 +25,7 @@ from kproxy.etcd import (
 from kproxy.etcd.lease import RENEWALS_PER_TTL, lease_keep_alive
 from tests.support.etcd.embedded import QUICK, connected, running, written
 from tests.support.etcd.etcd_cluster import EtcdCluster, running_cluster
+from tests.support.etcd.etcd_history import Hearing
 from tests.support.etcd.etcd_secured import PASSWORD, ask_gateway, enable_users
 from tests.support.waiting import PATIENCE_S, eventually
 
@@ -44,22 +45,6 @@ class Asked(EtcdClient):
     async def _authenticate(self, name: str, password: str) -> str:
         self.times += 1
         return await super()._authenticate(name, password)
-
-
-class Changes:
-    """A mirror's listener that keeps the keys."""
-
-    def __init__(self) -> None:
-        self.keys: set[str] = set()
-
-    def on_restored(self) -> None:
-        raise AssertionError("nothing was restored")
-
-    def on_snapshot(self, snapshot: Any) -> None:
-        self.keys |= {kv.key for kv in snapshot.kvs}
-
-    def on_events(self, events: list[Any], revision: int) -> None:
-        self.keys |= {event.kv.key for event in events}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -87,23 +72,20 @@ async def test_expired_token_is_replaced_unnoticed(guarded: EmbeddedEtcd) -> Non
 
 
 async def test_renewals_and_watches_survive_expiring_tokens(guarded: EmbeddedEtcd) -> None:
-    client, writer = Asked([guarded.endpoint]), Asked([guarded.endpoint])
-    await client.connect()
-    await writer.connect()
-    lease = await client.lease_grant(8)
-    await client.put("/kproxy/leased", b"", lease_id=lease.lease_id)
-    changes = Changes()
-    mirror = PrefixMirror(client, ["/kproxy/seen/"], changes)
-    keeping = lease_keep_alive(client, lease.lease_id, clock=time.monotonic, on_renewed=lambda *_: None)
-    async with running(keeping), running(mirror.run()):
-        await asyncio.wait_for(mirror.wait_synced(), PATIENCE_S)
-        for n in range(3):
-            await asyncio.sleep(TOKEN_TTL_S + 0.5)
-            await writer.put(f"/kproxy/seen/{n}", b"")
-            await eventually(lambda n=n: f"/kproxy/seen/{n}" in changes.keys)  # type: ignore[misc]
-        assert await writer.get("/kproxy/leased") is not None
-    for each in (client, writer):
-        await each.close()
+    async with connected(Asked([guarded.endpoint])) as client, connected(Asked([guarded.endpoint])) as writer:
+        lease = await client.lease_grant(8)
+        await client.put("/kproxy/leased", b"", lease_id=lease.lease_id)
+        hearing, put = Hearing(), list[int]()
+        mirror = PrefixMirror(client, ["/kproxy/seen/"], hearing)
+        keeping = lease_keep_alive(client, lease.lease_id, clock=time.monotonic, on_renewed=lambda *_: None)
+        async with running(keeping), running(mirror.run()):
+            await asyncio.wait_for(mirror.wait_synced(), PATIENCE_S)
+            for _ in range(3):
+                await asyncio.sleep(TOKEN_TTL_S + 0.5)
+                put.append(await writer.put("/kproxy/seen/a", b""))
+                await eventually(lambda: [change[0] for change in hearing.changes] == put)
+            assert await writer.get("/kproxy/leased") is not None
+        assert hearing.restores == 0
 
 
 async def test_user_change_makes_client_fetch_new_tokens(tmp_path: Path) -> None:
@@ -170,17 +152,7 @@ async def test_wrong_password_is_retried_with_growing_pauses(
         # After 0.1 s, and then after increasing pauses.
         assert client.times <= 6 + (time.monotonic() - began) / 1.5
         file.write_text(f"{PASSWORD}\n")
-
-        async def taken() -> None:
-            while True:
-                try:
-                    await client.get("/kproxy/a")
-                except EtcdMisused:
-                    await asyncio.sleep(0.05)
-                else:
-                    return
-
-        await asyncio.wait_for(taken(), PATIENCE_S)
+        await eventually(lambda: client.put("/kproxy/a", b""), ignored=(EtcdMisused,))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -197,8 +169,7 @@ async def test_tokens_forgotten_by_members_are_replaced(etcd_users: EtcdCluster)
             member.kill()
             assert await written(client, "/kproxy/a")
             etcd_users.start_member(member)
-            while not await takes(member.endpoint):
-                await asyncio.sleep(0.05)
+            await eventually(lambda member=member: takes(member.endpoint))  # type: ignore[misc]
 
 
 async def test_renewals_survive_token_expiry_between_them(etcd_users: EtcdCluster) -> None:

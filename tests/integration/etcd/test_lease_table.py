@@ -11,6 +11,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvloop
@@ -43,9 +44,12 @@ from tests.unit.ownership.test_kafka_metadata import ScriptedBroker, partition, 
 
 
 @asynccontextmanager
-async def table_of(client: EtcdClient, prefix: str) -> AsyncIterator[tuple[LeaseTable, Topology]]:
+async def table_of(
+    client: EtcdClient, prefix: str = "/k", **options: Any
+) -> AsyncIterator[tuple[LeaseTable, Topology]]:
     topology = Topology()
-    table = LeaseTable(client, prefix, topology)
+    table = LeaseTable(client, prefix, topology, **options)
+    assert table.stale
     async with running(table.run()):
         await asyncio.wait_for(table.wait_synced(), PATIENCE_S)
         yield table, topology
@@ -164,11 +168,7 @@ async def test_table_without_etcd_stays_and_reports_age(tmp_path: Path) -> None:
     async with own_etcd(tmp_path) as (server, client):
         await client.put(lease_key("/k", "t", 0), b"1")
         now = 0.0
-        topology = Topology()
-        table = LeaseTable(client, "/k", topology, clock=lambda: now, stale_after_s=10)
-        assert table.stale
-        async with running(table.run()):
-            await table.wait_synced()
+        async with table_of(client, clock=lambda: now, stale_after_s=10) as (table, topology):
             assert table.age_s == 0
             await client.put(lease_key("/k", "t", 1), b"1")
             await eventually(lambda: topology.owner(b"t", 1) == 1, what="the watch is open")
@@ -197,10 +197,8 @@ async def test_hints_end_when_etcd_returns(tmp_path: Path) -> None:
         address = {"node_id": 9, "host": "127.0.0.1", "port": broker.port}
         await client.put("/k/brokers/9", json.dumps(address).encode())
         late_s = 0.0
-        topology = Topology()
-        table = LeaseTable(client, "/k", topology, clock=lambda: time.monotonic() + late_s, access=BrokerAuth())
-        async with running(table.run()):
-            await table.wait_synced()
+        late = {"clock": lambda: time.monotonic() + late_s, "access": BrokerAuth()}
+        async with table_of(client, **late) as (table, topology):
             await table.refresh(b"t", 0, topology.revision)
             assert (broker.asked, owners(topology)) == (0, {("t", 0): 1, ("t", 1): 1})
             await kill(server)
@@ -243,10 +241,7 @@ async def test_table_equals_final_read_after_moves_and_kills(tmp_path: Path) -> 
                 except EtcdUnavailable:
                     await asyncio.sleep(0.02)
 
-        topology = Topology()
-        table = LeaseTable(client, "/k", topology)
-        async with running(table.run()), running(brokers_come_and_go()) as moving:
-            await table.wait_synced()
+        async with table_of(client) as (_, topology), running(brokers_come_and_go()) as moving:
             for compacting in (False, True):
                 reached = moves + 10
                 await eventually(lambda at=reached: moves >= at)  # type: ignore[misc]
@@ -280,7 +275,7 @@ async def test_refresh_detects_restored_etcd_before_watch(tmp_path: Path) -> Non
 
         await old.put(lease_key("/k", "t", 0), b"1")
         await restored.put(lease_key("/k", "t", 0), b"2")
-        async with connected(Divided([server.endpoint])) as client, table_of(client, "/k") as (table, topology):
+        async with connected(Divided([server.endpoint])) as client, table_of(client) as (table, topology):
             before = topology.revision
             assert not await table.refresh(b"t", 0, before)
             assert topology.owner(b"t", 0) == 1, "revisions of another history are not applied"
@@ -296,7 +291,7 @@ async def test_refresh_detects_restored_etcd_with_newer_revision(tmp_path: Path)
         await server.start()
         async with (
             connected(EtcdClient([relay.endpoint], timeout_s=3)) as client,
-            table_of(client, "/k") as (table, topology),
+            table_of(client) as (table, topology),
         ):
             for owner in (b"2", b"3"):
                 await writer.put(lease_key("/k", "t", 0), owner)

@@ -15,9 +15,10 @@ import kafka
 import pytest
 
 from tests.support.brokers.kafka_jars import kafka_classpath
-from tests.support.brokers.real_kafka import RealKafka, shared_classes
+from tests.support.brokers.real_kafka import RealKafka
 from tests.support.clients.java import SHORT_JAVA, java_executable
-from tests.support.clients.kafka_io import produce
+from tests.support.clients.kafka_io import produce, read_topic
+from tests.support.clients.member_processes import console_consumer
 from tests.support.processes.dev import KproxyProcess
 
 # The very first run downloads Kafka's jars.
@@ -42,17 +43,8 @@ def topic(real_kafka: RealKafka) -> str:
 
 def run_java(bootstrap: str, topic: str, *fates: str) -> str:
     """The Java producer's final output."""
-    command = [
-        java_executable(),
-        *SHORT_JAVA,
-        "-cp",
-        kafka_classpath(),
-        str(JAVA_SOURCE),
-        bootstrap,
-        topic,
-        f"java-{topic}",
-    ]
-    command += [str(PARTITIONS), str(RECORDS), *fates]
+    command = [java_executable(), *SHORT_JAVA, "-cp", kafka_classpath(), str(JAVA_SOURCE)]
+    command += [bootstrap, topic, f"java-{topic}", str(PARTITIONS), str(RECORDS), *fates]
     done = subprocess.run(command, capture_output=True, text=True, timeout=3 * TIMEOUT_S, check=False)
     return done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr
 
@@ -80,26 +72,8 @@ def run_librdkafka(bootstrap: str, topic: str, *fates: str) -> str:
 
 def read(bootstrap: str, topic: str, isolation: str) -> list[str]:
     """All records of a topic, sorted."""
-    settings = {"bootstrap.servers": bootstrap, "group.id": "unused", "enable.auto.commit": False}
-    settings |= {"isolation.level": isolation, "enable.partition.eof": True}
-    consumer = confluent_kafka.Consumer(settings)
-    values: list[str] = []
-    ends: set[int | None] = set()
-    deadline = time.monotonic() + TIMEOUT_S
-    try:
-        first = confluent_kafka.OFFSET_BEGINNING
-        consumer.assign([confluent_kafka.TopicPartition(topic, each, first) for each in range(PARTITIONS)])
-        while len(ends) < PARTITIONS:
-            assert time.monotonic() < deadline, f"the ends of {ends} alone were reached"
-            for message in consumer.consume(1000, 0.5):
-                error = message.error()
-                if error is None:
-                    values.append((message.value() or b"").decode())
-                elif error.code() == confluent_kafka.KafkaError._PARTITION_EOF:
-                    ends.add(message.partition())
-    finally:
-        consumer.close()
-    return sorted(values)
+    found = read_topic(bootstrap, topic, PARTITIONS, 0, settings={"isolation.level": isolation})
+    return sorted((each.value or b"").decode() for each in found)
 
 
 @pytest.mark.parametrize("run", [pytest.param(run_java, marks=pytest.mark.long), run_librdkafka])
@@ -252,18 +226,11 @@ def consume_with_kafka_python(bootstrap: str, topic: str, count: int) -> list[st
 
 
 def consume_with_java(bootstrap: str, topic: str, count: int) -> list[str]:
-    command = [
-        java_executable(),
-        *SHORT_JAVA,
-        *shared_classes(),
-        "-cp",
-        kafka_classpath(),
-        "org.apache.kafka.tools.consumer.ConsoleConsumer",
-    ]
-    command += ["--bootstrap-server", bootstrap, "--topic", topic, "--group", f"java-{topic}"]
-    command += ["--command-property", "auto.offset.reset=earliest", "--max-messages", str(count)]
+    command = [*console_consumer(bootstrap, topic, f"java-{topic}", "auto.offset.reset=earliest")]
+    command += ["--max-messages", str(count)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=3 * TIMEOUT_S, check=True)
-    return done.stdout.split()
+    # The value stands behind the partition and the offset.
+    return [line.split()[-1] for line in done.stdout.splitlines()]
 
 
 @pytest.mark.long(but=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import NamedTuple
@@ -41,6 +41,8 @@ acls_in_etcd = true
 MECHANISM = "SCRAM-SHA-256"
 TOPIC = "orders"
 PASSWORD = "first-secret"
+# The report of a client whose login fails.
+REFUSED = "_AUTHENTICATION"
 
 
 class Site(NamedTuple):
@@ -77,6 +79,24 @@ class Site(NamedTuple):
         """Log in and write one record; return the client's report."""
         return await asyncio.to_thread(CLIENTS["librdkafka"], self.proxy.kafka, TOPIC, MECHANISM, name, password)
 
+    async def until_login(self, report: str, name: str, password: str = PASSWORD) -> None:
+        await until(report, lambda: self.log_in(name, password))
+
+    async def admit(self, name: str) -> None:
+        """Add a user that may write to the topic, and wait until it can."""
+        await self.add_user(name)
+        await self.allow(name)
+        await self.until_login(OK, name)
+
+
+async def until(answer: object, ask: Callable[[], Awaitable[object]]) -> None:
+    """Ask until this is the answer."""
+
+    async def is_answered() -> bool:
+        return await ask() == answer
+
+    await eventually(is_answered)
+
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def site(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
@@ -95,45 +115,33 @@ async def site(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 async def test_etcd_user_logs_in_at_once_until_removed(site: Site) -> None:
-    assert await site.log_in("alice") == "_AUTHENTICATION"
-    await site.add_user("alice")
-    await site.allow("alice")
-    await eventually(lambda: logs_in(site, "alice"))
+    assert await site.log_in("alice") == REFUSED
+    await site.admit("alice")
     assert await site.done("user", "list") == "alice\tSCRAM-SHA-256, SCRAM-SHA-512\n"
     # The user gets another password, and is removed later.
     await site.add_user("alice", "second-secret")
-    await eventually(lambda: logs_in(site, "alice", "second-secret"))
-    await eventually(lambda: is_refused(site, "alice"))
+    await site.until_login(OK, "alice", "second-secret")
+    await site.until_login(REFUSED, "alice")
     await site.done("user", "remove", "alice")
-    await eventually(lambda: is_refused(site, "alice", "second-secret"))
+    await site.until_login(REFUSED, "alice", "second-secret")
     assert (await site.kproxy("user", "remove", "alice")).status == 2
     assert "secret" not in site.proxy.stderr()
 
 
 async def test_connections_end_with_their_user(site: Site) -> None:
     """Even if it is added again at once, unless with the same password."""
-    await site.add_user("erin")
-    await site.allow("erin")
-    await eventually(lambda: logs_in(site, "erin"))
+    await site.admit("erin")
     client = await RawClient().connect(int(site.proxy.kafka.rpartition(":")[2]))
     assert (await sasl.present(client, sasl.plain("erin", PASSWORD))).error_code == NONE
     await site.add_user("erin", "second-secret")
-    await eventually(lambda: is_refused(site, "erin"))
+    await site.until_login(REFUSED, "erin")
     client.send(control_frame(API_VERSIONS, 0))
     assert (await client.answer(API_VERSIONS, 0)).message.error_code == NONE
     await site.done("user", "remove", "erin")
     await site.add_user("erin", "second-secret")
     assert await client.is_closed()
-    await eventually(lambda: logs_in(site, "erin", "second-secret"))
+    await site.until_login(OK, "erin", "second-secret")
     assert site.proxy.stderr().count("its user was removed") == 1
-
-
-async def logs_in(site: Site, name: str, password: str = PASSWORD) -> bool:
-    return await site.log_in(name, password) == OK
-
-
-async def is_refused(site: Site, name: str, password: str = PASSWORD) -> bool:
-    return await site.log_in(name, password) == "_AUTHENTICATION"
 
 
 async def test_changed_rule_applies_to_open_connection(site: Site) -> None:
@@ -153,44 +161,37 @@ async def test_changed_rule_applies_to_open_connection(site: Site) -> None:
             return False
         return True
 
-    async def may_not_write() -> bool:
-        return not await may_write()
-
     await producer.start()
     try:
         # No rule allows this: with SASL, everything is denied by default.
-        assert await may_not_write()
+        assert not await may_write()
         rule = await site.allow("bob")
-        await eventually(may_write)
+        await until(True, may_write)
         connections = counted(site.proxy.admin, "kproxy_authentications_total")
         denial = await site.done(
             *("acl", "add", "--principal", "User:*", "--operation", "admin", "--topic", "ord*"), "--deny"
         )
-        await eventually(may_not_write)
+        await until(False, may_write)
         checked = await site.kproxy("acl", "check", "--principal", "User:bob", "--operation", "write", "--topic", TOPIC)
         assert (checked.status, checked.stdout.split()[0]) == (1, "denied")
         await site.done("acl", "remove", denial.split()[-1])
-        await eventually(may_write)
+        await until(True, may_write)
         await site.done("acl", "remove", rule)
-        await eventually(may_not_write)
+        await until(False, may_write)
         assert counted(site.proxy.admin, "kproxy_authentications_total") == connections
     finally:
         await producer.stop()
 
 
 async def test_invalid_value_changes_nothing_and_is_logged_once(site: Site, etcd_client: EtcdClient) -> None:
-    await site.add_user("carol")
-    await site.allow("carol")
-    await eventually(lambda: logs_in(site, "carol"))
+    await site.admit("carol")
     failed = counted(site.proxy.admin, 'kproxy_tls_reloads_total{outcome="failed"}')
     await etcd_client.put(site.keys.user("carol"), b'{"credentials": ["SCRAM-SHA-256$4096:TOPSECRET"]}')
     await etcd_client.put(site.keys.acl("broken"), b'{"principal": "User:carol", "operations": ["fly"], "topics": []}')
     # Both workers count both.
     await eventually(lambda: counted(site.proxy.admin, 'kproxy_tls_reloads_total{outcome="failed"}') == failed + 4)
     assert await site.log_in("carol") == OK
-    await site.add_user("dave")
-    await site.allow("dave")
-    await eventually(lambda: logs_in(site, "dave"))
+    await site.admit("dave")
     # A change of another key does not apply the invalid value either.
     assert await site.log_in("carol") == OK
     lines = [line for line in site.proxy.stderr().splitlines() if "reload failed" in line]
@@ -205,12 +206,10 @@ async def test_invalid_value_changes_nothing_and_is_logged_once(site: Site, etcd
         assert (listed.status, key in listed.stderr, "carol\t" in listed.stdout) == (1, True, False), listed
     await etcd_client.delete(site.keys.user("carol"))
     await etcd_client.delete(site.keys.acl("broken"))
-    await eventually(lambda: is_refused(site, "carol"))
+    await site.until_login(REFUSED, "carol")
 
 
 # Starts and outages without etcd
-
-REFUSED = -2
 
 
 @asynccontextmanager
@@ -230,7 +229,7 @@ async def starting(directory: Path, endpoint: str, broker: ServedBroker, port: i
         await asyncio.to_thread(process.stop)
 
 
-async def written(port: int, name: str, topic: str) -> int:
+async def written(port: int, name: str, topic: str) -> int | str:
     """Log in and write; return the error code, or REFUSED if the login fails."""
     client = await RawClient().connect(port)
     try:
@@ -258,21 +257,13 @@ async def test_proxy_admits_clients_only_after_etcd_answers(tmp_path: Path) -> N
             await asyncio.to_thread(process.wait_ready)
             assert await written(port, "alice", "t") == NONE
             await client.put(keys.user("bob"), encode_user(sasl.credentials_of("bob")))
-            await eventually(lambda: is_known(port, "bob"))
+            await until(TOPIC_AUTHORIZATION_FAILED, lambda: written(port, "bob", "t"))
             await server.stop()
             assert [await written(port, "alice", topic) for topic in ("t", "u")] == [NONE, TOPIC_AUTHORIZATION_FAILED]
             assert await written(port, "bob", "t") == TOPIC_AUTHORIZATION_FAILED
             # Changes apply again once it is back.
             await server.start()
             await client.delete(keys.user("bob"))
-            await eventually(lambda: is_unknown(port, "bob"))
+            await until(REFUSED, lambda: written(port, "bob", "t"))
             assert await written(port, "alice", "t") == NONE
     await broker.stop()
-
-
-async def is_known(port: int, name: str) -> bool:
-    return await written(port, name, "t") != REFUSED
-
-
-async def is_unknown(port: int, name: str) -> bool:
-    return not await is_known(port, name)

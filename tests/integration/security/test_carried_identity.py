@@ -6,7 +6,7 @@ import asyncio
 import gc
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -52,8 +52,25 @@ async def produced(client: RawClient, n: int = 0, partitions: tuple[int, ...] = 
     return (await client.answer()).codes
 
 
-def judge_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broker_auth, "JUDGE_S", 1.5)
+def hangs(asked: Asked) -> bool:
+    return asked.header.api_key == SASL_AUTHENTICATE
+
+
+def holding(held: list[Asked], word: str) -> Callable[[Asked], bool]:
+    """Keep each login with `word` in `held`, without an answer."""
+
+    def hold(asked: Asked) -> bool:
+        is_meant = hangs(asked) and word.encode() in bytes(asked.body)
+        if is_meant:
+            held.append(asked)
+        return is_meant
+
+    return hold
+
+
+def have_seen(brokers: Iterable[JudgingBroker], token: str) -> bool:
+    """Whether the last login at each broker was with this token."""
+    return all(broker.presented[-1][0] == sasl.bearer(token) for broker in brokers)
 
 
 @both_loops
@@ -204,13 +221,7 @@ async def test_renewal_reaches_every_open_connection() -> None:
             assert (await client.answer(SASL_AUTHENTICATE, 2)).message.error_code == NONE
             asked += 5
         assert await produced(client, asked, (0, 1)) == {T0: NONE, T1: NONE}
-
-        def all_renewed() -> bool:
-            return all(
-                [message for message, _ in broker.presented][-1] == sasl.bearer(tokens[-1]) for broker in brokers
-            )
-
-        await eventually(all_renewed, "each broker has seen the last token")
+        await eventually(lambda: have_seen(brokers, tokens[-1]), "each broker has seen the last token")
         for broker in brokers:
             assert sum(each[1] == PRODUCE for each in broker.requests) == asked + 1
         # One of them also has the control connection; no connection was replaced.
@@ -260,10 +271,6 @@ async def test_revoked_client_is_refused_on_reconnect() -> None:
         assert all(map(proxy.context.brokers.is_well, proxy.topology.brokers))
 
 
-def hangs(asked: Asked) -> bool:
-    return asked.header.api_key == SASL_AUTHENTICATE
-
-
 # Ways in which a broker does not answer properly.
 WAYS: dict[str, Callable[[Asked], None]] = {
     "hangs": lambda asked: None,
@@ -288,7 +295,7 @@ async def test_broker_without_verdict_affects_no_other_client(
 
     async with carrying(broker, timeout_s=4.0) as proxy:
         served = await admitted(proxy, "alice")
-        judge_soon(monkeypatch)
+        monkeypatch.setattr(broker_auth, "JUDGE_S", 1.5)
         assert await produced(served) == {T0: NONE}
         broker.misbehaves = misbehave
         client = await proxy.client()
@@ -313,20 +320,13 @@ async def test_returned_broker_serves_all_clients_at_once(monkeypatch: pytest.Mo
     monkeypatch.setattr(broker_auth, "JUDGE_S", 60.0)
     back, other = JudgingBroker(1), JudgingBroker(2)
     held: list[Asked] = []
-
-    def hold_alice(asked: Asked) -> bool:
-        is_alices = hangs(asked) and b"alice" in asked.body
-        if is_alices:
-            held.append(asked)
-        return is_alices
-
     async with carrying(back, other) as proxy:
         port = back.port
         await back.stop()
         alice, bob = await admitted(proxy, "alice"), await admitted(proxy, "bob")
         assert (await produced(bob))[T0] != NONE
         assert not proxy.context.brokers.is_well(back.node_id)
-        back.misbehaves = hold_alice
+        back.misbehaves = holding(held, "alice")
         await back.start(port)
 
         async def is_held() -> bool:
@@ -343,7 +343,7 @@ async def test_returned_broker_serves_all_clients_at_once(monkeypatch: pytest.Mo
 
 
 async def test_another_broker_judges_if_one_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    judge_soon(monkeypatch)
+    monkeypatch.setattr(broker_auth, "JUDGE_S", 1.5)
     brokers = JudgingBroker(1), JudgingBroker(2)
     for hanging in brokers:
         async with carrying(*brokers) as proxy:
@@ -374,23 +374,12 @@ async def test_connection_begun_before_renewal_is_renewed_after() -> None:
     for broker in brokers:
         broker.tokens = dict.fromkeys(tokens, "carol")
     held: list[Asked] = []
-
-    def hold(asked: Asked) -> bool:
-        is_first = asked.header.api_key == SASL_AUTHENTICATE and tokens[0].encode() in bytes(asked.body)
-        if is_first:
-            held.append(asked)
-        return is_first
-
-    def have_seen(number: int) -> bool:
-        """Whether all connections have presented that token now."""
-        return all([message for message, _ in each.presented][-1] == sasl.bearer(tokens[number]) for each in brokers)
-
     async with carrying(*brokers) as proxy:
         client = await proxy.client()
         await sasl.present(client, sasl.bearer(tokens[0]), "OAUTHBEARER")
         await asyncio.sleep(1.1)
         for broker in brokers:
-            broker.misbehaves = hold
+            broker.misbehaves = holding(held, tokens[0])
         client.send(produce_frame({"t": (0, 1)}, records=batch(0, producer_id=-1), acks=0))
         await eventually(lambda: len(held) == 2, "both brokers are dialled")
         assert (await sasl.present(client, sasl.bearer(tokens[1]), "OAUTHBEARER")).error_code == NONE
@@ -399,11 +388,11 @@ async def test_connection_begun_before_renewal_is_renewed_after() -> None:
             broker.misbehaves = lambda asked: False
         for asked in held:
             asked.connection.upstream.take(asked)
-        await eventually(lambda: have_seen(1), "what began with the first token has the second")
+        await eventually(lambda: have_seen(brokers, tokens[1]), "what began with the first token has the second")
         await asyncio.sleep(0.4)
         assert (await sasl.present(client, sasl.bearer(tokens[2]), "OAUTHBEARER")).error_code == NONE
         assert await produced(client, 1, (0, 1)) == {T0: NONE, T1: NONE}
-        await eventually(lambda: have_seen(2), "and then the third")
+        await eventually(lambda: have_seen(brokers, tokens[2]), "and then the third")
         assert sorted(len(broker.names) for broker in brokers) == [1, 2]
 
 

@@ -22,8 +22,9 @@ from tests.support.brokers.scripted_upstream import Asked, answers_everything
 from tests.support.clients.blocking_client import connect, is_served
 from tests.support.clients.raw_client import RawClient, batch, control_frame, produce_frame
 from tests.support.processes.dev import KproxyProcess
-from tests.support.processes.served import ServedBroker, beside, counted, port_of, static_proxy
+from tests.support.processes.served import counted, port_of, served, static_proxy
 from tests.support.security import sasl_client as sasl
+from tests.support.security.client_hello import EXTENSIONS, client_hello
 from tests.support.security.tls_files import Signer, client_context
 from tests.support.waiting import PATIENCE_S, eventually, wait_for
 
@@ -50,15 +51,6 @@ def serves(process: KproxyProcess, context: ssl.SSLContext) -> bool:
         return is_served(client)
 
 
-def hello() -> bytes:
-    """The first message of a client."""
-    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-    client = client_context(None).wrap_bio(incoming, outgoing, server_hostname="localhost")
-    with contextlib.suppress(ssl.SSLWantReadError):
-        client.do_handshake()
-    return outgoing.read()
-
-
 def test_half_open_connections_are_bounded_and_clients_admitted(tmp_path: Path) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
@@ -66,7 +58,7 @@ def test_half_open_connections_are_bounded_and_clients_admitted(tmp_path: Path) 
     signer = Signer(tmp_path / "ca")
     pair = signer.issue("server", "localhost")
     rooms = f'[tls]\ncert = "{pair.cert}"\nkey = "{pair.key}"\n'
-    context, first = client_context(signer.ca), hello()
+    context, first = client_context(signer.ca), client_hello(EXTENSIONS)
     with static_proxy(tmp_path, {1: 1}, limits={"max_half_open": MAX_HALF_OPEN}, rooms=rooms) as process:
         assert serves(process, context)
         own = psutil.Process(process.pid)
@@ -155,10 +147,8 @@ async def test_ended_connection_leaves_no_reference_cycle(tmp_path: Path, listen
         rooms = f'[tls]\ncert = "{pair.cert}"\nkey = "{pair.key}"\n' + sasl.ALLOW_ALL
         rooms += f'[sasl]\nmechanisms = ["PLAIN"]\nusers = "{sasl.users_file(tmp_path)}"\n'
         contexts = [client_context(signer.ca), client_context(stranger.ca)]
-    broker = await ServedBroker(1, answer).start()
-    async with beside(
-        static_proxy(tmp_path, {1: broker.port}, rooms=rooms, command=(sys.executable, "-c", UNCOLLECTED))
-    ) as process:
+    async with served(tmp_path, answer, rooms=rooms, command=(sys.executable, "-c", UNCOLLECTED)) as site:
+        process = site.process
 
         async def come_and_go(ending: Ending, tls: ssl.SSLContext | None) -> None:
             client = await RawClient().connect(port_of(process), tls=tls)

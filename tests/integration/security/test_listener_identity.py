@@ -14,8 +14,8 @@ from kproxy_codec.api_keys import SASL_HANDSHAKE
 from kproxy_codec.error_codes import ILLEGAL_SASL_STATE, NONE, TOPIC_AUTHORIZATION_FAILED
 from tests.support.brokers.scripted_upstream import answers_everything
 from tests.support.clients.raw_client import RawClient, batch, produce_frame
-from tests.support.processes.dev import KproxyProcess, serving
-from tests.support.processes.served import ServedBroker, beside
+from tests.support.processes.dev import KproxyProcess
+from tests.support.processes.served import served
 from tests.support.security import sasl_client as sasl
 from tests.support.security.tls_files import Pair, Signer, client_context
 from tests.support.waiting import eventually
@@ -44,21 +44,11 @@ class Site:
 
     @asynccontextmanager
     async def serving(self, text: str) -> AsyncIterator[KproxyProcess]:
-        broker = ServedBroker(1, answers_everything)
-        await broker.start()
-        table = f'[ownership]\nownership = "static"\n[brokers]\n1 = "127.0.0.1:{broker.port}"\n'
-        table += '[[topics]]\nname = "t"\nowners = [1]\n'
-        file = self.directory / "kproxy.toml"
-        file.write_text(table + text)
-        arguments = ["serve", "--config", file, "--admin", "127.0.0.1:0"]
-        try:
-            async with beside(serving(arguments, self.directory / "stderr")) as process:
-                for each in process.fields["listeners"].split(","):
-                    name, _, address = each.partition("@")
-                    self.ports[name] = int(address.rpartition(":")[2])
-                yield process
-        finally:
-            await broker.stop()
+        async with served(self.directory, answers_everything, rooms=text, listen=None) as site:
+            for each in site.process.fields["listeners"].split(","):
+                name, _, address = each.partition("@")
+                self.ports[name] = int(address.rpartition(":")[2])
+            yield site.process
 
     async def client(self, listener: str, pair: Pair | None = None) -> RawClient:
         tls = client_context(self.signer.ca, pair) if listener != "plain" else None
@@ -178,9 +168,8 @@ async def test_certificate_alone_names_the_quotas_principal(site: Site) -> None:
         second.abort()
 
 
-async def test_groups_of_a_renewed_session_count(tmp_path: Path) -> None:
+async def test_groups_of_a_renewed_session_count(site: Site, tmp_path: Path) -> None:
     """Also for routes that the compiled path has kept."""
-    site = Site(tmp_path)
     (tmp_path / "jwks.json").write_text(sasl.jwks())
     text = '[sasl]\nmechanisms = "OAUTHBEARER"\n[oauth]\n'
     text += f'jwks = "{tmp_path / "jwks.json"}"\nissuer = "{sasl.ISSUER}"\naudience = "{sasl.AUDIENCE}"\n'

@@ -15,7 +15,7 @@ from kproxy_codec.error_codes import NONE, TOPIC_AUTHORIZATION_FAILED
 from tests.support.brokers.scripted_upstream import answers_everything
 from tests.support.clients.raw_client import RawClient, batch, control_frame, produce_frame
 from tests.support.processes.dev import run_kproxy
-from tests.support.processes.served import ServedBroker, beside, counted, page, port_of, static_proxy
+from tests.support.processes.served import beside, counted, page, port_of, served, static_proxy
 from tests.support.security import sasl_client as sasl
 from tests.support.security.tls_files import Signer
 from tests.support.waiting import eventually
@@ -46,14 +46,6 @@ def of_kind(directory: Path, event: str) -> list[dict[str, Any]]:
     return [each for each in events_in(directory) if each["event"] == event]
 
 
-async def attempt(port: int, name: str, password: str) -> RawClient:
-    """A client whose attempt was answered."""
-    client = await RawClient().connect(port)
-    client.send(sasl.handshake("PLAIN"), sasl.authenticate(sasl.plain(name, password)))
-    await client.answer(SASL_HANDSHAKE, 1)
-    return client
-
-
 async def fail(port: int, name: str) -> None:
     client = await RawClient().connect(port)
     assert (await sasl.present(client, sasl.plain(name, "wrong-secret"))).error_code != NONE
@@ -61,9 +53,7 @@ async def fail(port: int, name: str) -> None:
 
 
 async def alice(port: int) -> RawClient:
-    client = await RawClient().connect(port)
-    await sasl.log_in(client)
-    return client
+    return await sasl.logged_in(await RawClient().connect(port))
 
 
 async def write_denied(port: int, number: int) -> None:
@@ -83,10 +73,8 @@ async def rotate(directory: Path) -> None:
 
 
 async def test_stream_is_complete_over_workers_and_rotations(tmp_path: Path) -> None:
-    broker = ServedBroker(1, answers_everything)
-    await broker.start()
-    proxies = static_proxy(tmp_path, {1: broker.port}, rooms=rooms(tmp_path), more=["--workers", "2"])
-    async with beside(proxies) as proxy:
+    async with served(tmp_path, answers_everything, rooms=rooms(tmp_path), more=["--workers", "2"]) as site:
+        proxy = site.process
         port, rotating = port_of(proxy), asyncio.create_task(rotate(tmp_path))
         for begin in range(0, ATTEMPTS, 30):
             await asyncio.gather(*(fail(port, f"user-{n}") for n in range(begin, begin + 30)))
@@ -110,23 +98,19 @@ async def test_stream_is_complete_over_workers_and_rotations(tmp_path: Path) -> 
     assert len({tuple(each["names"]) for each in denied}) == ATTEMPTS
     same = {(each["principal"], each["operation"], each["resource"], each["error"]) for each in denied}
     assert same == {("User:alice", "write", "topic", "TOPIC_AUTHORIZATION_FAILED")}
-    await broker.stop()
 
 
 async def test_stream_has_events_of_sessions_rules_and_page(tmp_path: Path) -> None:
-    broker = ServedBroker(1, answers_everything)
-    await broker.start()
     options = rooms(tmp_path, "session_lifetime_s = 1.5", access=f'[admin]\ntoken = "{TOKEN}"')
-    async with beside(static_proxy(tmp_path, {1: broker.port}, rooms=options)) as proxy:
-        port = port_of(proxy)
+    async with served(tmp_path, answers_everything, rooms=options) as site:
+        proxy = site.process
 
         async def told(event: str, is_meant: Callable[[dict[str, Any]], bool] = lambda each: True) -> dict[str, Any]:
-            found = await eventually(lambda: [each for each in of_kind(tmp_path, event) if is_meant(each)])
+            found: list[dict[str, Any]] = await eventually(lambda: [*filter(is_meant, of_kind(tmp_path, event))])
             assert len(found) == 1, found
-            event_found: dict[str, Any] = found[0]
-            return event_found
+            return found[0]
 
-        client = await alice(port)
+        client = await alice(port_of(proxy))
         login = await told("login")
         assert login["client"] == f"127.0.0.1:{client.own_port}"
         assert (login["principal"], login["mechanism"], login["renewal"]) == ("User:alice", "PLAIN", False)
@@ -142,10 +126,12 @@ async def test_stream_has_events_of_sessions_rules_and_page(tmp_path: Path) -> N
         client.send(sasl.handshake("PLAIN"), sasl.authenticate(sasl.plain("alice", "wrong-secret")))
         assert (await told("login_failed", lambda each: each["renewal"]))["user"] == "alice"
 
-        hasty = await attempt(port, "hasty", "wrong-secret")
+        hasty = await site.client()
+        hasty.send(sasl.handshake("PLAIN"), sasl.authenticate(sasl.plain("hasty", "wrong-secret")))
+        await hasty.answer(SASL_HANDSHAKE, 1)
         hasty.abort()
         await told("login_failed", lambda each: each["user"] == "hasty")
-        half = await RawClient().connect(port)
+        half = await site.client()
         half.send(sasl.handshake("SCRAM-SHA-256"), sasl.authenticate(b"n,,n=half,r=nonce"))
         await half.answer(SASL_HANDSHAKE, 1)
         await half.answer(SASL_AUTHENTICATE, 2)
@@ -170,7 +156,6 @@ async def test_stream_has_events_of_sessions_rules_and_page(tmp_path: Path) -> N
         proxy.signal(signal.SIGHUP)
         await told("not_reloaded", lambda each: each["what"] == "users")
     assert events_in(tmp_path)[-1]["event"] == "stopped"
-    await broker.stop()
 
 
 async def test_full_disk_does_not_stop_proxy(tmp_path: Path) -> None:
@@ -192,13 +177,12 @@ async def test_connection_refused_by_tls_is_an_event(tmp_path: Path) -> None:
     signer = Signer(tmp_path / "ca")
     cert, key = signer.issue("pair", "localhost", "127.0.0.1")
     tls = f'[tls]\ncert = "{cert}"\nkey = "{key}"\n[access]\nevents = "{tmp_path / "events.jsonl"}"\n'
-    async with beside(static_proxy(tmp_path, {1: 1}, rooms=tls)) as proxy:
-        client = await RawClient().connect(port_of(proxy))
+    async with served(tmp_path, rooms=tls) as site:
+        client = await site.client()
         client.send(control_frame(METADATA, 9, topics=None))
         (refused,) = await eventually(lambda: of_kind(tmp_path, "connection_refused"))
         assert refused["client"] == f"127.0.0.1:{client.own_port}"
         assert refused["outcome"] == "plain_text"
-        client.abort()
 
 
 def test_unusable_file_is_an_error_at_start(tmp_path: Path) -> None:

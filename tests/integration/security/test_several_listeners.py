@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
+from confluent_kafka.admin import AdminClient  # type: ignore[attr-defined]
 
+from tests.support.clients.kafka_io import create_topic
 from tests.support.processes.dev import KproxyProcess, serving
 from tests.support.security.tls_files import Signer
+from tests.support.waiting import wait_for
 
 TIMEOUT_S = 60.0
 
@@ -50,10 +51,7 @@ def told(address: str, **settings: str) -> set[str]:
 
 
 def until_told(address: str, addresses: set[str], **settings: str) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while (found := told(address, **settings)) != addresses:
-        assert time.monotonic() < deadline, f"{found} instead of {addresses}"
-        time.sleep(0.2)
+    wait_for(lambda: told(address, **settings) == addresses, what=lambda: told(address, **settings))
 
 
 def test_clients_learn_listeners_of_the_same_name(proxies: list[Proxy], signer: Signer) -> None:
@@ -74,9 +72,7 @@ def test_clients_learn_listeners_of_the_same_name(proxies: list[Proxy], signer: 
 def test_client_finds_all_partitions_by_its_listener(
     dev_cluster: KproxyProcess, proxies: list[Proxy], signer: Signer
 ) -> None:
-    admin = AdminClient({"bootstrap.servers": dev_cluster.kafka})
-    for result in admin.create_topics([NewTopic("t", 8)]).values():
-        result.result(TIMEOUT_S)
+    create_topic(dev_cluster.kafka, "t", 8)
     settings = {"security.protocol": "SSL", "ssl.ca.location": str(signer.ca)}
     client = AdminClient({"bootstrap.servers": proxies[0].by_name["external"], **settings})
     ids = set(client.list_topics(timeout=TIMEOUT_S).brokers)

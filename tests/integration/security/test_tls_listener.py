@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.clients.blocking_client import connect, is_served
-from tests.support.processes.dev import KproxyProcess, run_kproxy, serving
+from tests.support.processes.dev import KproxyProcess, run_kproxy
 from tests.support.processes.served import counted, page, port_of, samples, static_proxy
 from tests.support.security.tls_files import Pair, Signer, client_context
 from tests.support.waiting import PATIENCE_S, wait_for
@@ -204,28 +204,6 @@ def test_plain_text_is_recognised(site: Site, tmp_path: Path) -> None:
         assert process.stderr().count("handshake rejected") == 2
 
 
-STARTUP: dict[str, tuple[Callable[[Site], Pair], str]] = {
-    "another's key": (lambda site: Pair(site.server.cert, site.client.key), "do not belong together"),
-    "expired": (
-        lambda site: site.signer.issue("old-server", "localhost", days=-1),
-        "has expired: give one",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", STARTUP)
-def test_unusable_files_are_named_at_start(site: Site, tmp_path: Path, case: str) -> None:
-    make, says = STARTUP[case]
-    pair = make(site)
-    file = tmp_path / "kproxy.toml"
-    file.write_text(f'[ownership]\netcd = "http://127.0.0.1:1"\n[tls]\ncert = "{pair.cert}"\nkey = "{pair.key}"\n')
-    for command in ("serve", "check-config"):
-        ended = run_kproxy(command, "--config", file)
-        assert ended.status == 2
-        assert says in ended.stderr
-        assert ended.stderr.count("\n") == 1
-
-
 def shown(process: KproxyProcess, context: ssl.SSLContext) -> int:
     """The serial number of the certificate in a new connection."""
     with connected(process, context) as client:
@@ -305,25 +283,15 @@ def test_session_does_not_outlive_the_certificate(site: Site, mutual: KproxyProc
 
 @pytest.mark.parametrize("room", [pytest.param("[tls]", marks=pytest.mark.long), "[[listeners]]"])
 def test_workers_listen_in_the_same_way(site: Site, tmp_path: Path, room: str) -> None:
-    (tmp_path / "kproxy.toml").write_text(
-        '[ownership]\nownership = "static"\n[listen]\nadmin = "127.0.0.1:0"\nworkers = 2\n'
-        + (
-            site.tls()
-            if room == "[tls]"
-            else '[[listeners]]\nname = "plain"\nlisten = "127.0.0.1:0"\n'
-            f'[[listeners]]\nname = "tls"\nlisten = "127.0.0.1:0"\ntls.cert = "{site.server.cert}"\n'
-            f'tls.key = "{site.server.key}"\n'
-        )
-        + '[brokers]\n1 = "127.0.0.1:1"\n[[topics]]\nname = "t"\nowners = [1]\n'
-    )
-    more = ["--listen", "127.0.0.1:0"] if room == "[tls]" else []
-    with serving(["serve", "--config", tmp_path / "kproxy.toml", *more], tmp_path / "stderr") as process:
-        if room == "[tls]":
-            port = port_of(process)
-        else:
-            listeners = dict(each.split("@") for each in process.fields["listeners"].split(","))
-            assert listeners["plain"] == process.kafka
-            port = int(listeners["tls"].rpartition(":")[2])
+    tls = f'tls.cert = "{site.server.cert}"\ntls.key = "{site.server.key}"\n'
+    listeners = "".join(f'[[listeners]]\nname = "{name}"\nlisten = "127.0.0.1:0"\n' for name in ("plain", "tls")) + tls
+    rooms, listen = (site.tls(), "127.0.0.1:0") if room == "[tls]" else (listeners, None)
+    with static_proxy(tmp_path, {1: 1}, rooms=rooms, listen=listen, more=["--workers", "2"]) as process:
+        port = port_of(process)
+        if listen is None:
+            by_name = dict(each.split("@") for each in process.fields["listeners"].split(","))
+            assert by_name["plain"] == process.kafka
+            port = int(by_name["tls"].rpartition(":")[2])
             with connect(process) as client:
                 assert is_served(client)
         context = client_context(site.signer.ca)

@@ -11,25 +11,18 @@ from aiohttp import web
 
 from kproxy_codec.error_codes import NONE
 from tests.support.brokers.scripted_upstream import answers_everything
-from tests.support.clients.raw_client import RawClient
-from tests.support.processes.dev import KproxyProcess
-from tests.support.processes.served import ServedBroker, beside, page, port_of, samples, static_proxy
+from tests.support.processes.served import Served, served
 from tests.support.security import sasl_client as sasl
 from tests.support.security.tls_files import Signer
+from tests.support.waiting import eventually
 
 
-async def is_let_in(process: KproxyProcess, number: int) -> bool:
-    client = await RawClient().connect(port_of(process))
+async def is_let_in(site: Served, number: int) -> bool:
+    client = await site.client()
     answer = await sasl.present(client, sasl.bearer(sasl.token(number)), "OAUTHBEARER")
     client.abort()
     # A refusal is reported in JSON.
     return answer.error_code == NONE and not answer.auth_bytes
-
-
-async def until_let_in(process: KproxyProcess, number: int) -> None:
-    async with asyncio.timeout(60):
-        while not await is_let_in(process, number):
-            await asyncio.sleep(0.1)
 
 
 async def test_keys_are_fetched_at_start_and_on_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,8 +31,6 @@ async def test_keys_are_fetched_at_start_and_on_change(tmp_path: Path, monkeypat
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     tls.load_cert_chain(pair.cert, pair.key)
     monkeypatch.setenv("SSL_CERT_FILE", str(signer.ca))
-    broker = ServedBroker(1, answers_everything)
-    await broker.start()
     answers = [web.Response(status=503)]
 
     is_asked = asyncio.Event()
@@ -58,19 +49,18 @@ async def test_keys_are_fetched_at_start_and_on_change(tmp_path: Path, monkeypat
     rooms = '[sasl]\nmechanisms = ["OAUTHBEARER"]\nwithout_tls = true\n'
     rooms += f'[oauth]\njwks = "{url}"\nissuer = "{sasl.ISSUER}"\naudience = "{sasl.AUDIENCE}"\n'
     try:
-        async with beside(static_proxy(tmp_path, {1: broker.port}, rooms=rooms)) as process:
-            assert not await is_let_in(process, 0)
+        async with served(tmp_path, answers_everything, rooms=rooms) as site:
+            assert not await is_let_in(site, 0)
             async with asyncio.timeout(60):
                 await is_asked.wait()
             answers.append(web.Response(text=sasl.jwks(0)))
-            await until_let_in(process, 0)
+            await eventually(lambda: is_let_in(site, 0))
             # The proxy refreshes after five minutes; an unknown token triggers an earlier refresh.
             answers.append(web.Response(text=sasl.jwks(1)))
-            await until_let_in(process, 1)
-            assert not await is_let_in(process, 0)
-            counts = samples((await asyncio.to_thread(page, process.admin, "/metrics"))[1])
+            await eventually(lambda: is_let_in(site, 1))
+            assert not await is_let_in(site, 0)
+            counts = await site.samples()
             for outcome in ("done", "failed"):
                 assert counts[("kproxy_token_key_fetches_total", (("outcome", outcome),))] >= 1
     finally:
         await runner.cleanup()
-        await broker.stop()

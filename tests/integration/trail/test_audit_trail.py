@@ -16,7 +16,8 @@ import pytest
 
 from kproxy.demo.run import partition_owners
 from kproxy.dev.cluster import DevCluster
-from kproxy.trail.rows import Begin, End, Mark, Range, Row, decode_page
+from kproxy.trail.rows import Mark, Range
+from tests.support.audit.audit_trails import is_whole, rows_in_files
 from tests.support.clients.attempts import Writer
 from tests.support.clients.idempotent_writers import IdempotentWriter
 from tests.support.clients.kafka_io import create_topic
@@ -30,12 +31,6 @@ LEASE_TTL_S = 2
 def loop() -> Iterator[None]:
     with asyncios_own_loop():
         yield
-
-
-def trail_in(directory: Path) -> list[Row]:
-    """All rows of the directory's only trail, in order."""
-    rows = [row for file in sorted(directory.glob("*.jsonl")) for row in decode_page(file.read_bytes())]
-    return sorted({row.sequence: row for row in rows}.values(), key=lambda row: row.sequence)
 
 
 def records(row: Range) -> Iterator[tuple[int, int]]:
@@ -68,10 +63,8 @@ async def test_trail_has_each_client_acknowledgement_once(tmp_path: Path) -> Non
                 await asyncio.to_thread(idempotent.wait_for_more, 300)
             assert proxy.stop() == 0
     assert idempotent.failed == []
-    rows = trail_in(trail_dir)
-    assert [row.sequence for row in rows] == list(range(len(rows)))
-    assert isinstance(rows[0], Begin)
-    assert isinstance(rows[-1], End)
+    rows = rows_in_files(trail_dir)
+    assert is_whole(rows)
     assert all(isinstance(row, Range | Mark) for row in rows[1:-1])
     ranges = [row for row in rows if isinstance(row, Range)]
     for partition in range(PARTITIONS):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from typing import Any
 
@@ -48,13 +49,6 @@ def test_key_of_impossible_name_is_refused(rest: str) -> None:
         parse_user_key(rest)
 
 
-@pytest.mark.parametrize("value", [b"\xff", b'{"credentials": ["hunter2\xff"]}', b'{"hunter2\xff": []}'])
-def test_error_for_non_text_value_hides_it(value: bytes) -> None:
-    with pytest.raises(ValueError, match="a user's value is JSON with one key") as raised:
-        decode_user(value)
-    assert "0xff" not in str(raised.value)
-
-
 def test_values_are_read_as_they_are_written() -> None:
     assert decode_user(ALICE) == sasl.credentials_of("alice")
     rule = AclSection(principal="User:a", operations=["read"], topics=["t*"], cluster=True, effect="deny")
@@ -79,6 +73,8 @@ def test_user_value_has_at_most_4_kib() -> None:
         b"",
         b"SECRET",
         b"\xff\xfe",
+        b'{"credentials": ["SECRET\xff"]}',
+        b'{"SECRET\xff": []}',
         b'"SECRET"',
         b"[" * 3_000,
         b'{"credentials": []}',
@@ -92,7 +88,7 @@ def test_user_value_has_at_most_4_kib() -> None:
 def test_invalid_user_is_refused_without_showing_it(value: bytes) -> None:
     with pytest.raises(ValueError, match=r"^(a|the) ") as raised:
         decode_user(value)
-    assert "SECRET" not in str(raised.value)
+    assert not re.search("SECRET|0xff", str(raised.value))
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,8 @@ ETCD = '[ownership]\netcd = "http://a:1"\n'
 
 
 @pytest.fixture(scope="module")
-def signer(tmp_path_factory: pytest.TempPathFactory) -> Signer:
-    signer = Signer(tmp_path_factory.mktemp("signer") / "ca")
-    signer.issue("server", "localhost")
-    return signer
+def server(signer: Signer) -> Pair:
+    return signer.issue("server", "localhost")
 
 
 def load(text: str, directory: Path, **environ: str) -> ProxyConfig:
@@ -46,14 +44,14 @@ def error_of(text: str, directory: Path, **environ: str) -> str:
     return sentence
 
 
-def tls(signer: Signer) -> str:
-    return f'tls.cert = "{signer.directory / "server.pem"}"\ntls.key = "{signer.directory / "server.key"}"\n'
+def tls(pair: Pair, prefix: str = "tls.") -> str:
+    return f'{prefix}cert = "{pair.cert}"\n{prefix}key = "{pair.key}"\n'
 
 
-def test_file_may_define_several_listeners(signer: Signer, tmp_path: Path) -> None:
+def test_file_may_define_several_listeners(signer: Signer, server: Pair, tmp_path: Path) -> None:
     text = '[[listeners]]\nname = "internal"\nlisten = "10.0.0.1:9092"\n'
     text += '[[listeners]]\nname = "external"\nlisten = "0.0.0.0:9093"\nadvertise = "kafka.example.org:9093"\n'
-    text += "proxy_protocol = true\n" + tls(signer) + f'tls.client_ca = "{signer.ca}"\n'
+    text += "proxy_protocol = true\n" + tls(server) + f'tls.client_ca = "{signer.ca}"\n'
     config = load(text, tmp_path)
     internal, external = config.listeners
     assert (internal.name, internal.listen, internal.advertise, internal.is_plain) == (
@@ -144,41 +142,43 @@ REFUSED = {
         '[broker_sasl]\nmechanism = "PLAIN"\nusername = "u"\npassword = "hunter2"\n',
         "PLAIN shows its secret to everybody",
     ),
+    "no authority": ('[tls]\n{server}client_auth = "required"\n', "set tls.client_ca"),
+    "an authority of no use": ('[tls]\n{server}client_ca = "{ca}"\nclient_auth = "none"\n', "tls.client_auth is none"),
+    "no list in the file": ('[tls]\n{server}client_ca = "{ca}"\nclient_crl = "{ca}"\n', "holds no revocation list"),
+    "a client's check without a list": (
+        '[tls]\n{server}client_ca = "{ca}"\nclient_crl_check = "leaf"\n',
+        "set tls.client_crl",
+    ),
+    "a certificate among the lists": (
+        '[tls]\n{server}client_ca = "{ca}"\nclient_crl = "{lists}"\n',
+        "holds a certificate, which would be trusted",
+    ),
+    "a certificate among the broker's lists": (
+        '[broker_tls]\nca = "{ca}"\ncrl = "{lists}"\n',
+        "holds a certificate, which would be trusted",
+    ),
+    "another's key": ("[tls]\n{strangers}", "do not belong together"),
+    "an old certificate": ("[tls]\n{old}", "has expired: give one"),
 }
 
 
+@pytest.fixture(scope="module")
+def files(signer: Signer, server: Pair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """Certificates and lists for the texts of REFUSED."""
+    stranger = Signer(tmp_path_factory.mktemp("stranger"))
+    lists = stranger.directory / "lists.pem"
+    lists.write_text(signer.revoke([]).read_text() + stranger.revoke([]).read_text() + stranger.ca.read_text())
+    strangers = Pair(server.cert, stranger.issue("server", "localhost").key)
+    pairs = {"server": server, "strangers": strangers, "old": signer.issue("old", "localhost", days=-1)}
+    return {"ca": signer.ca, "lists": lists} | {name: tls(pair, "") for name, pair in pairs.items()}
+
+
 @pytest.mark.parametrize("case", REFUSED)
-def test_conflicting_listener_options_are_reported(tmp_path: Path, case: str) -> None:
+def test_conflicting_listener_options_are_reported(files: dict[str, object], tmp_path: Path, case: str) -> None:
     text, says = REFUSED[case]
-    sentence = error_of(text, tmp_path)
+    sentence = error_of(text.format(**files), tmp_path)
     assert re.search(says, sentence), sentence
     assert "hunter2" not in sentence
-
-
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [
-        ('client_auth = "required"', "set tls.client_ca"),
-        ('client_ca = "{0}"\nclient_auth = "none"', "tls.client_auth is none"),
-        ('client_ca = "{0}"\nclient_crl = "{0}"', "holds no revocation list"),
-        ('client_ca = "{0}"\nclient_crl_check = "leaf"', "set tls.client_crl"),
-    ],
-)
-def test_client_certificates_need_an_authority(signer: Signer, tmp_path: Path, more: str, says: str) -> None:
-    pair = f'[tls]\ncert = "{signer.directory / "server.pem"}"\nkey = "{signer.directory / "server.key"}"\n'
-    assert says in error_of(pair + more.format(signer.ca), tmp_path)
-
-
-def test_certificate_among_revocation_lists_is_not_trusted(signer: Signer, tmp_path: Path) -> None:
-    stranger = Signer(tmp_path / "stranger")
-    lists = tmp_path / "lists.pem"
-    lists.write_text(signer.revoke([]).read_text() + stranger.revoke([]).read_text() + stranger.ca.read_text())
-    pair = f'[tls]\ncert = "{signer.directory / "server.pem"}"\nkey = "{signer.directory / "server.key"}"\n'
-    for text in (
-        pair + f'client_ca = "{signer.ca}"\nclient_crl = "{lists}"\n',
-        f'[broker_tls]\nca = "{signer.ca}"\ncrl = "{lists}"\n',
-    ):
-        assert "holds a certificate, which would be trusted" in error_of(text, tmp_path)
 
 
 class Authorities:
@@ -228,7 +228,7 @@ def test_revoked_authority_is_noticed_in_chain(authorities: Authorities, tmp_pat
     for check, word in zip(("", "leaf"), words, strict=True):
         key = f'crl_check = "{check}"\n' if check else ""
         text = f'[broker_tls]\nca = "{ca}"\ncrl = "{crl}"\n{key}'
-        text += f'[tls]\ncert = "{own.cert}"\nkey = "{own.key}"\nclient_ca = "{ca}"\nclient_crl = "{crl}"\n'
+        text += f'[tls]\n{tls(own, "")}client_ca = "{ca}"\nclient_crl = "{crl}"\n'
         config = load(text + (f"client_{key}" if key else ""), tmp_path)
         (listener,) = config.listeners
         assert listener.tls is not None
@@ -272,10 +272,10 @@ def test_address_is_found_in_networks(tmp_path: Path) -> None:
         assert not is_among(host, listener.proxy_protocol_from), host
 
 
-def test_flags_and_environment_may_configure_one_listener(signer: Signer, tmp_path: Path) -> None:
+def test_flags_and_environment_may_configure_one_listener(server: Pair, tmp_path: Path) -> None:
     environ = {
-        "KPROXY_TLS__CERT": str(signer.directory / "server.pem"),
-        "KPROXY_TLS__KEY": str(signer.directory / "server.key"),
+        "KPROXY_TLS__CERT": str(server.cert),
+        "KPROXY_TLS__KEY": str(server.key),
         "KPROXY_LISTEN__PROXY_PROTOCOL": "true",
     }
     (listener,) = load("", tmp_path, **environ).listeners
@@ -309,10 +309,10 @@ def test_secret_of_the_proxy_is_never_shown(
         assert "hunter2" not in capsys.readouterr().out
 
 
-def test_check_config_prints_a_valid_file(signer: Signer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_config_prints_a_valid_file(server: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, again = tmp_path / "kproxy.toml", tmp_path / "again.toml"
     file.write_text(
-        ETCD + ONE + '[[listeners]]\nname = "b"\nlisten = "127.0.0.1:2"\nproxy_protocol = true\n' + tls(signer)
+        ETCD + ONE + '[[listeners]]\nname = "b"\nlisten = "127.0.0.1:2"\nproxy_protocol = true\n' + tls(server)
     )
     assert main(["check-config", "--config", str(file)]) == 0
     printed = capsys.readouterr().out
@@ -327,10 +327,12 @@ def test_check_config_prints_a_valid_file(signer: Signer, tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize("side", ["client", "broker"])
-def test_tls_disables_renegotiation_compression_and_old_versions(signer: Signer, tmp_path: Path, side: str) -> None:
+def test_tls_disables_renegotiation_compression_and_old_versions(
+    signer: Signer, server: Pair, tmp_path: Path, side: str
+) -> None:
     """CVE-2009-3555, CVE-2011-1473 and CVE-2012-4929."""
     text = f'[broker_tls]\nca = "{signer.ca}"\n'
-    text += f'[[listeners]]\nname = "a"\nlisten = "10.0.0.1:9092"\n{tls(signer)}'
+    text += f'[[listeners]]\nname = "a"\nlisten = "10.0.0.1:9092"\n{tls(server)}'
     config = load(text, tmp_path)
     (listener,) = config.listeners
     assert listener.tls is not None
@@ -344,11 +346,10 @@ def test_tls_disables_renegotiation_compression_and_old_versions(signer: Signer,
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-def test_session_is_not_resumed_at_another_listener(signer: Signer, version: ssl.TLSVersion) -> None:
+def test_session_is_not_resumed_at_another_listener(signer: Signer, server: Pair, version: ssl.TLSVersion) -> None:
     """As in CVE-2025-23419: a session made without a client certificate must not open such a listener."""
-    pair = Pair(signer.directory / "server.pem", signer.directory / "server.key")
-    open_one = load_for_acceptor(ListenerTls(*pair)).context
-    closed_one = load_for_acceptor(ListenerTls(*pair, client_ca=signer.ca, client_auth="required")).context
+    open_one = load_for_acceptor(ListenerTls(*server)).context
+    closed_one = load_for_acceptor(ListenerTls(*server, client_ca=signer.ca, client_auth="required")).context
     stranger = client_context(signer.ca)
     stranger.minimum_version = stranger.maximum_version = version
     session = talk(open_one, stranger, None)[1].session
@@ -373,18 +374,18 @@ def talk(
     return here, there
 
 
-def test_hello_longer_than_usual_is_refused(signer: Signer) -> None:
+def test_hello_longer_than_usual_is_refused(server: Pair) -> None:
     """In any portions; a length that clients may need some day is accepted."""
-    context = load_for_acceptor(ListenerTls(signer.directory / "server.pem", signer.directory / "server.key")).context
+    context = load_for_acceptor(ListenerTls(*server)).context
     for padding, is_refused in ((7_800, False), (8_192, True)):
         incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        server = context.wrap_bio(incoming, outgoing, server_side=True)
+        listener = context.wrap_bio(incoming, outgoing, server_side=True)
         hello = client_hello({**EXTENSIONS, PADDING: bytes(padding)})
         errors = []
         for at in range(0, len(hello), 1_000):
             incoming.write(hello[at : at + 1_000])
             try:
-                server.do_handshake()
+                listener.do_handshake()
             except ssl.SSLWantReadError:
                 continue
             except ssl.SSLError as error:
@@ -395,14 +396,13 @@ def test_hello_longer_than_usual_is_refused(signer: Signer) -> None:
         assert not errors or errors == [f"its first message has more than {MOST_HELLO_BYTES} bytes"]
 
 
-def test_certificate_chain_may_exceed_the_hello(signer: Signer, tmp_path: Path) -> None:
-    server_pair = Pair(signer.directory / "server.pem", signer.directory / "server.key")
-    options = ListenerTls(*server_pair, client_ca=signer.ca, client_auth="required")
+def test_certificate_chain_may_exceed_the_hello(signer: Signer, server: Pair, tmp_path: Path) -> None:
+    options = ListenerTls(*server, client_ca=signer.ca, client_auth="required")
     issued = signer.issue("client", "app")
     chain = tmp_path / "chain.pem"
     chain.write_bytes(issued.cert.read_bytes() + signer.ca.read_bytes() * 40)
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    server = load_for_acceptor(options).context.wrap_bio(to_server, to_client, server_side=True)
+    listener = load_for_acceptor(options).context.wrap_bio(to_server, to_client, server_side=True)
     dialling = client_context(signer.ca, Pair(chain, issued.key))
     client = dialling.wrap_bio(to_client, to_server, server_hostname="localhost")
     sent = 0
@@ -411,6 +411,6 @@ def test_certificate_chain_may_exceed_the_hello(signer: Signer, tmp_path: Path) 
             client.do_handshake()
         sent = max(sent, to_server.pending)
         with contextlib.suppress(ssl.SSLWantReadError):
-            server.do_handshake()
+            listener.do_handshake()
     assert sent > MOST_HELLO_BYTES
-    assert server.getpeercert()
+    assert listener.getpeercert()

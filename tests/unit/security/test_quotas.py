@@ -39,6 +39,17 @@ def quotas(*given: dict[str, Any], share: float = 1.0) -> Quotas:
     return Quotas(parse_quotas(list(given), "here"), Accounts(share))
 
 
+def account_of(some: Quotas, principal: Principal, client_id: str = "") -> Account:
+    account = some.account(principal, client_id)
+    assert account is not None
+    return account
+
+
+def request_rate(account: Account) -> float:
+    assert account.requests is not None
+    return account.requests.rate
+
+
 def test_one_seconds_worth_fits_at_once() -> None:
     bucket = Bucket(100.0)
     assert bucket.use(100, 10.0) == 0
@@ -69,14 +80,8 @@ def test_most_specific_quota_applies() -> None:
         {"principal": "User:alice", "requests_per_s": 3},
         {"principal": "User:alice", "client_id": "app", "requests_per_s": 4},
     )
-
-    def rate(principal: Principal, client_id: str) -> float:
-        account = some.account(principal, client_id)
-        assert account is not None
-        assert account.requests is not None
-        return account.requests.rate
-
-    assert [rate(*each) for each in ((BOB, "x"), (BOB, "app"), (ALICE, "x"), (ALICE, "app"))] == [1, 2, 3, 4]
+    clients = ((BOB, "x"), (BOB, "app"), (ALICE, "x"), (ALICE, "app"))
+    assert [request_rate(account_of(some, *each)) for each in clients] == [1, 2, 3, 4]
     # Connections of one client share an account; other clients have their own.
     assert some.account(ALICE, "x") is some.account(ALICE, "y")
     assert some.account(BOB, "x") is not some.account(ALICE, "x")
@@ -84,8 +89,7 @@ def test_most_specific_quota_applies() -> None:
 
 def test_process_has_its_share_of_the_rate() -> None:
     some = quotas({"principal": "User:alice", "produce_bytes_per_s": 100}, share=0.25)
-    account = some.account(ALICE, "")
-    assert account is not None
+    account = account_of(some, ALICE)
     assert account.use(0.0, produced=25, fetched=1_000) == 0
     assert account.use(0.0, produced=25, fetched=0) == pytest.approx(1.0)
     assert some.account(BOB, "") is None
@@ -118,23 +122,19 @@ def test_account_outlasts_unrelated_quota_reload() -> None:
     alice = {"principal": "User:alice", "requests_per_s": 100}
 
     def read(*given: dict[str, Any]) -> Account:
-        account = Quotas(parse_quotas(list(given), "here"), accounts).account(ALICE, "")
-        assert account is not None
-        return account
+        return account_of(Quotas(parse_quotas(list(given), "here"), accounts), ALICE)
 
     first = read(alice)
     first.use(0.0, produced=0, fetched=0)
     ((key, used, is_short),) = accounts.uses(1.0, 10)
     assert (used, is_short) == (20, False)
     accounts.set_parts({key: 2 * PARTS - 100}, 1.0)
-    assert first.requests is not None
-    assert first.requests.rate == 95
+    assert request_rate(first) == 95
     assert read({"client_id": "other", "produce_bytes_per_s": 1}, alice | {"connections": 3}) is first
     # A changed rate opens a new account, which begins with an equal share.
     other = read(alice | {"requests_per_s": 50})
     assert other is not first
-    assert other.requests is not None
-    assert other.requests.rate == 25
+    assert request_rate(other) == 25
 
 
 def test_account_opened_later_has_the_share() -> None:
@@ -143,20 +143,16 @@ def test_account_opened_later_has_the_share() -> None:
     some = Quotas(given, accounts)
     # Nine tenths of a share are almost the whole share.
     for n, produced in enumerate((0, 100, 200, 440, 450)):
-        account = some.account(Principal(f"user-{n}"), "")
-        assert account is not None
-        account.use(0.0, produced=produced, fetched=0)
+        account_of(some, Principal(f"user-{n}")).use(0.0, produced=produced, fetched=0)
     uses = accounts.uses(1.0, 3)
     assert [(used, is_short) for _, used, is_short in uses] == [(900, True), (880, False), (400, False)]
     assert len({key for key, _, _ in uses}) == 3
     # Another process has the same key for the account before it opens it.
     elsewhere = Accounts(0.5)
     elsewhere.set_parts({uses[0][0]: PARTS // 20}, 1.0)
-    account = Quotas(given, elsewhere).account(Principal("user-4"), "")
-    assert account is not None
+    account = account_of(Quotas(given, elsewhere), Principal("user-4"))
     assert account.produced is not None
-    assert account.requests is not None
-    assert (account.produced.rate, account.requests.rate) == (25, 500)
+    assert (account.produced.rate, request_rate(account)) == (25, 500)
     assert account.is_shared
     elsewhere.set_parts({uses[0][0]: PARTS}, 2.0)
     assert account.produced.rate == 500
@@ -168,15 +164,13 @@ def test_forgotten_account_in_use_stays_with_client(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(quotas_module, "MOST_ACCOUNTS", 2)
     accounts = Accounts(0.5)
     some = Quotas(parse_quotas([{"requests_per_s": 100}], "here"), accounts)
-    held = some.account(ALICE, "")
-    assert held is not None
+    held = account_of(some, ALICE)
     held.use(0.0, produced=0, fetched=0)
     for n in range(9):
         some.account(Principal(f"user-{n}"), "")
     ((key, _, _),) = accounts.uses(1.0, 10)
     accounts.set_parts({key: PARTS // 2}, 1.0)
-    assert held.requests is not None
-    assert held.requests.rate == 25
+    assert request_rate(held) == 25
     assert some.account(ALICE, "") is held
 
 

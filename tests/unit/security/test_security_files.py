@@ -120,16 +120,11 @@ def test_credentials_are_those_of_the_standard() -> None:
     assert "W22Z" not in repr(made)
 
 
-@pytest.mark.parametrize("password", ["", "\x07", "x" * 2_000, "\ud800"])
+@pytest.mark.parametrize("password", ["", "\x07", "x" * 1_025, "\ud800"])
 def test_password_that_sasl_forbids_is_refused(password: str) -> None:
-    with pytest.raises(ValueError, match="password"):
-        make_credential("SCRAM-SHA-256", password, 4_096, bytes(18))
-
-
-def test_password_has_at_most_1024_bytes() -> None:
     assert make_credential("SCRAM-SHA-256", "x" * 1_024, 4_096, bytes(18))
-    with pytest.raises(ValueError, match="from 1 to 1024 bytes"):
-        make_credential("SCRAM-SHA-256", "x" * 1_025, 4_096, bytes(18))
+    with pytest.raises(ValueError, match="from 1 to 1024 bytes" if len(password) > 1 else "password"):
+        make_credential("SCRAM-SHA-256", password, 4_096, bytes(18))
 
 
 def test_stand_in_salts_agree_and_outlast_changes() -> None:
@@ -281,6 +276,12 @@ def _signed_with(algorithm: str) -> str:
     return jwt.encode(claims, client.signing_key(0), algorithm, headers={"kid": "key-0"})
 
 
+def _with_a_key_of_its_own() -> str:
+    own = json.loads(jwt.algorithms.RSAAlgorithm.to_jwk(client.signing_key(3).public_key()))
+    headers = {"kid": "key-0", "jwk": own, "jku": "https://evil.test/", "x5u": "file:///etc/passwd"}
+    return client.token(3, headers=headers)
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -304,6 +305,7 @@ def _signed_with(algorithm: str) -> str:
         lambda: _unsigned(alg="none", kid="key-0"),
         lambda: _unsigned(alg="RS256", kid="key-0"),
         _signed_by_the_public_key,
+        _with_a_key_of_its_own,
         lambda: "",
         lambda: "a.b.c",
         lambda: "..",
@@ -315,15 +317,6 @@ def test_any_other_token_is_refused(tmp_path: Path, make: Any) -> None:
     with pytest.raises(InvalidToken) as raised:
         client.verifier(tmp_path).verify(token)
     assert not token or token not in str(raised.value)
-
-
-def test_token_cannot_bring_its_own_key(tmp_path: Path) -> None:
-    own = json.loads(jwt.algorithms.RSAAlgorithm.to_jwk(client.signing_key(3).public_key()))
-    token = client.token(
-        3, headers={"kid": "key-0", "jwk": own, "jku": "https://evil.test/", "x5u": "file:///etc/passwd"}
-    )
-    with pytest.raises(InvalidToken):
-        client.verifier(tmp_path).verify(token)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import ssl
 import struct
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from kproxy.security.tls_acceptor import TlsAcceptor, load_for_acceptor
 from kproxy_codec.foreign import ANSWER_TO_HTTP
 from tests.support.security.client_hello import EXTENSIONS, client_hello
 from tests.support.security.tls_files import Signer, client_context
+from tests.support.waiting import eventually
 
 Begin = Callable[..., Awaitable["Site"]]
 HEADER = SIGNATURE + b"\x21\x11\x00\x0c" + bytes([192, 0, 2, 9, 127, 0, 0, 1]) + struct.pack(">HH", 1234, 9092)
@@ -76,9 +76,7 @@ class Site:
 
     async def settled(self) -> None:
         """Wait until nothing is half open."""
-        async with asyncio.timeout(60):
-            while self.acceptor.half_open:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: not self.acceptor.half_open)
 
 
 @pytest.fixture
@@ -99,15 +97,8 @@ async def begin() -> AsyncIterator[Begin]:
 
 
 @pytest.fixture(scope="module")
-def signer(tmp_path_factory: pytest.TempPathFactory) -> Signer:
-    signer = Signer(tmp_path_factory.mktemp("signer") / "ca")
-    signer.issue("server", "localhost")
-    return signer
-
-
-@pytest.fixture
 def loaded(signer: Signer) -> Loaded:
-    return load_for_acceptor(ListenerTls(signer.directory / "server.pem", signer.directory / "server.key"))
+    return load_for_acceptor(ListenerTls(*signer.issue("server", "localhost")))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
@@ -124,18 +115,12 @@ async def test_tls_client_is_accepted_and_counted_once(begin: Begin, loaded: Loa
     assert (site.welcomed, site.counters) == (1, {"tls.handshakes.done": 1})
 
 
-async def test_plain_text_is_refused(begin: Begin, loaded: Loaded) -> None:
+async def test_client_without_tls_is_refused(begin: Begin, loaded: Loaded) -> None:
     site = await begin(loaded)
-    assert await site.tell(b"ping") == b""
-    assert site.counters == {"tls.handshakes.failed.plain_text": 1}
+    for text, answer in ((b"ping", b""), (b"GET / HTTP/1.1\r\n\r\n", ANSWER_TO_HTTP), (b"SSH-2.0-x\r\n", b"")):
+        assert await site.tell(text) == answer
+    assert site.counters == {"tls.handshakes.failed.plain_text": 3}
     assert site.welcomed == 0
-
-
-async def test_http_client_gets_an_http_answer(begin: Begin, loaded: Loaded) -> None:
-    site = await begin(loaded)
-    assert await site.tell(b"GET / HTTP/1.1\r\n\r\n") == ANSWER_TO_HTTP
-    assert await site.tell(b"SSH-2.0-x\r\n") == b""
-    assert site.counters == {"tls.handshakes.failed.plain_text": 2}
 
 
 async def test_refused_client_reads_the_end_at_once(
@@ -156,8 +141,8 @@ async def test_oversized_hello_is_logged_and_counted(begin: Begin, loaded: Loade
 
 
 async def test_failed_handshake_gets_an_alert(begin: Begin, signer: Signer) -> None:
-    pair = [signer.directory / f"server.{end}" for end in ("pem", "key")]
-    site = await begin(load_for_acceptor(ListenerTls(pair[0], pair[1], client_ca=signer.ca, client_auth="required")))
+    tls = ListenerTls(*signer.issue("strict", "localhost"), client_ca=signer.ca, client_auth="required")
+    site = await begin(load_for_acceptor(tls))
     context = client_context(signer.ca)
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     with pytest.raises(ssl.SSLError, match="ALERT"):
@@ -191,10 +176,9 @@ async def test_handshake_waits_for_its_turn(
 async def test_oldest_of_too_many_is_refused(begin: Begin, loaded: Loaded, signer: Signer) -> None:
     site = await begin(loaded, max_half_open=2)
     idle = [await asyncio.open_connection("127.0.0.1", site.port) for _ in range(2)]
+    await eventually(lambda: site.acceptor.half_open == 2)
+    assert await site.tell(b"ping", client_context(signer.ca)) == b"ping"
     async with asyncio.timeout(60):
-        while site.acceptor.half_open < 2:
-            await asyncio.sleep(0.01)
-        assert await site.tell(b"ping", client_context(signer.ca)) == b"ping"
         assert await idle[0][0].read() == b""
     assert site.counters == {"tls.handshakes.failed.crowded": 1, "tls.handshakes.done": 1}
     assert site.acceptor.half_open == 1
@@ -223,19 +207,13 @@ async def test_only_balancers_may_send_a_header(begin: Begin, network: str, is_l
     assert site.counters == ({} if is_let_in else {"tls.handshakes.failed.proxy_sender": 1})
 
 
-async def test_client_beyond_the_limit_is_refused(begin: Begin) -> None:
-    site = await begin(refuses=lambda: True)
+@pytest.mark.parametrize("is_refused", [True, False], ids=["beyond the limit", "without a session"])
+async def test_client_too_many_is_cut_off(begin: Begin, is_refused: bool) -> None:
+    site = await begin(refuses=lambda: is_refused)
+    site.is_full = not is_refused
     with contextlib.suppress(ConnectionError):
         assert await site.tell(b"ping") == b""
-    assert (site.welcomed, site.sources) == (0, [])
-
-
-async def test_client_without_session_is_cut_off(begin: Begin) -> None:
-    site = await begin()
-    site.is_full = True
-    with contextlib.suppress(ConnectionError):
-        assert await site.tell(b"") == b""
-    assert (site.welcomed, site.sources) == (0, [None])
+    assert (site.welcomed, site.sources) == (0, [] if is_refused else [None])
 
 
 async def test_listener_in_use_is_named(begin: Begin) -> None:
@@ -268,12 +246,11 @@ async def test_handshake_has_a_deadline(begin: Begin, loaded: Loaded, monkeypatc
     assert site.counters == {"tls.handshakes.failed.timeout": 1}
 
 
-async def test_acceptor_closes_unfinished_connections(begin: Begin, loaded: Loaded, tmp_path: Path) -> None:
+async def test_acceptor_closes_unfinished_connections(begin: Begin, loaded: Loaded) -> None:
     site = await begin(loaded)
     reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
+    await eventually(lambda: site.acceptor.half_open > 0)
     async with asyncio.timeout(60):
-        while not site.acceptor.half_open:
-            await asyncio.sleep(0.01)
         await site.acceptor.close()
         assert await reader.read() == b""
     assert site.acceptor.half_open == 0

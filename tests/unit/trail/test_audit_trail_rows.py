@@ -253,6 +253,11 @@ class Site:
             for each in batches:
                 note(acked, each, magic=magic, acks=acks, topic=topic)
 
+    def acknowledge_in(self, partitions: int) -> None:
+        """One record in each of so many partitions."""
+        for partition in range(partitions):
+            self.acknowledge(Given(0), partition=partition)
+
     def look(self, after_s: float = LOOK_S) -> None:
         self.now += after_s
         self.trail.look()
@@ -415,9 +420,7 @@ def test_unreadable_entry_leaves_a_gap_only() -> None:
     assert [row.spans for row in site.ranges] == [[0, 1, 2, 1]]
 
 
-def test_failed_partition_leaves_a_gap_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_failed_partition_leaves_a_gap_only(monkeypatch: pytest.MonkeyPatch) -> None:
     site = Site()
 
     judge = site.trail._overlaps.add
@@ -461,14 +464,11 @@ async def test_failed_look_leaves_a_gap_only(monkeypatch: pytest.MonkeyPatch) ->
     assert site.sequences == [0, 1, 3, 4]
 
 
-async def test_look_yields_and_survives_cancellation(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_look_yields_and_survives_cancellation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trail_module, "LOOK_S", 0.001)
     monkeypatch.setattr(trail_module, "MAX_STEP", 2)
     site = Site()
-    for partition in range(9):
-        site.acknowledge(Given(0), partition=partition)
+    site.acknowledge_in(9)
     looking = asyncio.create_task(site.trail.keep_looking())
     while len(site.trail._taking) not in range(1, 8):
         await asyncio.sleep(0)
@@ -506,8 +506,7 @@ def test_step_of_a_look_ends_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """However few partitions it has covered, because each may have thousands of spans."""
     monkeypatch.setattr(trail_module, "AT_ONCE", 1)
     site = SlowSite()
-    for partition in range(40):
-        site.acknowledge(Given(0), partition=partition)
+    site.acknowledge_in(40)
     trail, judged = site.trail, site.trail._overlaps.added
     site.now = site.now + 5
     left = []
@@ -526,8 +525,7 @@ async def test_rest_of_cancelled_look_is_reported_later(monkeypatch: pytest.Monk
     monkeypatch.setattr(trail_module, "LOOK_S", 0.001)
     monkeypatch.setattr(trail_module, "MAX_STEP", 2)
     site = Site()
-    for partition in range(9):
-        site.acknowledge(Given(0), partition=partition)
+    site.acknowledge_in(9)
     looking = asyncio.create_task(site.trail.keep_looking())
     while not site.trail._taking:
         await asyncio.sleep(0)
@@ -577,8 +575,7 @@ def test_first_acknowledgement_is_not_before_serving() -> None:
 def test_unclosed_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trail_module, "MAX_OPEN_ROWS", 5)
     site = Site()
-    for partition in range(8):
-        site.acknowledge(Given(0), partition=partition)
+    site.acknowledge_in(8)
     site.look()
     assert [row.partition for row in site.ranges] == [0, 1, 2]
 
@@ -586,8 +583,7 @@ def test_unclosed_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_page_fits_a_maximum_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trail_module, "MAX_PAGE_BYTES", 2_000)
     site = Site()
-    for partition in range(20):
-        site.acknowledge(Given(0), partition=partition)
+    site.acknowledge_in(20)
     site.trail.end()
     assert all(len(page) <= 2_000 for page, _, _ in site.pages)
     assert site.sequences == list(range(22))
@@ -611,13 +607,10 @@ def test_offsets_before_the_trail_are_judged_only() -> None:
     assert site.pages == []
 
 
-def test_connection_to_many_partitions_is_remembered_boundedly(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_connection_to_many_partitions_is_remembered_boundedly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kproxy.trail.acknowledgements.MAX_PARTITIONS", 3)
     site = Site()
-    for partition in range(10):
-        site.acknowledge(Given(0), partition=partition)
+    site.acknowledge_in(10)
     assert isinstance(site.connection, ConnectionAcks)
     assert len(site.connection._acked) <= 3
     site.trail.end()
