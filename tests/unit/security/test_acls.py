@@ -66,6 +66,13 @@ def test_any_writable_topic_is_detected(allowed: list[str], denied: list[str], a
     assert rules(*given).of(BOB).allows_any(Operation.WRITE, Resource.TOPIC) is any_left
 
 
+def test_prefix_within_another_prefix_hides_no_name() -> None:
+    """Random rules seldom have one prefix before two that nest."""
+    permissions = rules({"principal": "User:bob", "operations": ["write"], "topics": ["a*", "b*", "ba*"]}).of(BOB)
+    assert all(allows(permissions, "write", name) for name in ("a", "b", "ba", "baa", "bb"))
+    assert not allows(permissions, "write", "c")
+
+
 def _model(acls: list[Acl], principal: Principal, operation: Operation, resource: Resource, name: str) -> bool:
     """Kafka's documented rule, applied to one ACL after another."""
     implies = {Operation.DESCRIBE: {Operation.READ, Operation.WRITE, Operation.DELETE, Operation.ALTER}}
