@@ -16,13 +16,14 @@ from kproxy.etcd import EtcdClient, EtcdMisused
 from kproxy.etcd.lease import lease_keep_alive
 from tests.support.etcd.embedded import connected, running, written
 from tests.support.etcd.etcd_cluster import etcd_binaries
-from tests.support.etcd.etcd_secured import Authority, Pair, TlsCluster, tls_etcd
+from tests.support.etcd.etcd_secured import TlsCluster, tls_etcd
+from tests.support.security.tls_files import Pair, Signer
 
 
 class Secured(NamedTuple):
     """An etcd for `localhost` that requires certificates of `authority`; `client` is one."""
 
-    authority: Authority
+    authority: Signer
     client: Pair
     url: str
     server: EmbeddedEtcd
@@ -31,7 +32,7 @@ class Secured(NamedTuple):
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def secured(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Secured]:
     directory = tmp_path_factory.mktemp("secured")
-    authority = Authority(directory / "ca")
+    authority = Signer(directory / "ca")
     async with tls_etcd(directory / "etcd", authority.issue("localhost"), authority.ca) as (server, port):
         yield Secured(authority, authority.issue("client"), f"https://localhost{port}", server)
 
@@ -72,7 +73,7 @@ async def test_certificate_name_may_differ_from_configured_name(secured: Secured
 )
 async def test_tls_errors_are_explained_in_one_sentence(secured: Secured, tmp_path: Path, case: str, says: str) -> None:
     ca, (cert, key), url = secured.authority.ca, secured.client, secured.url
-    other = Authority(tmp_path / "other")
+    other = Signer(tmp_path / "other")
     stranger = other.issue("stranger")
     url, options = {
         "another authority": (url, EtcdOptions(ca=other.ca, cert=cert, key=key)),
@@ -98,7 +99,7 @@ async def test_tls_errors_are_explained_in_one_sentence(secured: Secured, tmp_pa
 
 async def test_each_member_certificate_names_only_its_member(tmp_path: Path) -> None:
     etcd_binaries()
-    authority = Authority(tmp_path / "ca")
+    authority = Signer(tmp_path / "ca")
     cluster = TlsCluster(tmp_path / "etcd", authority)
     try:
         await cluster.start()
@@ -118,7 +119,7 @@ async def test_each_member_certificate_names_only_its_member(tmp_path: Path) -> 
 
 
 async def test_certificates_replaced_on_disk_are_used_on_reconnect(tmp_path: Path) -> None:
-    authority, successor = Authority(tmp_path / "ca"), Authority(tmp_path / "new-ca")
+    authority, successor = Signer(tmp_path / "ca"), Signer(tmp_path / "new-ca")
     directory, pair = tmp_path / "etcd", authority.issue("localhost")
     async with tls_etcd(directory, pair, authority.ca) as (server, port):
         own = authority.issue("client")
