@@ -22,8 +22,10 @@ from bench.opening import OPENED_GB, opening
 from bench.own import own
 from bench.partitions import REPLICATED_PARTITIONS, partitions
 from bench.paths import paths
-from bench.pipeline import pipeline, sink_alone, trail_alone
+from bench.pipeline import pipeline
 from bench.pipeline_audit import RANGES
+from bench.pipeline_sink import sink
+from bench.pipeline_trail import trail
 from bench.plain import ROUNDS as PLAIN_ROUNDS
 from bench.plain import plain
 from bench.plain_figures import Peer, parse_peer
@@ -31,6 +33,7 @@ from bench.quick import quick
 from bench.table import PARTITIONS, table
 from bench.tls import ROUNDS as TLS_ROUNDS
 from bench.tls import tls
+from kproxy.errors import StartupError
 
 SECTIONS = (
     "quick, plain, connections, consume, paths, tls, access, floods, table, partitions, opening, acks0, own, pipeline, "
@@ -103,8 +106,8 @@ def main() -> None:
         "acks0": lambda: acks0(console),
         "own": lambda: own(console),
         "pipeline": lambda: pipeline(console, arguments.ranges),
-        "trail": lambda: trail_alone(console),
-        "sink": lambda: sink_alone(console),
+        "trail": lambda: trail(console),
+        "sink": lambda: sink(console),
         "jobs": lambda: jobs(console, arguments.beside),
     }
     # The section `pipeline` includes the trail and the sink.
@@ -116,7 +119,10 @@ def main() -> None:
             continue
         if section not in sections:
             parser.error(f"there is no section {section!r}: {', '.join(sections)}")
-        sections[section]()
+        try:
+            sections[section]()
+        except StartupError as error:
+            raise SystemExit(str(error)) from error
 
 
 def _peer(text: str) -> Peer:
