@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from bench.access import access
@@ -121,7 +122,8 @@ def main() -> None:
             parser.error(f"there is no section {section!r}: {', '.join(sections)}")
         try:
             sections[section]()
-        except StartupError as error:
+        # Of tests' support code.
+        except (StartupError, pytest.skip.Exception) as error:
             raise SystemExit(str(error)) from error
 
 
