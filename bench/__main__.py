@@ -9,12 +9,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from bench.access import access
-from bench.acks import REPLICATION_FACTOR, acks
 from bench.acks0 import acks0
-from bench.acks_cluster import PARTITIONS as ACKS_PARTITIONS
 from bench.against import ROUNDS, against
 from bench.connections import connections
 from bench.consume import consume
@@ -22,11 +21,12 @@ from bench.floods import floods
 from bench.jobs import jobs
 from bench.opening import OPENED_GB, opening
 from bench.own import own
-from bench.page import page
 from bench.partitions import REPLICATED_PARTITIONS, partitions
 from bench.paths import paths
-from bench.pipeline import pipeline, sink_alone, trail_alone
+from bench.pipeline import pipeline
 from bench.pipeline_audit import RANGES
+from bench.pipeline_sink import sink
+from bench.pipeline_trail import trail
 from bench.plain import ROUNDS as PLAIN_ROUNDS
 from bench.plain import plain
 from bench.plain_figures import Peer, parse_peer
@@ -34,10 +34,11 @@ from bench.quick import quick
 from bench.table import PARTITIONS, table
 from bench.tls import ROUNDS as TLS_ROUNDS
 from bench.tls import tls
+from kproxy.errors import StartupError
 
 SECTIONS = (
-    "quick, plain, connections, consume, paths, tls, access, floods, page, table, partitions, opening, acks, acks0, "
-    "own, pipeline, trail, sink, jobs"
+    "quick, plain, connections, consume, paths, tls, access, floods, table, partitions, opening, acks0, own, pipeline, "
+    "trail, sink, jobs"
 )
 
 
@@ -49,8 +50,6 @@ def main() -> None:
         "--replicated-partitions", type=int, default=REPLICATED_PARTITIONS, help="of the section `partitions`"
     )
     parser.add_argument("--opened-gb", type=float, default=OPENED_GB, help="of the section `opening`")
-    parser.add_argument("--replication-factor", type=int, default=REPLICATION_FACTOR, help="of the section `acks`")
-    parser.add_argument("--acks-partitions", type=int, default=ACKS_PARTITIONS, help="of the section `acks`")
     parser.add_argument("--ranges", type=int, default=RANGES, help="of the section `pipeline`, for its audit")
     parser.add_argument(
         "--rounds",
@@ -102,16 +101,14 @@ def main() -> None:
         "tls": lambda: tls(console, arguments.rounds),
         "access": lambda: access(console, arguments.rounds),
         "floods": lambda: floods(console),
-        "page": lambda: page(console),
         "table": lambda: table(console, arguments.partitions),
         "partitions": lambda: partitions(console, arguments.replicated_partitions),
         "opening": lambda: opening(console, arguments.opened_gb),
-        "acks": lambda: acks(console, arguments.replication_factor, arguments.acks_partitions),
         "acks0": lambda: acks0(console),
         "own": lambda: own(console),
         "pipeline": lambda: pipeline(console, arguments.ranges),
-        "trail": lambda: trail_alone(console),
-        "sink": lambda: sink_alone(console),
+        "trail": lambda: trail(console),
+        "sink": lambda: sink(console),
         "jobs": lambda: jobs(console, arguments.beside),
     }
     # The section `pipeline` includes the trail and the sink.
@@ -123,7 +120,11 @@ def main() -> None:
             continue
         if section not in sections:
             parser.error(f"there is no section {section!r}: {', '.join(sections)}")
-        sections[section]()
+        try:
+            sections[section]()
+        # Of tests' support code.
+        except (StartupError, pytest.skip.Exception) as error:
+            raise SystemExit(str(error)) from error
 
 
 def _peer(text: str) -> Peer:

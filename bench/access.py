@@ -26,7 +26,6 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -38,10 +37,9 @@ from typing import Any, Final, NamedTuple
 
 import uvloop
 from rich.console import Console
-from rich.table import Table
 
 from bench.load import CONNECTIONS, MANY_PARTITIONS, SHAPES, Connection, Load, produce_frame, send_again, shape_load
-from bench.processes import child, core_of_the_proxy, cpu_seconds, first_line
+from bench.processes import core_of_the_proxy, cpu_seconds, first_line, scratch, started, table_of
 from bench.quick import BROKERS, serving, write_table
 from bench.switched_access import ACLS, OFF, QUOTAS, SASL
 from kproxy.config.quotas import parse_quotas
@@ -104,22 +102,18 @@ def access(console: Console, rounds: int | None = None) -> None:
     """The tables of `make bench SECTION=access`."""
     loads = list(map(shape_load, LOADS))
     found: dict[str, list[list[Costs]]] = {load.name: [] for load in loads}
-    with contextlib.ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kproxy-bench-")))
+    with scratch() as (stack, directory):
         core = stack.enter_context(core_of_the_proxy())
-        brokers = [stack.enter_context(child(sys.executable, "-m", "bench.null_broker")) for _ in range(BROKERS)]
-        table = write_table([int(first_line(broker)) for broker in brokers], directory)
+        table = write_table(started(stack, *["null_broker"] * BROKERS), directory)
         config = _configure(directory)
         for number in range(rounds or ROUNDS):
             draw = random.Random(number)  # noqa: S311 -- the order of slices
             with _proxy(table, config, core) as (process, port):
                 for load in loads:
                     found[load.name].append(uvloop.run(_take_turns(load, process, port, draw)))
-    shown = Table(title="CPU of the proxy for a request: × off, and the 95 % interval", title_style="")
-    shown.add_column("request", no_wrap=True)
     ways = [way for way in WAYS[1:] if way.state != OFF or way is OFF_AGAIN]
-    for way in (WAYS[0], *ways):
-        shown.add_column(way.title, justify="right")
+    title = "CPU of the proxy for a request: × off, and the 95 % interval"
+    shown = table_of(title, ["request"], (way.title for way in (WAYS[0], *ways)))
     for load in loads:
         turns = found[load.name]
         least = min(costs[WAYS[0]] for costs in chain.from_iterable(turns))

@@ -7,16 +7,10 @@ has been taken. The proxy sends acks=0 on as it is, or asks for acks=1 and keeps
 
 from __future__ import annotations
 
-import contextlib
-import sys
-import tempfile
-from pathlib import Path
-
 from rich.console import Console
-from rich.table import Table
 
 from bench.load import CONNECTIONS, SHAPES, produce_frame
-from bench.processes import child, first_line, measure
+from bench.processes import measure, scratch, started, table_of
 from bench.quick import BROKERS, ROUNDS, kproxy
 
 WINDOW = 20
@@ -25,17 +19,12 @@ WAYS = {"as sent": "--no-confirm-acks0", "confirmed": "--confirm-acks0"}
 
 def acks0(console: Console) -> None:
     """The table that is printed."""
-    with contextlib.ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kproxy-bench-")))
-        brokers = [stack.enter_context(child(sys.executable, "-m", "bench.null_broker")) for _ in range(BROKERS)]
-        ports = [int(first_line(broker)) for broker in brokers]
+    with scratch() as (stack, directory):
+        ports = started(stack, *["null_broker"] * BROKERS)
         proxies = {way: stack.enter_context(kproxy(ports, directory, flag)) for way, flag in WAYS.items()}
-        table = Table(title=f"CPU of the proxy process with acks=0; {CONNECTIONS} connections", title_style="")
-        table.add_column("request", no_wrap=True)
-        for way in WAYS:
-            table.add_column(f"{way}\nµs/req", justify="right")
-            table.add_column(f"{way}\nreq/s", justify="right")
-        table.add_column("confirmed /\nas sent", justify="right")
+        numbers = [f"{way}\n{unit}" for way in WAYS for unit in ("µs/req", "req/s")]
+        title = f"CPU of the proxy process with acks=0; {CONNECTIONS} connections"
+        table = table_of(title, ["request"], [*numbers, "confirmed /\nas sent"])
         for shape in SHAPES:
             windows = max(1, shape.requests // WINDOW)
             window = produce_frame(shape, acks=0) * (WINDOW - 1) + produce_frame(shape)

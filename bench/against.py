@@ -23,11 +23,10 @@ from pathlib import Path
 
 import uvloop
 from rich.console import Console
-from rich.table import Table
 
 from bench.load import IN_FLIGHT, MANY_PARTITIONS, SHAPES, Load, send_again, shape_load
 from bench.paths import path_loads, path_table
-from bench.processes import cpu_seconds
+from bench.processes import cpu_seconds, table_of
 from bench.quick import CHECKOUT, environment_of, serve
 
 ROUNDS = 8
@@ -59,12 +58,8 @@ def against(console: Console, checkout: Path, rounds: int = ROUNDS, flags: Seque
                 for load in loads:
                     for name, least in uvloop.run(_take_turns(load, proxies)).items():
                         found[load.name, name].append(least)
-    table = Table(
-        title=f"CPU of the proxy process, µs/req, {IN_FLIGHT} in flight; other: {checkouts['other']}", title_style=""
-    )
-    table.add_column("request", no_wrap=True)
-    for column in (*checkouts, "this / other", "by round"):
-        table.add_column(column, justify="right")
+    title = f"CPU of the proxy process, µs/req, {IN_FLIGHT} in flight; other: {checkouts['other']}"
+    table = table_of(title, ["request"], [*checkouts, "this / other", "by round"])
     for load in loads:
         this, other = (found[load.name, name] for name in checkouts)
         ratio = f"{min(this) / min(other):.3f}"

@@ -14,8 +14,6 @@ import asyncio
 import contextlib
 import resource
 import statistics
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -27,7 +25,7 @@ from rich.table import Table
 
 from bench.load import MANY_PARTITIONS, SHAPES, TOPIC, Connection, Load, Shape, send_again, shape_load
 from bench.plain import LOOK_S
-from bench.processes import child, cpu_seconds, first_line, resident_bytes
+from bench.processes import cpu_seconds, resident_bytes, scratch, started, table_of
 from bench.quick import BROKERS, PARTITIONS, haproxy, serving, write_table
 
 CONNECTIONS: Final = 2000
@@ -47,21 +45,14 @@ PIECES: Final = Shape("100 × 1 KiB", 100, 1 << 10, 400)
 def connections(console: Console) -> None:
     """Print the four tables. SystemExit if the limit of open files is too low."""
     allow_files(FILES)
-    with contextlib.ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kproxy-bench-")))
-        ports = _brokers(stack, BROKERS)
+    with scratch() as (stack, directory):
+        ports = started(stack, *["fast_broker"] * BROKERS)
         proxy = stack.enter_context(_kproxy(ports, directory, "one"))
         console.print(_many(proxy, ports[0], directory))
         console.print(_memory(ports, directory))
         console.print(_workers(proxy, stack.enter_context(_kproxy(ports, directory, "two", "--workers", "2"))))
         # Of their own: a broker knows a request by its length and beginning, whatever its partitions are.
-        console.print(_pieces(_brokers(stack, MANY_BROKERS), directory))
-
-
-def _brokers(stack: contextlib.ExitStack, count: int) -> list[int]:
-    """The ports of so many brokers, which end with `stack`."""
-    started = [stack.enter_context(child(sys.executable, "-m", "bench.fast_broker", "0")) for _ in range(count)]
-    return [int(first_line(broker)) for broker in started]
+        console.print(_pieces(started(stack, *["fast_broker"] * MANY_BROKERS), directory))
 
 
 def allow_files(count: int) -> None:
@@ -98,9 +89,8 @@ async def _cost(pid: int, opened: Sequence[Connection], requests: int) -> float:
 
 
 def _many(proxy: tuple[int, int], broker: int, directory: Path) -> Table:
-    table = Table(title=f"{CONNECTIONS:,} connections with one request each; CPU µs for a request", title_style="")
-    for heading in ("request", "kproxy", "haproxy", "kproxy × haproxy"):
-        table.add_column(heading, justify="left" if heading == "request" else "right")
+    title = f"{CONNECTIONS:,} connections with one request each; CPU µs for a request"
+    table = table_of(title, ["request"], ["kproxy", "haproxy", "kproxy × haproxy"])
     with haproxy(broker, directory) as beside:
         ways = {"kproxy": proxy} if beside is None else {"kproxy": proxy, "haproxy": beside}
         for shape in (SHAPES[0], SHAPES[2]):
@@ -142,9 +132,8 @@ async def _one_each(opened: Sequence[Connection], times: int) -> None:
 
 
 def _memory(ports: Sequence[int], directory: Path) -> Table:
-    table = Table(title=f"Memory of a quiet client connection, KiB; of {CONNECTIONS:,}", title_style="")
-    table.add_column("broker connections of each")
-    table.add_column("KiB", justify="right")
+    title = f"Memory of a quiet client connection, KiB; of {CONNECTIONS:,}"
+    table = table_of(title, ["broker connections of each"], ["KiB"])
     for partitions in (0, 1, 3):
         # A new process each time: freed memory is used again.
         with _kproxy(ports, directory, f"memory-{partitions}") as (pid, port):
@@ -174,9 +163,8 @@ async def _held(pid: int, port: int, partitions: int) -> float:
 
 
 def _workers(one: tuple[int, int], two: tuple[int, int]) -> Table:
-    table = Table(title=f"CPU µs for a request; {WORKER_CONNECTIONS} connections, all processes", title_style="")
-    for heading in ("request", "one worker", "two workers", "two × one"):
-        table.add_column(heading, justify="left" if heading == "request" else "right")
+    title = f"CPU µs for a request; {WORKER_CONNECTIONS} connections, all processes"
+    table = table_of(title, ["request"], ["one worker", "two workers", "two × one"])
     for shape in (*SHAPES[:3], *MANY_PARTITIONS):
         costs: tuple[list[float], list[float]] = [], []
         load = shape_load(shape)._replace(connections=WORKER_CONNECTIONS)
@@ -201,9 +189,8 @@ async def _warm_cost(pid: int, port: int, load: Load) -> float:
 
 
 def _pieces(every_port: Sequence[int], directory: Path) -> Table:
-    table = Table(title=f"CPU µs for a request of {PIECES.name}, by its brokers", title_style="")
-    for heading in ("brokers", "a request", "a broker more"):
-        table.add_column(heading, justify="right")
+    title = f"CPU µs for a request of {PIECES.name}, by its brokers"
+    table = table_of(title, [], ["brokers", "a request", "a broker more"])
     least = dict[int, float]()
     for count in (BROKERS, len(every_port)):
         with _kproxy(every_port[:count], directory, f"pieces-{count}") as (pid, port):

@@ -12,17 +12,15 @@ import asyncio
 import contextlib
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
-from rich.table import Table
 
 from bench.log_broker import BIRTH, FULL, SLOW
-from bench.processes import child, cpu_seconds, first_line
+from bench.processes import child, cpu_seconds, first_line, scratch, table_of
 from bench.quick import haproxy, serve, write_table
 from kproxy_codec.api_keys import FETCH
 from kproxy_codec.fetch import FetchApi
@@ -170,14 +168,11 @@ async def measure(way: Way, ports: list[int], pids: list[int]) -> Figures:
 
 def consume(console: Console) -> None:
     """The tables that `make bench SECTION=consume` prints."""
-    table = Table(title=f"Latency at {RATE:.0f} records/s; CPU of {IDLE_READERS} readers", title_style="")
-    table.add_column("brokers, partitions")
-    table.add_column("way")
-    for name in ("MB/s", "proxy\nms/MB", "p50 ms", "p99 ms", "fetches/s", "brokers'\nCPU"):
-        table.add_column(name, justify="right")
+    title = f"Latency at {RATE:.0f} records/s; CPU of {IDLE_READERS} readers"
+    numbers = ("MB/s", "proxy\nms/MB", "p50 ms", "p99 ms", "fetches/s", "brokers'\nCPU")
+    table = table_of(title, ["brokers, partitions", "way"], numbers)
     for brokers, partitions in SHAPES:
-        with contextlib.ExitStack() as stack:
-            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kproxy-bench-")))
+        with scratch() as (stack, directory):
             ways, ports, pids = stack.enter_context(setting(brokers, partitions, directory))
             rounds: dict[str, list[Figures]] = {way.name: [] for way in ways}
             for _ in range(ROUNDS):

@@ -19,7 +19,6 @@ import re
 import socket
 import ssl
 import sys
-import tempfile
 import urllib.request
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
@@ -37,7 +36,7 @@ from bench.connections import allow_files
 from bench.latency import TooSlow, paced_latencies
 from bench.load import CONNECTIONS, SHAPES, produce_frame
 from bench.plain_figures import percentile
-from bench.processes import child, first_line, resident_bytes
+from bench.processes import child, first_line, resident_bytes, scratch, started
 from bench.quick import BROKERS, serving, write_table
 from bench.tls import NAME, make_certificates
 from kproxy.security.users import make_credential, write_users
@@ -68,8 +67,7 @@ def floods(console: Console) -> None:
     table = Table(title=title, title_style="")
     for heading in ("flood", "p50", "p99", "p99, ×", "p99, × control", "memory, MB", "counted"):
         table.add_column(heading, justify="left" if heading in ("flood", "counted") else "right")
-    with contextlib.ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kproxy-bench-")))
+    with scratch() as (stack, directory):
         context = make_certificates(directory)
         config = _configure(directory)
         pid, port, ready = _started(stack, directory / "flooded", config)
@@ -103,8 +101,7 @@ def floods(console: Console) -> None:
 def _started(stack: contextlib.ExitStack, directory: Path, config: Path) -> tuple[int, int, str]:
     """(pid, port, ready line) of kproxy before brokers of its own; `directory` is made for its table."""
     directory.mkdir()
-    brokers = [stack.enter_context(child(sys.executable, "-m", "bench.fast_broker", "0")) for _ in range(BROKERS)]
-    table = write_table([int(first_line(broker)) for broker in brokers], directory)
+    table = write_table(started(stack, *["fast_broker"] * BROKERS), directory)
     return stack.enter_context(_proxy(table, "--config", str(config), "--admin", f"{LOCAL}:0"))
 
 

@@ -22,7 +22,7 @@ import confluent_kafka
 from rich.console import Console
 from rich.table import Table
 
-from bench.processes import child, first_line
+from bench.processes import child, first_line, table_of
 from bench.quick import CHECKOUT, environment_of
 
 ROUNDS = 3
@@ -115,11 +115,8 @@ def _run(checkout: Path, command: list[str]) -> Used:
 
 
 def _table(works: Works) -> Table:
-    table = Table(title=f"Spark jobs and audits, median of {ROUNDS} runs", title_style="")
-    for column in ("work", "checkout"):
-        table.add_column(column)
-    for column in ("CPU s", "lowest", "highest", "elapsed s", "exit statuses"):
-        table.add_column(column, justify="right", no_wrap=True)
+    numbers = ("CPU s", "lowest", "highest", "elapsed s", "exit statuses")
+    table = table_of(f"Spark jobs and audits, median of {ROUNDS} runs", ["work", "checkout"], numbers)
     for (work, name), runs in works.items():
         cpu = [run.cpu for run in runs]
         figures = (statistics.median(cpu), min(cpu), max(cpu), statistics.median(run.elapsed for run in runs))

@@ -15,10 +15,9 @@ from pathlib import Path
 
 from crc32c import crc32c
 from rich.console import Console
-from rich.table import Table
 
 from bench.load import Shape, batch_of
-from bench.processes import child, first_line
+from bench.processes import child, first_line, table_of
 from kproxy.broker.config import LogOptions
 from kproxy.broker.leader_epochs import NO_LEADERSHIP, Leadership
 from kproxy.broker.log import Log
@@ -131,11 +130,8 @@ def _open_in_child(directory: Path, then: str) -> str:
 
 def opening(console: Console, gigabytes: float = OPENED_GB) -> None:
     """Measure, and print the table."""
-    table = Table(title=f"a log of {gigabytes:g} GB, batches of {SHAPE.batch_bytes} bytes", title_style="")
-    table.add_column("opened")
-    table.add_column("seconds", justify="right")
-    table.add_column("CPU seconds", justify="right")
-    table.add_column("MB read", justify="right")
+    title = f"a log of {gigabytes:g} GB, batches of {SHAPE.batch_bytes} bytes"
+    table = table_of(title, ["opened"], ["seconds", "CPU seconds", "MB read"])
 
     def add(what: str, line: str) -> None:
         seconds, cpu, read = line.split()

@@ -28,11 +28,10 @@ from rich.table import Table
 from bench.brokers import BROKERS, PREFIX, Brokers, brokers
 from bench.own_client import OwnConnection
 from bench.own_gate import gate
-from bench.processes import child, first_line
+from bench.processes import child, first_line, table_of
 from bench.table import serve
 from kproxy.claims.keys import OwnKeys
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.errors import StartupError
 from kproxy.etcd import EtcdClient
 
 TOPIC = "own"
@@ -226,19 +225,10 @@ def _ms(seconds: Sequence[float], percent: int) -> str:
 
 
 def _latency_table(cases: Sequence[_Case]) -> Table:
-    table = Table(
-        title=f"Claims of {PARTITIONS} partitions, from request to answer; {BROKERS} brokers, replication factor "
-        f"{BROKERS}, {ROUNDS} rounds",
-        title_style="",
-    )
-    table.add_column("what")
-    table.add_column("at a time", justify="right")
-    for fleet in FLEETS:
-        for percent in ("p50", "p99"):
-            table.add_column(
-                f"{fleet} {'proxy' if fleet == 1 else 'proxies'}\n{percent}", justify="right", no_wrap=True
-            )
-    table.add_column("claims", justify="right")
+    title = f"Claims of {PARTITIONS} partitions, from request to answer; {BROKERS} brokers, replication factor "
+    proxies = (f"{fleet} {'proxy' if fleet == 1 else 'proxies'}" for fleet in FLEETS)
+    numbers = ("at a time", *(f"{each}\n{percent}" for each in proxies for percent in ("p50", "p99")), "claims")
+    table = table_of(f"{title}{BROKERS}, {ROUNDS} rounds", ["what"], numbers)
     for case in cases:
         cells = [_ms(case.took[fleet], percent) for fleet in FLEETS for percent in (50, 99)]
         table.add_row(case.what, str(case.at_once), *cells, f"{min(map(len, case.took.values())):,}")
@@ -246,12 +236,8 @@ def _latency_table(cases: Sequence[_Case]) -> Table:
 
 
 def _kill_table(found: dict[str, list[float]]) -> Table:
-    table = Table(
-        title=f"From kill -9 to the successor's grant; {FLEETS[-1]} proxies, lease {LEASE_TTL_S} s", title_style=""
-    )
-    table.add_column("what is killed")
-    for column in ("shortest", "median", "longest", "kills"):
-        table.add_column(column, justify="right", no_wrap=True)
+    title = f"From kill -9 to the successor's grant; {FLEETS[-1]} proxies, lease {LEASE_TTL_S} s"
+    table = table_of(title, ["what is killed"], ["shortest", "median", "longest", "kills"])
     for what, seconds in found.items():
         cells = [f"{each:,.3f} s" for each in (min(seconds), statistics.median(seconds), max(seconds))]
         table.add_row(what, *cells, str(len(seconds)))
@@ -287,8 +273,5 @@ async def _run(console: Console) -> None:
 
 
 def own(console: Console) -> None:
-    """Measure, and print the tables. SystemExit if there is no etcd."""
-    try:
-        asyncio.run(_run(console))
-    except StartupError as error:
-        raise SystemExit(str(error)) from error
+    """Measure, and print the tables. Raises StartupError if there is no etcd."""
+    asyncio.run(_run(console))

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import uvloop
 from rich.console import Console
-from rich.table import Table
 
 from bench.lease_keys import lease_key, name_brokers
 from bench.load import CONNECTIONS, IN_FLIGHT, SHAPES, TOPIC, Shape, open_all, produce_frame, send
 from bench.own_client import own_frame
-from bench.processes import child, cpu_seconds, first_line
+from bench.processes import cpu_seconds, started, table_of
 from bench.quick import PARTITIONS, kproxy
 from bench.table import serve
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
@@ -80,17 +78,11 @@ def _measure(proxy: _Proxy, shape: Shape, requests: int) -> float:
 async def gate(console: Console, etcd: EmbeddedEtcd, directory: Path) -> None:
     """Print the table. Keys in etcd under other prefixes are not looked at."""
     with contextlib.ExitStack() as stack:
-        null_brokers = [stack.enter_context(child(sys.executable, "-m", "bench.null_broker")) for _ in range(BROKERS)]
-        ports = [int(first_line(broker)) for broker in null_brokers]
+        ports = started(stack, *["null_broker"] * BROKERS)
         await _write_owners(etcd, ports)
         proxies = await asyncio.to_thread(stack.enter_context, _proxies(etcd, ports, directory))
-        table = Table(
-            title=f"CPU of the proxy for a produce request, µs; {CONNECTIONS} connections, {IN_FLIGHT} in flight",
-            title_style="",
-        )
-        table.add_column("request", no_wrap=True)
-        for name in proxies:
-            table.add_column(name, justify="right")
+        title = f"CPU of the proxy for a produce request, µs; {CONNECTIONS} connections, {IN_FLIGHT} in flight"
+        table = table_of(title, ["request"], proxies)
         for shape in MEASURED:
             best = await asyncio.to_thread(_compare, proxies, shape)
             table.add_row(shape.name, *(f"{best[name]:.1f}" for name in proxies))

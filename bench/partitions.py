@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.brokers import BROKERS, PREFIX, Brokers, brokers
-from bench.processes import cpu_seconds, resident_bytes
+from bench.processes import cpu_seconds, resident_bytes, table_of
 from kproxy.broker.keys import Keys, StateValue, TopicValue, decode_value, encode_value
 from kproxy.config import parse_address
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
@@ -144,9 +144,7 @@ async def _measure(started: Brokers, client: EtcdClient, partitions: int, table:
 
 
 async def _run(console: Console, partitions: int) -> None:
-    table = Table(title=f"{partitions:,} partitions × {BROKERS} replicas on {BROKERS} brokers", title_style="")
-    table.add_column("what")
-    table.add_column("measured", justify="right")
+    table = table_of(f"{partitions:,} partitions × {BROKERS} replicas on {BROKERS} brokers", ["what"], ["measured"])
     with tempfile.TemporaryDirectory(prefix="kproxy-bench-") as name:
         directory = Path(name)
         async with EmbeddedEtcd(directory / "etcd") as etcd:

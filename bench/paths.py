@@ -19,14 +19,11 @@ does something else.
 from __future__ import annotations
 
 import contextlib
-import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from bench.load import (
     IN_FLIGHT,
@@ -38,7 +35,7 @@ from bench.load import (
     Shape,
     produce_frame,
 )
-from bench.processes import child, first_line
+from bench.processes import scratch, started, table_of
 from bench.quick import BROKERS, OWNERS, UNITS, cells, per_request, serve, take_turns, write_table
 from kproxy_codec.produce import PRODUCE_API
 
@@ -102,20 +99,16 @@ def path_loads() -> list[Load]:
 def path_table(directory: Path) -> Iterator[Path]:
     """A static table of all the topics used, and its brokers while it is in use: null ones and a refusing one."""
     with contextlib.ExitStack() as stack:
-        modules = ["bench.null_broker"] * BROKERS + ["bench.refusing_broker"]
-        brokers = [stack.enter_context(child(sys.executable, "-m", module)) for module in modules]
-        yield write_table([int(first_line(broker)) for broker in brokers], directory, ALL_OWNERS)
+        ports = started(stack, *["null_broker"] * BROKERS, "refusing_broker")
+        yield write_table(ports, directory, ALL_OWNERS)
 
 
 def paths(console: Console) -> None:
     """The table that is printed."""
-    with contextlib.ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kproxy-bench-")))
+    with scratch() as (stack, directory):
         proxy = stack.enter_context(serve(stack.enter_context(path_table(directory))))
-        table = Table(title=f"CPU of the proxy process; {IN_FLIGHT} requests in flight", title_style="")
-        table.add_column("path", no_wrap=True)
-        for column in ("connections", *UNITS, "µs / plain"):
-            table.add_column(column, justify="right")
+        title = f"CPU of the proxy process; {IN_FLIGHT} requests in flight"
+        table = table_of(title, ["path"], ["connections", *UNITS, "µs / plain"])
         plain = 0.0
         for load in path_loads():
             cost = take_turns(load, {"kproxy": proxy}, ROUNDS)["kproxy"]

@@ -25,7 +25,7 @@ from bench.audit_synthetic import (
     synthetic_trail,
     trail_rows,
 )
-from bench.processes import peak_resident_bytes
+from bench.processes import peak_resident_bytes, table_of
 from bench.table import judged
 from kproxy.pipeline.audit.bags import Bag
 from kproxy.pipeline.audit.columns import LOST
@@ -122,10 +122,8 @@ def _mib(count: int | None) -> str:
 
 
 def _table(found: dict[str, _Found]) -> Table:
-    table = Table(title="An audit of what was made up, one batch of it missing in the log", title_style="")
-    table.add_column("ranges")
-    for column in ("ranges", "batches in logs", "audit", "ranges a second", "finds"):
-        table.add_column(column, justify="right", no_wrap=True)
+    title = "An audit of what was made up, one batch of it missing in the log"
+    table = table_of(title, ["ranges"], ["ranges", "batches in logs", "audit", "ranges a second", "finds"])
     for name, each in found.items():
         shape = each.shape
         batches = shape.ranges * shape.spans * shape.batches

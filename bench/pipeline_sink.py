@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.pipeline_cluster import BROKERS, DIRECT, PARTITIONS, VIA_PROXY, WAYS, Cluster, Topic, cluster
+from bench.processes import scratch, table_of
 from bench.table import judged
 from kproxy.demo.flights import KEY_COLUMN, NULL, TOTAL_ROWS, locate_archive, write_files
 from kproxy.demo.stream import SCHEMA
@@ -107,9 +108,9 @@ def _held(rows: Any) -> Any:
     return held
 
 
-def sink(console: Console, directory: Path) -> None:
+def sink(console: Console) -> None:
     """Measure, and print the tables. Raises StartupError if Java, Spark or one of Kafka's jars is missing."""
-    with cluster(directory) as running:
+    with scratch() as (_, directory), cluster(directory) as running:
         runs = _Runs(running, [_ready(running.session), _flights(running.session, directory / "flights")])
         runs.make()
         console.print(_rates(runs.works))
@@ -119,14 +120,9 @@ def sink(console: Console, directory: Path) -> None:
 
 
 def _rates(works: list[_Work]) -> Table:
-    table = Table(
-        title=f"Rows a second of Spark's Kafka sink; {BROKERS} brokers of Apache Kafka, {PARTITIONS} partitions, "
-        f"median of {PAIRS} pairs of runs",
-        title_style="",
-    )
-    table.add_column("rows")
-    for column in (*WAYS, "goal", "ratio", "lowest", "highest"):
-        table.add_column(column, justify="right", no_wrap=True)
+    title = f"Rows a second of Spark's Kafka sink; {BROKERS} brokers of Apache Kafka, {PARTITIONS} partitions, "
+    title += f"median of {PAIRS} pairs of runs"
+    table = table_of(title, ["rows"], [*WAYS, "goal", "ratio", "lowest", "highest"])
     for work in works:
         rates = [statistics.median(run.rate for run in work.runs[way]) for way in WAYS]
         ratio = statistics.median(work.ratios)
@@ -137,11 +133,8 @@ def _rates(works: list[_Work]) -> Table:
 
 
 def _costs(works: list[_Work]) -> Table:
-    table = Table(title="CPU ms for 1,000 rows, median", title_style="")
-    table.add_column("rows, way")
     names = list(works[0].runs[DIRECT][0].cpu_ms)
-    for name in (*names, "in all"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = table_of("CPU ms for 1,000 rows, median", ["rows, way"], [*names, "in all"])
     for work in works:
         for way, runs in work.runs.items():
             medians = [statistics.median(run.cpu_ms[name] for run in runs) for name in names]

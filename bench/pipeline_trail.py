@@ -42,11 +42,10 @@ from typing import Final, NamedTuple
 import structlog
 import uvloop
 from rich.console import Console
-from rich.table import Table
 
 from bench.brokers import brokers
 from bench.load import CONNECTIONS, IN_FLIGHT, MANY_PARTITIONS, SHAPES, ProducerFrames, Shape, open_all, send_again
-from bench.processes import child, core_of_the_proxy, cpu_seconds, first_line
+from bench.processes import core_of_the_proxy, cpu_seconds, first_line, started, table_of
 from bench.quick import BROKERS, PARTITIONS, serving, write_table
 from bench.table import judged
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
@@ -227,15 +226,11 @@ async def _with_etcd(console: Console, directory: Path) -> None:
 def _trail(console: Console, etcd: EmbeddedEtcd, directory: Path) -> None:
     load = f"{CONNECTIONS} idempotent producers, {IN_FLIGHT} in flight"
     title = f"Percent of a request's CPU in the proxy, and the 95 % interval; {load}; goal: at most {GOAL_PERCENT:g} %"
-    table = Table(title=title, title_style="")
-    for name in ("request", "sink", "without,\nµs"):
-        table.add_column(name, no_wrap=True)
-    for name in ("noting", "judging", "closing", "shipping", "all", "error"):
-        table.add_column(name, justify="right")
+    numbers = ("noting", "judging", "closing", "shipping", "all", "error")
+    table = table_of(title, ["request", "sink", "without,\nµs"], numbers)
     with contextlib.ExitStack() as stack:
         core = stack.enter_context(core_of_the_proxy())
-        null_brokers = [stack.enter_context(child(sys.executable, "-m", "bench.null_broker")) for _ in range(BROKERS)]
-        owners = write_table([int(first_line(broker)) for broker in null_brokers], directory, OWNERS)
+        owners = write_table(started(stack, *["null_broker"] * BROKERS), directory, OWNERS)
         cluster = stack.enter_context(brokers(etcd, directory))
         flags = (
             ("--audit-sink", f"json:{directory / 'trail'}"),

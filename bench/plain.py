@@ -32,7 +32,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -58,7 +57,7 @@ from bench.plain_figures import (
     fit_text,
     tables,
 )
-from bench.processes import child, cpu_seconds, first_line
+from bench.processes import child, cpu_seconds, first_line, scratch
 from bench.quick import BROKERS, CHECKOUT, START_TIMEOUT_S, WARM_UP_REQUESTS, haproxy, serving, write_table
 
 ROUNDS = 5
@@ -100,8 +99,7 @@ def plain(
         brokers=[min(BROKERS, shape.partitions) for shape in MEASURED],
         rate=RATE,
     )
-    with contextlib.ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kproxy-bench-")))
+    with scratch() as (stack, directory):
         ports = stack.enter_context(_brokers(brokers_at))
         for peer in peers:
             _expect_peer(peer)

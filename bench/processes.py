@@ -7,13 +7,15 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 import psutil
 import uvloop
+from rich.table import Table
 
 from bench.load import send_all
 
@@ -35,6 +37,19 @@ def child(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[tuple[contextlib.ExitStack, Path]]:
+    """A stack of what runs, and a directory, which both end with the block."""
+    with tempfile.TemporaryDirectory(prefix="kproxy-bench-") as directory, contextlib.ExitStack() as stack:
+        yield stack, Path(directory)
+
+
+def started(stack: contextlib.ExitStack, *modules: str) -> list[int]:
+    """The ports of brokers, one for each module of `bench`; they end with `stack`."""
+    brokers = [stack.enter_context(child(sys.executable, "-m", f"bench.{module}", "0")) for module in modules]
+    return [int(first_line(broker)) for broker in brokers]
 
 
 def first_line(process: subprocess.Popen[str]) -> str:
@@ -78,6 +93,16 @@ def peak_resident_bytes(pid: int) -> int | None:
     status = Path(f"/proc/{pid}/status")
     found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
     return int(found[1]) * 1024 if found else None
+
+
+def table_of(title: str, texts: Sequence[str], numbers: Iterable[str]) -> Table:
+    """An empty table with columns of texts, and then of numbers."""
+    table = Table(title=title, title_style="")
+    for heading in texts:
+        table.add_column(heading)
+    for heading in numbers:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
 
 
 def measure(pid: int, port: int, frame: bytes, requests: int) -> tuple[float, float]:

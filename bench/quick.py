@@ -14,7 +14,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,10 +21,9 @@ from typing import NamedTuple
 
 import psutil
 from rich.console import Console
-from rich.table import Table
 
 from bench.load import CONNECTIONS, IN_FLIGHT, SHAPES, TOPIC, Load, shape_load
-from bench.processes import child, first_line, measure_run
+from bench.processes import child, first_line, measure_run, scratch, started, table_of
 
 BROKERS = 3
 ROUNDS = 4
@@ -160,10 +158,8 @@ def cells(load: Load, cost: Cost) -> list[str]:
 
 def quick(console: Console) -> None:
     """The table that `make bench-quick` prints."""
-    with contextlib.ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kproxy-bench-")))
-        brokers = [stack.enter_context(child(sys.executable, "-m", "bench.null_broker")) for _ in range(BROKERS)]
-        ports = [int(first_line(broker)) for broker in brokers]
+    with scratch() as (stack, directory):
+        ports = started(stack, *["null_broker"] * BROKERS)
         proxies = {"kproxy": stack.enter_context(kproxy(ports, directory))}
         core = {"core": stack.enter_context(serve(write_table(ports, directory), environ={"KPROXY_PLAIN": "off"}))}
         beside = stack.enter_context(haproxy(ports[0], directory))
@@ -171,15 +167,9 @@ def quick(console: Console) -> None:
             console.print("haproxy is not installed (apt-get install haproxy): kproxy is measured alone")
         else:
             proxies["haproxy"] = beside
-        table = Table(
-            title=f"CPU of the proxy process; {CONNECTIONS} connections, {IN_FLIGHT} in flight", title_style=""
-        )
-        table.add_column("request", no_wrap=True)
-        for name in proxies:
-            for unit in UNITS:
-                table.add_column(f"{name}\n{unit}", justify="right")
-        table.add_column("kproxy /\nhaproxy", justify="right")
-        table.add_column("not compiled /\nkproxy", justify="right")
+        title = f"CPU of the proxy process; {CONNECTIONS} connections, {IN_FLIGHT} in flight"
+        numbers = [f"{name}\n{unit}" for name in proxies for unit in UNITS]
+        table = table_of(title, ["request"], [*numbers, "kproxy /\nhaproxy", "not compiled /\nkproxy"])
         for load in map(shape_load, SHAPES):
             costs = take_turns(load, {**proxies, **core}, ROUNDS)
             slower = costs.pop("core").cpu / costs["kproxy"].cpu

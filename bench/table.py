@@ -23,12 +23,20 @@ from typing import Any
 
 import structlog
 from rich.console import Console
-from rich.table import Table
 
 from bench import load
 from bench.lease_keys import WRITE_TIMEOUT_S, Shape, change_steadily, fill, lease_key, move, name_brokers
 from bench.load import CONNECTIONS, SHAPES, TOPIC, produce_frame
-from bench.processes import child, cpu_seconds, first_line, measure, peak_resident_bytes, resident_bytes
+from bench.processes import (
+    child,
+    cpu_seconds,
+    first_line,
+    measure,
+    peak_resident_bytes,
+    resident_bytes,
+    started,
+    table_of,
+)
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import EtcdClient, put_op
 
@@ -51,10 +59,7 @@ class Report:
     """The lines of the table that is printed at the end."""
 
     def __init__(self, shape: Shape) -> None:
-        self.table = Table(title=f"A table of {shape.count:,} partitions ({shape})", title_style="")
-        self.table.add_column("what")
-        self.table.add_column("goal", justify="right", no_wrap=True)
-        self.table.add_column("measured", justify="right", no_wrap=True)
+        self.table = table_of(f"A table of {shape.count:,} partitions ({shape})", ["what"], ["goal", "measured"])
 
     def line(self, what: str, measured: str, goal: str = "") -> None:
         self.table.add_row(what, goal, measured)
@@ -235,8 +240,7 @@ async def _routes(report: Report, client: EtcdClient, follower: _Follower, shape
 async def producing(report: Report, server: EmbeddedEtcd, client: EtcdClient, shape: Shape) -> None:
     """The cost of 1,000 changes a second, of partitions without writers, for the writers of others."""
     with contextlib.ExitStack() as stack:
-        brokers = [stack.enter_context(child(sys.executable, "-m", "bench.null_broker")) for _ in range(3)]
-        await name_brokers(client, PREFIX, [int(first_line(broker)) for broker in brokers])
+        await name_brokers(client, PREFIX, started(stack, *["null_broker"] * 3))
         await client.txn(
             [], [put_op(lease_key(PREFIX, TOPIC.decode(), index), b"%d" % (index % 3 + 1)) for index in range(100)]
         )

@@ -9,18 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from rich.console import Console
-from rich.table import Table
 
 from bench.load import CONNECTIONS, SHAPES, Connection, Load, send, shape_load
-from bench.processes import child, first_line, measure_run
+from bench.processes import measure_run, scratch, started, table_of
 from bench.quick import BROKERS, Cost, haproxy, kproxy, per_request
 from kproxy_codec.framing import ReceiveArena
 
@@ -43,13 +40,9 @@ class Way(NamedTuple):
 
 def tls(console: Console, rounds: int | None = None) -> None:
     """The tables of `make bench SECTION=tls`."""
-    with contextlib.ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    with scratch() as (stack, directory):
         ways = _ways(stack, directory)
-        table = Table(title="CPU of the proxy, µs a request (ms a MB); least of the rounds")
-        table.add_column("request")
-        for name in ways:
-            table.add_column(name, justify="right")
+        table = table_of("CPU of the proxy, µs a request (ms a MB); least of the rounds", ["request"], ways)
         loads = list(map(shape_load, SHAPES))
         found = []
         for load in loads:
@@ -100,8 +93,7 @@ def make_certificates(directory: Path) -> ssl.SSLContext:
 
 def _ways(stack: contextlib.ExitStack, directory: Path) -> dict[str, Way]:
     context = make_certificates(directory)
-    brokers = [stack.enter_context(child(sys.executable, "-m", "bench.null_broker")) for _ in range(BROKERS)]
-    ports = [int(first_line(broker)) for broker in brokers]
+    ports = started(stack, *["null_broker"] * BROKERS)
     flags = ("--tls-cert", str(directory / "cert.pem"), "--tls-key", str(directory / "key.pem"))
     ways = {
         KPROXY: Way(*stack.enter_context(kproxy(ports, directory)), None),

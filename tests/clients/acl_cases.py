@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from kproxy_codec import api_keys as keys
@@ -28,15 +29,19 @@ def case(api_key: int, version: int, **fields: Any) -> Case:
     return Case(api_key, version, control_frame(api_key, version, **fields))
 
 
-def offsets(topics: tuple[str, ...], **more: Any) -> list[dict[str, Any]]:
-    entry = {
-        "partition_index": 0,
-        "committed_offset": 0,
-        "committed_leader_epoch": -1,
-        "committed_metadata": "",
-        **more,
-    }
-    return [{"name": topic, "partitions": [entry]} for topic in topics]
+def named(names: Iterable[str], **more: Any) -> list[dict[str, Any]]:
+    """An entry for each name, all with the same fields."""
+    return [{"name": each, **more} for each in names]
+
+
+def offsets(topics: Iterable[str]) -> list[dict[str, Any]]:
+    committed = {"committed_offset": 0, "committed_leader_epoch": -1, "committed_metadata": ""}
+    return named(topics, partitions=[{"partition_index": 0, **committed}])
+
+
+def resources(topics: Iterable[str], **more: Any) -> list[dict[str, Any]]:
+    """Topics to configure."""
+    return [{"resource_type": 2, "resource_name": each, **more} for each in topics]
 
 
 def metadata(version: int, topics: list[dict[str, Any]] | None, **more: Any) -> Case:
@@ -55,6 +60,15 @@ PARTITIONS = {topic: [0] for topic in ALL}
 PLAIN_BATCH = batch(0, producer_id=-1)
 TRANSACTIONAL = bytes(build_batch(producer_id=1, producer_epoch=0, base_sequence=0, is_transactional=True))
 NO_MEMBER: dict[str, Any] = {"member_id": "", "generation_id": -1}
+COMMIT: dict[str, Any] = {"member_id": "", "generation_id_or_member_epoch": -1}
+PRODUCER: dict[str, Any] = {"producer_id": 1, "producer_epoch": 0}
+ADDED: dict[str, Any] = {f"v3_and_below_{name}": value for name, value in PRODUCER.items()}
+SOME_NEW = f"new-{RUN}-x"
+ALTERED = [
+    *resources((SOME_NEW, *ALL), configs=[]),
+    {"resource_type": 4, "resource_name": "1", "configs": []},
+    {"resource_type": 32, "resource_name": "mine", "configs": []},
+]
 CASES: dict[str, Case] = {
     "produce": Case(keys.PRODUCE, 9, produce_frame(PARTITIONS, records=PLAIN_BATCH)),
     "produce v3": Case(keys.PRODUCE, 3, produce_frame(PARTITIONS, records=PLAIN_BATCH, version=3)),
@@ -68,50 +82,31 @@ CASES: dict[str, Case] = {
         6,
         replica_id=-1,
         isolation_level=0,
-        topics=[
-            {"name": each, "partitions": [{"partition_index": 0, "current_leader_epoch": -1, "timestamp": -1}]}
-            for each in ALL
-        ],
+        topics=named(ALL, partitions=[{"partition_index": 0, "current_leader_epoch": -1, "timestamp": -1}]),
     ),
     **{
-        f"metadata v{version}": metadata(version, [{"name": each} for each in ALL], **more)
+        f"metadata v{version}": metadata(version, named(ALL), **more)
         for version, more in {0: {}, 1: {}, 4: {}, 8: {}, 9: {}, 12: {"allow_auto_topic_creation": False}}.items()
     },
     "metadata, a missing topic": metadata(9, [{"name": MISSING}, {"name": READ}], allow_auto_topic_creation=True),
     "metadata, a hidden topic that is missing": metadata(9, [{"name": f"hidden-{uuid.uuid4().hex}"}]),
-    "offset commit": case(
-        keys.OFFSET_COMMIT,
-        8,
-        group_id="mine",
-        generation_id_or_member_epoch=-1,
-        member_id="",
-        topics=offsets(ALL),
-    ),
-    "offset commit, another group": case(
-        keys.OFFSET_COMMIT,
-        8,
-        group_id="other",
-        generation_id_or_member_epoch=-1,
-        member_id="",
-        topics=offsets((READ,)),
-    ),
-    "offset fetch": case(
-        keys.OFFSET_FETCH, 7, group_id="mine", topics=[{"name": each, "partition_indexes": [0]} for each in ALL]
-    ),
+    "offset commit": case(keys.OFFSET_COMMIT, 8, group_id="mine", topics=offsets(ALL), **COMMIT),
+    "offset commit, another group": case(keys.OFFSET_COMMIT, 8, group_id="other", topics=offsets((READ,)), **COMMIT),
+    "offset fetch": case(keys.OFFSET_FETCH, 7, group_id="mine", topics=named(ALL, partition_indexes=[0])),
     "offset fetch of two groups": case(
         keys.OFFSET_FETCH,
         9,
         groups=[
-            {"group_id": "mine", "topics": [{"name": each, "partition_indexes": [0]} for each in ALL]},
+            {"group_id": "mine", "topics": named(ALL, partition_indexes=[0])},
             {"group_id": "other", "topics": None},
         ],
     ),
-    "offset fetch, another group": case(
-        keys.OFFSET_FETCH, 7, group_id="other", topics=[{"name": READ, "partition_indexes": [0]}]
-    ),
-    "offset fetch v1, another group": case(
-        keys.OFFSET_FETCH, 1, group_id="other", topics=[{"name": READ, "partition_indexes": [0]}]
-    ),
+    **{
+        f"offset fetch{of}, another group": case(
+            keys.OFFSET_FETCH, version, group_id="other", topics=named([READ], partition_indexes=[0])
+        )
+        for of, version in {"": 7, " v1": 1}.items()
+    },
     "heartbeat": case(keys.HEARTBEAT, 4, group_id="other", **NO_MEMBER),
     "sync group": case(
         keys.SYNC_GROUP,
@@ -145,33 +140,28 @@ CASES: dict[str, Case] = {
         keys.ADD_PARTITIONS_TO_TXN,
         3,
         v3_and_below_transactional_id="other",
-        v3_and_below_producer_id=1,
-        v3_and_below_producer_epoch=0,
-        v3_and_below_topics=[{"name": BOTH, "partitions": [0]}],
+        v3_and_below_topics=named([BOTH], partitions=[0]),
+        **ADDED,
     ),
     "add partitions": case(
         keys.ADD_PARTITIONS_TO_TXN,
         3,
         v3_and_below_transactional_id="tx-1",
-        v3_and_below_producer_id=1,
-        v3_and_below_producer_epoch=0,
-        v3_and_below_topics=[{"name": each, "partitions": [0]} for each in ALL],
+        v3_and_below_topics=named(ALL, partitions=[0]),
+        **ADDED,
     ),
-    "add offsets, another's": case(
-        keys.ADD_OFFSETS_TO_TXN, 3, transactional_id="other", producer_id=1, producer_epoch=0, group_id="mine"
-    ),
+    "add offsets, another's": case(keys.ADD_OFFSETS_TO_TXN, 3, transactional_id="other", group_id="mine", **PRODUCER),
     "add offsets, another group": case(
-        keys.ADD_OFFSETS_TO_TXN, 3, transactional_id="tx-1", producer_id=1, producer_epoch=0, group_id="other"
+        keys.ADD_OFFSETS_TO_TXN, 3, transactional_id="tx-1", group_id="other", **PRODUCER
     ),
-    "end transaction": case(keys.END_TXN, 3, transactional_id="other", producer_id=1, producer_epoch=0, committed=True),
+    "end transaction": case(keys.END_TXN, 3, transactional_id="other", committed=True, **PRODUCER),
     "commit offsets, another's": case(
         keys.TXN_OFFSET_COMMIT,
         3,
         transactional_id="other",
         group_id="mine",
-        producer_id=1,
-        producer_epoch=0,
         topics=offsets((READ,)),
+        **PRODUCER,
         **NO_MEMBER,
     ),
     "commit offsets, another group": case(
@@ -179,69 +169,44 @@ CASES: dict[str, Case] = {
         3,
         transactional_id="tx-1",
         group_id="other",
-        producer_id=1,
-        producer_epoch=0,
         topics=offsets((READ,)),
+        **PRODUCER,
         **NO_MEMBER,
     ),
     "create topics": case(
         keys.CREATE_TOPICS,
         5,
-        topics=[
-            {"name": each, "num_partitions": 1, "replication_factor": 1, "assignments": [], "configs": []}
-            for each in (NEW, "other-topic")
-        ],
+        topics=named((NEW, "other-topic"), num_partitions=1, replication_factor=1, assignments=[], configs=[]),
         timeout_ms=10_000,
         validate_only=True,
     ),
     "create partitions": case(
         keys.CREATE_PARTITIONS,
         3,
-        topics=[{"name": each, "count": 3, "assignments": None} for each in (f"new-{RUN}-x", HIDDEN, READ)],
+        topics=named((SOME_NEW, HIDDEN, READ), count=3, assignments=None),
         timeout_ms=10_000,
         validate_only=True,
     ),
-    "delete topics": case(keys.DELETE_TOPICS, 5, topic_names=[f"new-{RUN}-x", HIDDEN, READ], timeout_ms=10_000),
+    "delete topics": case(keys.DELETE_TOPICS, 5, topic_names=[SOME_NEW, HIDDEN, READ], timeout_ms=10_000),
     "delete topics v1": case(keys.DELETE_TOPICS, 1, topic_names=[HIDDEN, READ], timeout_ms=10_000),
     "delete topics v6": case(
-        keys.DELETE_TOPICS,
-        6,
-        topics=[{"name": each, "topic_id": uuid.UUID(int=0)} for each in (f"new-{RUN}-x", HIDDEN, READ)],
-        timeout_ms=10_000,
+        keys.DELETE_TOPICS, 6, topics=named((SOME_NEW, HIDDEN, READ), topic_id=uuid.UUID(int=0)), timeout_ms=10_000
     ),
     "describe configs": case(
         keys.DESCRIBE_CONFIGS,
         4,
         resources=[
-            *({"resource_type": 2, "resource_name": each, "configuration_keys": ["segment.bytes"]} for each in ALL),
+            *resources(ALL, configuration_keys=["segment.bytes"]),
             {"resource_type": 4, "resource_name": "1", "configuration_keys": ["node.id"]},
         ],
     ),
-    "alter configs": case(
-        keys.ALTER_CONFIGS,
-        2,
-        resources=[
-            *({"resource_type": 2, "resource_name": each, "configs": []} for each in (f"new-{RUN}-x", *ALL)),
-            {"resource_type": 4, "resource_name": "1", "configs": []},
-            {"resource_type": 32, "resource_name": "mine", "configs": []},
-        ],
-        validate_only=True,
-    ),
-    "alter configs incrementally": case(
-        keys.INCREMENTAL_ALTER_CONFIGS,
-        1,
-        resources=[
-            *({"resource_type": 2, "resource_name": each, "configs": []} for each in (f"new-{RUN}-x", *ALL)),
-            {"resource_type": 4, "resource_name": "1", "configs": []},
-            {"resource_type": 32, "resource_name": "mine", "configs": []},
-        ],
-        validate_only=True,
-    ),
+    "alter configs": case(keys.ALTER_CONFIGS, 2, resources=ALTERED, validate_only=True),
+    "alter configs incrementally": case(keys.INCREMENTAL_ALTER_CONFIGS, 1, resources=ALTERED, validate_only=True),
     "list groups": case(keys.LIST_GROUPS, 5, states_filter=[], types_filter=[]),
     "describe groups": case(keys.DESCRIBE_GROUPS, 6, groups=["mine", "other"]),
     "delete groups": case(keys.DELETE_GROUPS, 2, groups_names=["mine", "other"]),
     "delete offsets": case(
-        keys.OFFSET_DELETE, 0, group_id="mine", topics=[{"name": READ, "partitions": [{"partition_index": 0}]}]
+        keys.OFFSET_DELETE, 0, group_id="mine", topics=named([READ], partitions=[{"partition_index": 0}])
     ),
     "describe consumer groups": case(keys.CONSUMER_GROUP_DESCRIBE, 1, group_ids=["mine", "other"]),
     "heartbeat of another consumer group": case(
@@ -258,7 +223,7 @@ CASES: dict[str, Case] = {
     "delete records": case(
         keys.DELETE_RECORDS,
         2,
-        topics=[{"name": each, "partitions": [{"partition_index": 0, "offset": 0}]} for each in (f"new-{RUN}-x", *ALL)],
+        topics=named((SOME_NEW, *ALL), partitions=[{"partition_index": 0, "offset": 0}]),
         timeout_ms=10_000,
     ),
     "offsets for leader epochs": case(
@@ -270,9 +235,7 @@ CASES: dict[str, Case] = {
             for each in ALL
         ],
     ),
-    "describe producers": case(
-        keys.DESCRIBE_PRODUCERS, 0, topics=[{"name": each, "partition_indexes": [0]} for each in ALL]
-    ),
+    "describe producers": case(keys.DESCRIBE_PRODUCERS, 0, topics=named(ALL, partition_indexes=[0])),
     "list transactions": case(keys.LIST_TRANSACTIONS, 1),
     "describe transactions": case(keys.DESCRIBE_TRANSACTIONS, 0, transactional_ids=["tx-1", "other"]),
     "list config resources": case(keys.LIST_CONFIG_RESOURCES, 1, resource_types=[2]),
@@ -321,9 +284,7 @@ CASES: dict[str, Case] = {
         keys.ALTER_USER_SCRAM_CREDENTIALS, 0, deletions=[{"name": "mallory", "mechanism": 1}], upsertions=[]
     ),
     "describe quorum": case(
-        keys.DESCRIBE_QUORUM,
-        1,
-        topics=[{"topic_name": "__cluster_metadata", "partitions": [{"partition_index": 0}]}],
+        keys.DESCRIBE_QUORUM, 1, topics=[{"topic_name": "__cluster_metadata", "partitions": [{"partition_index": 0}]}]
     ),
     "update features": case(
         keys.UPDATE_FEATURES,
@@ -334,11 +295,7 @@ CASES: dict[str, Case] = {
     ),
     "describe cluster": case(keys.DESCRIBE_CLUSTER, 1),
     "describe topic partitions": case(
-        keys.DESCRIBE_TOPIC_PARTITIONS,
-        0,
-        topics=[{"name": each} for each in sorted(ALL)],
-        response_partition_limit=100,
-        cursor=None,
+        keys.DESCRIBE_TOPIC_PARTITIONS, 0, topics=named(sorted(ALL)), response_partition_limit=100, cursor=None
     ),
 }
 

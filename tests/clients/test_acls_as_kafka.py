@@ -34,7 +34,8 @@ from tests.clients.acl_cases import (
     offsets,
 )
 from tests.support.clients.raw_client import RawClient, control_frame, produce_frame
-from tests.support.processes.dev import KproxyProcess, serving
+from tests.support.processes.dev import KproxyProcess
+from tests.support.processes.served import kafka_proxy
 from tests.support.security import refused_clients
 from tests.support.security import sasl_client as sasl
 from tests.support.security.secured_kafka import SecuredKafka, start_secured_kafka
@@ -110,9 +111,7 @@ def proxy_with(kafka: SecuredKafka, directory: Path, rules: str) -> Iterator[Kpr
     config = directory / "kproxy.toml"
     users = sasl.users_file(directory)
     config.write_text(f'[sasl]\nmechanisms = "PLAIN"\nusers = "{users}"\nwithout_tls = true\n{rules}')
-    arguments = ["serve", "--config", config, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]
-    arguments += ["--ownership", "kafka", "--bootstrap", kafka.plain.bootstrap]
-    with serving(arguments, directory / "stderr") as process:
+    with kafka_proxy(directory, kafka.plain.bootstrap, "--config", str(config)) as process:
         yield process
 
 
@@ -124,11 +123,7 @@ def proxy(secured: SecuredKafka, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @contextlib.asynccontextmanager
 async def connected(address: str, name: str = "alice") -> AsyncIterator[RawClient]:
-    client = await RawClient().connect(int(address.rpartition(":")[2]))
-    client.send(sasl.handshake("PLAIN"))
-    assert (await client.answer(keys.SASL_HANDSHAKE, 1)).message.error_code == 0
-    client.send(sasl.authenticate(sasl.plain(name, sasl.USERS[name])))
-    assert (await client.answer(keys.SASL_AUTHENTICATE, 2)).message.error_code == 0
+    client = await sasl.logged_in(await RawClient().connect(int(address.rpartition(":")[2])), name)
     try:
         yield client
     finally:

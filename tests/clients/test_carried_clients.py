@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ import pytest
 from confluent_kafka.admin import AclBinding, AclOperation, AclPermissionType, ResourcePatternType, ResourceType
 
 from kproxy.security.users import SCRAM_MECHANISMS, make_credential, write_users
-from tests.support.clients.kafka_io import read_values
+from tests.support.clients.kafka_io import read_values, write
 from tests.support.processes.dev import KproxyProcess, serving
-from tests.support.processes.served import counted, page
+from tests.support.processes.served import counted, kafka_proxy, page
 from tests.support.security.sasl_client import ALLOW_ALL, USERS
 from tests.support.security.secured_kafka import PROXY, PROXY_SECRET, SecuredKafka, start_secured_kafka
 from tests.support.security.tls_files import Signer
@@ -54,9 +54,7 @@ def carrying(kafka: SecuredKafka, directory: Path) -> Iterator[KproxyProcess]:
     """A proxy that knows no user, and carries on what its clients present."""
     config = directory / "kproxy.toml"
     config.write_text(CONFIG + ALLOW_ALL)
-    arguments: list[str | Path] = ["serve", "--config", config, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]
-    arguments += ["--ownership", "kafka", "--bootstrap", kafka.secured]
-    with serving(arguments, directory / "stderr") as process:
+    with kafka_proxy(directory, kafka.secured, "--config", str(config)) as process:
         yield process
         told = process.stderr() + page(process.admin, "/metrics")[1] + page(process.admin, "/table")[1]
         assert [secret for secret in SECRETS if secret in told] == []
@@ -106,20 +104,6 @@ def bearer(bootstrap: str, name: str, valid_s: float = 3600) -> dict[str, Any]:
 
 
 WAYS: dict[str, Callable[[str, str], dict[str, Any]]] = {"PLAIN": plain, "OAUTHBEARER": bearer}
-
-
-def write(settings: dict[str, Any], topic: str, values: Iterable[bytes], *, pause_s: float = 0.0) -> list[object]:
-    """Write the values; the outcomes, None for each that is written."""
-    outcomes: list[object] = []
-    producer = confluent_kafka.Producer({"log_level": 0, **settings})
-    for value in values:
-        producer.produce(
-            topic, value, on_delivery=lambda error, _: outcomes.append(None if error is None else error.name())
-        )
-        producer.poll(0)
-        time.sleep(pause_s)
-    assert producer.flush(TIMEOUT_S) == 0
-    return outcomes
 
 
 @pytest.mark.long(but=1)

@@ -125,7 +125,6 @@ def test_read_goes_on_when_its_broker_dies(real_kafka: RealKafka, client: LogCli
     finally:
         if not leader.running:
             leader.start()
-            leader.wait_started()
             real_kafka.wait_until_in_sync([which.topic])
     assert told(rows) == EVERY
 

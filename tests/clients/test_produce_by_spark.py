@@ -9,24 +9,28 @@ from typing import Any
 
 import pytest
 
-from kproxy_codec.api_keys import PRODUCE
-from tests.clients.test_produce_versions import PARTITIONS, Tapped, tapped, topic  # noqa: F401
+from tests.clients.test_produce_versions import PARTITIONS, speaking, topic  # noqa: F401
 from tests.support.brokers.real_kafka import RealKafka
 from tests.support.clients.kafka_io import read_topic
+from tests.support.processes.dev import KproxyProcess
 
 pytestmark = [pytest.mark.java, pytest.mark.spark, pytest.mark.long, pytest.mark.timeout(900)]
 
 SPARK_ROWS = 10_000
 
 
-def test_spark_produces_with_its_client_version(tapped: Tapped, real_kafka: RealKafka, topic: str, spark: Any) -> None:  # noqa: F811
+def test_spark_produces_with_its_client_version(
+    proxy: KproxyProcess,
+    real_kafka: RealKafka,
+    topic: str,  # noqa: F811
+    spark: Any,
+) -> None:
     """Its Kafka sink and source, with no option but the address."""
-    address = {"kafka.bootstrap.servers": tapped.bootstrap}
+    address = {"kafka.bootstrap.servers": proxy.kafka}
     key, value = "concat('key-', id % 50) as key", "cast(id as string) as value"
     sent = spark.range(SPARK_ROWS).selectExpr(key, value)
-    sent.write.format("kafka").options(**address, topic=topic).save()
-    # What its producers call themselves, numbered since Spark was started.
-    assert tapped.tap.versions(PRODUCE, "producer-*") == {11}
+    with speaking(proxy, 11):
+        sent.write.format("kafka").options(**address, topic=topic).save()
 
     stored = read_topic(real_kafka.bootstrap, topic, PARTITIONS, SPARK_ROWS)
     expected = sorted((b"key-%d" % (number % 50), b"%d" % number) for number in range(SPARK_ROWS))

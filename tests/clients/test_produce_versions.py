@@ -1,22 +1,22 @@
 """Unchanged clients that speak each version of Produce, through `kproxy serve` to a real Apache Kafka cluster.
 
-Which version went over the wire is what a relay between client and proxy saw, not what a client is said to send. Every
-record is read back three times: by the broker's own answer, through the proxy, and by clients written in Java also with
-the client that wrote it.
+Which version went over the wire is what the proxy counts, not what a client is said to send. Every record is read back
+three times: by the broker's own answer, through the proxy, and by clients written in Java also with the client that
+wrote it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
+from contextlib import closing, contextmanager
 
 import aiokafka  # type: ignore[import-untyped]
 import kafka
 import pytest
 
-from kproxy_codec.api_keys import PRODUCE
 from kproxy_codec.record_batch import iterate_batches
 from tests.support.brokers.kafka_jars import CLIENT_VERSIONS, client_classpath, kafka_classpath
 from tests.support.brokers.real_kafka import RealKafka
@@ -24,8 +24,8 @@ from tests.support.clients.java_client import run_java_client
 from tests.support.clients.kafka_io import Placed, Record, read_topic
 from tests.support.clients.librdkafka_client import run_librdkafka
 from tests.support.clients.old_kafka_python import run_old_kafka_python
-from tests.support.clients.tap import Tap, listening_tap
-from tests.support.processes.dev import serving
+from tests.support.processes.dev import KproxyProcess
+from tests.support.processes.served import page, samples
 
 # The first run of all downloads the jars.
 pytestmark = [pytest.mark.java, pytest.mark.timeout(900)]
@@ -65,22 +65,19 @@ OLD_KAFKA_PYTHON = {"0.11": 3, "1.0": 4}
 Acknowledged = dict[int, tuple[int, int]]
 
 
-class Tapped(NamedTuple):
-    """A proxy that clients reach only through the tap; `bootstrap` is the tap's address."""
+def produced(proxy: KproxyProcess) -> Counter[str]:
+    """The requests of Produce that the proxy has had, by version."""
+    found = samples(page(proxy.admin, "/metrics")[1])
+    labelled = ((dict(labels), count) for (name, labels), count in found.items() if name == "kproxy_requests_total")
+    return Counter({each["version"]: int(count) for each, count in labelled if each["api"] == "PRODUCE"})
 
-    tap: Tap
-    bootstrap: str
 
-
-@pytest.fixture(scope="module")
-def tapped(real_kafka: RealKafka, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tapped]:
-    with listening_tap() as tap:
-        arguments = ["serve", "--listen", "127.0.0.1:0", "--advertise", tap.address]
-        arguments += ["--ownership", "kafka", "--bootstrap", real_kafka.bootstrap]
-        with serving(arguments, tmp_path_factory.mktemp("proxy") / "stderr") as proxy:
-            host, _, port = proxy.kafka.rpartition(":")
-            tap.upstream = (host, int(port))
-            yield Tapped(tap, tap.address)
+@contextmanager
+def speaking(proxy: KproxyProcess, version: int) -> Iterator[None]:
+    """Check that what is produced meanwhile comes in this version alone."""
+    before = produced(proxy)
+    yield
+    assert {*(produced(proxy) - before)} == {str(version)}
 
 
 @pytest.fixture
@@ -88,15 +85,9 @@ def topic(real_kafka: RealKafka) -> str:
     return real_kafka.create_topic(f"versions-{uuid.uuid4().hex[:10]}", PARTITIONS)
 
 
-@pytest.fixture
-def client_id() -> str:
-    """What the tap knows a test's client by."""
-    return f"client-{uuid.uuid4().hex[:10]}"
-
-
-def settings(tapped: Tapped, client_id: str, **more: object) -> dict[str, object]:
+def settings(proxy: KproxyProcess, **more: object) -> dict[str, object]:
     """What Java and librdkafka are told; all else is their default."""
-    return {"bootstrap.servers": tapped.bootstrap, "client.id": client_id, "linger.ms": LINGER_MS, **more}
+    return {"bootstrap.servers": proxy.kafka, "linger.ms": LINGER_MS, **more}
 
 
 def some_records(*, with_null_headers: bool = True) -> list[Record]:
@@ -134,7 +125,7 @@ def check_acknowledged(acknowledged: Acknowledged, sent: list[Record]) -> None:
 
 
 def check(
-    tapped: Tapped,
+    proxy: KproxyProcess,
     real_kafka: RealKafka,
     topic: str,
     acknowledged: Acknowledged,
@@ -143,7 +134,7 @@ def check(
 ) -> None:
     check_acknowledged(acknowledged, sent)
     check_read(read_topic(real_kafka.bootstrap, topic, PARTITIONS, len(sent)), sent)
-    check_read(read_topic(tapped.bootstrap, topic, PARTITIONS, len(sent)), sent)
+    check_read(read_topic(proxy.kafka, topic, PARTITIONS, len(sent)), sent)
     stored = [broker.stored(topic, partition) for broker in real_kafka.brokers for partition in range(PARTITIONS)]
     assert {batch.compression for data in stored for batch in iterate_batches(data)} == {COMPRESSIONS[compression]}
 
@@ -166,23 +157,22 @@ def test_each_form_is_spoken_without_the_long_tests() -> None:
     [pytest.param(*each, marks=() if each[0] in ALWAYS else pytest.mark.long) for each in JAVA.items()],
 )
 def test_java_produces_with_its_client_version(
-    tapped: Tapped, real_kafka: RealKafka, topic: str, client_id: str, release: str, version: int
+    proxy: KproxyProcess, real_kafka: RealKafka, topic: str, release: str, version: int
 ) -> None:
     sent = some_records()
-    told = settings(tapped, client_id)
-    run = run_java_client(client_classpath(release), topic, sent, told, read_back=PARTITIONS)
+    with speaking(proxy, version):
+        run = run_java_client(client_classpath(release), topic, sent, settings(proxy), read_back=PARTITIONS)
     assert run.errors == {}
-    assert tapped.tap.versions(PRODUCE, client_id) == {version}
     check_read(run.read, sent)
-    check(tapped, real_kafka, topic, run.acknowledged, sent)
+    check(proxy, real_kafka, topic, run.acknowledged, sent)
 
 
-def test_librdkafka_produces_with_version_10(tapped: Tapped, real_kafka: RealKafka, topic: str, client_id: str) -> None:
+def test_librdkafka_produces_with_version_10(proxy: KproxyProcess, real_kafka: RealKafka, topic: str) -> None:
     sent = some_records()
-    run = run_librdkafka(topic, sent, settings(tapped, client_id))
+    with speaking(proxy, 10):
+        run = run_librdkafka(topic, sent, settings(proxy))
     assert run.errors == {}
-    assert tapped.tap.versions(PRODUCE, client_id) == {10}
-    check(tapped, real_kafka, topic, run.acknowledged, sent)
+    check(proxy, real_kafka, topic, run.acknowledged, sent)
 
 
 @pytest.mark.parametrize(
@@ -190,28 +180,18 @@ def test_librdkafka_produces_with_version_10(tapped: Tapped, real_kafka: RealKaf
     [pytest.param(*each, marks=() if each[0] in PYTHONS_ALWAYS else pytest.mark.long) for each in KAFKA_PYTHON.items()],
 )
 def test_kafka_python_produces_with_its_version(
-    tapped: Tapped,
-    real_kafka: RealKafka,
-    topic: str,
-    client_id: str,
-    api_version: tuple[int, ...] | None,
-    version: int,
+    proxy: KproxyProcess, real_kafka: RealKafka, topic: str, api_version: tuple[int, ...] | None, version: int
 ) -> None:
     sent = some_records(with_null_headers=False)
-    producer = kafka.KafkaProducer(
-        bootstrap_servers=tapped.bootstrap, client_id=client_id, api_version=api_version, linger_ms=LINGER_MS
-    )
-    try:
+    producer = kafka.KafkaProducer(bootstrap_servers=proxy.kafka, api_version=api_version, linger_ms=LINGER_MS)
+    with closing(producer), speaking(proxy, version):
         futures = [
             producer.send(topic, record.value, record.key, [*record.headers], record.partition) for record in sent
         ]
         producer.flush(TIMEOUT_S)
         places = [future.get(TIMEOUT_S) for future in futures]
-    finally:
-        producer.close()
-    assert tapped.tap.versions(PRODUCE, client_id) == {version}
     acknowledged = {number: (place.partition, place.offset) for number, place in enumerate(places)}
-    check(tapped, real_kafka, topic, acknowledged, sent)
+    check(proxy, real_kafka, topic, acknowledged, sent)
 
 
 # It sends no ApiVersions. Today's kafka-python speaks version 3, too.
@@ -223,30 +203,27 @@ def test_kafka_python_produces_with_its_version(
     ],
 )
 def test_old_kafka_python_produces_with_its_version(
-    tapped: Tapped, real_kafka: RealKafka, topic: str, client_id: str, api_version: str, version: int
+    proxy: KproxyProcess, real_kafka: RealKafka, topic: str, api_version: str, version: int
 ) -> None:
     sent = some_records(with_null_headers=False)
-    run = run_old_kafka_python(tapped.bootstrap, topic, sent, api_version=api_version, client_id=client_id)
+    with speaking(proxy, version):
+        run = run_old_kafka_python(proxy.kafka, topic, sent, api_version=api_version)
     assert run.errors == {}
-    assert tapped.tap.versions(PRODUCE, client_id) == {version}
-    check(tapped, real_kafka, topic, run.acknowledged, sent)
+    check(proxy, real_kafka, topic, run.acknowledged, sent)
 
 
-async def test_aiokafka_produces_with_its_version(
-    tapped: Tapped, real_kafka: RealKafka, topic: str, client_id: str
-) -> None:
+async def test_aiokafka_produces_with_its_version(proxy: KproxyProcess, real_kafka: RealKafka, topic: str) -> None:
     sent = some_records()
-    async with aiokafka.AIOKafkaProducer(
-        bootstrap_servers=tapped.bootstrap, client_id=client_id, linger_ms=LINGER_MS
-    ) as producer:
-        futures = [
-            await producer.send(topic, record.value, record.key, record.partition, headers=[*record.headers])
-            for record in sent
-        ]
-        places = await asyncio.wait_for(asyncio.gather(*futures), TIMEOUT_S)
-    assert tapped.tap.versions(PRODUCE, client_id) == {7}
+    producer = aiokafka.AIOKafkaProducer(bootstrap_servers=proxy.kafka, linger_ms=LINGER_MS)
+    with speaking(proxy, 7):
+        async with producer:
+            futures = [
+                await producer.send(topic, record.value, record.key, record.partition, headers=[*record.headers])
+                for record in sent
+            ]
+            places = await asyncio.wait_for(asyncio.gather(*futures), TIMEOUT_S)
     acknowledged = {number: (place.partition, place.offset) for number, place in enumerate(places)}
-    await asyncio.to_thread(check, tapped, real_kafka, topic, acknowledged, sent)
+    await asyncio.to_thread(check, proxy, real_kafka, topic, acknowledged, sent)
 
 
 # Only librdkafka leaves a compression out by itself: of Java's all but one are long.
@@ -260,15 +237,15 @@ async def test_aiokafka_produces_with_its_version(
     ],
 )
 def test_compressed_batches_arrive_as_they_were_sent(
-    tapped: Tapped, real_kafka: RealKafka, topic: str, client_id: str, client: str, compression: str
+    proxy: KproxyProcess, real_kafka: RealKafka, topic: str, client: str, compression: str
 ) -> None:
     """That no client silently leaves the compression out, as librdkafka does where ApiVersions tells it too little."""
     sent = some_records()
-    told = settings(tapped, client_id, **{"compression.type": compression})
+    told = settings(proxy, **{"compression.type": compression})
     if client == "java":
         run = run_java_client(kafka_classpath(), topic, sent, told, read_back=PARTITIONS)
         check_read(run.read, sent)
     else:
         run = run_librdkafka(topic, sent, told)
     assert run.errors == {}
-    check(tapped, real_kafka, topic, run.acknowledged, sent, compression)
+    check(proxy, real_kafka, topic, run.acknowledged, sent, compression)

@@ -131,11 +131,10 @@ def roll(real_kafka: RealKafka, broker: RealBroker, writers: Writers, how: str) 
     if how == "killed":
         broker.kill()
     else:
-        broker.stop()
+        broker.terminate()
     if how == "moved":
         broker.move()
     broker.start()
-    broker.wait_started()
     real_kafka.wait_until_in_sync(list(writers.topics.values()))
     writers.check_alive()
 

@@ -14,7 +14,8 @@ import pytest
 from kproxy_codec import api_keys as keys
 from kproxy_codec.framing import frame_message
 from tests.support.clients import raw_client
-from tests.support.processes.dev import KproxyProcess, serving
+from tests.support.processes.dev import KproxyProcess
+from tests.support.processes.served import kafka_proxy
 from tests.support.security import sasl_client as sasl
 from tests.support.security.sasl_client import ALLOW_ALL, AUDIENCE, ISSUER, USERS, jwks, token, users_file
 from tests.support.security.secured_clients import CLIENTS, OK
@@ -62,9 +63,7 @@ def proxy_before(
         + (f'[oauth]\njwks = "{keys}"\nissuer = "{ISSUER}"\naudience = "{AUDIENCE}"\n' * ("OAUTHBEARER" in mechanisms))
         + ALLOW_ALL
     )
-    arguments = ["serve", "--config", config, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]
-    arguments += ["--ownership", "kafka", "--bootstrap", kafka.plain.bootstrap]
-    with serving(arguments, directory / "stderr") as process:
+    with kafka_proxy(directory, kafka.plain.bootstrap, "--config", str(config)) as process:
         yield process
 
 

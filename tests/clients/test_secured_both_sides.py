@@ -20,7 +20,7 @@ import pytest
 from kproxy.security.users import SCRAM_MECHANISMS, make_credential, write_users
 from tests.support.brokers.kafka_jars import client_classpath
 from tests.support.clients.java_client import run_java_client
-from tests.support.clients.kafka_io import Record, read_topic, read_values
+from tests.support.clients.kafka_io import Record, read_topic, read_values, write
 from tests.support.clients.steady_writers import IN_PRODUCER, MODES, Found, Writer, find, writing
 from tests.support.processes.dev import KproxyProcess, serving
 from tests.support.processes.served import counted, page
@@ -155,19 +155,6 @@ def certificate_site(kafka_behind: TlsKafka, tmp_path_factory: pytest.TempPathFa
 def each_site(request: pytest.FixtureRequest) -> Site:
     found: Site = request.getfixturevalue(request.param)
     return found
-
-
-def write(settings: dict[str, Any], topic: str, values: list[bytes]) -> list[object]:
-    """Write the values; the outcomes, None for each that is written."""
-    outcomes: list[object] = []
-    producer = confluent_kafka.Producer(settings)
-    for value in values:
-        producer.produce(
-            topic, value, on_delivery=lambda error, _: outcomes.append(None if error is None else error.name())
-        )
-        producer.poll(0)
-    assert producer.flush(TIMEOUT_S) == 0
-    return outcomes
 
 
 @pytest.mark.long(but=1)

@@ -50,8 +50,7 @@ class Owners:
     def restart(self, broker: BrokerProcess | RealBroker, *topics: str) -> None:
         """Start a killed broker. Before the next one is killed, Apache Kafka's must have all of the topics again."""
         broker.start()
-        if isinstance(broker, RealBroker) and self.kafka is not None:
-            broker.wait_started()
+        if self.kafka is not None:
             self.kafka.wait_until_in_sync(topics)
 
 
@@ -68,7 +67,6 @@ def owners(request: pytest.FixtureRequest, etcd: EmbeddedEtcd, etcd_prefix: str,
                 for broker in kafka.brokers:
                     if not broker.running:
                         broker.start()
-                        broker.wait_started()
         return
     arguments = ["serve", "--listen", "127.0.0.1:0", "--etcd", etcd.endpoint, "--prefix", etcd_prefix]
     options = {**OPTIONS, "lease_ttl_s": LEASE_TTL_S}

@@ -45,10 +45,9 @@ def story(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stor
         batches = list(iterate_batches(broker.stored("retained", 0)))
         log_start_offset = batches[len(batches) // 2].base_offset
         kafka.delete_records("retained", 0, before=log_start_offset)
-        broker.stop()
+        broker.terminate()
         hole = cut_out(broker.log_directory("holed", 0), HOLE)
         broker.start()
-        broker.wait_started()
         yield Story(audit(kafka.bootstrap, proxies.trail, list(PARTITIONS)), hole, log_start_offset)
 
 

@@ -17,18 +17,9 @@ from random import Random
 import pytest
 
 from tests.support.models.broken_rules import truncate_to_high_watermark
-from tests.support.models.replication_model import FENCE_STEPS, LEADER, STEPS, Setting, Taken
+from tests.support.models.replication_model import FENCE_STEPS, STEPS, Setting, Taken, script
 from tests.support.models.replication_recovery import broken_by
-from tests.support.models.replication_rules_off import (
-    A_LEASE,
-    A_SECOND,
-    KIP_101,
-    RULES_OFF,
-    SLOW,
-    SOME_SECONDS,
-    THREE,
-    RuleOff,
-)
+from tests.support.models.replication_rules_off import KIP_101, RULES_OFF, THREE, RuleOff
 from tests.support.models.replication_search import search
 from tests.support.rules import examples
 
@@ -62,7 +53,7 @@ def test_world_leaves_nothing_open() -> None:
     """Thousands of runs share one process, whose number of open files is limited."""
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(2):
-        broken_by(THREE, [*KIP_101, ("restart", 0), ("stop", 1), ("advance", SOME_SECONDS), ("restart", 1)])
+        broken_by(THREE, script(KIP_101, "restart 0, stop 1, advance seconds, restart 1"))
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
@@ -70,79 +61,37 @@ FOUND_ONCE: dict[str, tuple[Setting, list[Taken]]] = {
     # The broker once asked repeatedly where the logs diverge, and did not truncate, because its log was empty.
     "a broker that led and wrote nothing follows again after a restart": (
         Setting(3, min_insync_replicas=1),
-        [
-            ("produce", LEADER, 1),
-            ("link", 1, SLOW),
-            ("crash", 0),
-            ("freeze", 2),
-            ("advance", A_LEASE),
-            ("watch", 1, 2),
-            ("etcd_applies", 1, 0),
-            ("etcd_answers", 1, 0),
-            ("keep", 1),
-            ("crash", 1),
-        ],
+        script(
+            "produce leader 1, link 1 slow, crash 0, freeze 2, advance a_lease, watch 1 2, etcd_applies 1 0",
+            "etcd_answers 1 0, keep 1, crash 1",
+        ),
     ),
     # The broker's deletion of its key was late: it led again under the same key, and then another broker led as well.
     "who gives up a partition does not take it again before it is known to have gone": (
         Setting(3, min_insync_replicas=2, hand_over_after_s=5.0),
-        [
-            ("crash", 0),
-            ("advance", A_LEASE),
-            ("restart", 0),
-            ("advance", A_SECOND),
-            ("link", 1, SLOW),
-            ("advance", SOME_SECONDS),
-            ("advance", SOME_SECONDS),
-            ("etcd_applies", 1, 1),
-            ("etcd_answers", 1, 0),
-            ("etcd_applies", 1, 1),
-            ("etcd_answers", 1, 0),
-            ("etcd_applies", 1, 0),
-            ("advance", A_SECOND),
-        ],
+        script(
+            "crash 0, advance a_lease, restart 0, advance a_second, link 1 slow, advance seconds",
+            "advance seconds, etcd_applies 1 1, etcd_answers 1 0, etcd_applies 1 1, etcd_answers 1 0",
+            "etcd_applies 1 0, advance a_second",
+        ),
     ),
     # The next leader's take-over wrote a newer state with the broker still in sync, and then the broker took over.
     "a broker that lost its disk does not lead before it has caught up": (
         Setting(3, min_insync_replicas=2),
-        [
-            ("produce_idempotent", LEADER, 0),
-            ("advance", A_SECOND),
-            ("crash", 2),
-            ("wipe", 2),
-            ("crash", 0),
-            ("freeze", 1),
-            ("restart", 2),
-            ("lag", 2),
-            ("advance", A_LEASE),
-            ("thaw", 1),
-            ("crash", 1),
-            ("advance", A_LEASE),
-        ],
+        script(
+            "produce_idempotent leader 0, advance a_second, crash 2, wipe 2, crash 0, freeze 1, restart 2, lag 2",
+            "advance a_lease, thaw 1, crash 1, advance a_lease",
+        ),
     ),
     # The leader cannot tell where the logs diverge if it has removed the segment with that offset: without a reset the
     # follower keeps its segment, with records of an earlier leader that were never replicated.
     "a follower does not keep records that its leader has retired": (
         Setting(4, 1, 300, (1.0, 1.0, 1.03, 0.97, 1.0), hand_over_after_s=5.0),
-        [
-            ("produce_idempotent", 9, 3),
-            ("produce", 4, 8),
-            ("advance", 3),
-            ("produce", 0, 2),
-            ("freeze", 4),
-            ("advance", 7),
-            ("produce_idempotent", 1, 5),
-            ("advance", 3),
-            ("produce_idempotent", 1, 3),
-            ("advance", 7),
-            ("freeze", 5),
-            ("advance", 3),
-            ("produce_idempotent", 6, 9),
-            ("produce_idempotent", 5, 2),
-            ("advance", 7),
-            ("advance", 8),
-            ("produce", 2, 2),
-        ],
+        script(
+            "produce_idempotent 9 3, produce 4 8, advance a_lease, produce 0 2, freeze 4, advance 7",
+            "produce_idempotent 1 5, advance a_lease, produce_idempotent 1 3, advance 7, freeze 5",
+            "advance a_lease, produce_idempotent 6 9, produce_idempotent 5 2, advance 7, advance 8, produce 2 2",
+        ),
     ),
 }
 """The violations that the model has found in the product, shortened."""

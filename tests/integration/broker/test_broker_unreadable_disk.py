@@ -5,15 +5,14 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy_codec import error_codes
 from kproxy_codec.record_batch import iterate_batches
-from tests.support.brokers.broker_hooks import build_unreadable
-from tests.support.brokers.reference_broker import BrokerProcess, RawClient, fetch, start_broker
+from tests.support.brokers.faulty_disk import FaultyDisk, build_shim
+from tests.support.brokers.reference_broker import BrokerProcess, RawClient, fetch
 from tests.support.waiting import wait_for
 from tests.support.wire.record_batches import build_batch
 
@@ -21,21 +20,21 @@ BAD, WELL = "bad", "well"
 BATCHES = 20
 VALUE = b"x" * 3_000
 SECTOR = 4 * 4096
-OPTIONS: dict[str, Any] = {"disk_may_be_unreadable": 1, "lease_ttl_s": 5}
+LEASE_TTL_S = 5
 
 
 class Site:
-    """A broker with two topics of BATCHES batches each; the file `tell` names a bad sector."""
+    """A broker with two topics of BATCHES batches each, and its disk."""
 
-    def __init__(self, broker: BrokerProcess, tell: Path) -> None:
+    def __init__(self, broker: BrokerProcess, disk: FaultyDisk) -> None:
         self.broker = broker
-        self.tell = tell
+        self.disk = disk
 
     def path(self, name: str) -> Path:
         return self.broker.data_dir / f"{BAD}-0" / name
 
     def break_sector(self, name: str, position: int) -> None:
-        self.tell.write_text(f"{self.path(name)} {position}")
+        self.disk.lose_sector(self.path(name), position)
 
     def restart(self) -> None:
         """Kill and restart the broker: after a clean stop it would not read the segments."""
@@ -49,14 +48,18 @@ class Site:
 @pytest.fixture
 def site(etcd: EmbeddedEtcd, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
     data_dir = tmp_path.resolve() / "1"
-    tell = build_unreadable(data_dir)
-    with start_broker(1, data_dir, etcd.endpoint, f"/{tmp_path.name}", **OPTIONS) as broker:
-        with broker.client() as client:
+    disk = FaultyDisk(build_shim(tmp_path), data_dir)
+    broker = BrokerProcess(1, data_dir, etcd.endpoint, f"/{tmp_path.name}", lease_ttl_s=LEASE_TTL_S)
+    broker.environ = disk.environ
+    try:
+        with broker.start().client() as client:
             for topic in (BAD, WELL):
                 wait_for(lambda topic=topic: client.leaders(topic) == {0: 1})
                 for offset in range(BATCHES):
                     assert client.produce(topic, 0, build_batch([VALUE])).base_offset == offset
-        yield Site(broker, tell)
+        yield Site(broker, disk)
+    finally:
+        broker.stop()
 
 
 def fetched(client: RawClient, topic: str, offset: int) -> tuple[int, list[int]]:
@@ -91,7 +94,7 @@ def test_unreadable_file_keeps_one_partition_closed(site: Site, name: str, posit
         assert "Input/output error" in line
         assert client.leaders(BAD) == {0: -1}
         # A disk that recovers needs no restart.
-        site.tell.unlink()
+        site.disk.recover()
         wait_for(lambda: client.leaders(BAD) == {0: 1})
         assert client.produce(BAD, 0, build_batch([VALUE])).base_offset == BATCHES
     assert site.broker.terminate() == 0

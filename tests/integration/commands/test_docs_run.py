@@ -19,11 +19,11 @@ import pytest_asyncio
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.pipeline.kafka_access import read_access, read_properties
-from tests.support.etcd.etcd_secured import PASSWORD, Pair, enable_users, tls_etcd
+from tests.support.etcd.etcd_secured import PASSWORD, enable_users, tls_etcd
 from tests.support.pages import DOCS, Block, blocks, shell
 from tests.support.processes.dev import KproxyProcess, run_kproxy, serving
 from tests.support.security.sasl_client import users_file
-from tests.support.security.tls_files import Signer
+from tests.support.security.tls_files import Pair, Signer
 from tests.unit.suite.test_deploy import CHART_VALUES
 
 TEXT = (DOCS / "security.md").read_text(encoding="utf-8")
@@ -48,7 +48,7 @@ def files(tmp_path_factory: pytest.TempPathFactory, signer: Signer) -> Path:
     pair = signer.issue("pair", "localhost", "127.0.0.1")
     configurations = "".join([TEXT, *(str(each.values[0]) for each in CONFIGURATIONS)])
     for name in set(re.findall(rf"{PLACE}([\w.-]+)", configurations)) | {"tls.crt", "tls.key"}:
-        make_file(directory / name, signer, Pair(*pair))
+        make_file(directory / name, signer, pair)
     return directory
 
 
@@ -171,7 +171,7 @@ async def site(
     (directory / "admin-password").write_text(PASSWORD)
     [rules] = [block.text for block in of_kind("toml") if "[[acls]]" in block.text and "User:alice" in block.text]
     (directory / "new.toml").write_text(f'[ownership]\netcd = "http://127.0.0.1:2379"\n{rules}')
-    pair = Pair(*signer.issue("etcd", "localhost", "127.0.0.1"))
+    pair = signer.issue("etcd", "localhost", "127.0.0.1")
     own = ["--etcd", etcd.endpoint, "--prefix", f"/{directory.name}"]
     broker = ["broker", "--node-id", "1", "--data-dir", directory / "data", *own]
     with ExitStack() as stack:

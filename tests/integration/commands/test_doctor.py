@@ -35,9 +35,10 @@ from tests.support.brokers.scripted_upstream import Asked, ScriptedUpstream
 from tests.support.clients.kafka_io import read_partition
 from tests.support.etcd.embedded import QUICK, connected
 from tests.support.etcd.etcd_cluster import ETCD_VERSION, EtcdCluster
-from tests.support.etcd.etcd_secured import PASSWORD, Authority, enable_users, tls_etcd
+from tests.support.etcd.etcd_secured import PASSWORD, enable_users, tls_etcd
 from tests.support.processes.dev import KproxyProcess, run_kproxy, serving
 from tests.support.processes.ports import free_port
+from tests.support.security.tls_files import Signer
 from tests.support.waiting import wait_for
 
 PATIENCE_S = 90.0
@@ -93,7 +94,7 @@ async def test_members_of_different_clusters_are_named(etcd: EmbeddedEtcd, etcd_
 
 
 async def test_tls_and_users_are_checked(tmp_path: Path) -> None:
-    authority = Authority(tmp_path / "ca")
+    authority = Signer(tmp_path / "ca")
     async with tls_etcd(tmp_path / "etcd", authority.issue("localhost")) as (server, port):
         await enable_users(server.endpoint, prefix="/kafscale/")
         options = EtcdOptions(ca=authority.ca, username="kproxy", password=PASSWORD)

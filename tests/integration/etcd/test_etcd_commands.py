@@ -11,8 +11,9 @@ import pytest
 import pytest_asyncio
 
 from tests.support.clients.kafka_io import produce, read_partition
-from tests.support.etcd.etcd_secured import PASSWORD, Authority, enable_users, tls_etcd
+from tests.support.etcd.etcd_secured import PASSWORD, enable_users, tls_etcd
 from tests.support.processes.dev import run_kproxy, serving
+from tests.support.security.tls_files import Signer
 
 PREFIX = "/kafscale"
 
@@ -28,7 +29,7 @@ class Guarded(NamedTuple):
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def guarded(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Guarded]:
     directory = tmp_path_factory.mktemp("guarded")
-    authority = Authority(directory / "ca")
+    authority = Signer(directory / "ca")
     client = authority.issue("client")
     async with tls_etcd(directory / "etcd", authority.issue("localhost"), authority.ca) as (server, port):
         await enable_users(server.endpoint, prefix=f"{PREFIX}/")

@@ -16,13 +16,14 @@ from kproxy.etcd import EtcdClient, EtcdMisused
 from kproxy.etcd.lease import lease_keep_alive
 from tests.support.etcd.embedded import connected, running, written
 from tests.support.etcd.etcd_cluster import etcd_binaries
-from tests.support.etcd.etcd_secured import Authority, Pair, TlsCluster, tls_etcd
+from tests.support.etcd.etcd_secured import TlsCluster, tls_etcd
+from tests.support.security.tls_files import Pair, Signer
 
 
 class Secured(NamedTuple):
     """An etcd for `localhost` that requires certificates of `authority`; `client` is one."""
 
-    authority: Authority
+    authority: Signer
     client: Pair
     url: str
     server: EmbeddedEtcd
@@ -31,7 +32,7 @@ class Secured(NamedTuple):
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def secured(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Secured]:
     directory = tmp_path_factory.mktemp("secured")
-    authority = Authority(directory / "ca")
+    authority = Signer(directory / "ca")
     async with tls_etcd(directory / "etcd", authority.issue("localhost"), authority.ca) as (server, port):
         yield Secured(authority, authority.issue("client"), f"https://localhost{port}", server)
 
@@ -54,36 +55,51 @@ async def test_certificate_name_may_differ_from_configured_name(secured: Secured
         assert await client.get("/nothing") is None
 
 
-async def test_tls_errors_are_explained_in_one_sentence(secured: Secured, tmp_path: Path) -> None:
-    ca, (cert, key), url, plain = secured.authority.ca, secured.client, secured.url, secured.server.endpoint
-    other = Authority(tmp_path / "other")
-    stranger, nowhere = other.issue("stranger"), tmp_path / "nowhere.pem"
-    own, others = EtcdOptions(ca=ca, cert=cert, key=key), EtcdOptions(ca=other.ca, cert=cert, key=key)
-    for to, options, says in (
-        (url, others, "not signed by the authorities in .*: name its authority's certificate with --etcd-ca"),
-        (url, EtcdOptions(cert=cert, key=key), "not signed by an authority that this machine trusts .*--etcd-ca"),
-        (url.replace("localhost", "127.0.0.1"), own, "a certificate for another name than 127.0.0.1: .*server_name"),
-        (url, EtcdOptions(ca=ca), "wants a client certificate: give one with --etcd-cert FILE and --etcd-key FILE"),
-        (url, EtcdOptions(ca=ca, cert=stranger.cert, key=stranger.key), "does not take the client certificate"),
-        (url.replace("https", "http"), EtcdOptions(), "speaks TLS: write https://localhost"),
-        (plain.replace("http", "https"), EtcdOptions(ca=ca), "does not speak TLS: write http://127.0.0.1"),
-        (plain, EtcdOptions(ca=ca), "which does not use TLS: write https://"),
-        (url, EtcdOptions(ca=ca, cert=nowhere, key=key), "etcd's cert .*nowhere.pem cannot be read .No such file"),
-        (url, EtcdOptions(ca=key), "etcd's ca .*client.key holds no certificates"),
-        (url, EtcdOptions(ca=ca, cert=cert, key=stranger.key), "do not belong together"),
-    ):
-        client = EtcdClient([to], options)
-        with pytest.raises(EtcdMisused, match=says) as raised:
-            await client.connect()
-        await client.close()
-        sentence = str(raised.value)
-        assert sentence.endswith(".")
-        assert "\n" not in sentence
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("another authority", "not signed by the authorities in .*: name its authority's certificate with --etcd-ca"),
+        ("no authority", "not signed by an authority that this machine trusts .*--etcd-ca"),
+        ("another name", "has a certificate for another name than 127.0.0.1: .*server_name"),
+        ("no client certificate", "wants a client certificate: give one with --etcd-cert FILE and --etcd-key FILE"),
+        ("another client certificate", "does not take the client certificate"),
+        ("plain to TLS", "speaks TLS: write https://localhost"),
+        ("TLS to plain", "does not speak TLS: write http://127.0.0.1"),
+        ("certificates and no TLS", "which does not use TLS: write https://"),
+        ("missing file", "etcd's cert .*nowhere.pem cannot be read .No such file"),
+        ("not a certificate", "etcd's ca .*client.key holds no certificates"),
+        ("another's key", "do not belong together"),
+    ],
+)
+async def test_tls_errors_are_explained_in_one_sentence(secured: Secured, tmp_path: Path, case: str, says: str) -> None:
+    ca, (cert, key), url = secured.authority.ca, secured.client, secured.url
+    other = Signer(tmp_path / "other")
+    stranger = other.issue("stranger")
+    url, options = {
+        "another authority": (url, EtcdOptions(ca=other.ca, cert=cert, key=key)),
+        "no authority": (url, EtcdOptions(cert=cert, key=key)),
+        "another name": (url.replace("localhost", "127.0.0.1"), EtcdOptions(ca=ca, cert=cert, key=key)),
+        "no client certificate": (url, EtcdOptions(ca=ca)),
+        "another client certificate": (url, EtcdOptions(ca=ca, cert=stranger.cert, key=stranger.key)),
+        "plain to TLS": (url.replace("https", "http"), EtcdOptions()),
+        "TLS to plain": (secured.server.endpoint.replace("http", "https"), EtcdOptions(ca=ca)),
+        "certificates and no TLS": (secured.server.endpoint, EtcdOptions(ca=ca)),
+        "missing file": (url, EtcdOptions(ca=ca, cert=tmp_path / "nowhere.pem", key=key)),
+        "not a certificate": (url, EtcdOptions(ca=key)),
+        "another's key": (url, EtcdOptions(ca=ca, cert=cert, key=stranger.key)),
+    }[case]
+    client = EtcdClient([url], options)
+    with pytest.raises(EtcdMisused, match=says) as raised:
+        await client.connect()
+    await client.close()
+    sentence = str(raised.value)
+    assert sentence.endswith(".")
+    assert "\n" not in sentence
 
 
 async def test_each_member_certificate_names_only_its_member(tmp_path: Path) -> None:
     etcd_binaries()
-    authority = Authority(tmp_path / "ca")
+    authority = Signer(tmp_path / "ca")
     cluster = TlsCluster(tmp_path / "etcd", authority)
     try:
         await cluster.start()
@@ -103,7 +119,7 @@ async def test_each_member_certificate_names_only_its_member(tmp_path: Path) -> 
 
 
 async def test_certificates_replaced_on_disk_are_used_on_reconnect(tmp_path: Path) -> None:
-    authority, successor = Authority(tmp_path / "ca"), Authority(tmp_path / "new-ca")
+    authority, successor = Signer(tmp_path / "ca"), Signer(tmp_path / "new-ca")
     directory, pair = tmp_path / "etcd", authority.issue("localhost")
     async with tls_etcd(directory, pair, authority.ca) as (server, port):
         own = authority.issue("client")

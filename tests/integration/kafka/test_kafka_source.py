@@ -157,7 +157,6 @@ def test_broker_that_kafka_dropped_stays_in_metrics(proxy: KproxyProcess, real_k
         wait_for(is_dropped_and_down)
     finally:
         victim.start()
-        victim.wait_started()
     wait_for(lambda: counted(proxy.admin, series) == 1)
 
 
@@ -186,7 +185,6 @@ def test_idempotent_producer_survives_a_broker(
     finally:
         if how == "dies":
             victim.start()
-            victim.wait_started()
         else:
             victim.resume()
     real_kafka.wait_until_in_sync([topic])

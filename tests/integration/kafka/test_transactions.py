@@ -105,7 +105,6 @@ def test_transactions_continue_after_death_of_their_coordinator(
     finally:
         if dead is not None:
             dead.start()
-            dead.wait_started()
     assert read(proxy.kafka, topic, "read_committed") == sorted(committed)
 
 

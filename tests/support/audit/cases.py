@@ -40,6 +40,12 @@ def ack(*spans: int, **more: Any) -> dict[str, Any]:
     return {"spans": spans, **more}
 
 
+def found(kind: str, first_offset: int | None = None, last_offset: int | None = None, **more: Any) -> dict[str, Any]:
+    """What is compared of a finding."""
+    offsets = {"first_offset": first_offset, "last_offset": last_offset}
+    return {"kind": kind, **{name: offset for name, offset in offsets.items() if offset is not None}, **more}
+
+
 P = {"producer": 5}
 
 CASES: dict[str, Case] = {
@@ -63,26 +69,26 @@ CASES: dict[str, Case] = {
         acked(ack(0, 300, **P)),
         [(0, 100, P), (150, 150, {"producer": 5, "sequence": 150})],
         {"acked": 300, "present": 250, "lost": 50},
-        [{"kind": "lost", "first_offset": 100, "last_offset": 149, "records": 50, "owner": 1, "producer_id": 5}],
+        [found("lost", 100, 149, records=50, owner=1, producer_id=5)],
     ),
     "lost-behind-the-end": Case(
         acked(ack(0, 300)),
         [(0, 290)],
         {"acked": 300, "present": 290, "lost": 10},
-        [{"kind": "lost", "first_offset": 290, "last_offset": 299, "revision": 7, "from_ms": BEGAN_AT + 1000}],
+        [found("lost", 290, 299, revision=7, from_ms=BEGAN_AT + 1000)],
         end=290,
     ),
     "lost-with-acks-1": Case(
         acked(ack(0, 300, acks=1)),
         [(0, 290)],
         {"acked": 300, "present": 290, "lost": 10},
-        [{"kind": "lost", "first_offset": 290, "last_offset": 299, "detail": "acks=1"}],
+        [found("lost", 290, 299, detail="acks=1")],
     ),
     "another-record-in-its-place": Case(
         acked(ack(0, 100, **P)),
         [(0, 90, P), (90, 10, {"producer": 6})],
         {"acked": 100, "present": 90, "lost": 10},
-        [{"kind": "lost", "first_offset": 90, "last_offset": 99, "detail": "the log has other records there"}],
+        [found("lost", 90, 99, detail="the log has other records there")],
     ),
     "removed-by-retention": Case(
         acked(ack(0, 300)), [(200, 100)], {"acked": 300, "present": 100, "removed": 200}, start=200
@@ -91,7 +97,7 @@ CASES: dict[str, Case] = {
         acked(ack(0, 300)),
         [(250, 50)],
         {"acked": 300, "present": 50, "removed": 200, "lost": 50},
-        [{"kind": "lost", "first_offset": 200, "last_offset": 249, "records": 50}],
+        [found("lost", 200, 249, records=50)],
         start=200,
     ),
     "removed-by-compaction": Case(
@@ -105,15 +111,7 @@ CASES: dict[str, Case] = {
         acked(ack(0, 300)),
         [(0, 100), (200, 50)],
         {"acked": 300, "present": 150, "removed": 100, "lost": 50},
-        [
-            {
-                "kind": "lost",
-                "first_offset": 250,
-                "last_offset": 299,
-                "records": 50,
-                "detail": "the log ends earlier",
-            }
-        ],
+        [found("lost", 250, 299, records=50, detail="the log ends earlier")],
         end=250,
         compacted=True,
     ),
@@ -121,7 +119,7 @@ CASES: dict[str, Case] = {
         acked(ack(100, 50)),
         [],
         {"acked": 50, "lost": 50},
-        [{"kind": "lost", "first_offset": 100, "last_offset": 149}],
+        [found("lost", 100, 149)],
         end=100,
         compacted=True,
     ),
@@ -129,7 +127,7 @@ CASES: dict[str, Case] = {
         acked(ack(0, 100, **P)),
         [(0, 40, P), (60, 30, {"producer": 6}), (90, 10, {"producer": 5, "sequence": 90})],
         {"acked": 100, "present": 50, "removed": 20, "lost": 30},
-        [{"kind": "lost", "first_offset": 60, "last_offset": 89, "detail": "the log has other records there"}],
+        [found("lost", 60, 89, detail="the log has other records there")],
         compacted=True,
     ),
     "fewer-records-than-offsets": Case(
@@ -137,13 +135,13 @@ CASES: dict[str, Case] = {
         [(0, 300, {"records": 299})],
         {"acked": 300, "present": 299, "lost": 1},
         [
-            {
-                "kind": "lost",
-                "first_offset": 0,
-                "last_offset": 299,
-                "records": 1,
-                "detail": "and the batch there lacks one of its records, and does not say which.",
-            }
+            found(
+                "lost",
+                0,
+                299,
+                records=1,
+                detail="and the batch there lacks one of its records, and does not say which.",
+            )
         ],
     ),
     "corrupt": Case(
@@ -151,15 +149,15 @@ CASES: dict[str, Case] = {
         [(0, 200), (200, 50, {"crc_ok": False}), (250, 50)],
         {"acked": 300, "present": 250, "lost": 50, "corrupt": 1, "unsequenced": 2},
         [
-            {"kind": "corrupt", "first_offset": 200, "last_offset": 249, "records": 50},
-            {"kind": "lost", "first_offset": 200, "last_offset": 249},
+            found("corrupt", 200, 249, records=50),
+            found("lost", 200, 249),
         ],
     ),
     "checksums-not-looked-at": Case(
         acked(ack(0, 300)),
         [(0, 200), (200, 50, {"crc_ok": None}), (250, 50, {"crc_ok": None})],
         {"acked": 300, "present": 300, "unchecked": 2, "unsequenced": 3, "unproven": True},
-        [{"kind": "unchecked", "detail": "the checksums of 2 batches were not checked"}],
+        [found("unchecked", detail="the checksums of 2 batches were not checked")],
     ),
     "nobody-was-told": Case(
         acked(ack(0, 100)), [(0, 100), (100, 200)], {"acked": 100, "present": 100, "unclaimed": 200}
@@ -173,18 +171,7 @@ CASES: dict[str, Case] = {
         acked(ack(0, 200, owner=1, revision=7, **P), ack(190, 110, owner=2, revision=9, producer=6)),
         [(0, 190, P), (190, 110, {"producer": 6})],
         {"acked": 300, "present": 300, "overlapped": 10, "ownership_changes": 1, "owners": [1, 2], "producers": 2},
-        [
-            {
-                "kind": "overlap",
-                "first_offset": 190,
-                "last_offset": 199,
-                "records": 10,
-                "owner": 1,
-                "revision": 7,
-                "other_owner": 2,
-                "other_revision": 9,
-            }
-        ],
+        [found("overlap", 190, 199, records=10, owner=1, revision=7, other_owner=2, other_revision=9)],
     ),
     "two-owners-and-the-first-again": Case(
         acked(
@@ -195,15 +182,15 @@ CASES: dict[str, Case] = {
         [(0, 200, P)],
         {"acked": 200, "present": 200, "overlapped": 10, "ownership_changes": 2},
         [
-            {
-                "kind": "overlap",
-                "first_offset": 190,
-                "last_offset": 199,
-                "owner": 1,
-                "other_owner": 2,
-                "other_revision": 9,
-                "detail": "by broker 1 at revision 7 and by broker 2 at revision 9.",
-            }
+            found(
+                "overlap",
+                190,
+                199,
+                owner=1,
+                other_owner=2,
+                other_revision=9,
+                detail="by broker 1 at revision 7 and by broker 2 at revision 9.",
+            )
         ],
         end=200,
     ),
@@ -211,21 +198,19 @@ CASES: dict[str, Case] = {
         acked(ack(0, 300), ack(100, 10, revision=9)),
         [(0, 300)],
         {"acked": 300, "present": 300, "overlapped": 10},
-        [{"kind": "overlap", "other_revision": 9, "detail": "by broker 1 at revision 7 and again at revision 9."}],
+        [found("overlap", other_revision=9, detail="by broker 1 at revision 7 and again at revision 9.")],
     ),
     "one-owner-twice": Case(
         acked(ack(0, 300), ack(100, 10)),
         [(0, 300)],
         {"acked": 300, "present": 300, "overlapped": 10},
-        [{"kind": "overlap", "first_offset": 100, "last_offset": 109, "owner": 1, "other_owner": 1, "detail": "twice"}],
+        [found("overlap", 100, 109, owner=1, other_owner=1, detail="twice")],
     ),
     "twice-in-one-row": Case(
         acked(ack(0, 200, 200, 100, 200, 100)),
         [(0, 300)],
         {"acked": 300, "present": 300, "overlapped": 100},
-        [
-            {"kind": "overlap", "first_offset": 200, "last_offset": 299, "owner": 1, "other_owner": 1},
-        ],
+        [found("overlap", 200, 299, owner=1, other_owner=1)],
     ),
     "sent-again": Case(
         acked(ack(0, 300, **P), ack(100, 50, producer=5, sequence=100, owner=2, revision=9)),
@@ -252,7 +237,7 @@ CASES: dict[str, Case] = {
         acked(ack(0, 300, **P), ack(100, 10, producer=5, epoch=1, sequence=100)),
         [(0, 300, P)],
         {"acked": 300, "present": 300, "overlapped": 10},
-        [{"kind": "overlap", "first_offset": 100, "last_offset": 109}],
+        [found("overlap", 100, 109)],
     ),
     "sequence-wraps": Case(
         acked(ack(0, 300, producer=5, sequence=LAP - 100), ack(150, 10, producer=5, sequence=50)),
@@ -263,15 +248,7 @@ CASES: dict[str, Case] = {
         acked(ack(0, 100, **P)),
         [(0, 100, P), (100, 100, P), (200, 100, {"producer": 5, "sequence": 100})],
         {"acked": 100, "present": 100, "duplicated": 100, "unclaimed": 200},
-        [
-            {
-                "kind": "duplicate",
-                "first_offset": 100,
-                "last_offset": 199,
-                "producer_id": 5,
-                "detail": "is already at offset 0",
-            }
-        ],
+        [found("duplicate", 100, 199, producer_id=5, detail="is already at offset 0")],
     ),
     # Without sequence numbers, no check can tell these from acknowledged records.
     "appended-twice-unsequenced": Case(
@@ -283,7 +260,7 @@ CASES: dict[str, Case] = {
         acked(ack(0, 20, **P)),
         [(0, 10, {"producer": 5, "sequence": 10}), (10, 10, P)],
         {"acked": 20, "lost": 20, "unsequenced": 0},
-        [{"kind": "lost", "first_offset": 0, "last_offset": 19, "detail": "the log has other records there"}],
+        [found("lost", 0, 19, detail="the log has other records there")],
     ),
     "swapped-unsequenced": Case(acked(ack(0, 20)), [(0, 10), (10, 10)], {"acked": 20, "present": 20, "unsequenced": 2}),
     # A header describes no record, except by the checksum, which was made to match.
@@ -294,7 +271,7 @@ CASES: dict[str, Case] = {
         acked(ack(0, 300, topic_id="aa", **P), ack(0, 100, topic_id=TOPIC_ID, **P)),
         [(0, 100, P)],
         {"acked": 400, "present": 100, "gone": 300, "unproven": True},
-        [{"kind": "gone", "records": 300, "detail": "give --deleted-topic made-anew"}],
+        [found("gone", records=300, detail="give --deleted-topic made-anew")],
         end=100,
     ),
     # The first fifty were acknowledged again, and so were the offsets that two rows share.
@@ -308,14 +285,14 @@ CASES: dict[str, Case] = {
         ),
         [(0, 100, P)],
         {"acked": 410, "present": 100, "gone": 310, "unproven": True, "ownership_changes": 1},
-        [{"kind": "gone", "records": 290}, {"kind": "gone", "records": 20}],
+        [found("gone", records=290), found("gone", records=20)],
         end=100,
     ),
     "declared-made-anew": Case(
         acked(ack(0, 300, topic_id="aa", **P), ack(0, 100, topic_id=TOPIC_ID, **P)),
         [(0, 100, P)],
         {"acked": 400, "present": 100, "deleted": 300, "unproven": False},
-        [{"kind": "deleted", "records": 300}],
+        [found("deleted", records=300)],
         end=100,
     ),
     "same-sequence-a-lap-later": Case(
@@ -333,7 +310,7 @@ CASES: dict[str, Case] = {
         acked(ack(0, 300)),
         [],
         {"acked": 300, "lost": 300, "log_start_offset": None, "end_offset": None},
-        [{"kind": "lost", "first_offset": 0, "last_offset": 299, "detail": "give --deleted-topic no-log-at-all"}],
+        [found("lost", 0, 299, detail="give --deleted-topic no-log-at-all")],
         end=-1,
     ),
     "deleted-and-made-anew": Case(
@@ -341,15 +318,15 @@ CASES: dict[str, Case] = {
         [(0, 150)],
         {"acked": 500, "present": 150, "gone": 300, "lost": 50, "unproven": True},
         [
-            {"kind": "gone", "records": 300, "detail": "its id was aa, and the topic of that name now has 0f"},
-            {"kind": "lost", "first_offset": 150, "last_offset": 199},
+            found("gone", records=300, detail="its id was aa, and the topic of that name now has 0f"),
+            found("lost", 150, 199),
         ],
     ),
     "declared-deleted": Case(
         acked(ack(0, 300, topic_id="aa"), ack(0, 20, topic_id="ab"), ack(300, 100)),
         [],
         {"acked": 420, "deleted": 420, "unproven": False, "log_start_offset": None, "end_offset": None},
-        [{"kind": "deleted", "detail": "no topic has that name now"}] * 3,
+        [found("deleted", detail="no topic has that name now")] * 3,
         end=-1,
     ),
     "declared-deleted-and-made-anew": Case(
@@ -357,15 +334,15 @@ CASES: dict[str, Case] = {
         [(0, 150)],
         {"acked": 500, "present": 150, "deleted": 300, "lost": 50, "unproven": False},
         [
-            {"kind": "deleted", "records": 300, "detail": "its id was aa, and the topic of that name now has 0f."},
-            {"kind": "lost", "first_offset": 150, "last_offset": 199},
+            found("deleted", records=300, detail="its id was aa, and the topic of that name now has 0f."),
+            found("lost", 150, 199),
         ],
     ),
     "many-lost": Case(
         acked(ack(0, 300)),
         [(k * 10, 5) for k in range(30)],
         {"acked": 300, "present": 150, "lost": 150},
-        [{"kind": "lost", "first_offset": k * 10 + 5, "last_offset": k * 10 + 9} for k in range(30)],
+        [found("lost", k * 10 + 5, k * 10 + 9) for k in range(30)],
     ),
     "closed-late": Case(
         acked(ack(0, 300, at=1_000, closed_at=20_000)), [(0, 300)], {"acked": 300, "present": 300, "late": 300}

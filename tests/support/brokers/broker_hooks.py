@@ -8,15 +8,12 @@ unfenced=1             from SIGUSR1 on, which it confirms with UNFENCED in its l
                        its partitions for ever, even if by etcd another broker leads them.
 disk_may_stall=1       fsync and fdatasync do not return while a file DATA_DIR.stalled stands beside its data directory;
                        like calls to a real disk, they wait without the interpreter's lock.
-disk_may_be_unreadable=1
-                       reads fail where a file DATA_DIR.unreadable says, by DATA_DIR.so, which `build_unreadable` built.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 import uuid
@@ -37,7 +34,6 @@ BEFORE_THE_WRITE = b"[stop before the write]"
 AFTER_THE_WRITE = b"[stop after the write]"
 # The leader has appended the batch; no follower has it, and no answer has been sent.
 AFTER_THE_APPEND = b"[stop after the append]"
-_UNREADABLE_C = Path(__file__).with_name("unreadable.c")
 UNFENCED = "nothing fences this broker off any more"
 
 
@@ -93,25 +89,9 @@ def _stall_when_told(_: int) -> None:
     vars(segment)["_sync_data"] = os.fdatasync
 
 
-def build_unreadable(data_dir: Path) -> Path:
-    """Compile `unreadable.c` for the broker of that data directory; return the file that says what cannot be read."""
-    library = Path(f"{data_dir}.so")
-    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", library, _UNREADABLE_C], check=True)
-    return Path(f"{data_dir}.unreadable")
-
-
-def _preload_unreadable(_: int) -> None:
-    data_dir = sys.argv[2]
-    if "UNREADABLE" not in os.environ:
-        added = {"UNREADABLE": f"{data_dir}.unreadable", "LD_PRELOAD": f"{data_dir}.so"}
-        again = [sys.executable, "-m", "tests.support.brokers.broker_main", *sys.argv[1:]]
-        os.execve(sys.executable, again, os.environ | added)
-
-
 HOOKS: dict[str, Callable[[int], None]] = {
     "stops_at_marks": _stop_at_marks,
     "replication_at": _replicate_at,
     "unfenced": _unfence_at_signal,
     "disk_may_stall": _stall_when_told,
-    "disk_may_be_unreadable": _preload_unreadable,
 }

@@ -21,7 +21,7 @@ def build_shim(directory: Path) -> Path:
 
 
 class FaultyDisk:
-    """Faults of one process's calls below `directory`; `environ` is for the process."""
+    """Faults of one process's calls below `directory`, which is a real path; `environ` is for the process."""
 
     def __init__(self, shim: Path, directory: Path) -> None:
         self._told = directory.with_name(f"{directory.name}.fault")
@@ -35,10 +35,20 @@ class FaultyDisk:
     @contextmanager
     def fails(self, **faults: int | str) -> Iterator[None]:
         """Until the block ends `write`, `sync` or `read` fail with an errno, or hang (HANGS)."""
-        scratch = self._told.with_suffix(".new")
-        scratch.write_text(" ".join(f"{operation}={fault}" for operation, fault in faults.items()))
-        scratch.replace(self._told)
+        self._tell(" ".join(f"{operation}={fault}" for operation, fault in faults.items()))
         try:
             yield
         finally:
-            self._told.unlink()
+            self.recover()
+
+    def lose_sector(self, file: Path, position: int) -> None:
+        """From now on reads of this file fail from the position to the end of its sector."""
+        self._tell(f"sector={position}:{file}")
+
+    def recover(self) -> None:
+        self._told.unlink()
+
+    def _tell(self, faults: str) -> None:
+        scratch = self._told.with_suffix(".new")
+        scratch.write_text(faults)
+        scratch.replace(self._told)

@@ -6,10 +6,8 @@ for leaders and in-sync replicas is the same for both. Only starting and ending 
 
 from __future__ import annotations
 
-import signal
 import time
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -19,7 +17,7 @@ from kproxy_codec import error_codes
 from kproxy_codec.api_keys import API_VERSIONS, LIST_OFFSETS, METADATA, PRODUCE
 from kproxy_codec.record_batch import iterate_batches
 from tests.support.brokers import reference_broker
-from tests.support.brokers.real_kafka import RealKafka
+from tests.support.brokers.real_kafka import RealBroker, RealKafka
 from tests.support.brokers.reference_broker import BrokerProcess, Closed, RawClient, create_topic
 from tests.support.waiting import wait_for
 from tests.support.wire.record_batches import build_batch
@@ -30,33 +28,38 @@ _Result = TypeVar("_Result")
 _Answer = TypeVar("_Answer", "Outcome", "Read")
 
 
-class Side(ABC):
+class Side:
     """One cluster. Nodes are named by their broker ids."""
 
-    name: str
+    def __init__(self, name: str, brokers: Sequence[RealBroker | BrokerProcess]) -> None:
+        self.name = name
+        self._brokers = {broker.node_id: broker for broker in brokers}
 
-    @abstractmethod
-    def port(self, node_id: int) -> int: ...
+    def port(self, node_id: int) -> int:
+        return self._brokers[node_id].port
 
-    @abstractmethod
-    def is_running(self, node_id: int) -> bool: ...
+    def is_running(self, node_id: int) -> bool:
+        return self._brokers[node_id].running
 
-    @abstractmethod
     def start(self, *node_ids: int) -> None:
         """Start these brokers side by side, and wait until they serve."""
+        for node_id in node_ids:
+            self._brokers[node_id].start(wait=False)
+        for node_id in node_ids:
+            self._brokers[node_id].wait_ready()
 
-    @abstractmethod
     def stop(self, node_id: int) -> None:
         """Send SIGTERM, and wait until the broker has ended."""
+        self._brokers[node_id].terminate()
 
-    @abstractmethod
-    def kill(self, node_id: int) -> None: ...
+    def kill(self, node_id: int) -> None:
+        self._brokers[node_id].kill()
 
-    @abstractmethod
-    def pause(self, node_id: int) -> None: ...
+    def pause(self, node_id: int) -> None:
+        self._brokers[node_id].pause()
 
-    @abstractmethod
-    def resume(self, node_id: int) -> None: ...
+    def resume(self, node_id: int) -> None:
+        self._brokers[node_id].resume()
 
     def client(self, node_id: int) -> RawClient:
         return RawClient("127.0.0.1", self.port(node_id))
@@ -100,66 +103,14 @@ class Side(ABC):
 
 
 class RealSide(Side):
-    name = "Apache Kafka"
-
     def __init__(self, kafka: RealKafka) -> None:
-        self._brokers = {broker.node_id: broker for broker in kafka.brokers}
-
-    def port(self, node_id: int) -> int:
-        return self._brokers[node_id].port
-
-    def is_running(self, node_id: int) -> bool:
-        return self._brokers[node_id].running
-
-    def start(self, *node_ids: int) -> None:
-        for node_id in node_ids:
-            self._brokers[node_id].start()
-        for node_id in node_ids:
-            self._brokers[node_id].wait_started()
-
-    def stop(self, node_id: int) -> None:
-        self._brokers[node_id].stop()
-
-    def kill(self, node_id: int) -> None:
-        self._brokers[node_id].kill()
-
-    def pause(self, node_id: int) -> None:
-        self._brokers[node_id].pause()
-
-    def resume(self, node_id: int) -> None:
-        self._brokers[node_id].resume()
+        super().__init__("Apache Kafka", kafka.brokers)
 
 
 class ReferenceSide(Side):
-    name = "the reference brokers"
-
     def __init__(self, brokers: Sequence[BrokerProcess]) -> None:
-        self._brokers = {broker.node_id: broker for broker in brokers}
+        super().__init__("the reference brokers", brokers)
         self.prefix = brokers[0].prefix
-
-    def port(self, node_id: int) -> int:
-        return self._brokers[node_id].port
-
-    def is_running(self, node_id: int) -> bool:
-        return self._brokers[node_id].process.poll() is None
-
-    def start(self, *node_ids: int) -> None:
-        for node_id in node_ids:
-            self._brokers[node_id].start(wait=False)
-        for node_id in node_ids:
-            self._brokers[node_id].wait_ready()
-
-    def stop(self, node_id: int) -> None:
-        self._brokers[node_id].terminate()
-
-    def kill(self, node_id: int) -> None:
-        self._brokers[node_id].kill()
-
-    def pause(self, node_id: int) -> None:
-        self._brokers[node_id].signal(signal.SIGSTOP)
-
-    def resume(self, node_id: int) -> None:
-        self._brokers[node_id].signal(signal.SIGCONT)
 
 
 # Requests

@@ -128,8 +128,8 @@ class RealBroker:
         ids = {"version": 1, "cluster.id": CLUSTER_ID, "node.id": self.node_id, "directory.id": directory_id}
         (self._data / "meta.properties").write_text("".join(f"{name}={each}\n" for name, each in ids.items()))
 
-    def start(self, *java_options: str) -> None:
-        """Start without waiting; the options are only for this start."""
+    def start(self, *java_options: str, wait: bool = True) -> None:
+        """Start, and wait until it serves; the options are only for this start."""
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 [*self._java(*java_options), "kafka.Kafka", str(self._properties)],
@@ -137,8 +137,10 @@ class RealBroker:
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
+        if wait:
+            self.wait_ready()
 
-    def wait_started(self) -> None:
+    def wait_ready(self) -> None:
         assert self._process is not None, "not started"
         deadline = time.monotonic() + START_TIMEOUT_S
         while _STARTED not in self.log():
@@ -152,7 +154,7 @@ class RealBroker:
             os.kill(self._process.pid, signal.SIGKILL)
             self._process.wait(ADMIN_TIMEOUT_S)
 
-    def stop(self) -> None:
+    def terminate(self) -> None:
         """Send SIGTERM, at which the broker hands over its leaderships and ends; wait for the end."""
         assert self._process is not None, "not started"
         self._process.terminate()
@@ -347,9 +349,9 @@ def start_real_kafka(
             else:
                 broker.format()
         for broker in brokers:
-            broker.start()
+            broker.start(wait=False)
         for broker in brokers:
-            broker.wait_started()
+            broker.wait_ready()
         yield RealKafka(brokers)
     finally:
         for broker in brokers:
@@ -386,8 +388,7 @@ def _started_before() -> Path:
                 shutil.copyfile(broker.format(), aside / "kept" / _CHECKPOINT)
                 try:
                     broker.start(f"-XX:ArchiveClassesAtExit={aside / 'kept' / _CLASSES}")
-                    broker.wait_started()
-                    broker.stop()
+                    broker.terminate()
                 finally:
                     broker.kill()
                 (aside / "kept").rename(kept)

@@ -108,6 +108,12 @@ class BrokerProcess:
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
 
+    def pause(self) -> None:
+        self.signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self.signal(signal.SIGCONT)
+
     def kill(self) -> None:
         """kill -9."""
         self.process.kill()

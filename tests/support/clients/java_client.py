@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from tests.support.brokers.kafka_jars import kafka_classpath, pyspark_jars
+from tests.support.brokers.kafka_jars import kafka_classpath
 from tests.support.brokers.real_kafka import shared_classes
 from tests.support.clients.client_process import ClientRun, run_client
-from tests.support.clients.java import SHORT_JAVA, java_executable
+from tests.support.clients.java import java_program
 from tests.support.clients.kafka_io import Record
 
 _SOURCE = Path(__file__).with_name("JavaClient.java")
@@ -28,11 +27,8 @@ def run_java_client(
 
     `options` are for Java itself.
     """
-    compiler = pyspark_jars("janino-*.jar", "commons-compiler-*.jar")
-    # The archive fits only a class path that begins with the jars of the brokers.
+    # The archive fits only the jars of the brokers.
     shared = shared_classes() if classpath == kafka_classpath() else []
-    path = f"{classpath}{os.pathsep}{compiler}"
-    command: list[str | Path] = [java_executable(), *SHORT_JAVA, *shared, *options, "-cp", path]
-    command += ["org.codehaus.janino.SimpleCompiler", _SOURCE, "JavaClient"]
+    command = java_program(_SOURCE, classpath, *shared, *options)
     command += ["both" if read_back else "produce", topic, str(read_back)]
     return run_client([*command, *(f"{name}={value}" for name, value in settings.items())], records)

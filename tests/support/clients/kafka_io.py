@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -15,18 +15,27 @@ TIMEOUT_S = 60.0
 
 def produce(bootstrap: str, topic: str, values: Sequence[bytes], partition: int = 0) -> list[bytes]:
     """Write `values` to one partition, in order; return them once they are acknowledged."""
-    failed: list[object] = []
+    settings = {"bootstrap.servers": bootstrap, "acks": "all"}
+    assert set(write(settings, topic, values, partition=partition)) <= {None}
+    return list(values)
 
-    def delivered(error: object, _: object) -> None:
-        if error is not None:
-            failed.append(error)
 
-    producer = confluent_kafka.Producer({"bootstrap.servers": bootstrap, "acks": "all"})
+def write(
+    settings: Mapping[str, Any], topic: str, values: Iterable[bytes], *, partition: int = -1, pause_s: float = 0.0
+) -> list[object]:
+    """Write the values with these settings; the outcomes, None for each that is written."""
+    outcomes: list[object] = []
+
+    def delivered(error: Any, _: object) -> None:
+        outcomes.append(None if error is None else error.name())
+
+    producer = confluent_kafka.Producer({"log_level": 0, **settings})
     for value in values:
         producer.produce(topic, value, partition=partition, on_delivery=delivered)
+        producer.poll(0)
+        time.sleep(pause_s)
     assert producer.flush(TIMEOUT_S) == 0, "not all was acknowledged in time"
-    assert failed == []
-    return list(values)
+    return outcomes
 
 
 def create_topic(bootstrap: str, topic: str, partitions: int) -> None:

@@ -9,7 +9,6 @@ columns. Lines about the other side's things are left out. Lines are a set becau
 from __future__ import annotations
 
 import base64
-import os
 import re
 import subprocess
 import tomllib
@@ -19,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.brokers.kafka_jars import kafka_classpath, pyspark_jars
+from tests.support.brokers.kafka_jars import kafka_classpath
 from tests.support.brokers.real_kafka import shared_classes
-from tests.support.clients.java import SHORT_JAVA, java_executable
+from tests.support.clients.java import SHORT_JAVA, java_executable, java_program
 
 TABLE = Path(__file__).with_name("kafka_tools.toml")
 PATIENCE_S = 90.0
@@ -187,9 +186,7 @@ def _words(run: str) -> list[str]:
 
 
 def _start() -> subprocess.Popen[str]:
-    path = f"{kafka_classpath()}{os.pathsep}{pyspark_jars('janino-*.jar', 'commons-compiler-*.jar')}"
-    command: list[str | Path] = [java_executable(), *SHORT_JAVA, *shared_classes(), "-cp", path]
-    command += ["org.codehaus.janino.SimpleCompiler", _SOURCE, "ToolRuns"]
+    command = java_program(_SOURCE, kafka_classpath(), *shared_classes())
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 

@@ -25,14 +25,12 @@ _MAIN = Path(__file__).with_name("old_kafka_python_main.py")
 DOWNLOAD_TIMEOUT_S = 120.0
 
 
-def run_old_kafka_python(
-    bootstrap: str, topic: str, records: Iterable[Record], *, api_version: str, client_id: str
-) -> ClientRun:
+def run_old_kafka_python(bootstrap: str, topic: str, records: Iterable[Record], *, api_version: str) -> ClientRun:
     """Write all of `records` as to a broker of `api_version`, for instance "1.0"."""
     found = _wheel()
     if isinstance(found, str):
         pytest.skip(found)
-    return run_client([sys.executable, "-I", _MAIN, found, bootstrap, topic, api_version, client_id], records)
+    return run_client([sys.executable, "-I", _MAIN, found, bootstrap, topic, api_version], records)
 
 
 @functools.cache

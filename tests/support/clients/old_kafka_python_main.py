@@ -1,7 +1,7 @@
 """Run by tests.support.clients.old_kafka_python without this project on its path.
 
 tests.support.clients.client_process describes its input and output.
-Arguments: WHEEL BOOTSTRAP TOPIC API-VERSION CLIENT-ID.
+Arguments: WHEEL BOOTSTRAP TOPIC API-VERSION.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def decode(field: str) -> bytes | None:
     return None if field == "-" else base64.b64decode(field[1:])
 
 
-def main(wheel: str, bootstrap: str, topic: str, api_version: str, client_id: str) -> None:
+def main(wheel: str, bootstrap: str, topic: str, api_version: str) -> None:
     kafka = load_kafka(wheel)
     assert kafka.__version__ == "2.0.2", kafka.__version__
     version = tuple(map(int, api_version.split(".")))
-    producer = kafka.KafkaProducer(bootstrap_servers=bootstrap, api_version=version, client_id=client_id, linger_ms=5)
+    producer = kafka.KafkaProducer(bootstrap_servers=bootstrap, api_version=version, linger_ms=5)
     futures = []
     for line in sys.stdin:
         partition, key, value, *headers = line.split()

@@ -6,7 +6,6 @@ Clients run with their default settings and those of the test, in four modes. Re
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 import sys
 import threading
@@ -25,8 +24,8 @@ import aiokafka  # type: ignore[import-untyped]
 import confluent_kafka
 import kafka
 
-from tests.support.brokers.kafka_jars import client_classpath, pyspark_jars
-from tests.support.clients.java import SHORT_JAVA, java_executable
+from tests.support.brokers.kafka_jars import client_classpath
+from tests.support.clients.java import java_program
 from tests.support.clients.kafka_io import Placed
 
 PAUSE_S = 0.02
@@ -300,11 +299,8 @@ def _write_some(session: _Session, writer: Writer, number: int) -> int:
 
 def _write_with_java(version: str, writers: Sequence[Writer], ended: threading.Event) -> None:
     """All writers of one topic, mode and settings, in one process."""
-    classpath = client_classpath(version)
     first = writers[0]
-    compiler = pyspark_jars("janino-*.jar", "commons-compiler-*.jar")
-    command: list[str | Path] = [java_executable(), *SHORT_JAVA, "-cp", f"{compiler}{os.pathsep}{classpath}"]
-    command += ["org.codehaus.janino.SimpleCompiler", _SOURCE, "SteadyClient", first.topic]
+    command = [*java_program(_SOURCE, client_classpath(version)), first.topic]
     command += [str(IN_TRANSACTION if first.mode.is_transactional else 0), f"{PAUSE_S * 1000:.0f}", str(len(writers))]
     for writer in writers:
         command += [writer.bootstrap, str(writer.partition)]

@@ -1,4 +1,4 @@
-"""etcd with TLS, client certificates and users, for tests: generated certificates, and servers that require them."""
+"""etcd with TLS, client certificates and users, for tests."""
 
 from __future__ import annotations
 
@@ -9,43 +9,15 @@ import urllib.request
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import trustme
+from typing import Any
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from tests.support.etcd.embedded import QUICK
 from tests.support.etcd.etcd_cluster import EtcdCluster, Member
 from tests.support.processes.ports import free_ports
+from tests.support.security.tls_files import Pair, Signer
 
 PASSWORD = "correct horse battery staple"
-
-
-class Pair(NamedTuple):
-    """A certificate with its chain, and its key."""
-
-    cert: Path
-    key: Path
-
-
-class Authority:
-    """A certificate authority in a directory of its own; `ca` is its certificate."""
-
-    def __init__(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        self._directory = directory
-        self._ca = trustme.CA(key_type=trustme.KeyType.ECDSA)
-        self.ca = directory / "ca.pem"
-        self._ca.cert_pem.write_to_path(self.ca)
-
-    def issue(self, *names: str, common_name: str | None = None) -> Pair:
-        """A certificate for `names`, which may be addresses."""
-        issued = self._ca.issue_cert(*names, common_name=common_name, key_type=trustme.KeyType.ECDSA)
-        stem = (common_name or names[0]).replace(":", "-")
-        pair = Pair(self._directory / f"{stem}.pem", self._directory / f"{stem}.key")
-        pair.cert.write_bytes(b"".join(each.bytes() for each in issued.cert_chain_pems))
-        pair.key.write_bytes(issued.private_key_pem.bytes())
-        return pair
 
 
 def tls_arguments(plain: str, port: int, pair: Pair, clients: Path | None = None, host: str = "127.0.0.1") -> list[str]:
@@ -69,7 +41,7 @@ class TlsCluster(EtcdCluster):
 
     names = ("localhost", "127.0.0.1", "::1")
 
-    def __init__(self, directory: Path, authority: Authority) -> None:
+    def __init__(self, directory: Path, authority: Signer) -> None:
         super().__init__(directory)
         self._pairs = [authority.issue(name) for name in self.names]
         self._ports = free_ports(3)

@@ -8,8 +8,9 @@ to producers and a consumer, and after every step `replication_checks` compares 
 There is one partition. Partitions share the broker's lease and its working time, but no decision about one depends on
 another; with two of them every run would take nearly twice as long.
 
-A step is a method of World whose name stands in STEPS, with small numbers for arguments: `world.step("crash", 1)`. A
-number that selects one of several things wraps, so that every sequence of steps, even a shortened one, can be replayed.
+A step is a method of World whose name stands in STEPS, with small numbers for arguments: `world.step("crash", 1)`, or
+`crash 1` in a script. A number that selects one of several things wraps, so that every sequence of steps, even a
+shortened one, can be replayed.
 """
 
 from __future__ import annotations
@@ -78,6 +79,23 @@ class Step(NamedTuple):
     arguments: int
     could: Callable[[World], bool]
     weight: int
+
+
+# Numbers of steps by what they mean: for `process`, `link` and `advance`.
+_WORDS = {"leader": LEADER, "fast": 0, "slow": 1, "deaf": 2, "cut": 3}
+_WORDS |= {"a_while": 0, "a_second": 1, "seconds": 2, "a_lease": 3}
+
+
+def script(*parts: str | list[Taken]) -> list[Taken]:
+    """The steps of texts like "crash leader, advance a_lease", and of other scripts."""
+    taken: list[Taken] = []
+    for part in parts:
+        if isinstance(part, str):
+            for name, *words in map(str.split, part.split(",")):
+                taken.append((name, *(int(_WORDS.get(word, word)) for word in words)))
+        else:
+            taken += part
+    return taken
 
 
 STEPS: dict[str, Step] = {}

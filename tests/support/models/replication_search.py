@@ -33,7 +33,8 @@ class Found(NamedTuple):
     violation: Violation
 
     def __str__(self) -> str:
-        return f"seed {self.seed}: {self.violation}\n{self.setting}\n" + ",\n".join(map(str, self.steps))
+        steps = ", ".join(" ".join(map(str, step)) for step in self.steps)
+        return f"seed {self.seed}: {self.violation}\n{self.setting}\n{steps}"
 
 
 def run(seed: int, setting: Setting, weights: Weights, steps: int) -> tuple[list[Taken], Violation | None]:

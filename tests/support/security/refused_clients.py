@@ -7,7 +7,6 @@ that its interface allows, at several clusters at once.
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,8 +17,8 @@ from typing import Any, NamedTuple
 import confluent_kafka
 from confluent_kafka import admin as librdkafka_admin
 
-from tests.support.brokers.kafka_jars import client_classpath, pyspark_jars
-from tests.support.clients.java import SHORT_JAVA, java_executable
+from tests.support.brokers.kafka_jars import client_classpath
+from tests.support.clients.java import java_program
 from tests.support.security.sasl_client import USERS
 
 OK = "ok"
@@ -206,10 +205,8 @@ def _java(bootstraps: Sequence[str], attempts: Sequence[str], names: Mapping[str
     """Kafka's own clients, all in one process; see RefusedClient.java."""
     login = "org.apache.kafka.common.security.plain.PlainLoginModule"
     jaas = {user: f'{login} required username="{user}" password="{USERS[user]}";' for user in users}
-    compiler = pyspark_jars("janino-*.jar", "commons-compiler-*.jar")
-    classpath = f"{compiler}{os.pathsep}{client_classpath('4.3.1')}"
-    command = [java_executable(), *SHORT_JAVA, "-cp", classpath, "org.codehaus.janino.SimpleCompiler", str(_SOURCE)]
-    command += ["RefusedClient", ",".join(bootstraps), ",".join(attempts), jaas[users.another]]
+    command = java_program(_SOURCE, client_classpath("4.3.1"))
+    command += [",".join(bootstraps), ",".join(attempts), jaas[users.another]]
     command += ["security.protocol=SASL_PLAINTEXT", "sasl.mechanism=PLAIN", f"sasl.jaas.config={jaas[users.name]}"]
     command += [f"name.{name}={topic}" for name, topic in names.items()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=JAVA_TIMEOUT_S, check=False)

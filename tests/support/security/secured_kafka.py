@@ -36,10 +36,9 @@ class SecuredKafka:
     def revoke(self, name: str) -> None:
         """Restart the broker without this PLAIN user."""
         (broker,) = self.plain.brokers
-        broker.stop()
+        broker.terminate()
         broker.reconfigure(f' user_{name}="{USERS[name]}"', "")
         broker.start()
-        broker.wait_started()
 
 
 @contextlib.contextmanager

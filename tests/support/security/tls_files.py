@@ -47,12 +47,12 @@ class Signer:
     def issue(
         self, stem: str, *names: str, common_name: str | None = None, days: int = 30, ends_in_s: float | None = None
     ) -> Pair:
-        """A certificate for `names`; it replaces the one with the same `stem`. `days` below 0: it has expired."""
+        """A certificate for `names`, by default `stem`. It replaces that of its `stem`. `days` below 0: it ended."""
         until = NOW + datetime.timedelta(days=days)
         if ends_in_s is not None:
             until = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=ends_in_s)
         issued = self._ca.issue_cert(
-            *names,
+            *(names or (stem,)),
             common_name=common_name,
             key_type=trustme.KeyType.ECDSA,
             not_before=NOW - datetime.timedelta(days=400),
