@@ -121,7 +121,7 @@ packages: install  ## build the source distribution and the wheel into dist/, an
 	@rm -rf dist && $(BIN)/python -m build --no-isolation >/dev/null && ls dist
 	@KPROXY_TEST_DIST=dist KPROXY_TEST_PYTHONS="$(PYTHONS)" $(BIN)/python -m pytest -q -rP tests/packaging $(ARGS)
 
-bench: install  ## every measurement, or one: make bench SECTION=quick, SECTION=plain, SECTION=paths, SECTION=consume, SECTION=table, SECTION=partitions, SECTION=opening, SECTION=acks0, SECTION=own, SECTION=tls, SECTION=access, SECTION=floods, SECTION=pipeline, SECTION=trail, SECTION=sink, SECTION=jobs; or beside another checkout: SECTION=against AGAINST=path
+bench: install  ## every measurement, or one: make bench SECTION=quick, SECTION=plain, SECTION=paths, SECTION=consume, SECTION=table, SECTION=partitions, SECTION=opening, SECTION=acks, SECTION=acks0, SECTION=own, SECTION=tls, SECTION=access, SECTION=floods, SECTION=pipeline, SECTION=trail, SECTION=sink, SECTION=jobs; or beside another checkout: SECTION=against AGAINST=path
 	@$(BIN)/python -m bench $(SECTION) $(AGAINST) $(ARGS)
 
 bench-quick: install  ## what the proxy costs in CPU, beside haproxy where it is installed; about a minute

@@ -13,7 +13,9 @@ import pytest
 from rich.console import Console
 
 from bench.access import access
+from bench.acks import REPLICATION_FACTOR, acks
 from bench.acks0 import acks0
+from bench.acks_cluster import PARTITIONS as ACKS_PARTITIONS
 from bench.against import ROUNDS, against
 from bench.connections import connections
 from bench.consume import consume
@@ -37,8 +39,8 @@ from bench.tls import tls
 from kproxy.errors import StartupError
 
 SECTIONS = (
-    "quick, plain, connections, consume, paths, tls, access, floods, table, partitions, opening, acks0, own, pipeline, "
-    "trail, sink, jobs"
+    "quick, plain, connections, consume, paths, tls, access, floods, table, partitions, opening, acks, acks0, "
+    "own, pipeline, trail, sink, jobs"
 )
 
 
@@ -50,6 +52,8 @@ def main() -> None:
         "--replicated-partitions", type=int, default=REPLICATED_PARTITIONS, help="of the section `partitions`"
     )
     parser.add_argument("--opened-gb", type=float, default=OPENED_GB, help="of the section `opening`")
+    parser.add_argument("--replication-factor", type=int, default=REPLICATION_FACTOR, help="of the section `acks`")
+    parser.add_argument("--acks-partitions", type=int, default=ACKS_PARTITIONS, help="of the section `acks`")
     parser.add_argument("--ranges", type=int, default=RANGES, help="of the section `pipeline`, for its audit")
     parser.add_argument(
         "--rounds",
@@ -104,6 +108,7 @@ def main() -> None:
         "table": lambda: table(console, arguments.partitions),
         "partitions": lambda: partitions(console, arguments.replicated_partitions),
         "opening": lambda: opening(console, arguments.opened_gb),
+        "acks": lambda: acks(console, arguments.replication_factor, arguments.acks_partitions),
         "acks0": lambda: acks0(console),
         "own": lambda: own(console),
         "pipeline": lambda: pipeline(console, arguments.ranges),
