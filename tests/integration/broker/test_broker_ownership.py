@@ -6,7 +6,6 @@ import asyncio
 import json
 import resource
 import shutil
-import signal
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -286,24 +285,6 @@ async def test_broker_with_deleted_key_registers_anew(broker: BrokerProcess, key
     assert after is not None
     assert before.lease_id != after.lease_id
     assert await keys.client.get(f"{keys.prefix}/brokers/1") is not None
-
-
-async def test_broker_stopped_past_ttl_acknowledges_nothing(mortal: BrokerProcess, keys: Keys) -> None:
-    """The zombie: a write waits in its socket while another broker could have taken over."""
-    broker = mortal
-    assert accepted(broker) == (0, 0)
-    with broker.client() as client, broker.client() as reader:
-        broker.signal(signal.SIGSTOP)
-        client.send_produce(TOPIC, 0, build_batch([b"zombie"]))
-        send_fetch(reader, TOPIC, max_wait_ms=0)
-        while await keys.lease() is not None:
-            await asyncio.sleep(0.1)
-        await keys.client.put(keys.lease_key(), b"99")
-        broker.signal(signal.SIGCONT)
-        assert client.produced().error_code == NOT_LEADER
-        assert reader.receive().responses[0].partitions[0].error_code == NOT_LEADER
-    await keys.client.delete(keys.lease_key())
-    wait_for(lambda: produce(broker) == (0, 1), what="the zombie's write is not in the log")
 
 
 # Duplicates

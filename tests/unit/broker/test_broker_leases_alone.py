@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import pytest
 
 from kproxy.broker import election, replica_manager
@@ -57,6 +58,7 @@ class Stage:
             settings_of=lambda *_: ReplicaSettings(1, lambda: 0.0),
             on_identity_lost=self._on_identity_lost,
         )
+        self.fence = LeaseFence(0, lambda: 0.0)
         self._told = 0
 
     def _on_identity_lost(self, reason: str) -> None:
@@ -76,6 +78,7 @@ class Stage:
         lease = await self.client.lease_grant(TTL_S)
         fence = LeaseFence(lease.lease_id, lambda: 0.0)
         fence.renew(0.0, TTL_S)
+        self.fence = fence
         await self.put(KEYS.broker(1), broker_value(1), lease.lease_id)
         fence.claim_revision = self._told = self.store.revision
         self.view.on_snapshot(self.store.snapshot(self.view.prefixes))
@@ -130,6 +133,79 @@ async def test_topic_created_and_deleted_unseen_is_no_error(stage: Stage) -> Non
     gone = WatchEvent(True, KeyValue(KEYS.topic("t"), b"", 0, 3, 0, 0))
     stage.view.on_events([put, gone], 3)
     assert not stage.view.topics
+
+
+async def test_concurrent_takers_share_one_transaction(stage: Stage) -> None:
+    await stage.put_topic(uuid.uuid4(), [1])
+    await stage.begin()
+    before = stage.store.revision
+    await asyncio.gather(*(stage.take() for _ in range(50)))
+    assert stage.store.revision == before + 1
+    log_directory = str(stage.data_dir.partition_path("t", 0))
+    opened = [file.path for file in psutil.Process().open_files() if file.path.startswith(log_directory)]
+    assert len(opened) == 1, "the log is open more than once"
+
+
+async def _other_is_alone_in_isr(stage: Stage, topic_id: uuid.UUID) -> None:
+    await stage.put(KEYS.state("t", 0), StateValue(-1, [on_disk(2)], topic_id))
+
+
+async def _topic_is_deleted(stage: Stage, _: uuid.UUID) -> None:
+    await stage.client.txn([], [delete_op(KEYS.topic("t"))])
+
+
+async def _lease_is_over(stage: Stage, _: uuid.UUID) -> None:
+    stage.fence.break_for_good()
+
+
+@pytest.mark.parametrize("happen", [_other_is_alone_in_isr, _topic_is_deleted, _lease_is_over])
+async def test_unseen_change_prevents_take_over(
+    stage: Stage, happen: Callable[[Stage, uuid.UUID], Awaitable[None]]
+) -> None:
+    """The broker's view does not show it: only the transaction, or the fence, decides."""
+    topic_id = uuid.uuid4()
+    await stage.put_topic(topic_id, [1])
+    await stage.begin()
+    await happen(stage, topic_id)
+    assert await stage.take() is None
+    assert stage.store.get(KEYS.lease(*KEY)) is None
+
+
+async def test_lost_answer_to_a_take_over_is_resolved(stage: Stage) -> None:
+    topic_id = uuid.uuid4()
+    await stage.put_topic(topic_id, [1])
+    await stage.begin()
+    await stage.put(KEYS.state("t", 0), StateValue(4, [ReplicaKey(1, stage.data_dir.log_id)], topic_id))
+    await stage.client.txn([], [put_op(KEYS.lease(*KEY), b"1", stage.fence.lease_id)])
+    stage.tell()
+    led = await stage.take()
+    assert led is not None
+    assert led.leader_epoch == 4
+
+
+async def test_partition_lost_and_retaken_reads_its_log_anew(stage: Stage) -> None:
+    await stage.put_topic(uuid.uuid4(), [1])
+    await stage.begin()
+    first = await stage.take()
+    assert first is not None
+    await stage.client.txn([], [delete_op(KEYS.lease(*KEY))])
+    stage.tell()
+    assert stage.leases.partitions == {}
+    assert not first.serves_reads()
+    again = await stage.take()
+    assert again is not None
+    assert again is not first
+    assert (first.leader_epoch, again.leader_epoch) == (0, 1)
+    assert again.leadership.fencing_token > first.leadership.fencing_token
+
+
+async def test_snapshot_before_take_over_does_not_end_it(stage: Stage) -> None:
+    await stage.put_topic(uuid.uuid4(), [1])
+    await stage.begin()
+    before = stage.store.snapshot(stage.view.prefixes)
+    led = await stage.take()
+    stage.view.on_snapshot(before)
+    assert stage.leases.led(b"t", 0) is led is not None
 
 
 async def test_new_epoch_exceeds_all_obeyed_here(stage: Stage) -> None:
