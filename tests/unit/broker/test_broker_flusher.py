@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import errno
 import threading
-import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -17,13 +15,12 @@ from kproxy.broker import segment
 from kproxy.broker.config import LogOptions
 from kproxy.broker.leader_epochs import Leadership
 from kproxy.broker.log import Log
-from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition, ReplicaSettings
-from kproxy.broker.replication.partition_replication import Isr
-from kproxy.broker.writer_fence import KeptFence
+from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition
 from kproxy_codec import error_codes
 from kproxy_codec.record_batch import parse_batch
-from tests.support.brokers.replica_group import fetch_as_replica, on_disk
+from tests.support.brokers.replica_group import Fence, fetch_as_replica
 from tests.support.wire.record_batches import build_batch
+from tests.unit.broker.replicas import lead, replica
 
 LEADER, FOLLOWER = 1, 2
 PATIENCE_S = 30.0
@@ -68,32 +65,18 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     disk.go_on()
 
 
-class Fence:
-    lives = True
-
-    def is_live(self) -> bool:
-        return self.lives
-
-
 @pytest.fixture
 def fence() -> Fence:
     return Fence()
 
 
-def replica(directory: Path, node_id: int) -> Partition:
-    log = Log.open(directory / str(node_id) / "t-0", options=OPTIONS)
-    return Partition("t", 0, uuid.UUID(int=1), log, ReplicaSettings(node_id, time.monotonic), on_disk(node_id).log_id)
-
-
-def lead(partition: Partition, fence: Fence, *isr: int) -> Partition:
-    replicas = (LEADER, FOLLOWER)
-    partition.become_leader(Leadership(3, 1), replicas, Isr(frozenset(map(on_disk, isr)), 1), fence, KeptFence())
-    return partition
+def flushing(directory: Path, node_id: int) -> Partition:
+    return replica(directory / str(node_id) / "t-0", node_id, segment_bytes=1000, flush="always")
 
 
 @pytest.fixture
 async def leader(tmp_path: Path, disk: Disk, fence: Fence) -> AsyncIterator[Partition]:
-    partition = lead(replica(tmp_path, LEADER), fence, LEADER)
+    partition = lead(flushing(tmp_path, LEADER), epoch=3, fence=fence)
     yield partition
     disk.go_on()
     partition.close()
@@ -192,7 +175,7 @@ async def test_broker_losing_lease_during_flush_stays_silent(
     append(leader, acks=acks)
     answer = asyncio.ensure_future(waits_for(leader, acks)(0, PATIENCE_S))
     await disk.is_waited_for()
-    fence.lives = False
+    fence.live = False
     if closed:
         leader.close()
         assert await answered(answer) == error_codes.REQUEST_TIMED_OUT, "it waits for the disk"
@@ -244,8 +227,8 @@ async def test_follower_fetches_only_after_its_flush(
     leader: Partition, tmp_path: Path, disk: Disk, fence: Fence
 ) -> None:
     leader.close()
-    leader = lead(replica(tmp_path / "other", LEADER), fence, LEADER, FOLLOWER)
-    follower = replica(tmp_path, FOLLOWER)
+    leader = lead(flushing(tmp_path / "other", LEADER), LEADER, FOLLOWER, epoch=3, fence=fence)
+    follower = flushing(tmp_path, FOLLOWER)
     follower.become_follower(LEADER, Leadership(3, 1))
     try:
         append(leader, acks=ACKS_ALL)
@@ -271,8 +254,8 @@ async def test_follower_fetches_only_after_its_flush(
 
 
 async def test_leader_with_slow_disk_does_not_count_itself(tmp_path: Path, disk: Disk, fence: Fence) -> None:
-    leader = lead(replica(tmp_path, LEADER), fence, LEADER, FOLLOWER)
-    follower = replica(tmp_path, FOLLOWER)
+    leader = lead(flushing(tmp_path, LEADER), LEADER, FOLLOWER, epoch=3, fence=fence)
+    follower = flushing(tmp_path, FOLLOWER)
     follower.become_follower(LEADER, Leadership(3, 1))
     follower.log.options = LogOptions(flush="interval")
     try:
@@ -294,8 +277,8 @@ async def test_leader_with_slow_disk_does_not_count_itself(tmp_path: Path, disk:
 
 
 async def test_follower_with_failed_disk_fetches_nothing(tmp_path: Path, disk: Disk, fence: Fence) -> None:
-    leader = lead(replica(tmp_path, LEADER), fence, LEADER, FOLLOWER)
-    follower = replica(tmp_path, FOLLOWER)
+    leader = lead(flushing(tmp_path, LEADER), LEADER, FOLLOWER, epoch=3, fence=fence)
+    follower = flushing(tmp_path, FOLLOWER)
     follower.become_follower(LEADER, Leadership(3, 1))
     try:
         append(leader)

@@ -27,6 +27,7 @@ from kproxy_codec import error_codes
 from tests.support.brokers.broker_logs import append_values, leader_batches
 from tests.support.brokers.replica_group import Group, append
 from tests.support.brokers.small_disk import small_disk
+from tests.unit.broker.replicas import fetch
 
 NOW_MS = 1_000_000
 
@@ -397,8 +398,7 @@ def touch_in_every_way(group: Group) -> Iterator[tuple[str, Partition]]:
     yield "appended", leader
     group.fetch(2)
     yield "fetched", follower
-    for node_id in (2, 3, 3):
-        group.fetch(node_id)
+    fetch(group, 2, 3, 3)
     yield "committed", leader
     group.fetch(2)
     yield "told", follower
