@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.brokers.replica_group import Group
+from tests.unit.broker.slow_disk import SlowDisk
 
 
 @pytest.fixture
@@ -16,3 +17,10 @@ def group(tmp_path: Path) -> Iterator[Group]:
     group = Group(tmp_path)
     yield group
     group.close()
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
+    disk = SlowDisk(monkeypatch)
+    yield disk
+    disk.go_on()

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
-from kproxy.broker import segment
 from kproxy.broker.config import LogOptions
 from kproxy.broker.leader_epochs import Leadership
 from kproxy.broker.log import Log
@@ -21,48 +18,10 @@ from kproxy_codec.record_batch import parse_batch
 from tests.support.brokers.replica_group import Fence, fetch_as_replica
 from tests.support.wire.record_batches import build_batch
 from tests.unit.broker.replicas import lead, replica
+from tests.unit.broker.slow_disk import PATIENCE_S, SlowDisk
 
 LEADER, FOLLOWER = 1, 2
-PATIENCE_S = 30.0
 OPTIONS = LogOptions(segment_bytes=1000, flush="always")
-
-
-class Disk:
-    """`waiting` is set while a caller waits for a disk that hangs; with `fails` the wait ends with an error."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.syncs = 0
-        self.fails = False
-        self.waiting = threading.Event()
-        self._goes_on = threading.Event()
-        self._goes_on.set()
-        self._sync = segment._sync_data
-        monkeypatch.setattr(segment, "_sync_data", self._wait)
-
-    def _wait(self, fd: int) -> None:
-        self.waiting.set()
-        assert self._goes_on.wait(PATIENCE_S)
-        if self.fails:
-            raise OSError(errno.EIO, "Input/output error")
-        self._sync(fd)
-        self.syncs += 1
-
-    def hang(self) -> None:
-        self.waiting.clear()
-        self._goes_on.clear()
-
-    async def is_waited_for(self) -> None:
-        assert await asyncio.to_thread(self.waiting.wait, PATIENCE_S)
-
-    def go_on(self) -> None:
-        self._goes_on.set()
-
-
-@pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
-    disk = Disk(monkeypatch)
-    yield disk
-    disk.go_on()
 
 
 @pytest.fixture
@@ -75,7 +34,7 @@ def flushing(directory: Path, node_id: int) -> Partition:
 
 
 @pytest.fixture
-async def leader(tmp_path: Path, disk: Disk, fence: Fence) -> AsyncIterator[Partition]:
+async def leader(tmp_path: Path, disk: SlowDisk, fence: Fence) -> AsyncIterator[Partition]:
     partition = lead(flushing(tmp_path, LEADER), epoch=3, fence=fence)
     yield partition
     disk.go_on()
@@ -97,7 +56,7 @@ def waits_for(partition: Partition, acks: int) -> Callable[[int, float], Awaitab
 
 
 @pytest.mark.parametrize("acks", [1, ACKS_ALL])
-async def test_answer_waits_only_for_its_own_disk(leader: Partition, disk: Disk, acks: int) -> None:
+async def test_answer_waits_only_for_its_own_disk(leader: Partition, disk: SlowDisk, acks: int) -> None:
     disk.hang()
     result = append(leader, acks=acks)
     assert (result.error_code, result.last_offset) == (0, 0)
@@ -115,7 +74,7 @@ async def test_answer_waits_only_for_its_own_disk(leader: Partition, disk: Disk,
     assert await answered(leader.wait_for_isr(1, PATIENCE_S)) == error_codes.NONE
 
 
-async def test_all_waiters_share_two_flushes(leader: Partition, disk: Disk) -> None:
+async def test_all_waiters_share_two_flushes(leader: Partition, disk: SlowDisk) -> None:
     disk.hang()
     append(leader)
     await disk.is_waited_for()
@@ -129,7 +88,7 @@ async def test_all_waiters_share_two_flushes(leader: Partition, disk: Disk) -> N
     assert disk.syncs - before == 2
 
 
-async def test_segments_begin_while_the_disk_hangs(leader: Partition, disk: Disk) -> None:
+async def test_segments_begin_while_the_disk_hangs(leader: Partition, disk: SlowDisk) -> None:
     disk.hang()
     for offset in range(5):
         assert append(leader, build_batch([b"x" * 900])).base_offset == offset
@@ -142,7 +101,7 @@ async def test_segments_begin_while_the_disk_hangs(leader: Partition, disk: Disk
 
 
 @pytest.mark.parametrize("acks", [1, ACKS_ALL])
-async def test_batch_that_may_be_flushed_is_not_refused(leader: Partition, disk: Disk, acks: int) -> None:
+async def test_batch_that_may_be_flushed_is_not_refused(leader: Partition, disk: SlowDisk, acks: int) -> None:
     """The batch is in the file, and is read again after a reopening: a resend would duplicate it."""
     disk.hang()
     results = [append(leader, acks=acks) for _ in range(3)]
@@ -158,7 +117,7 @@ async def test_batch_that_may_be_flushed_is_not_refused(leader: Partition, disk:
 
 
 @pytest.mark.parametrize("acks", [1, ACKS_ALL])
-async def test_slow_disk_exceeds_the_producers_timeout(leader: Partition, disk: Disk, acks: int) -> None:
+async def test_slow_disk_exceeds_the_producers_timeout(leader: Partition, disk: SlowDisk, acks: int) -> None:
     disk.hang()
     append(leader, acks=acks)
     assert await answered(waits_for(leader, acks)(0, 0.05)) == error_codes.REQUEST_TIMED_OUT
@@ -169,7 +128,7 @@ async def test_slow_disk_exceeds_the_producers_timeout(leader: Partition, disk: 
 @pytest.mark.parametrize("closed", [False, True])
 @pytest.mark.parametrize("acks", [1, ACKS_ALL])
 async def test_broker_losing_lease_during_flush_stays_silent(
-    leader: Partition, disk: Disk, fence: Fence, acks: int, closed: bool
+    leader: Partition, disk: SlowDisk, fence: Fence, acks: int, closed: bool
 ) -> None:
     disk.hang()
     append(leader, acks=acks)
@@ -183,7 +142,7 @@ async def test_broker_losing_lease_during_flush_stays_silent(
     assert await answered(answer) == error_codes.REQUEST_TIMED_OUT
 
 
-async def test_resend_of_unflushed_batch_waits_too(leader: Partition, disk: Disk) -> None:
+async def test_resend_of_unflushed_batch_waits_too(leader: Partition, disk: SlowDisk) -> None:
     def batch() -> bytearray:
         return build_batch([b"v"], producer_id=1, producer_epoch=0, base_sequence=0)
 
@@ -194,7 +153,7 @@ async def test_resend_of_unflushed_batch_waits_too(leader: Partition, disk: Disk
 
 
 async def test_write_under_dying_fence_is_undone(
-    leader: Partition, disk: Disk, fence: Fence, monkeypatch: pytest.MonkeyPatch
+    leader: Partition, disk: SlowDisk, fence: Fence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk.hang()
     append(leader)
@@ -210,7 +169,7 @@ async def test_write_under_dying_fence_is_undone(
     assert await answered(answer) == error_codes.NONE
 
 
-async def test_log_of_killed_broker_is_flushed_before_counting(tmp_path: Path, disk: Disk) -> None:
+async def test_log_of_killed_broker_is_flushed_before_counting(tmp_path: Path, disk: SlowDisk) -> None:
     log = Log.open(tmp_path / "t-0", options=LogOptions())
     view = memoryview(build_batch([b"v"]))
     log.append(view, parse_batch(view))
@@ -224,7 +183,7 @@ async def test_log_of_killed_broker_is_flushed_before_counting(tmp_path: Path, d
 
 
 async def test_follower_fetches_only_after_its_flush(
-    leader: Partition, tmp_path: Path, disk: Disk, fence: Fence
+    leader: Partition, tmp_path: Path, disk: SlowDisk, fence: Fence
 ) -> None:
     leader.close()
     leader = lead(flushing(tmp_path / "other", LEADER), LEADER, FOLLOWER, epoch=3, fence=fence)
@@ -253,7 +212,7 @@ async def test_follower_fetches_only_after_its_flush(
         leader.close()
 
 
-async def test_leader_with_slow_disk_does_not_count_itself(tmp_path: Path, disk: Disk, fence: Fence) -> None:
+async def test_leader_with_slow_disk_does_not_count_itself(tmp_path: Path, disk: SlowDisk, fence: Fence) -> None:
     leader = lead(flushing(tmp_path, LEADER), LEADER, FOLLOWER, epoch=3, fence=fence)
     follower = flushing(tmp_path, FOLLOWER)
     follower.become_follower(LEADER, Leadership(3, 1))
@@ -276,7 +235,7 @@ async def test_leader_with_slow_disk_does_not_count_itself(tmp_path: Path, disk:
         leader.close()
 
 
-async def test_follower_with_failed_disk_fetches_nothing(tmp_path: Path, disk: Disk, fence: Fence) -> None:
+async def test_follower_with_failed_disk_fetches_nothing(tmp_path: Path, disk: SlowDisk, fence: Fence) -> None:
     leader = lead(flushing(tmp_path, LEADER), LEADER, FOLLOWER, epoch=3, fence=fence)
     follower = flushing(tmp_path, FOLLOWER)
     follower.become_follower(LEADER, Leadership(3, 1))

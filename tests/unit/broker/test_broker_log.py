@@ -84,34 +84,6 @@ def _whole_batches(data: bytes) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("lost_bytes", [1, 40, 70, 100])
-def test_torn_tail_is_truncated_and_its_offset_reused(log: Log, lost_bytes: int) -> None:
-    append_values(log, 30, 30, 30)
-    log.close()
-    path = next(log.directory.glob("*.log"))
-    path.write_bytes(path.read_bytes()[:-lost_bytes])
-    again = Log.open(log.directory)
-    surviving = 2 if lost_bytes < 100 else 1
-    assert again.truncated_bytes > 0
-    assert again.log_end_offset == surviving
-    assert append(again, build_batch([b"new"])) == surviving
-    assert offsets(again.read(0, 1 << 20)) == list(range(surviving + 1))
-    again.close()
-
-
-@pytest.mark.parametrize("garbage", [b"\x00" * 500, b"\xff" * 500, b"torn"])
-def test_garbage_behind_the_last_batch_is_cut_off(log: Log, garbage: bytes) -> None:
-    append_values(log, 30, 30)
-    log.close()
-    path = next(log.directory.glob("*.log"))
-    whole = path.read_bytes()
-    path.write_bytes(whole + garbage)
-    again = Log.open(log.directory)
-    assert (again.truncated_bytes, again.log_end_offset) == (len(garbage), 2)
-    assert path.read_bytes() == whole
-    again.close()
-
-
 def test_failed_partial_write_leaves_no_trace(log: Log) -> None:
     append_values(log, 100)
     size = log.size_in_bytes
@@ -180,17 +152,6 @@ def test_producer_state_is_rebuilt_from_the_log(log: Log) -> None:
     assert again.producers.judge(parse_batch(idempotent(2))) == (BatchVerdict.DUPLICATE, 2, 3, "")
     assert again.producers.judge(parse_batch(idempotent(6))).verdict is BatchVerdict.ACCEPTED
     assert again.producers.judge(parse_batch(idempotent(7))).verdict is BatchVerdict.OUT_OF_ORDER
-    again.close()
-
-
-def test_empty_later_segment_keeps_the_end_offset(log: Log) -> None:
-    """A broker killed between rolling and writing must not fall back to an offset that it has given out."""
-    append_values(log, *[9000] * 3)
-    log.close()
-    last = max(log.directory.glob("*.log"))
-    last.write_bytes(b"")
-    again = Log.open(log.directory)
-    assert again.log_end_offset == 2
     again.close()
 
 

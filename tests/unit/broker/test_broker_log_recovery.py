@@ -219,15 +219,6 @@ def test_emptied_last_segment_keeps_its_base_offset(directory: Path) -> None:
     log.close()
 
 
-def test_checkpoint_reveals_missing_committed_records(directory: Path) -> None:
-    recover_from(directory, 150)
-    path = segment_files(directory)[-1]
-    path.write_bytes(path.read_bytes()[: len(path.read_bytes()) // BATCHES])
-    again = Log.open(directory, options=OPTIONS)
-    assert (again.log_end_offset, again.high_watermark_checkpoint) == (144, 150)
-    again.close()
-
-
 def test_file_that_is_not_a_segment_is_named(directory: Path) -> None:
     (directory / "notes.log").write_text("mine")
     with pytest.raises(LogFailed, match=r"notes\.log is not a segment"):

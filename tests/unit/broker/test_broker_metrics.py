@@ -84,8 +84,7 @@ async def test_lagging_follower_shows_in_lag_then_isr(group: Group, page: Page) 
     append(leader)
     append(leader)
     group.clock.now += 4
-    for _ in range(2):
-        group.fetch(2)
+    fetch(group, 2, 2)
     assert await page("max_follower_lag_records") == 2
     group.clock.now += ISR_LAG_S
     group.fetch(2)

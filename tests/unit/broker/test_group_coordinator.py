@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -77,8 +77,11 @@ class Site:
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    """A site that leads, and has read its journal."""
     site = Site(tmp_path / f"{CONSUMER_OFFSETS}-0")
+    site.lead()
+    await site.offsets("g")
     yield site
     for task in site.tasks:
         task.cancel()
@@ -93,8 +96,6 @@ def test_group_has_the_partition_that_kafka_gives_it(group: str, partition: int)
 
 
 async def test_group_survives_take_over(site: Site) -> None:
-    site.lead()
-    await site.offsets("g")
     joined = await site.join("g")
     member = joined.member_id
     asked = Sync(member, None, 1, None, None, {member: b"all"})
@@ -110,6 +111,7 @@ async def test_group_survives_take_over(site: Site) -> None:
 
 
 async def test_refused_append_changes_nothing(site: Site) -> None:
+    site.lose()
     site.lead(min_isr=2)
     await site.offsets("g")
     assert await site.commit("g", 1) == codes.COORDINATOR_NOT_AVAILABLE
@@ -119,8 +121,6 @@ async def test_refused_append_changes_nothing(site: Site) -> None:
 
 
 async def test_nothing_is_answered_without_a_lease(site: Site) -> None:
-    site.lead()
-    await site.offsets("g")
     joined = await site.join("g")
     site.fence.live = False
     assert site.coordinator.heartbeat("g", joined.member_id, None, 1) == codes.NOT_COORDINATOR
@@ -130,8 +130,6 @@ async def test_nothing_is_answered_without_a_lease(site: Site) -> None:
 
 @pytest.mark.parametrize("how", ["lose", "close"])
 async def test_waiting_member_hears_that_the_coordinator_went(site: Site, how: str) -> None:
-    site.lead()
-    await site.offsets("g")
     first = await site.join("g")
     waiting = asyncio.create_task(site.join("g"))
     await eventually(lambda: site.coordinator.listed()[1][0].waiting())
@@ -144,15 +142,11 @@ async def test_waiting_member_hears_that_the_coordinator_went(site: Site, how: s
 
 
 async def test_silent_member_is_removed_in_time(site: Site) -> None:
-    site.lead()
-    await site.offsets("g")
     await site.join("g", session_s=0.2)
     await eventually(lambda: site.coordinator.listed()[1][0].state.value == "Empty")
 
 
 async def test_journal_is_rewritten_and_stays_small(site: Site) -> None:
-    site.lead()
-    await site.offsets("g")
     joined = await site.join("member")
     for offset in range(1, 1_500):
         assert await site.commit(f"g{offset % 7}", offset, offset % 3) == codes.NONE
@@ -171,8 +165,6 @@ async def test_journal_is_rewritten_and_stays_small(site: Site) -> None:
 
 
 async def test_deleted_group_does_not_come_back(site: Site) -> None:
-    site.lead()
-    await site.offsets("g")
     assert await site.commit("g", 7) == codes.NONE
     assert await site.coordinator.delete("g") == codes.NONE
     site.lose()

@@ -25,9 +25,7 @@ from tests.unit.broker.replicas import fetch
 def test_high_watermark_waits_for_every_replica_in_sync(group: Group) -> None:
     leader = group.elect(1)
     assert append(leader) == (0, 0, None, 0)
-    group.fetch(2)
-    group.fetch(2)
-    group.fetch(3)
+    fetch(group, 2, 2, 3)
     assert (leader.log_end_offset, leader.high_watermark) == (1, 0), "3 has been sent it, and has not said that it has"
     group.fetch(3)
     assert leader.high_watermark == 1
@@ -99,11 +97,9 @@ def test_broker_with_another_disk_is_another_replica(group: Group) -> None:
     group.look_at_isr()
     assert group.replicas[3].replica not in group.isr.members
     append(leader)
-    group.fetch(2)
-    group.fetch(2)
+    fetch(group, 2, 2)
     assert leader.high_watermark == 1, "the dead one may be in the ISR, and does not get there"
-    for _ in range(3):
-        group.fetch(3)
+    fetch(group, 3, 3, 3)
     group.look_at_isr()
     assert group.isr.members == {on_disk(1), on_disk(2), on_disk(3, disk=1)}
     assert leader.high_watermark == 2
@@ -331,8 +327,7 @@ def test_unwritten_epoch_does_not_prevent_following(group: Group) -> None:
     idle.log.checkpoint(idle.high_watermark, idle.leadership)
     group.restart(2)
     leader = group.elect(1)
-    for _ in range(3):
-        group.fetch(2)
+    fetch(group, 2, 2, 2)
     assert group.contents(2) == group.contents(1) != b""
     assert group.replicas[2].log_end_offset == leader.log_end_offset == 1
 

@@ -175,16 +175,14 @@ def test_replicated_message_survives_leader_failure(group: Group, new_leader: in
 async def test_lagging_follower_rejoins_isr_when_caught_up(group: Group) -> None:
     leader = group.elect(OLD_LEADER)
     result = append(leader, b"slow for one")
-    for _ in range(2):
-        group.fetch(A)
+    fetch(group, A, A)
     assert await leader.wait_for_isr(result.last_offset, 0.01) == error_codes.REQUEST_TIMED_OUT
     group.clock.now += ISR_LAG_S + 1
     group.fetch(A)
     assert group.look_at_isr() == {OLD_LEADER, A}
     assert leader.high_watermark == 1
     result = append(leader, b"only for two")
-    for _ in range(2):
-        group.fetch(A)
+    fetch(group, A, A)
     assert await leader.wait_for_isr(result.last_offset, 0.01) == error_codes.NONE
     group.fetch(B)
     assert group.look_at_isr() == {OLD_LEADER, A}, "it has been sent what it lacks, and has not said that it has it"
