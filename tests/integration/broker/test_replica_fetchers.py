@@ -151,20 +151,6 @@ async def test_leader_unaware_of_its_lease_is_asked_again(tmp_path: Path, monkey
         assert await late.wait_for_isr(0, PATIENCE_S) == error_codes.NONE
 
 
-async def test_busy_partition_leaves_room_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetchers, "MAX_BYTES", 2_000)
-    async with pair(tmp_path) as both:
-        much, little = both.leader.lead("t", 0, T), both.leader.lead("t", 1, T)
-        for _ in range(300):
-            append(much, b"v" * 900)
-        append(little, b"v")
-        follows_much, follows_little = both.follower.follow("t", 0, T), both.follower.follow("t", 1, T)
-        while not follows_little.log_end_offset:
-            await asyncio.sleep(0)
-        assert follows_much.log_end_offset < 100
-        await replicated((much, follows_much), (little, follows_little))
-
-
 async def test_partitions_beyond_request_limit_are_fetched_in_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
