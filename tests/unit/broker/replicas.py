@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,14 @@ def lead(partition: Partition, *in_sync: int, epoch: int = 0, token: int = 1, fe
     isr = Isr(frozenset(map(on_disk, replicas)), token)
     partition.become_leader(Leadership(epoch, token), replicas, isr, fence or Fence(), KeptFence())
     return partition
+
+
+@contextmanager
+def reopened(log: Log) -> Iterator[Log]:
+    """Close the log, and open it again for as long as the block runs."""
+    log.close()
+    with closing(Log.open(log.directory, options=log.options)) as again:
+        yield again
 
 
 def fetch(group: Group, *node_ids: int) -> None:

@@ -27,7 +27,7 @@ from kproxy_codec import error_codes
 from tests.support.brokers.broker_logs import append_values, leader_batches
 from tests.support.brokers.replica_group import Group, append
 from tests.support.brokers.small_disk import small_disk
-from tests.unit.broker.replicas import fetch
+from tests.unit.broker.replicas import fetch, reopened
 from tests.unit.broker.slow_disk import SlowDisk
 
 NOW_MS = 1_000_000
@@ -323,10 +323,8 @@ async def test_moved_high_watermarks_are_written_down(broker: Broker) -> None:
     led.leadership = Leadership(0, 7)
     await broker.keeper.checkpoint()
     assert not (still.log.directory / "checkpoint.json").exists()
-    moved.log.close()
-    again = Log.open(moved.log.directory)
-    assert (again.high_watermark_checkpoint, again.leadership) == (2, NO_LEADERSHIP)
-    again.close()
+    with reopened(moved.log) as again:
+        assert (again.high_watermark_checkpoint, again.leadership) == (2, NO_LEADERSHIP)
     assert led.log.leadership == (0, 7), "whom a replica obeys is written down too"
 
 
@@ -479,10 +477,8 @@ async def test_retention_respects_high_watermark_and_keeps_epoch(broker: Broker)
         await broker.keeper.remove_old_segments()
         assert (hosted.log.log_start_offset, hosted.log.log_end_offset) == (start, 6)
         await broker.keeper.flush()
-    hosted.log.close()
-    again = Log.open(hosted.log.directory)
-    assert (again.log_start_offset, again.leader_epochs.entries()) == (6, [(4, 6)])
-    again.close()
+    with reopened(hosted.log) as again:
+        assert (again.log_start_offset, again.leader_epochs.entries()) == (6, [(4, 6)])
 
 
 async def test_topic_options_may_change_while_hosted(broker: Broker) -> None:

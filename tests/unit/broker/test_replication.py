@@ -305,18 +305,16 @@ def test_resend_to_next_leader_is_recognised_and_waits(group: Group) -> None:
     assert leader.log_end_offset == 1
 
 
-async def test_producers_wait_for_all_or_for_too_few(group: Group) -> None:
+async def test_leader_with_dead_fence_acknowledges_nothing(group: Group) -> None:
     leader = group.elect(1)
     append(leader)
-    assert await leader.wait_for_isr(0, 0.01) == error_codes.REQUEST_TIMED_OUT
     fetch(group, 2, 3, 2, 3)
-    assert await leader.wait_for_isr(0, 0.01) == error_codes.NONE
     append(leader)
     group.live.clear()
     group.look_at_isr()
     assert await leader.wait_for_isr(1, 5) == error_codes.NOT_ENOUGH_REPLICAS_AFTER_APPEND
     group.fences[1].live = False
-    assert await leader.wait_for_isr(0, 5) == error_codes.REQUEST_TIMED_OUT, "a zombie says nothing"
+    assert await leader.wait_for_isr(0, 5) == error_codes.REQUEST_TIMED_OUT
 
 
 def test_unwritten_epoch_does_not_prevent_following(group: Group) -> None:

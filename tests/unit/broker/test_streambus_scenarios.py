@@ -68,17 +68,13 @@ def five_messages(group: Group) -> Partition:
 # The failover tables
 
 
-def test_replicas_differ_before_the_failover(group: Group) -> None:
+def test_replicas_agree_after_failover_to_b(group: Group) -> None:
     five_messages(group)
     assert log_of(group, OLD_LEADER) == ["msg0", "msg1", "msg2", "msg3", "msg4"]
     assert log_of(group, A) == ["msg0", "msg1", "msg2", "msg3"]
     assert log_of(group, B) == ["msg0", "msg1", "msg2"]
     assert [positions(group, node_id) for node_id in REPLICAS] == [(5, 3), (4, 3), (3, 3)]
-
-
-def test_replicas_agree_after_failover_to_b(group: Group) -> None:
-    """As in the text: B truncates nothing, A truncates to 3 and fetches from there, and both logs are equal."""
-    five_messages(group)
+    # As in the text: B truncates nothing, A truncates to 3 and fetches from there, and both logs are equal.
     group.elect(B)
     assert positions(group, B) == (3, 3)
     first = group.fetch(A)
