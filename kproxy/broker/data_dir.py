@@ -195,9 +195,8 @@ class DataDir:
         try:
             write_json(directory / _PARTITION_FILE, identity)
         except OSError as error:
-            shutil.rmtree(
-                directory, ignore_errors=True
-            )  # leave no half-begun directory, which would look like another partition's
+            # Leave no half-begun directory, which would look like another partition's.
+            shutil.rmtree(directory, ignore_errors=True)
             raise disk_error(error, directory) from error
 
     def logs_of_others(self, topic_ids: Collection[uuid.UUID]) -> list[Path]:
