@@ -143,23 +143,6 @@ async def test_release_lets_others_write_but_no_predecessor(clients: list[RawCli
     assert write(other, topic) == 0, "to release is not to be bound"
 
 
-async def test_higher_of_two_concurrent_binds_stays(clients: list[RawClient], topic: str, grant: Grant) -> None:
-    one, other, _ = clients
-    for _ in range(20):
-        fences = await grant(), await grant()
-        one.send_bind_fences(FenceBinding(topic, 0, fences[0]))
-        other.send_bind_fences(FenceBinding(topic, 0, fences[1]))
-        for client in (one, other):
-            client.send_produce(topic, 0, build_batch())
-        first, second = one.bound()[0], other.bound()[0]
-        assert (second.error_code, second.fence) == (0, fences[1])
-        assert first.error_code in (0, REFUSED)
-        one.produced()
-        assert other.produced().error_code == 0
-        assert write(one, topic) == REFUSED
-        one, other = other, one
-
-
 # Requests
 
 

@@ -232,20 +232,6 @@ async def test_acknowledged_records_survive_kill_9_with_their_offsets(mortal: Br
 # Losing
 
 
-async def test_revoked_lease_ends_ownership_and_raises_the_epoch(broker: BrokerProcess, keys: Keys) -> None:
-    assert produce(broker) == (0, 0)
-    before = await keys.lease()
-    assert before is not None
-    await keys.client.lease_revoke(before.lease_id)
-    while await keys.leader_epoch() == 0:
-        await asyncio.sleep(0.02)
-    after = await keys.lease()
-    assert after is not None
-    assert after.lease_id != before.lease_id
-    wait_for(lambda: produce(broker) == (0, 1), what="it owns again")
-    assert values_read(broker) == [0, 1]
-
-
 async def test_broker_refuses_while_another_holds_its_key(broker: BrokerProcess, keys: Keys) -> None:
     await keys.client.put(keys.lease_key(), b"99")
     appended, deadline = 0, time.monotonic() + PATIENCE_S
