@@ -16,9 +16,9 @@ its own when it is opened.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import shutil
-import sys
 import threading
 import uuid
 from collections.abc import Callable, Collection
@@ -33,11 +33,6 @@ from kproxy.broker.disk_threads import DiskThreads
 from kproxy.broker.log import Log
 from kproxy.broker.segment import LogFailed
 from kproxy.errors import StartupError
-
-if sys.platform == "win32":  # pragma: no cover
-    import msvcrt
-else:
-    import fcntl
 
 _BROKER_FILE = "broker.json"
 _PARTITION_FILE = "partition.json"
@@ -200,9 +195,8 @@ class DataDir:
         try:
             write_json(directory / _PARTITION_FILE, identity)
         except OSError as error:
-            shutil.rmtree(
-                directory, ignore_errors=True
-            )  # leave no half-begun directory, which would look like another partition's
+            # Leave no half-begun directory, which would look like another partition's.
+            shutil.rmtree(directory, ignore_errors=True)
             raise disk_error(error, directory) from error
 
     def logs_of_others(self, topic_ids: Collection[uuid.UUID]) -> list[Path]:
@@ -249,10 +243,7 @@ class DataDir:
 
 def _lock(lock_fd: int, path: Path) -> None:
     try:
-        if sys.platform == "win32":  # pragma: no cover
-            msvcrt.locking(lock_fd, msvcrt.LK_NBLCK, 1)
-        else:
-            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         raise StartupError(f"another broker uses the data directory {path}; choose another --data-dir") from error
 

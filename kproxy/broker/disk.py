@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import sys
 import threading
 import time
 import uuid
@@ -52,12 +51,11 @@ class ChangedNames:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._fd = -1 if sys.platform == "win32" else os.open(directory, os.O_RDONLY)
+        self._fd = os.open(directory, os.O_RDONLY)
 
     def sync(self) -> None:
-        """Flush the names to the disk, if the system can."""
-        if self._fd >= 0:
-            os.fsync(self._fd)
+        """Flush the names to the disk."""
+        os.fsync(self._fd)
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1
@@ -66,7 +64,7 @@ class ChangedNames:
 
 
 def sync_directory(directory: Path) -> None:
-    """Flush the names in `directory` to the disk, if the system can; blocks. Raises OSError."""
+    """Flush the names in `directory` to the disk; blocks. Raises OSError."""
     with closing(ChangedNames(directory)) as names:
         names.sync()
 

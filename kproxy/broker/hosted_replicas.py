@@ -57,9 +57,8 @@ class HostedReplicas:
 
     def __post_init__(self) -> None:
         self.hosted: dict[tuple[bytes, int], Partition] = {}
-        # Leaderships of closed replicas that are not yet on the disk.
-        self._obeyed: dict[tuple[uuid.UUID, int], Leadership] = {}
-        self._unreadable: dict[tuple[uuid.UUID, int], Unreadable] = {}
+        # Of closed replicas: a leadership that is not on the disk yet, and a failed read.
+        self._closed: dict[tuple[uuid.UUID, int], tuple[Leadership, Unreadable | None]] = {}
         # The reason, as logged.
         self._not_opened: dict[tuple[uuid.UUID, int], str] = {}
 
@@ -81,23 +80,15 @@ class HostedReplicas:
         partition = self.get(key)
         if partition is not None:
             return partition
-        settings = self.settings_of(topic, key.partition_index)
+        settings, identity = self.settings_of(topic, key.partition_index), (topic.topic_id, key.partition_index)
         try:
             log, log_id = await self.data_dir.in_thread(partial(self._open_log, key, topic, settings.log_options))
         except (OSError, LogFailed) as error:
             self._log_not_opened(key, topic, str(error))
             return None
-        self._not_opened.pop((topic.topic_id, key.partition_index), None)
-        partition = Partition(
-            topic.name,
-            key.partition_index,
-            topic.topic_id,
-            log,
-            settings,
-            log_id,
-            obeyed=self._obeyed.pop((topic.topic_id, key.partition_index), NO_LEADERSHIP),
-            unreadable=self._unreadable.pop((topic.topic_id, key.partition_index), None),
-        )
+        self._not_opened.pop(identity, None)
+        obeyed, unreadable = self._closed.pop(identity, (NO_LEADERSHIP, None))
+        partition = Partition(*key, topic.topic_id, log, settings, log_id, obeyed=obeyed, unreadable=unreadable)
         self._log_if_replaced(key, topic, partition)
         self.hosted[topic.name.encode(), key.partition_index] = partition
         self.point_at_leader(key)
@@ -138,17 +129,15 @@ class HostedReplicas:
         partition = self.hosted.pop((key.topic.encode(), key.partition_index), None)
         if partition is not None:
             partition.close()
-            if partition.unreadable is not None:
-                self._unreadable[partition.topic_id, partition.partition_index] = partition.unreadable
-            if partition.leadership > partition.log.leadership:
-                self._obeyed[partition.topic_id, partition.partition_index] = partition.leadership
+            if partition.unreadable is not None or partition.leadership > partition.log.leadership:
+                identity = partition.topic_id, partition.partition_index
+                self._closed[identity] = partition.leadership, partition.unreadable
             self.on_leaders_changed(key)
 
     def forget(self, topic: Topic) -> None:
         """Forget a deleted topic."""
         for partition_index in range(len(topic.replicas)):
-            self._obeyed.pop((topic.topic_id, partition_index), None)
-            self._unreadable.pop((topic.topic_id, partition_index), None)
+            self._closed.pop((topic.topic_id, partition_index), None)
             self._not_opened.pop((topic.topic_id, partition_index), None)
 
     def point_at_leader(self, key: PartitionKey) -> None:

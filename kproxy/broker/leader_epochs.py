@@ -44,9 +44,6 @@ class LeaderEpochs:
         self._epochs: list[int] = []
         self._start_offsets: list[int] = []
 
-    def __repr__(self) -> str:
-        return f"LeaderEpochs({self.entries()})"
-
     def entries(self) -> list[tuple[int, int]]:
         """Return (leader epoch, start offset), oldest first."""
         return list(zip(self._epochs, self._start_offsets, strict=True))

@@ -46,7 +46,6 @@ from kproxy.broker.snapshot import (
     INDEX_SUFFIX,
     INTERVAL_BYTES,
     LogState,
-    Snapshot,
     index_path,
     read_index,
     read_snapshot,
@@ -551,7 +550,7 @@ class Log:
         holding = [each for each in segments if each.base_offset <= state.offset]
         if holding:
             index = holding[-1].index_below(state.offset)
-            write_snapshot(self.directory, Snapshot(index, state), self._while_open())
+            write_snapshot(self.directory, index, state, self._while_open())
             self._snapshot_at = (index.base_offset, index.size_in_bytes, state.offset)
 
     def checkpoint(self, high_watermark: int, leadership: Leadership, state: LogState | None = None) -> None:

@@ -38,8 +38,7 @@ INDEX_INTERVAL_BYTES = 4096
 RECOVERY_WINDOW_BYTES = 1 << 20
 SUFFIX = ".log"
 _sync_data = getattr(os, "fdatasync", os.fsync)
-# Windows translates line ends without O_BINARY; other systems lack the flag.
-_OPEN_FLAGS = os.O_RDWR | os.O_APPEND | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+_OPEN_FLAGS = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC
 
 
 class LogFailed(Exception):
@@ -366,10 +365,7 @@ class Segment:
 
     def _pread_once(self, length: int, position: int) -> bytes:
         try:
-            if hasattr(os, "pread"):
-                return os.pread(self._fd, length, position)
-            os.lseek(self._fd, position, os.SEEK_SET)  # Windows has no pread; one thread uses the descriptor
-            return os.read(self._fd, length)
+            return os.pread(self._fd, length, position)
         except OSError as error:
             message = f"{self.path} cannot be read at byte {position} ({error.strerror})"
             raise DiskError(error.errno, message) from error

@@ -60,13 +60,6 @@ class LogState(NamedTuple):
     producers: ProducerStates
 
 
-class Snapshot(NamedTuple):
-    """A state, and the index of the segment that holds its offset."""
-
-    segment: SegmentIndex
-    state: LogState
-
-
 def index_path(directory: Path, base_offset: int) -> Path:
     return directory / f"{base_offset:020d}{INDEX_SUFFIX}"
 
@@ -87,8 +80,11 @@ def write_index(directory: Path, index: SegmentIndex, replacing: AbstractContext
     _write(index_path(directory, index.base_offset), index, {}, b"", replacing)
 
 
-def read_snapshot(directory: Path, high_watermark: int) -> Snapshot | None:
-    """Return the log's snapshot; None without a usable one. Raises OSError."""
+def read_snapshot(directory: Path, high_watermark: int) -> tuple[SegmentIndex, LogState] | None:
+    """Return the log's snapshot: a state, and the index of the segment that holds its offset.
+
+    None without a usable one. Raises OSError.
+    """
     found = _read(snapshot_path(directory))
     if found is None or found[0]["index"][1] > high_watermark:
         return None
@@ -96,14 +92,15 @@ def read_snapshot(directory: Path, high_watermark: int) -> Snapshot | None:
     fields, arrays = found
     epochs = [(epoch, start) for epoch, start in fields["leader_epochs"]]
     producers = ProducerStates.from_bytes(arrays[sum(fields["lengths"]) :])
-    return Snapshot(index, LogState(index.next_offset, epochs, producers))
+    return index, LogState(index.next_offset, epochs, producers)
 
 
-def write_snapshot(directory: Path, snapshot: Snapshot, replacing: AbstractContextManager[object]) -> None:
+def write_snapshot(
+    directory: Path, index: SegmentIndex, state: LogState, replacing: AbstractContextManager[object]
+) -> None:
     """Write the log's snapshot, as `write_file` does. Raises OSError."""
-    state = snapshot.state
     fields = {"leader_epochs": state.leader_epochs}
-    _write(snapshot_path(directory), snapshot.segment, fields, state.producers.to_bytes(), replacing)
+    _write(snapshot_path(directory), index, fields, state.producers.to_bytes(), replacing)
 
 
 def _write(

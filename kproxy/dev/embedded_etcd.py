@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import importlib.util
 import os
 import shutil
 import signal
 import socket
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Self
@@ -34,9 +34,6 @@ from kproxy.errors import StartupError
 from kproxy.etcd import EtcdClient, EtcdUnavailable
 from kproxy.installed import install_command
 from kproxy.runtime.process import send_signal, spawn
-
-if sys.platform != "win32":
-    import fcntl
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 20.0
@@ -60,11 +57,10 @@ log = structlog.get_logger(__name__)
 
 def take_lock(file: IO[bytes], in_use: str) -> None:
     """Lock an open file until it is closed. Raises StartupError with the text `in_use` if another process has it."""
-    if sys.platform != "win32":
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise StartupError(in_use) from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise StartupError(in_use) from error
 
 
 def find_etcd() -> Path:

@@ -34,12 +34,18 @@ class Asked(NamedTuple):
     body: bytes | None = None
 
 
+def of(what: str, api_key: int, version: int, *shown: str, **fields: Any) -> Asked:
+    """A request with these fields."""
+    return Asked(what, api_key, version, fields, shown)
+
+
 def produce(
-    what: str, *, topic: str = WRITTEN, index: int = 0, records: bytes = ONE, version: int = 9, **more: Any
+    what: str, *indexes: int, topic: Any = WRITTEN, records: bytes = ONE, version: int = 9, **more: Any
 ) -> Asked:
+    """To these partitions, or the first one."""
     fields = {"acks": -1, "timeout_ms": 10_000, **more}
-    partitions = [{"index": index, "records": records}]
-    fields.setdefault("topic_data", [{"name": topic, "partition_data": partitions}])
+    partitions = [{"index": index, "records": records} for index in indexes or (0,)]
+    fields.setdefault("topic_data", [{"name" if version < 13 else "topic_id": topic, "partition_data": partitions}])
     return Asked(f"Produce: {what}", keys.PRODUCE, version, fields)
 
 
@@ -103,6 +109,21 @@ def create(what: str, version: int = 7, name: str = NEW, validate_only: bool = T
     return Asked(f"CreateTopics: {what}", keys.CREATE_TOPICS, version, fields)
 
 
+def delete(what: str, *topics: Fields) -> Asked:
+    return of(f"DeleteTopics: {what}", keys.DELETE_TOPICS, 6, topics=list(topics), timeout_ms=1000)
+
+
+def add_partitions(what: str, topic: str, count: int) -> Asked:
+    topics = [{"name": topic, "count": count, "assignments": None}]
+    asked = f"CreatePartitions: {what}"
+    return of(asked, keys.CREATE_PARTITIONS, 3, topics=topics, timeout_ms=1000, validate_only=True)
+
+
+def describe(what: str, topic: str, limit: int = 10) -> Asked:
+    topics, asked = [{"name": topic}], f"DescribeTopicPartitions: {what}"
+    return of(asked, keys.DESCRIBE_TOPIC_PARTITIONS, 0, topics=topics, response_partition_limit=limit)
+
+
 def raw(what: str, api_key: int, version: int, body: bytes) -> Asked:
     return Asked(f"{keys.name_of(api_key)}: {what}", api_key, version, {}, (), body)
 
@@ -114,34 +135,17 @@ ASKED: Sequence[Asked] = [
     produce("an unknown topic, acks=0", topic=UNKNOWN, acks=0),
     produce("an unknown topic, version 3", topic=UNKNOWN, version=3),
     produce("an unknown topic, version 12", topic=UNKNOWN, version=12),
-    produce("an unknown partition", index=99),
-    produce("an unknown partition, acks=1", index=99, acks=1),
-    produce("an unknown partition, acks=0", index=99, acks=0),
-    produce("partition -1", index=-1),
-    produce("partition 2147483647", index=(1 << 31) - 1),
+    produce("an unknown partition", 99),
+    produce("an unknown partition, acks=1", 99, acks=1),
+    produce("an unknown partition, acks=0", 99, acks=0),
+    produce("partition -1", -1),
+    produce("partition 2147483647", (1 << 31) - 1),
     produce("an empty name", topic=""),
     produce("an illegal name", topic="a b"),
-    produce(
-        "an unknown id",
-        version=13,
-        topic_data=[{"topic_id": STRANGE_ID, "partition_data": [{"index": 0, "records": ONE}]}],
-    ),
-    produce(
-        "the id of all zeros",
-        version=13,
-        topic_data=[{"topic_id": NO_ID, "partition_data": [{"index": 0, "records": ONE}]}],
-    ),
-    produce(
-        "an unknown partition by id",
-        version=13,
-        topic_data=[{"topic_id": TOPIC_ID, "partition_data": [{"index": 99, "records": ONE}]}],
-    ),
-    produce(
-        "a known and an unknown partition",
-        topic_data=[
-            {"name": WRITTEN, "partition_data": [{"index": 0, "records": ONE}, {"index": 99, "records": ONE}]},
-        ],
-    ),
+    produce("an unknown id", topic=STRANGE_ID, version=13),
+    produce("the id of all zeros", topic=NO_ID, version=13),
+    produce("an unknown partition by id", 99, topic=TOPIC_ID, version=13),
+    produce("a known and an unknown partition", 0, 99),
     produce("acks=2", acks=2),
     produce("acks=-2", acks=-2),
     produce("no topics", topic_data=[]),
@@ -149,12 +153,7 @@ ASKED: Sequence[Asked] = [
     produce("no records", records=b""),
     produce("records cut short", records=ONE[:30]),
     produce("a timeout of -1", timeout_ms=-1, acks=1),
-    produce(
-        "a partition twice",
-        topic_data=[
-            {"name": WRITTEN, "partition_data": [{"index": 0, "records": ONE}, {"index": 0, "records": ONE}]},
-        ],
-    ),
+    produce("a partition twice", 0, 0),
     produce("a timestamp two hours ahead", records=stamped(NOW_MS + 2 * HOUR_MS)),
     produce("a timestamp ten days ahead", records=stamped(NOW_MS + 240 * HOUR_MS)),
     produce("a timestamp half an hour ahead", records=stamped(NOW_MS + HOUR_MS // 2)),
@@ -297,103 +296,66 @@ ASKED: Sequence[Asked] = [
         "replicas on an unknown broker",
         num_partitions=-1,
         replication_factor=-1,
-        assignments=[
-            {"partition_index": 0, "broker_ids": [777]},
-        ],
+        assignments=[{"partition_index": 0, "broker_ids": [777]}],
     ),
     create("an unknown configuration", configs=[{"name": "no.such", "value": "1"}]),
     create("version 2", 2),
-    Asked("CreateTopics: none", keys.CREATE_TOPICS, 7, {"topics": [], "timeout_ms": 1000, "validate_only": True}),
-    Asked("DeleteTopics: an unknown topic", keys.DELETE_TOPICS, 5, {"topic_names": [UNKNOWN], "timeout_ms": 1000}),
-    Asked(
-        "DeleteTopics: an unknown id",
-        keys.DELETE_TOPICS,
-        6,
-        {"topics": [{"name": None, "topic_id": STRANGE_ID}], "timeout_ms": 1000},
-    ),
-    Asked(
-        "DeleteTopics: a name and an id",
-        keys.DELETE_TOPICS,
-        6,
-        {"topics": [{"name": UNKNOWN, "topic_id": STRANGE_ID}], "timeout_ms": 1000},
-    ),
-    Asked("DeleteTopics: none", keys.DELETE_TOPICS, 6, {"topics": [], "timeout_ms": 1000}),
-    Asked(
-        "CreatePartitions: an unknown topic",
-        keys.CREATE_PARTITIONS,
-        3,
-        {"topics": [{"name": UNKNOWN, "count": 3, "assignments": None}], "timeout_ms": 1000, "validate_only": True},
-    ),
-    Asked(
-        "CreatePartitions: fewer",
-        keys.CREATE_PARTITIONS,
-        3,
-        {"topics": [{"name": TOPIC, "count": 0, "assignments": None}], "timeout_ms": 1000, "validate_only": True},
-    ),
-    Asked("DescribeCluster: brokers", keys.DESCRIBE_CLUSTER, 1, {"endpoint_type": 1}),
-    Asked("DescribeCluster: controllers", keys.DESCRIBE_CLUSTER, 1, {"endpoint_type": 2}),
-    Asked("DescribeCluster: endpoint type 7", keys.DESCRIBE_CLUSTER, 1, {"endpoint_type": 7}),
-    Asked("DescribeCluster: fenced brokers", keys.DESCRIBE_CLUSTER, 2, {"include_fenced_brokers": True}),
-    Asked(
-        "DescribeTopicPartitions: an unknown topic",
-        keys.DESCRIBE_TOPIC_PARTITIONS,
-        0,
-        {"topics": [{"name": UNKNOWN}], "response_partition_limit": 10},
-    ),
-    Asked(
-        "DescribeTopicPartitions: an illegal topic",
-        keys.DESCRIBE_TOPIC_PARTITIONS,
-        0,
-        {"topics": [{"name": "a b"}], "response_partition_limit": 10},
-    ),
-    Asked(
-        "DescribeTopicPartitions: a limit of -1",
-        keys.DESCRIBE_TOPIC_PARTITIONS,
-        0,
-        {"topics": [{"name": TOPIC}], "response_partition_limit": -1},
-    ),
-    Asked(
+    of("CreateTopics: none", keys.CREATE_TOPICS, 7, topics=[], timeout_ms=1000, validate_only=True),
+    of("DeleteTopics: an unknown topic", keys.DELETE_TOPICS, 5, topic_names=[UNKNOWN], timeout_ms=1000),
+    delete("an unknown id", {"name": None, "topic_id": STRANGE_ID}),
+    delete("a name and an id", {"name": UNKNOWN, "topic_id": STRANGE_ID}),
+    delete("none"),
+    add_partitions("an unknown topic", UNKNOWN, 3),
+    add_partitions("fewer", TOPIC, 0),
+    of("DescribeCluster: brokers", keys.DESCRIBE_CLUSTER, 1, endpoint_type=1),
+    of("DescribeCluster: controllers", keys.DESCRIBE_CLUSTER, 1, endpoint_type=2),
+    of("DescribeCluster: endpoint type 7", keys.DESCRIBE_CLUSTER, 1, endpoint_type=7),
+    of("DescribeCluster: fenced brokers", keys.DESCRIBE_CLUSTER, 2, include_fenced_brokers=True),
+    describe("an unknown topic", UNKNOWN),
+    describe("an illegal topic", "a b"),
+    describe("a limit of -1", TOPIC, -1),
+    of(
         "OffsetForLeaderEpoch: an unknown topic",
         keys.OFFSET_FOR_LEADER_EPOCH,
         4,
-        {
-            "replica_id": -1,
-            "topics": [
-                {"topic": UNKNOWN, "partitions": [{"partition": 0, "current_leader_epoch": -1, "leader_epoch": 0}]}
-            ],
-        },
+        replica_id=-1,
+        topics=[{"topic": UNKNOWN, "partitions": [{"partition": 0, "current_leader_epoch": -1, "leader_epoch": 0}]}],
     ),
-    Asked("DescribeLogDirs: all", keys.DESCRIBE_LOG_DIRS, 4, {"topics": None}),
-    Asked(
+    of("DescribeLogDirs: all", keys.DESCRIBE_LOG_DIRS, 4, topics=None),
+    of(
         "DescribeQuorum: the metadata",
         keys.DESCRIBE_QUORUM,
         1,
-        {"topics": [{"topic_name": "__cluster_metadata", "partitions": [{"partition_index": 0}]}]},
+        topics=[{"topic_name": "__cluster_metadata", "partitions": [{"partition_index": 0}]}],
     ),
-    Asked("DescribeGroups: an unknown group", keys.DESCRIBE_GROUPS, 5, {"groups": [UNKNOWN]}, ("group_state",)),
-    Asked("DescribeGroups v6: an unknown group", keys.DESCRIBE_GROUPS, 6, {"groups": [UNKNOWN]}, ("group_state",)),
-    Asked("DeleteGroups: an unknown group", keys.DELETE_GROUPS, 2, {"groups_names": [UNKNOWN]}),
-    Asked("DeleteGroups: no group", keys.DELETE_GROUPS, 2, {"groups_names": []}),
-    Asked(
+    of("DescribeGroups: an unknown group", keys.DESCRIBE_GROUPS, 5, "group_state", groups=[UNKNOWN]),
+    of("DescribeGroups v6: an unknown group", keys.DESCRIBE_GROUPS, 6, "group_state", groups=[UNKNOWN]),
+    of("DeleteGroups: an unknown group", keys.DELETE_GROUPS, 2, groups_names=[UNKNOWN]),
+    of("DeleteGroups: no group", keys.DELETE_GROUPS, 2, groups_names=[]),
+    of(
         "OffsetDelete: an unknown group",
         keys.OFFSET_DELETE,
         0,
-        {"group_id": UNKNOWN, "topics": [{"name": TOPIC, "partitions": [{"partition_index": 0}]}]},
+        group_id=UNKNOWN,
+        topics=[{"name": TOPIC, "partitions": [{"partition_index": 0}]}],
     ),
-    Asked("ConsumerGroupDescribe: an unknown group", keys.CONSUMER_GROUP_DESCRIBE, 0, {"group_ids": [UNKNOWN]}),
-    Asked(
+    of("ConsumerGroupDescribe: an unknown group", keys.CONSUMER_GROUP_DESCRIBE, 0, group_ids=[UNKNOWN]),
+    of(
         "ConsumerGroupHeartbeat: an unknown member",
         keys.CONSUMER_GROUP_HEARTBEAT,
         0,
-        {"group_id": UNKNOWN, "member_id": "nobody", "member_epoch": 5},
+        group_id=UNKNOWN,
+        member_id="nobody",
+        member_epoch=5,
     ),
     *(
-        Asked(
+        of(
             f"DeleteRecords: {what}",
             keys.DELETE_RECORDS,
             2,
-            {"topics": [{"name": name, "partitions": [{"partition_index": index, "offset": offset}]}], "timeout_ms": 9},
-            ("low_watermark",),
+            "low_watermark",
+            topics=[{"name": name, "partitions": [{"partition_index": index, "offset": offset}]}],
+            timeout_ms=9,
         )
         for what, name, index, offset in (
             ("from the start", TOPIC, 0, 0),
@@ -404,11 +366,11 @@ ASKED: Sequence[Asked] = [
         )
     ),
     *(
-        Asked(
+        of(
             f"DescribeProducers: {what}",
             keys.DESCRIBE_PRODUCERS,
             0,
-            {"topics": [{"name": name, "partition_indexes": [index]}]},
+            topics=[{"name": name, "partition_indexes": [index]}],
         )
         for what, name, index in (
             ("a partition", TOPIC, 0),
@@ -416,23 +378,21 @@ ASKED: Sequence[Asked] = [
             ("an unknown topic", UNKNOWN, 0),
         )
     ),
-    Asked("DescribeTransactions: an unknown id", keys.DESCRIBE_TRANSACTIONS, 0, {"transactional_ids": [UNKNOWN]}),
-    Asked("ListTransactions: all", keys.LIST_TRANSACTIONS, 0, {}),
+    of("DescribeTransactions: an unknown id", keys.DESCRIBE_TRANSACTIONS, 0, transactional_ids=[UNKNOWN]),
+    of("ListTransactions: all", keys.LIST_TRANSACTIONS, 0),
     *(
-        Asked(
+        of(
             f"IncrementalAlterConfigs: {what}",
             keys.INCREMENTAL_ALTER_CONFIGS,
             1,
-            {
-                "resources": [
-                    {
-                        "resource_type": kind,
-                        "resource_name": resource,
-                        "configs": [{"name": name, "config_operation": operation, "value": value}],
-                    }
-                ],
-                "validate_only": True,
-            },
+            resources=[
+                {
+                    "resource_type": kind,
+                    "resource_name": resource,
+                    "configs": [{"name": name, "config_operation": operation, "value": value}],
+                }
+            ],
+            validate_only=True,
         )
         for what, kind, resource, name, operation, value in (
             ("a topic", TOPIC_TYPE, TOPIC, "retention.ms", 0, "5000"),
@@ -446,41 +406,43 @@ ASKED: Sequence[Asked] = [
             ("an unknown type", 77, "x", "a", 0, "1"),
         )
     ),
-    Asked(
+    of(
         "ElectLeaders: an unknown topic",
         keys.ELECT_LEADERS,
         2,
-        {"election_type": 0, "topic_partitions": [{"topic": UNKNOWN, "partitions": [0]}], "timeout_ms": 99},
+        election_type=0,
+        topic_partitions=[{"topic": UNKNOWN, "partitions": [0]}],
+        timeout_ms=99,
     ),
-    Asked("ListPartitionReassignments: all", keys.LIST_PARTITION_REASSIGNMENTS, 0, {"topics": None, "timeout_ms": 99}),
-    Asked(
+    of("ListPartitionReassignments: all", keys.LIST_PARTITION_REASSIGNMENTS, 0, topics=None, timeout_ms=99),
+    of(
         "AlterPartitionReassignments: an unknown topic",
         keys.ALTER_PARTITION_REASSIGNMENTS,
         0,
-        {"topics": [{"name": UNKNOWN, "partitions": [{"partition_index": 0, "replicas": [1]}]}], "timeout_ms": 99},
+        topics=[{"name": UNKNOWN, "partitions": [{"partition_index": 0, "replicas": [1]}]}],
+        timeout_ms=99,
     ),
-    Asked(
+    of(
         "DescribeAcls: all",
         keys.DESCRIBE_ACLS,
         2,
-        {"resource_type_filter": 1, "pattern_type_filter": 1, "operation": 1, "permission_type": 1},
+        resource_type_filter=1,
+        pattern_type_filter=1,
+        operation=1,
+        permission_type=1,
     ),
-    Asked("DescribeClientQuotas: all", keys.DESCRIBE_CLIENT_QUOTAS, 1, {"components": [], "strict": False}),
-    Asked(
-        "DescribeUserScramCredentials: unknown", keys.DESCRIBE_USER_SCRAM_CREDENTIALS, 0, {"users": [{"name": "no"}]}
-    ),
-    Asked(
+    of("DescribeClientQuotas: all", keys.DESCRIBE_CLIENT_QUOTAS, 1, components=[], strict=False),
+    of("DescribeUserScramCredentials: unknown", keys.DESCRIBE_USER_SCRAM_CREDENTIALS, 0, users=[{"name": "no"}]),
+    of(
         "UpdateFeatures: unknown",
         keys.UPDATE_FEATURES,
         1,
-        {
-            "timeout_ms": 99,
-            "validate_only": True,
-            "feature_updates": [{"feature": "no.such", "max_version_level": 1, "upgrade_type": 1}],
-        },
+        timeout_ms=99,
+        validate_only=True,
+        feature_updates=[{"feature": "no.such", "max_version_level": 1, "upgrade_type": 1}],
     ),
-    Asked("ListConfigResources: groups", keys.LIST_CONFIG_RESOURCES, 1, {"resource_types": [32]}),
-    Asked("ListConfigResources: an unknown type", keys.LIST_CONFIG_RESOURCES, 1, {"resource_types": [77]}),
+    of("ListConfigResources: groups", keys.LIST_CONFIG_RESOURCES, 1, resource_types=[32]),
+    of("ListConfigResources: an unknown type", keys.LIST_CONFIG_RESOURCES, 1, resource_types=[77]),
     committed("no groups", 8),
     committed("a group twice", 8, None, {"name": UNKNOWN, "partition_indexes": [0]}),
     committed("an unknown topic", 9, {"name": UNKNOWN, "partition_indexes": [0]}),
@@ -490,33 +452,31 @@ ASKED: Sequence[Asked] = [
     commit("an unknown id", STRANGE_ID),
     commit("the id of all zeros", NO_ID),
     commit("an unknown partition by id", TOPIC_ID, index=99),
-    Asked(
+    of(
         "EndTxn: an unknown id",
         keys.END_TXN,
         3,
-        {"transactional_id": UNKNOWN, "producer_id": 5, "producer_epoch": 0, "committed": True},
+        transactional_id=UNKNOWN,
+        producer_id=5,
+        producer_epoch=0,
+        committed=True,
     ),
-    Asked(
+    of(
         "AddPartitionsToTxn: an unknown id",
         keys.ADD_PARTITIONS_TO_TXN,
         3,
-        {
-            "v3_and_below_transactional_id": UNKNOWN,
-            "v3_and_below_producer_id": 5,
-            "v3_and_below_producer_epoch": 0,
-            "v3_and_below_topics": [{"name": TOPIC, "partitions": [0]}],
-        },
+        v3_and_below_transactional_id=UNKNOWN,
+        v3_and_below_producer_id=5,
+        v3_and_below_producer_epoch=0,
+        v3_and_below_topics=[{"name": TOPIC, "partitions": [0]}],
     ),
-    Asked(
+    of(
         "AddPartitionsToTxn: as a broker",
         keys.ADD_PARTITIONS_TO_TXN,
         5,
-        {"transactions": [{"transactional_id": UNKNOWN, "topics": [{"name": TOPIC, "partitions": [0]}]}]},
+        transactions=[{"transactional_id": UNKNOWN, "topics": [{"name": TOPIC, "partitions": [0]}]}],
     ),
     raw("it was not negotiated", keys.SASL_HANDSHAKE, 1, b"\0\5PLAIN"),
     raw("nobody has it", 999, 0, b""),
     raw("key -1", -1, 0, b""),
 ]
-
-
-# Intended differences

@@ -1,4 +1,7 @@
-"""The answers of reference brokers on the wire, read by a client that shares no encoder with them."""
+"""The answers of reference brokers on the wire, read by a client that shares no encoder with them.
+
+Refused requests and producers' sequences are compared with Apache Kafka's: tests/contract.
+"""
 
 from __future__ import annotations
 
@@ -66,34 +69,6 @@ def test_broker_changes_only_offset_and_epoch_on_append(leader: BrokerProcess, t
     assert base_offsets(stored) == [1]
 
 
-@pytest.mark.parametrize(
-    ("damage", "error_code"),
-    [
-        pytest.param(lambda batch: batch[:-1] + bytes([batch[-1] ^ 1]), error_codes.CORRUPT_MESSAGE, id="bad CRC"),
-        pytest.param(lambda batch: batch[:-1], error_codes.INVALID_RECORD, id="cut short"),
-        pytest.param(lambda batch: batch + batch, error_codes.INVALID_RECORD, id="two batches"),
-        pytest.param(lambda batch: b"", error_codes.INVALID_RECORD, id="none"),
-        pytest.param(lambda batch: batch[:16] + b"\x01" + batch[17:], error_codes.INVALID_RECORD, id="magic 1"),
-        pytest.param(lambda batch: build_batch([b"x" * 2_000_000]), error_codes.MESSAGE_TOO_LARGE, id="too large"),
-        pytest.param(lambda batch: with_attributes(batch, 0x20), error_codes.INVALID_RECORD, id="control batch"),
-        pytest.param(lambda batch: with_attributes(batch, 0x08), error_codes.INVALID_TIMESTAMP, id="log append time"),
-        pytest.param(lambda batch: with_attributes(batch, 7), error_codes.INVALID_RECORD, id="no such compression"),
-        pytest.param(
-            lambda batch: build_batch(is_transactional=True, producer_id=1, producer_epoch=0, base_sequence=0),
-            error_codes.INVALID_TXN_STATE,
-            id="transactional",
-        ),
-    ],
-)
-def test_bad_records_are_refused_and_leave_nothing(
-    leader: BrokerProcess, topic: str, damage: Any, error_code: int
-) -> None:
-    with leader.client() as client:
-        refused = client.produce(topic, 0, damage(bytes(build_batch([b"v" * 50]))))
-        assert (refused.error_code, refused.base_offset) == (error_code, -1)
-        assert client.produce(topic, 0, build_batch()).base_offset == 0
-
-
 def test_zstd_needs_version_7(leader: BrokerProcess, topic: str) -> None:
     zstd = with_attributes(build_batch(), 4)
     with leader.client() as client:
@@ -117,78 +92,6 @@ def test_non_leader_names_the_leader(cluster: Cluster, leader: BrokerProcess, to
     assert (result.error_code, result.base_offset) == (error_codes.NOT_LEADER_OR_FOLLOWER, -1)
     assert (result.current_leader.leader_id, result.current_leader.leader_epoch) == (leader.node_id, 0)
     assert [(each.node_id, each.port) for each in answer.node_endpoints] == [(leader.node_id, leader.port)]
-
-
-@pytest.mark.parametrize(("name", "partition"), [("no-such-topic", 0), (None, 3), (None, -1), (None, 2**31 - 1)])
-def test_unknown_topics_and_partitions_have_their_errors(
-    leader: BrokerProcess, topic: str, name: str | None, partition: int
-) -> None:
-    with leader.client() as client:
-        error_code = client.produce(name or topic, partition, build_batch()).error_code
-    assert error_code == error_codes.UNKNOWN_TOPIC_OR_PARTITION
-
-
-def test_partition_named_twice_gets_nothing_appended(leader: BrokerProcess, topic: str) -> None:
-    entry = {"index": 0, "records": bytes(build_batch())}
-    with leader.client() as client:
-        answer = client.request(
-            api_keys.PRODUCE, 9, acks=1, topic_data=[{"name": topic, "partition_data": [entry, entry]}]
-        )
-        codes = [each.error_code for each in answer.responses[0].partition_responses]
-        assert codes == [error_codes.INVALID_REQUEST] * 2
-        assert client.produce(topic, 0, build_batch()).base_offset == 0
-
-
-def test_unknown_acks_are_refused(leader: BrokerProcess, topic: str) -> None:
-    with leader.client() as client:
-        assert client.produce(topic, 0, build_batch(), acks=2).error_code == error_codes.INVALID_REQUIRED_ACKS
-        assert client.produce(topic, 0, build_batch()).base_offset == 0
-
-
-def test_acks_0_is_appended_and_not_answered(leader: BrokerProcess, topic: str) -> None:
-    with leader.client() as client:
-        client.produce(topic, 0, build_batch(), acks=0, answered=False)
-        assert client.produce(topic, 0, build_batch()).base_offset == 1
-
-
-def test_acks_0_that_fails_closes_the_connection(leader: BrokerProcess, topic: str) -> None:
-    with leader.client() as client:
-        client.produce(topic, 7, build_batch(), acks=0, answered=False)
-        assert client.is_closed()
-
-
-def test_idempotent_resend_gets_first_offset_and_gap_fails(leader: BrokerProcess, topic: str) -> None:
-    def batch(sequence: int, epoch: int = 0) -> bytearray:
-        return build_batch([b"v", b"w"], producer_id=77, producer_epoch=epoch, base_sequence=sequence)
-
-    with leader.client() as client:
-        outcomes = [
-            (result.error_code, result.base_offset)
-            for result in (
-                client.produce(topic, 0, each)
-                for each in (
-                    batch(0),
-                    batch(2),
-                    batch(0),
-                    batch(6),
-                    batch(4),
-                    batch(0, epoch=1),
-                    batch(6),
-                    batch(2, epoch=1),
-                )
-            )
-        ]
-        assert len(base_offsets(fetch(client, topic).records)) == 5
-    assert outcomes == [
-        (0, 0),
-        (0, 2),
-        (0, 0),
-        (error_codes.OUT_OF_ORDER_SEQUENCE_NUMBER, -1),
-        (0, 4),
-        (0, 6),
-        (error_codes.INVALID_PRODUCER_EPOCH, -1),
-        (0, 8),
-    ]
 
 
 def test_pipelined_requests_are_answered_in_order(leader: BrokerProcess, topic: str) -> None:
@@ -260,13 +163,6 @@ def test_limits_hold_except_for_the_first_batch(leader: BrokerProcess, topic: st
         assert (second.error_code, second.records) == (error_codes.NONE, b""), "of the whole answer, that is"
 
 
-@pytest.mark.parametrize("offset", [-1, 2, 10**12])
-def test_offset_outside_log_is_out_of_range(leader: BrokerProcess, topic: str, offset: int) -> None:
-    with leader.client() as client:
-        client.produce(topic, 0, build_batch())
-        assert fetch(client, topic, offset).error_code == error_codes.OFFSET_OUT_OF_RANGE
-
-
 def test_fetch_sessions_are_not_offered(leader: BrokerProcess, topic: str) -> None:
     with leader.client() as client:
         send_fetch(client, topic, session_id=5, session_epoch=1)
@@ -274,21 +170,6 @@ def test_fetch_sessions_are_not_offered(leader: BrokerProcess, topic: str) -> No
         assert (answer.error_code, answer.session_id) == (error_codes.FETCH_SESSION_ID_NOT_FOUND, 0)
         send_fetch(client, topic, session_epoch=0, max_wait_ms=0)
         assert client.receive().session_id == 0
-
-
-def test_client_cannot_fetch_as_replica(leader: BrokerProcess, topic: str) -> None:
-    with leader.client() as client:
-        send_fetch(client, topic, replica_id=2)
-        assert client.is_closed()
-
-
-def test_wrong_leader_epoch_is_reported(leader: BrokerProcess, topic: str) -> None:
-    with leader.client() as client:
-        for epoch, expected in ((-1, 0), (0, 0), (5, error_codes.UNKNOWN_LEADER_EPOCH)):
-            partition = {"partition": 0, "current_leader_epoch": epoch, "fetch_offset": 0, "partition_max_bytes": 100}
-            asked = [{"topic": topic, "partitions": [partition]}]
-            answer = client.request(api_keys.FETCH, 12, max_wait_ms=0, min_bytes=0, max_bytes=100, topics=asked)
-            assert answer.responses[0].partitions[0].error_code == expected
 
 
 # ListOffsets

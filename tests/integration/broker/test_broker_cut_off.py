@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
-
-import pytest
 
 from kproxy_codec import error_codes
 from kproxy_codec.api_keys import FIND_COORDINATOR, METADATA
@@ -23,35 +20,7 @@ ALL_ACKS = (0, 1, -1)
 NOT_LEADER = error_codes.NOT_LEADER_OR_FOLLOWER
 
 
-@pytest.fixture
-async def site(etcd_cluster: EtcdCluster, etcd_prefix: str, tmp_path: Path) -> AsyncIterator[FaultySite]:
-    async with faulty_site(etcd_cluster, etcd_prefix, tmp_path) as site:
-        yield site
-
-
-# Cut off from etcd: with one replica, which no other broker can replace
-
-
-async def test_broker_without_etcd_takes_nothing_after_its_lease(site: FaultySite) -> None:
-    """With any acks, whether etcd's connections end or fall silent; all acknowledged records remain."""
-    ways = {1: "refused", 2: "silent"}
-    await site.add(ways, has_followers=False, lease_ttl_s=TTL_S)
-    for node_id in ways:
-        await site.put_topic(f"t{node_id}", [[node_id]] * 3)
-    async with AsyncExitStack() as stack:
-        writers = await _start_writers(site, stack)
-        cut_at = time.monotonic()
-        await asyncio.gather(*(site.brokers[node_id].cut_off_from_etcd(how) for node_id, how in ways.items()))
-        for node_id in ways:
-            while await site.owner(f"t{node_id}") is not None:
-                await asyncio.sleep(0.02)
-        await asyncio.sleep(0.3)
-        for broker in site.brokers.values():
-            await asyncio.to_thread(_serves_nothing, broker)
-        await site.heal()
-        healed_at = time.monotonic()
-        await _wait_for_acks(writers, healed_at)
-    _judge_cut(site, writers, cut_at + TTL_S, healed_at)
+# With one replica, which no other broker can replace. A leader with followers: test_replication_faults.
 
 
 async def test_broker_without_etcd_majority_takes_nothing_after_lease(etcd_prefix: str, tmp_path: Path) -> None:
@@ -74,36 +43,33 @@ async def test_broker_without_etcd_majority_takes_nothing_after_lease(etcd_prefi
         _judge_cut(site, writers, cut_at + TTL_S, healed_at)
 
 
-async def test_reads_without_etcd_wait_for_no_new_topic(site: FaultySite) -> None:
+async def test_reads_without_etcd_wait_for_no_new_topic(
+    etcd_cluster: EtcdCluster, etcd_prefix: str, tmp_path: Path
+) -> None:
     """A client asks for its coordinator and names a topic that is new: both would be created in etcd."""
-    await site.add({1: "silent"}, has_followers=False, lease_ttl_s=12)
-    await site.put_topic("t1", [[1]])
-    await site.led_by("t1", 0, [1])
-    await site.brokers[1].cut_off_from_etcd("silent")
+    async with faulty_site(etcd_cluster, etcd_prefix, tmp_path) as site:
+        await site.add([1], has_followers=False, lease_ttl_s=12)
+        await site.put_topic("t1", [[1]])
+        await site.led_by("t1", 0, [1])
+        await site.brokers[1].cut_off_from_etcd("silent")
+        told = await asyncio.to_thread(_asks_for_what_is_new, site.brokers[1])
+    assert told == (error_codes.COORDINATOR_NOT_AVAILABLE, error_codes.UNKNOWN_TOPIC_OR_PARTITION, error_codes.NONE)
 
-    def asked() -> tuple[int, int, int]:
-        with site.brokers[1].client() as client:
-            coordinator = client.request(FIND_COORDINATOR, 1, key="group", key_type=0)
-            (topic,) = client.request(METADATA, 4, topics=[{"name": "new"}], allow_auto_topic_creation=True).topics
-            return coordinator.error_code, topic.error_code, fetch(client, "t1", max_wait_ms=0).error_code
 
-    assert await asyncio.to_thread(asked) == (
-        error_codes.COORDINATOR_NOT_AVAILABLE,
-        error_codes.UNKNOWN_TOPIC_OR_PARTITION,
-        error_codes.NONE,
-    )
+def _asks_for_what_is_new(broker: FaultyBroker) -> tuple[int, int, int]:
+    with broker.client() as client:
+        coordinator = client.request(FIND_COORDINATOR, 1, key="group", key_type=0)
+        (topic,) = client.request(METADATA, 4, topics=[{"name": "new"}], allow_auto_topic_creation=True).topics
+        return coordinator.error_code, topic.error_code, fetch(client, "t1", max_wait_ms=0).error_code
 
 
 async def _start_writers(site: FaultySite, stack: AsyncExitStack) -> list[Writer]:
-    """Start a writer for each kind of acks at every broker; wait until each possible one is acknowledged."""
+    """Start a writer for each kind of acks; wait until each possible one is acknowledged."""
     writers = []
-    for broker in site.brokers.values():
-        topic = f"t{broker.node_id}"
-        for partition, acks in enumerate(ALL_ACKS):
-            await site.led_by(topic, partition, [broker.node_id])
-            addresses = [broker.client_address]
-            writer = Writer(topic, lambda addresses=addresses: addresses, partition=partition, acks=acks, pause_s=0.02)
-            writers.append(await stack.enter_async_context(writer))
+    for partition, acks in enumerate(ALL_ACKS):
+        await site.led_by("t1", partition, [1])
+        writer = Writer("t1", site.addresses, partition=partition, acks=acks, pause_s=0.02)
+        writers.append(await stack.enter_async_context(writer))
     await _wait_for_acks(writers, 0.0)
     return writers
 
@@ -116,14 +82,13 @@ async def _wait_for_acks(writers: list[Writer], after: float) -> None:
 
 def _serves_nothing(broker: FaultyBroker) -> None:
     with broker.client() as client:
-        found = fetch(client, f"t{broker.node_id}", max_wait_ms=0)
+        found = fetch(client, "t1", max_wait_ms=0)
     assert (found.error_code, found.records or b"") == (NOT_LEADER, b"")
 
 
 def _judge_cut(site: FaultySite, writers: list[Writer], lease_ended_at: float, healed_at: float) -> None:
     for writer in writers:
-        node_id = int(writer.topic[1:])
-        log = stored(site.log_bytes(node_id, writer.topic, writer.partition))
+        log = stored(site.log_bytes(1, "t1", writer.partition))
         judge(log, writer.attempts)
         late = [each for each in writer.attempts if lease_ended_at < each.sent_at and each.answered_at < healed_at]
         assert late, "nothing was tried"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
@@ -21,7 +20,7 @@ from kproxy_codec.api_keys import API_VERSIONS, BIND_FENCES, DELETE_TOPICS
 from kproxy_codec.own import NO_FENCE, BoundFence, FenceBinding
 from tests.support.brokers.reference_broker import BrokerProcess, Cluster, RawClient, fetch, start_broker, start_brokers
 from tests.support.clients.attempts import stored
-from tests.support.etcd.embedded import freeze, kill, own_etcd
+from tests.support.etcd.embedded import kill, own_etcd
 from tests.support.waiting import wait_for
 from tests.support.wire.record_batches import build_batch
 
@@ -144,23 +143,6 @@ async def test_release_lets_others_write_but_no_predecessor(clients: list[RawCli
     assert write(other, topic) == 0, "to release is not to be bound"
 
 
-async def test_higher_of_two_concurrent_binds_stays(clients: list[RawClient], topic: str, grant: Grant) -> None:
-    one, other, _ = clients
-    for _ in range(20):
-        fences = await grant(), await grant()
-        one.send_bind_fences(FenceBinding(topic, 0, fences[0]))
-        other.send_bind_fences(FenceBinding(topic, 0, fences[1]))
-        for client in (one, other):
-            client.send_produce(topic, 0, build_batch())
-        first, second = one.bound()[0], other.bound()[0]
-        assert (second.error_code, second.fence) == (0, fences[1])
-        assert first.error_code in (0, REFUSED)
-        one.produced()
-        assert other.produced().error_code == 0
-        assert write(one, topic) == REFUSED
-        one, other = other, one
-
-
 # Requests
 
 
@@ -228,7 +210,7 @@ async def test_deleted_topic_removes_its_fences(
 
 
 async def test_next_leader_knows_the_fence(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path, grant: Grant) -> None:
-    """kill -9 of the leader with three replicas, and of the only broker with one."""
+    """After kill -9 of the leader."""
     options = {"lease_ttl_s": TTL_S, "default_replication_factor": 3}
     with start_brokers((1, 2, 3), tmp_path, etcd.endpoint, etcd_prefix, **options) as brokers:
         leader = Cluster(brokers).leader("t")
@@ -247,20 +229,6 @@ async def test_next_leader_knows_the_fence(etcd: EmbeddedEtcd, etcd_prefix: str,
         assert _values(elected) == [b"old", b"new", b"again"]
 
 
-async def test_restarted_broker_knows_the_fence(
-    etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path, grant: Grant
-) -> None:
-    stale, fence = await grant(), await grant()
-    with start_broker(1, tmp_path / "1", etcd.endpoint, etcd_prefix, lease_ttl_s=TTL_S) as broker:
-        with broker.client() as owner:
-            assert owner.leaders("t") == {0: 1}
-            bind(owner, "t", fence)
-        for end in (broker.kill, broker.terminate):
-            end()
-            broker.start()
-            _remembers(broker, stale, fence)
-
-
 def _remembers(leader: BrokerProcess, stale: int, fence: int) -> None:
     with leader.client() as unbound, leader.client() as old, leader.client() as owner:
         assert write(unbound, "t") == REFUSED
@@ -274,45 +242,6 @@ def _values(leader: BrokerProcess) -> list[bytes]:
     with leader.client() as client:
         records = fetch(client, "t", max_wait_ms=0).records
     return [value for _, value in stored(records)]
-
-
-async def test_bind_without_etcd_is_answered_in_time(tmp_path: Path) -> None:
-    async with own_etcd(tmp_path / "etcd") as (server, etcd_client):
-        options = {"lease_ttl_s": 60, "etcd_timeout_s": 4}
-        with (
-            start_broker(1, tmp_path / "1", server.endpoint, "/p", **options) as broker,
-            broker.client() as old,
-            broker.client() as new,
-            broker.client() as closing,
-        ):
-            assert old.leaders("t") == {0: 1}
-            fences = [await etcd_client.put("/p/claim", b"x") for _ in range(3)]
-            assert bind(old, "t", fences[0]) == (0, fences[0])
-            # These histories have ended, so that no refusal is due to an unknown history.
-            assert release(new, "t", fences[0]) == (0, fences[0])
-            await freeze(server)
-            try:
-                closing.send_bind_fences(FenceBinding("t", 0, fences[2]))
-                new.send_bind_fences(FenceBinding("t", 0, fences[1]))
-                closing.close()
-                # The broker answers while the others wait for etcd; retried if the machine stalls that long.
-                for _ in range(5):
-                    assert bind(old, "t", fences[0]) == (0, fences[0]), "that asks nobody"
-                    assert write(old, "t") == 0, "nobody else waits"
-                    if still_waits := new.silent_for(0.01):
-                        break
-                    new.bound()
-                    new.send_bind_fences(FenceBinding("t", 0, fences[1]))
-                assert still_waits, "it waits, and so do the others"
-                [bound] = new.bound()
-                assert bound.error_code in (error_codes.REQUEST_TIMED_OUT, error_codes.COORDINATOR_NOT_AVAILABLE)
-                assert write(old, "t") == 0, "nothing is assumed"
-            finally:
-                os.kill(server.pid, signal.SIGCONT)
-            # The request may have been carried out meanwhile, and then applies.
-            code, fence = wait_for(lambda: _settled(new, fences[2]), what="etcd again")
-            assert (code, fence) == (0, fences[2])
-            assert [write(each, "t") for each in (old, new)] == [REFUSED, 0]
 
 
 async def test_restored_etcd_voids_earlier_binds(tmp_path: Path) -> None:
@@ -345,8 +274,3 @@ async def test_restored_etcd_voids_earlier_binds(tmp_path: Path) -> None:
                 assert fence <= copied + 20
                 assert bind(owner, "t", fence) == (0, fence)
                 assert [write(each, "t") for each in (owner, stale)] == [0, REFUSED]
-
-
-def _settled(client: RawClient, fence: int) -> tuple[int, int] | None:
-    bound = bind(client, "t", fence)
-    return bound if bound[0] in (0, REFUSED) else None

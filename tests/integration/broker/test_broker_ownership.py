@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
-import shutil
-import signal
 import time
-import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -31,7 +28,6 @@ from tests.support.brokers.reference_broker import (
     LASTING_TTL_S,
     BrokerProcess,
     RawClient,
-    create_topic,
     fetch,
     send_fetch,
     start_broker,
@@ -236,20 +232,6 @@ async def test_acknowledged_records_survive_kill_9_with_their_offsets(mortal: Br
 # Losing
 
 
-async def test_revoked_lease_ends_ownership_and_raises_the_epoch(broker: BrokerProcess, keys: Keys) -> None:
-    assert produce(broker) == (0, 0)
-    before = await keys.lease()
-    assert before is not None
-    await keys.client.lease_revoke(before.lease_id)
-    while await keys.leader_epoch() == 0:
-        await asyncio.sleep(0.02)
-    after = await keys.lease()
-    assert after is not None
-    assert after.lease_id != before.lease_id
-    wait_for(lambda: produce(broker) == (0, 1), what="it owns again")
-    assert values_read(broker) == [0, 1]
-
-
 async def test_broker_refuses_while_another_holds_its_key(broker: BrokerProcess, keys: Keys) -> None:
     await keys.client.put(keys.lease_key(), b"99")
     appended, deadline = 0, time.monotonic() + PATIENCE_S
@@ -288,24 +270,6 @@ async def test_broker_with_deleted_key_registers_anew(broker: BrokerProcess, key
     assert await keys.client.get(f"{keys.prefix}/brokers/1") is not None
 
 
-async def test_broker_stopped_past_ttl_acknowledges_nothing(mortal: BrokerProcess, keys: Keys) -> None:
-    """The zombie: a write waits in its socket while another broker could have taken over."""
-    broker = mortal
-    assert accepted(broker) == (0, 0)
-    with broker.client() as client, broker.client() as reader:
-        broker.signal(signal.SIGSTOP)
-        client.send_produce(TOPIC, 0, build_batch([b"zombie"]))
-        send_fetch(reader, TOPIC, max_wait_ms=0)
-        while await keys.lease() is not None:
-            await asyncio.sleep(0.1)
-        await keys.client.put(keys.lease_key(), b"99")
-        broker.signal(signal.SIGCONT)
-        assert client.produced().error_code == NOT_LEADER
-        assert reader.receive().responses[0].partitions[0].error_code == NOT_LEADER
-    await keys.client.delete(keys.lease_key())
-    wait_for(lambda: produce(broker) == (0, 1), what="the zombie's write is not in the log")
-
-
 # Duplicates
 
 
@@ -324,16 +288,6 @@ async def test_second_process_under_one_id_gives_up(
     assert produce(broker) == (0, 0)
 
 
-async def test_restart_after_kill_9_waits_for_predecessors_lease(mortal: BrokerProcess, keys: Keys) -> None:
-    left_behind = await keys.held_lease()
-    mortal.kill()
-    killed_at = time.monotonic()
-    mortal.start()
-    assert time.monotonic() - killed_at > TTL_S / 2, "it did not wait"
-    now = await keys.held_lease()
-    assert now.lease_id != left_behind.lease_id
-
-
 async def test_key_on_foreign_lease_is_not_ours(broker: BrokerProcess, keys: Keys) -> None:
     assert broker.terminate() == 0
     await keys.client.put(keys.lease_key(), b"1")
@@ -341,21 +295,6 @@ async def test_key_on_foreign_lease_is_not_ours(broker: BrokerProcess, keys: Key
     assert produce(broker)[0] == NOT_LEADER
     await keys.client.delete(keys.lease_key())
     wait_for(lambda: produce(broker)[0] == 0, what="the key is free")
-
-
-async def test_log_of_earlier_namesake_topic_is_set_aside(broker: BrokerProcess, keys: Keys) -> None:
-    """The broker was away while its topic was recreated."""
-    assert produce(broker) == (0, 0)
-    assert broker.terminate() == 0
-    log_id = uuid.UUID(json.loads((broker.data_dir / "broker.json").read_text())["log_id"])
-    await keys.put_topic([[1]], log_ids={1: log_id})
-    broker.start()
-    assert values_read(broker) == []
-    assert produce(broker) == (0, 0)
-    assert await keys.leader_epoch() == 0, "epochs count within one topic"
-    strays = list(broker.data_dir.glob("#stray-*"))
-    assert len(strays) == 1, "the old records were destroyed"
-    shutil.rmtree(strays[0])
 
 
 async def test_recreated_topic_keeps_nothing_of_the_deleted_one(broker: BrokerProcess, keys: Keys) -> None:
@@ -371,22 +310,6 @@ async def test_recreated_topic_keeps_nothing_of_the_deleted_one(broker: BrokerPr
     wait_for(lambda: not list(broker.data_dir.glob("#deleted-*")), what="all is removed")
     assert list(broker.data_dir.glob("#stray-*")) == []
     assert len(list(broker.data_dir.glob(f"{TOPIC}-*/*.log"))) == partitions
-
-
-async def test_damaged_log_disables_only_its_partition(broker: BrokerProcess, keys: Keys) -> None:
-    with broker.client() as client:
-        create_topic(client, "fine", [[1]])
-    assert produce(broker) == (0, 0)
-    assert broker.terminate() == 0
-    directory = broker.data_dir / f"{TOPIC}-0"
-    segment = next(directory.glob("*.log"))
-    segment.write_bytes(segment.read_bytes()[:-1] + b"\xee")
-    (directory / "00000000000000000001.log").write_bytes(build_batch())
-    broker.start()
-    with broker.client() as client:
-        assert client.produce("fine", 0, build_batch()).error_code == 0
-        assert client.produce(TOPIC, 0, build_batch()).error_code == NOT_LEADER
-    assert "a bad batch" in broker.log()
 
 
 @pytest.mark.long

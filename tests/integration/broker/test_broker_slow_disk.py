@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,8 +22,6 @@ LEASE_TTL_S = 12
 # Longer than a lease lives.
 STALL_S = 14.0
 PAUSE_S = 0.1
-# Several segments fill in these rounds.
-LEAST_ROUNDS = 10
 SEGMENT_BYTES = 20_000
 VALUE = b"x" * 9_000
 OPTIONS: dict[str, Any] = {
@@ -94,38 +91,6 @@ def site(etcd: EmbeddedEtcd, directory: Path, topic: str, **options: Any) -> Ite
         ExitStack() as stack,
     ):
         yield Site(brokers, stack, topic)
-
-
-@pytest.mark.long
-def test_stalled_disk_delays_segments_and_checkpoints(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
-    """With --flush interval no answer waits for the disk: a power cut may lose the last second."""
-    with site(etcd, tmp_path, "slow-interval") as site_:
-        epochs, topic = site_.epochs(), site_.topic
-        clients = [site_.client(each) for each in range(3)]
-        before = [site_.files(0, partition) for partition in range(3)]
-        with site_.stalled(0):
-            end = time.monotonic() + STALL_S
-            written = 0
-            while time.monotonic() < end or written < 2 * LEAST_ROUNDS:
-                for partition, client in enumerate(clients):
-                    for acks in (1, -1):
-                        result = client.produce(topic, partition, build_batch([VALUE]), acks=acks, timeout_ms=30_000)
-                        assert result.error_code == error_codes.NONE
-                written += 2
-                time.sleep(PAUSE_S)
-            assert all(high_watermark(site_, partition) < written for partition in range(3)), "and not on the disk"
-            # As leader of one partition, and as follower of the others.
-            for partition in range(3):
-                rolled = len(site_.files(0, partition)) - len(before[partition])
-                assert rolled >= written * len(VALUE) // SEGMENT_BYTES - 1 > 3
-        site_.check_leases(epochs)
-        wait_for(lambda: all(high_watermark(site_, partition) > written for partition in range(3)))
-
-
-def high_watermark(site_: Site, partition: int) -> int:
-    """The high watermark that the first broker has stored."""
-    path = site_.brokers[0].data_dir / f"{site_.topic}-{partition}" / "checkpoint.json"
-    return int(json.loads(path.read_text())["high_watermark"]) if path.exists() else 0
 
 
 @pytest.mark.parametrize("slow", ["follower", pytest.param("leader", marks=pytest.mark.long)])

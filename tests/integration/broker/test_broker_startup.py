@@ -17,13 +17,11 @@ import grpc
 import pytest
 
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy.etcd import EtcdClient
 from kproxy_codec import api_keys
-from tests.support.brokers.reference_broker import BrokerProcess, RawClient, start_broker
+from tests.support.brokers.reference_broker import BrokerProcess, RawClient
 from tests.support.processes.dev import KproxyProcess, asyncios_own_loop, serving
 from tests.support.processes.ports import free_port
 from tests.support.waiting import PATIENCE_S, eventually, wait_for
-from tests.support.wire.record_batches import build_batch
 
 
 def refusal(broker: BrokerProcess) -> str:
@@ -137,19 +135,6 @@ async def test_permanent_etcd_error_ends_broker_at_once(tmp_path: Path) -> None:
             assert said in broker.stderr()
     finally:
         await server.stop(None)
-
-
-async def test_data_directory_in_use_is_refused(
-    etcd: EmbeddedEtcd, etcd_prefix: str, etcd_client: EtcdClient, tmp_path: Path
-) -> None:
-    with start_broker(1, tmp_path / "data", etcd.endpoint, etcd_prefix) as running:
-        second = BrokerProcess(2, tmp_path / "data", etcd.endpoint, etcd_prefix)
-        second.stderr_path = tmp_path / "second.stderr"
-        assert "another broker uses the data directory" in refusal(second)
-        with running.client() as client:
-            assert client.leaders("t") == {0: 1}
-            assert client.produce("t", 0, build_batch()).error_code == 0
-    assert await etcd_client.get(f"{etcd_prefix}/brokers/2") is None
 
 
 def test_impossible_numbers_are_refused(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path) -> None:

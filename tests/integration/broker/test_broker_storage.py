@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from kproxy.broker.snapshot import read_snapshot
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
-from kproxy_codec import api_keys, error_codes
+from kproxy_codec import error_codes
 from kproxy_codec.record_batch import iterate_batches
 from tests.support.brokers.reference_broker import (
     LASTING_TTL_S,
@@ -23,7 +22,7 @@ from tests.support.brokers.reference_broker import (
     start_broker,
 )
 from tests.support.brokers.small_disk import small_disk
-from tests.support.waiting import PATIENCE_S, wait_for
+from tests.support.waiting import wait_for
 from tests.support.wire.record_batches import build_batch
 
 DISK_BYTES = 512 << 10
@@ -43,11 +42,6 @@ def read_values(client: RawClient, topic: str, offset: int = 0) -> list[int]:
             return found
         found += [batch.base_offset for batch in batches]
         offset = batches[-1].last_offset + 1
-
-
-def first_offset(client: RawClient, topic: str) -> int:
-    asked = [{"name": topic, "partitions": [{"partition_index": 0, "timestamp": -2}]}]
-    return int(client.request(api_keys.LIST_OFFSETS, 1, replica_id=-1, topics=asked).topics[0].partitions[0].offset)
 
 
 def produce_until_refused(client: RawClient, topic: str) -> tuple[int, Any]:
@@ -96,26 +90,6 @@ def test_full_disk_is_reported_and_broker_recovers(etcd: EmbeddedEtcd, tmp_path:
         assert "torn log tail removed" in broker.log()
 
 
-def test_retention_moves_first_readable_offset(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
-    topic = "old"
-    options: dict[str, Any] = {"segment_bytes": 50_000, "retention_bytes": 100_000, "retention_check_interval_s": 0.1}
-    with start_broker(1, tmp_path / "1", etcd.endpoint, "/retention", **options) as broker:
-        with broker.client() as client:
-            client.metadata(topic)
-            for offset in range(20):
-                assert client.produce(topic, 0, build_batch([VALUE])).base_offset == offset
-            first = wait_for(lambda: first_offset(client, topic) >= 14 and first_offset(client, topic))
-            assert read_values(client, topic, first) == list(range(first, 20))
-            assert len(list((tmp_path / "1" / f"{topic}-0").glob("*.log"))) == (20 - first + 1) // 2
-        broker.signal(signal.SIGTERM)
-        assert broker.process.wait(PATIENCE_S) == 0
-        broker.start()
-        with broker.client() as client:
-            wait_for(lambda: client.leaders(topic)[0] == 1)
-            assert first_offset(client, topic) == first
-            assert client.produce(topic, 0, build_batch([b"v"])).base_offset == 20
-
-
 def test_only_replica_without_tail_leads_after_accepted_loss(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
     topic = "cut"
     with start_broker(1, tmp_path / "1", etcd.endpoint, "/cut", segment_bytes=50_000) as broker:
@@ -145,8 +119,9 @@ def test_only_replica_without_tail_leads_after_accepted_loss(etcd: EmbeddedEtcd,
 def bytes_behind_snapshot(directory: Path) -> int:
     snapshot = read_snapshot(directory, 1 << 62)
     assert snapshot is not None
-    later = [path for path in directory.glob("*.log") if int(path.stem) >= snapshot.segment.base_offset]
-    return sum(path.stat().st_size for path in later) - snapshot.segment.size_in_bytes
+    index, _ = snapshot
+    later = [path for path in directory.glob("*.log") if int(path.stem) >= index.base_offset]
+    return sum(path.stat().st_size for path in later) - index.size_in_bytes
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what a process has read")

@@ -50,16 +50,6 @@ def test_topics_are_created_only_when_request_allows_it(cluster: Cluster, topic:
         assert client.metadata(topic).topics[0].error_code == 0
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a b", "ü", "x" * 250])
-def test_illegal_topic_names_are_refused(cluster: Cluster, name: str) -> None:
-    with cluster.brokers[0].client() as client:
-        assert client.metadata(name).topics[0].error_code == error_codes.INVALID_TOPIC_EXCEPTION
-        created = client.request(
-            api_keys.CREATE_TOPICS, 7, topics=[{"name": name, "num_partitions": 1}], timeout_ms=1000
-        )
-        assert created.topics[0].error_code == error_codes.INVALID_TOPIC_EXCEPTION
-
-
 def test_topic_is_found_by_its_id(cluster: Cluster, topic: str) -> None:
     with cluster.brokers[0].client() as client:
         topic_id = client.metadata(topic).topics[0].topic_id
@@ -133,39 +123,11 @@ def test_created_topic_has_leaders_at_its_answer(cluster: Cluster, topic: str, v
     ("fields", "error_code"),
     [
         ({"replication_factor": 4}, error_codes.INVALID_REPLICATION_FACTOR),
-        ({"replication_factor": 0}, error_codes.INVALID_REPLICATION_FACTOR),
-        ({"replication_factor": -2}, error_codes.INVALID_REPLICATION_FACTOR),
-        ({"num_partitions": 0}, error_codes.INVALID_PARTITIONS),
         ({"num_partitions": 10_001}, error_codes.INVALID_PARTITIONS),
-        ({"configs": [{"name": "cleanup.policy", "value": "compact"}]}, error_codes.INVALID_CONFIG),
-        ({"configs": [{"name": "min.insync.replicas", "value": "0"}]}, error_codes.INVALID_CONFIG),
-        ({"configs": [{"name": "segment.bytes", "value": "1000"}]}, error_codes.INVALID_CONFIG),
         ({"configs": [{"name": "retention.ms", "value": None}]}, error_codes.INVALID_CONFIG),
-        ({"configs": [{"name": "flush.messages", "value": "1"}]}, error_codes.INVALID_CONFIG),
-        ({"assignments": [{"partition_index": 0, "broker_ids": []}]}, error_codes.INVALID_REPLICA_ASSIGNMENT),
-        ({"assignments": [{"partition_index": 0, "broker_ids": [1, 1]}]}, error_codes.INVALID_REPLICA_ASSIGNMENT),
-        (
-            {
-                "assignments": [
-                    {"partition_index": 0, "broker_ids": [1, 2]},
-                    {"partition_index": 1, "broker_ids": [1]},
-                ]
-            },
-            error_codes.INVALID_REPLICA_ASSIGNMENT,
-        ),
-        ({"assignments": [{"partition_index": 0, "broker_ids": [9]}]}, error_codes.INVALID_REPLICA_ASSIGNMENT),
-        ({"assignments": [{"partition_index": 1, "broker_ids": [1]}]}, error_codes.INVALID_REPLICA_ASSIGNMENT),
-        (
-            {"assignments": [{"partition_index": 0, "broker_ids": [1]}], "num_partitions": 1},
-            error_codes.INVALID_REQUEST,
-        ),
-        (
-            {"assignments": [{"partition_index": 0, "broker_ids": [1]}], "replication_factor": 1},
-            error_codes.INVALID_REQUEST,
-        ),
     ],
 )
-def test_invalid_topics_are_refused_with_a_message(
+def test_refused_topic_is_explained_and_not_created(
     cluster: Cluster, topic: str, fields: dict[str, Any], error_code: int
 ) -> None:
     with cluster.brokers[0].client() as client:

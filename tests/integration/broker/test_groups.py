@@ -154,7 +154,6 @@ def mortal(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path) -> Iterator[Sit
         yield Site(brokers, proxy.kafka)
 
 
-@pytest.mark.long(but=2)
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("client", MEMBERS)
 def test_members_survive_death_of_coordinator(mortal: Site, name: str, client: str) -> None:

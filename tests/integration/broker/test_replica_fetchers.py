@@ -28,7 +28,7 @@ from kproxy_codec.fetch import parse_fetch as parse
 from kproxy_codec.framing import frame_message, parse_request_header, response_header
 from kproxy_codec.partitioned import encode_topics
 from tests.support.brokers.broker_logs import leader_batches, read_all
-from tests.support.brokers.replicating import LEADER, SECRET, FollowerSide, LeaderSide, append, fetching, pair
+from tests.support.brokers.replicating import LEADER, SECRET, FollowerSide, LeaderSide, Pair, append, fetching, pair
 from tests.support.waiting import PATIENCE_S, eventually
 
 T, U = uuid.uuid4(), uuid.uuid4()
@@ -44,6 +44,12 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetchers, "FIRST_PAUSE_S", 0.01)
 
 
+@pytest.fixture
+async def both(tmp_path: Path) -> AsyncIterator[Pair]:
+    async with pair(tmp_path) as both:
+        yield both
+
+
 async def replicated(*replicas: tuple[Partition, Partition]) -> None:
     """Wait until the follower's log equals the leader's, and it knows the high watermark."""
     for leader, follower in replicas:
@@ -56,18 +62,17 @@ async def _reaches(follower: Partition, offset: int) -> None:
     await eventually(lambda: follower.high_watermark >= offset, what="what is committed")
 
 
-async def test_appended_records_are_fetched(tmp_path: Path) -> None:
-    async with pair(tmp_path) as both:
-        replicas = [both.replicate(*topic, index) for topic in (("t", T), ("u", U)) for index in range(3)]
-        for number, (leader, _) in enumerate(replicas):
-            for each in range(number + 1):
-                assert append(leader, b"v%d" % each, b"w" * 1000).error_code == error_codes.NONE
-        for leader, _ in replicas:
-            assert await leader.wait_for_isr(leader.log_end_offset - 1, PATIENCE_S) == error_codes.NONE
-        await replicated(*replicas)
+async def test_appended_records_are_fetched(both: Pair) -> None:
+    replicas = [both.replicate(*topic, index) for topic in (("t", T), ("u", U)) for index in range(3)]
+    for number, (leader, _) in enumerate(replicas):
+        for each in range(number + 1):
+            assert append(leader, b"v%d" % each, b"w" * 1000).error_code == error_codes.NONE
+    for leader, _ in replicas:
+        assert await leader.wait_for_isr(leader.log_end_offset - 1, PATIENCE_S) == error_codes.NONE
+    await replicated(*replicas)
 
 
-async def test_hung_disk_delays_only_its_own_partition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_hung_disk_delays_only_its_own_partition(both: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """With flush policy always the next request confirms the flush, so only that partition's request waits."""
     hangs, goes_on, sync = threading.Event(), threading.Event(), segment._sync_data
 
@@ -76,128 +81,103 @@ async def test_hung_disk_delays_only_its_own_partition(tmp_path: Path, monkeypat
         assert goes_on.wait(3 * PATIENCE_S)
         sync(fd)
 
-    async with pair(tmp_path) as both:
-        (slow, slow_follower), others = both.replicate("t", T, 0), [both.replicate("u", U, each) for each in range(3)]
-        slow_follower.log.options = LogOptions(flush="always")
-        monkeypatch.setattr(segment, "_sync_data", wait)
-        try:
-            append(slow, b"first")
-            assert await asyncio.to_thread(hangs.wait, PATIENCE_S)
-            for number in range(5):
-                for leader, _ in others:
-                    append(leader, b"v")
-                for leader, _ in others:
-                    assert await leader.wait_for_isr(number, PATIENCE_S) == error_codes.NONE
-            append(slow, b"second")
-            assert (slow_follower.log_end_offset, slow.high_watermark) == (1, 0)
-        finally:
-            goes_on.set()
-        assert await slow.wait_for_isr(1, PATIENCE_S) == error_codes.NONE
-        await replicated((slow, slow_follower), *others)
+    (slow, slow_follower), others = both.replicate("t", T, 0), [both.replicate("u", U, each) for each in range(3)]
+    slow_follower.log.options = LogOptions(flush="always")
+    monkeypatch.setattr(segment, "_sync_data", wait)
+    try:
+        append(slow, b"first")
+        assert await asyncio.to_thread(hangs.wait, PATIENCE_S)
+        for number in range(5):
+            for leader, _ in others:
+                append(leader, b"v")
+            for leader, _ in others:
+                assert await leader.wait_for_isr(number, PATIENCE_S) == error_codes.NONE
+        append(slow, b"second")
+        assert (slow_follower.log_end_offset, slow.high_watermark) == (1, 0)
+    finally:
+        goes_on.set()
+    assert await slow.wait_for_isr(1, PATIENCE_S) == error_codes.NONE
+    await replicated((slow, slow_follower), *others)
 
 
-async def test_dead_lease_stops_fetches_and_dials(tmp_path: Path) -> None:
+async def test_dead_lease_stops_fetches_and_dials(both: Pair) -> None:
     """Another process may have the broker's id by then, and this broker's log must not count as that one's."""
-    async with pair(tmp_path) as both:
-        leader, follower = both.replicate("t", T, 0)
-        append(leader, b"before")
-        await replicated((leader, follower))
-        both.follower.holds_lease = False
-        append(leader, b"after")
-        await asyncio.sleep(0.3)
-        assert leader.replication.follower_progress()[both.follower.node_id][0] == 1
-        assert leader.high_watermark == 1
-        await both.leader.restart()
-        await asyncio.sleep(0.3)
-        assert not both.leader.listener.followers
-        both.follower.holds_lease = True
-        await replicated((leader, follower))
+    leader, follower = both.replicate("t", T, 0)
+    append(leader, b"before")
+    await replicated((leader, follower))
+    both.follower.holds_lease = False
+    append(leader, b"after")
+    await asyncio.sleep(0.3)
+    assert leader.replication.follower_progress()[both.follower.node_id][0] == 1
+    assert leader.high_watermark == 1
+    await both.leader.restart()
+    await asyncio.sleep(0.3)
+    assert not both.leader.listener.followers
+    both.follower.holds_lease = True
+    await replicated((leader, follower))
 
 
-async def test_append_does_not_wait_for_leaders_long_poll(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_append_does_not_wait_for_leaders_long_poll(both: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetchers, "MAX_WAIT_MS", LONG_WAIT_MS)
-    async with pair(tmp_path) as both:
-        leader, _ = both.replicate("t", T, 0)
-        for number in range(20):
-            append(leader, b"v%d" % number)
-            assert await leader.wait_for_isr(number, PATIENCE_S) == error_codes.NONE
+    leader, _ = both.replicate("t", T, 0)
+    for number in range(20):
+        append(leader, b"v%d" % number)
+        assert await leader.wait_for_isr(number, PATIENCE_S) == error_codes.NONE
 
 
-async def test_newly_followed_partition_skips_leaders_long_poll(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_newly_followed_partition_skips_leaders_long_poll(both: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a take-over: a broker becomes the leader of another's partitions one by one."""
     monkeypatch.setattr(fetchers, "MAX_WAIT_MS", LONG_WAIT_MS)
-    async with pair(tmp_path) as both:
-        for index in range(5):
-            leader, _ = both.replicate("t", T, index)
-            append(leader, b"v")
-            assert await leader.wait_for_isr(0, PATIENCE_S) == error_codes.NONE
+    for index in range(5):
+        leader, _ = both.replicate("t", T, index)
+        append(leader, b"v")
+        assert await leader.wait_for_isr(0, PATIENCE_S) == error_codes.NONE
 
 
-async def test_leader_unaware_of_its_lease_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_leader_unaware_of_its_lease_is_asked_again(both: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Meanwhile fetches of its other partitions continue, although the leader waits for the lease."""
     monkeypatch.setattr(fetchers, "MAX_WAIT_MS", LONG_WAIT_MS)
-    async with pair(tmp_path) as both:
-        early = both.follower.follow("t", 1, T)
-        leader, _ = both.replicate("t", T, 0)
-        for number in range(5):
-            append(leader, b"v")
-            assert await leader.wait_for_isr(number, PATIENCE_S) == error_codes.NONE
-            await asyncio.sleep(fetchers.PARTITION_PAUSE_S / 2)
-        assert early.log_end_offset == 0
-        late = both.leader.lead("t", 1, T)
-        append(late, b"v")
-        assert await late.wait_for_isr(0, PATIENCE_S) == error_codes.NONE
+    early = both.follower.follow("t", 1, T)
+    leader, _ = both.replicate("t", T, 0)
+    for number in range(5):
+        append(leader, b"v")
+        assert await leader.wait_for_isr(number, PATIENCE_S) == error_codes.NONE
+        await asyncio.sleep(fetchers.PARTITION_PAUSE_S / 2)
+    assert early.log_end_offset == 0
+    late = both.leader.lead("t", 1, T)
+    append(late, b"v")
+    assert await late.wait_for_isr(0, PATIENCE_S) == error_codes.NONE
 
 
-async def test_busy_partition_leaves_room_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetchers, "MAX_BYTES", 2_000)
-    async with pair(tmp_path) as both:
-        much, little = both.leader.lead("t", 0, T), both.leader.lead("t", 1, T)
-        for _ in range(300):
-            append(much, b"v" * 900)
-        append(little, b"v")
-        follows_much, follows_little = both.follower.follow("t", 0, T), both.follower.follow("t", 1, T)
-        while not follows_little.log_end_offset:
-            await asyncio.sleep(0)
-        assert follows_much.log_end_offset < 100
-        await replicated((much, follows_much), (little, follows_little))
-
-
-async def test_partitions_beyond_request_limit_are_fetched_in_turn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_partitions_beyond_request_limit_are_fetched_in_turn(both: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (fetchers, partitioned):
         monkeypatch.setattr(module, "MAX_PARTITIONS", 3)
-    async with pair(tmp_path) as both:
-        replicas = [both.replicate(*topic, index) for topic in (("t", T), ("u", U)) for index in range(4)]
-        for leader, _ in replicas:
-            append(leader, b"v")
-        await replicated(*replicas)
+    replicas = [both.replicate(*topic, index) for topic in (("t", T), ("u", U)) for index in range(4)]
+    for leader, _ in replicas:
+        append(leader, b"v")
+    await replicated(*replicas)
 
 
-async def test_one_request_fetches_many_partitions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_request_fetches_many_partitions(both: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each request has a cost per partition on both sides, so there is not one for each append."""
     rest_s = 0.05
     monkeypatch.setattr(fetchers, "PARTITIONS_WITHOUT_REST", 3)
     monkeypatch.setattr(fetchers, "REST_S_PER_PARTITION", rest_s)
-    async with pair(tmp_path) as both:
-        replicas = [both.replicate("t", T, index) for index in range(4)]
-        loop = asyncio.get_running_loop()
-        _, follower = replicas[0]
-        begin, steps, end = loop.time(), 0, follower.log_end_offset
-        for number in range(100):
-            for each, _ in replicas:
-                append(each, b"v%d" % number)
-            await asyncio.sleep(0.002)
-            steps += follower.log_end_offset != end
-            end = follower.log_end_offset
-        assert steps <= (loop.time() - begin) / rest_s + 2
-        await replicated(*replicas)
+    replicas = [both.replicate("t", T, index) for index in range(4)]
+    loop = asyncio.get_running_loop()
+    _, follower = replicas[0]
+    begin, steps, end = loop.time(), 0, follower.log_end_offset
+    for number in range(100):
+        for each, _ in replicas:
+            append(each, b"v%d" % number)
+        await asyncio.sleep(0.002)
+        steps += follower.log_end_offset != end
+        end = follower.log_end_offset
+    assert steps <= (loop.time() - begin) / rest_s + 2
+    await replicated(*replicas)
 
 
-async def test_slow_disk_does_not_cost_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_disk_does_not_cost_the_lease(both: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """With --flush always each partition of an answer waits for the disk."""
     events: list[str] = []
     take_fetched = Partition.take_fetched
@@ -213,112 +193,105 @@ async def test_slow_disk_does_not_cost_the_lease(tmp_path: Path, monkeypatch: py
             await asyncio.sleep(0)
 
     monkeypatch.setattr(Partition, "take_fetched", slowly)
-    async with pair(tmp_path) as both:
-        leaders = [both.leader.lead("t", index, T) for index in range(20)]
-        for leader in leaders:
-            append(leader, b"v")
-        replicas = [(leader, both.follower.follow("t", index, T)) for index, leader in enumerate(leaders)]
-        at_work = asyncio.create_task(others())
-        await replicated(*replicas)
-        at_work.cancel()
+    leaders = [both.leader.lead("t", index, T) for index in range(20)]
+    for leader in leaders:
+        append(leader, b"v")
+    replicas = [(leader, both.follower.follow("t", index, T)) for index, leader in enumerate(leaders)]
+    at_work = asyncio.create_task(others())
+    await replicated(*replicas)
+    at_work.cancel()
     assert ("taken", "taken") not in set(pairwise(events))
 
 
-async def test_batch_larger_than_all_limits_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_batch_larger_than_all_limits_is_fetched(both: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetchers, "MAX_BYTES", 1_000)
-    async with pair(tmp_path) as both:
-        leader, follower = both.replicate("t", T, 0)
-        append(leader, b"v" * 3_000_000)
-        append(leader, b"w")
-        await replicated((leader, follower))
+    leader, follower = both.replicate("t", T, 0)
+    append(leader, b"v" * 3_000_000)
+    append(leader, b"w")
+    await replicated((leader, follower))
 
 
-async def test_returned_leader_is_fetched_from_again(tmp_path: Path) -> None:
-    async with pair(tmp_path) as both:
-        leader, follower = both.replicate("t", T, 0)
-        append(leader, b"before")
-        await replicated((leader, follower))
-        with capture_logs() as logs:
-            await both.leader.listener.close()
-            append(leader, b"meanwhile")
-            await eventually(lambda: [each for each in logs if each["event"] == "leader not reachable"])
-            await asyncio.sleep(0.3)
-            await both.leader.restart()
-            await replicated((leader, follower))
-        reasons = [each["reason"] for each in logs if each["event"] == "leader not reachable"]
-        assert 1 <= len(reasons) == len(set(reasons)), "a reason is told once, however often it is met"
-
-
-async def test_leader_that_listens_elsewhere_is_followed_there(tmp_path: Path) -> None:
-    async with pair(tmp_path) as both:
-        leader, follower = both.replicate("t", T, 0)
-        append(leader, b"before")
-        await replicated((leader, follower))
+async def test_returned_leader_is_fetched_from_again(both: Pair) -> None:
+    leader, follower = both.replicate("t", T, 0)
+    append(leader, b"before")
+    await replicated((leader, follower))
+    with capture_logs() as logs:
         await both.leader.listener.close()
-        both.leader.port = 0
+        append(leader, b"meanwhile")
+        await eventually(lambda: [each for each in logs if each["event"] == "leader not reachable"])
+        await asyncio.sleep(0.3)
         await both.leader.restart()
-        append(leader, b"after")
-        both.follower.tell_broker(LEADER, both.leader.port)
         await replicated((leader, follower))
+    reasons = [each["reason"] for each in logs if each["event"] == "leader not reachable"]
+    assert 1 <= len(reasons) == len(set(reasons)), "a reason is told once, however often it is met"
 
 
-async def test_partition_no_longer_followed_is_not_fetched(tmp_path: Path) -> None:
-    async with pair(tmp_path) as both:
-        leader, follower = both.replicate("t", T, 0)
-        append(leader, b"v")
-        await replicated((leader, follower))
-        follower.follow_nobody()
-        both.follower.fetchers.wake()
-        await eventually(lambda: not both.leader.listener.followers)
-        append(leader, b"w")
-        both.follower.follow("t", 0, T)
-        await replicated((leader, follower))
-        assert both.leader.listener.followers == {2}
+async def test_leader_that_listens_elsewhere_is_followed_there(both: Pair) -> None:
+    leader, follower = both.replicate("t", T, 0)
+    append(leader, b"before")
+    await replicated((leader, follower))
+    await both.leader.listener.close()
+    both.leader.port = 0
+    await both.leader.restart()
+    append(leader, b"after")
+    both.follower.tell_broker(LEADER, both.leader.port)
+    await replicated((leader, follower))
 
 
-async def test_diverged_tail_is_truncated_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_partition_no_longer_followed_is_not_fetched(both: Pair) -> None:
+    leader, follower = both.replicate("t", T, 0)
+    append(leader, b"v")
+    await replicated((leader, follower))
+    follower.follow_nobody()
+    both.follower.fetchers.wake()
+    await eventually(lambda: not both.leader.listener.followers)
+    append(leader, b"w")
+    both.follower.follow("t", 0, T)
+    await replicated((leader, follower))
+    assert both.leader.listener.followers == {2}
+
+
+async def test_diverged_tail_is_truncated_at_once(both: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The leader reports the divergence point without waiting for records."""
     monkeypatch.setattr(fetchers, "MAX_WAIT_MS", LONG_WAIT_MS)
-    async with pair(tmp_path) as both:
-        leader = both.leader.lead("t", 0, T, epoch=1)
-        follower = both.follower.open("t", 0, T)
-        follower.log.append_replicated(leader_batches(0, 2, 1, leader_epoch=0))
-        both.follower.hosted[b"t", 0] = follower
-        both.follower.follow("t", 0, T, epoch=1)
-        await eventually(lambda: follower.log_end_offset == 0)
-        append(leader, b"v")
-        assert await leader.wait_for_isr(0, PATIENCE_S) == error_codes.NONE
-        assert read_all(follower.log) == read_all(leader.log)
+    leader = both.leader.lead("t", 0, T, epoch=1)
+    follower = both.follower.open("t", 0, T)
+    follower.log.append_replicated(leader_batches(0, 2, 1, leader_epoch=0))
+    both.follower.hosted[b"t", 0] = follower
+    both.follower.follow("t", 0, T, epoch=1)
+    await eventually(lambda: follower.log_end_offset == 0)
+    append(leader, b"v")
+    assert await leader.wait_for_isr(0, PATIENCE_S) == error_codes.NONE
+    assert read_all(follower.log) == read_all(leader.log)
 
 
 # Slow peers, and peers that are not brokers
 
 
-async def test_unauthenticated_peer_is_closed_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unauthenticated_peer_is_closed_in_time(both: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is silent, or sends a byte now and then."""
-    async with pair(tmp_path) as both:
-        leader, follower = both.replicate("t", T, 0)
-        append(leader, b"v")
-        await replicated((leader, follower))
-        monkeypatch.setattr(listener, "AUTHENTICATION_TIMEOUT_S", 0.5)
-        with capture_logs() as logs:
-            silent, dripping = [await asyncio.open_connection("127.0.0.1", both.leader.port) for _ in range(2)]
-            for byte in frame_message(b"\x00\x11\x00\x01" + bytes(60)):
-                if dripping[0].at_eof() or dripping[1].is_closing():
-                    break
-                dripping[1].write(bytes([byte]))
-                await asyncio.sleep(0.02)
-            for reader, writer in (silent, dripping):
-                # A byte that comes after the end resets the connection.
-                with suppress(ConnectionResetError):
-                    assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
-                writer.close()
-        assert [each["reason"] for each in logs if each["event"] == "client connection closed"] == [
-            "not authenticated within 0 s"
-        ] * 2
-        append(leader, b"w")
-        await replicated((leader, follower))
-        assert both.leader.listener.followers == {2}, "whoever has authenticated stays"
+    leader, follower = both.replicate("t", T, 0)
+    append(leader, b"v")
+    await replicated((leader, follower))
+    monkeypatch.setattr(listener, "AUTHENTICATION_TIMEOUT_S", 0.5)
+    with capture_logs() as logs:
+        silent, dripping = [await asyncio.open_connection("127.0.0.1", both.leader.port) for _ in range(2)]
+        for byte in frame_message(b"\x00\x11\x00\x01" + bytes(60)):
+            if dripping[0].at_eof() or dripping[1].is_closing():
+                break
+            dripping[1].write(bytes([byte]))
+            await asyncio.sleep(0.02)
+        for reader, writer in (silent, dripping):
+            # A byte that comes after the end resets the connection.
+            with suppress(ConnectionResetError):
+                assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
+            writer.close()
+    assert [each["reason"] for each in logs if each["event"] == "client connection closed"] == [
+        "not authenticated within 0 s"
+    ] * 2
+    append(leader, b"w")
+    await replicated((leader, follower))
+    assert both.leader.listener.followers == {2}, "whoever has authenticated stays"
 
 
 # Leaders that send false answers

@@ -11,7 +11,8 @@ import signal
 import ssl
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -118,68 +119,55 @@ async def test_plain_and_tls_mismatch_names_the_remedy(site: Site, tmp_path: Pat
     assert all(follower_says in reason for reason in told), logs
 
 
-@pytest.mark.usefixtures("_short_waits")
-async def test_follower_with_tls_never_sends_plain_text(site: Site, tmp_path: Path) -> None:
-    """Whoever puts the leader's key or listens at its address gets only the first message of TLS."""
-    first_bytes: list[bytes] = []
+@asynccontextmanager
+async def dialled(site: Site, directory: Path, tls: ssl.SSLContext | None = None) -> AsyncIterator[list[bytes]]:
+    """A listener at a leader's address that a follower with TLS dials; yield the first bytes of each connection."""
+    heard: list[bytes] = []
 
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        first_bytes.append(await reader.read(1 << 16))
+        heard.append(await reader.read(1 << 16))
         # A Kafka answer, in case the follower would accept it.
         writer.write(bytes(100))
         writer.close()
 
-    server = await asyncio.start_server(listen, HOST, 0)
-    async with server:
-        follower = FollowerSide(tmp_path, encryption=site.encryption())
-        async with fetching(follower):
-            follower.tell_broker(LEADER, server.sockets[0].getsockname()[1])
-            follower.follow(TOPIC, 0, TOPIC_ID)
-            await eventually(lambda: len(first_bytes) >= 3)
+    follower = FollowerSide(directory, encryption=site.encryption())
+    async with await asyncio.start_server(listen, HOST, 0, ssl=tls) as server, fetching(follower):
+        follower.tell_broker(LEADER, server.sockets[0].getsockname()[1])
+        follower.follow(TOPIC, 0, TOPIC_ID)
+        yield heard
+
+
+@pytest.mark.usefixtures("_short_waits")
+async def test_follower_with_tls_never_sends_plain_text(site: Site, tmp_path: Path) -> None:
+    """Whoever puts the leader's key or listens at its address gets only the first message of TLS."""
+    async with dialled(site, tmp_path) as first_bytes:
+        await eventually(lambda: len(first_bytes) >= 3)
     assert {each[:3] for each in first_bytes} == {b"\x16\x03\x01"}
 
 
-def _stranger_with(shown: Callable[[Site], Pair]) -> Callable[[Site], ssl.SSLContext]:
-    def context(site: Site) -> ssl.SSLContext:
-        made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        made.load_cert_chain(*shown(site))
-        return made
-
-    return context
-
-
-# The listener at a leader's address, and the reason in the follower's log.
-LEADERS: dict[str, tuple[Callable[[Site], ssl.SSLContext], str]] = {
+# The certificate of the listener at a leader's address, and the reason in the follower's log.
+LEADERS: dict[str, tuple[Callable[[Site], Pair], str]] = {
     "another authority": (
-        _stranger_with(lambda site: site.theirs.issue("broker", HOST)),
+        lambda site: site.theirs.issue("broker", HOST),
         "its certificate is not signed by the authorities in --replication-tls-ca",
     ),
-    "expired": (_stranger_with(lambda site: site.ours.issue("old", HOST, days=-1)), "its certificate has expired"),
+    "expired": (lambda site: site.ours.issue("old", HOST, days=-1), "its certificate has expired"),
 }
 
 
 @pytest.mark.usefixtures("_short_waits")
 @pytest.mark.parametrize("case", LEADERS)
 async def test_follower_trusts_only_brokers_and_explains(site: Site, tmp_path: Path, case: str) -> None:
-    context, reason = LEADERS[case]
-    heard: list[bytes] = []
-
-    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        heard.append(await reader.read(100))
-        writer.close()
-
-    server = await asyncio.start_server(listen, HOST, 0, ssl=context(site))
+    shown, reason = LEADERS[case]
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*shown(site))
     with capture_logs() as logs:
-        async with server:
-            follower = FollowerSide(tmp_path, encryption=site.encryption())
-            async with fetching(follower):
-                follower.tell_broker(LEADER, server.sockets[0].getsockname()[1])
-                follower.follow(TOPIC, 0, TOPIC_ID)
-                await eventually(
-                    lambda: any(reason in said for said in reasons(logs, "leader not reachable")),
-                    lambda: logs,
-                    timeout_s=PATIENCE_S,
-                )
+        async with dialled(site, tmp_path, context) as heard:
+            await eventually(
+                lambda: any(reason in said for said in reasons(logs, "leader not reachable")),
+                lambda: logs,
+                timeout_s=PATIENCE_S,
+            )
     assert heard == [], "it was told something"
 
 
@@ -243,15 +231,15 @@ class Brokers:
     def replication(self, broker: BrokerProcess) -> Replication:
         return replication_of(self.etcd, self.prefix, broker.node_id)
 
-    def restart(self, broker: BrokerProcess, tls: ReplicationTls | None) -> None:
+    def restart(self, broker: BrokerProcess, tls: ReplicationTls) -> None:
         """Restart cleanly, with other options."""
         broker.terminate()
         broker.stop()
         self.start(broker, tls)
 
-    def start(self, broker: BrokerProcess, tls: ReplicationTls | None) -> None:
+    def start(self, broker: BrokerProcess, tls: ReplicationTls) -> None:
         arguments = [each for each in broker.arguments if not each.startswith("replication_tls=")]
-        broker.arguments = arguments if tls is None else [*arguments, f"replication_tls={as_option(tls)}"]
+        broker.arguments = [*arguments, f"replication_tls={as_option(tls)}"]
         broker.start()
 
 
@@ -259,36 +247,21 @@ def as_option(tls: ReplicationTls) -> str:
     return ",".join(map(str, tls.files))
 
 
+Start = Callable[[ReplicationTls], Brokers]
+
+
 @pytest.fixture
-def processes(
-    etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path
-) -> Iterator[Callable[[ReplicationTls | None], Brokers]]:
+def processes(etcd: EmbeddedEtcd, etcd_prefix: str, tmp_path: Path) -> Iterator[Start]:
     """Start brokers with these TLS options."""
-    started: list[Any] = []
+    options = {"lease_ttl_s": 60, "admin": 0, "isr_lag_s": 2, "leader_rebalance_s": 600}
+    with ExitStack() as stack:
 
-    def start(tls: ReplicationTls | None) -> Brokers:
-        options: dict[str, Any] = {} if tls is None else {"replication_tls": as_option(tls)}
-        context = start_brokers(
-            IDS,
-            tmp_path,
-            etcd.endpoint,
-            etcd_prefix,
-            lease_ttl_s=60,
-            admin=0,
-            isr_lag_s=2,
-            leader_rebalance_s=600,
-            **options,
-        )
-        brokers = context.__enter__()
-        started.append(context)
-        return Brokers(brokers, etcd.endpoint, etcd_prefix)
+        def start(tls: ReplicationTls) -> Brokers:
+            by_tls = {"replication_tls": as_option(tls)}
+            brokers = start_brokers(IDS, tmp_path, etcd.endpoint, etcd_prefix, **options, **by_tls)
+            return Brokers(stack.enter_context(brokers), etcd.endpoint, etcd_prefix)
 
-    yield start
-    for context in started:
-        context.__exit__(None, None, None)
-
-
-Start = Callable[[ReplicationTls | None], Brokers]
+        yield start
 
 
 # The connecting peer, and the reason in the listener's log.

@@ -9,8 +9,8 @@ import os
 import struct
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
 
 import pytest
 
@@ -24,10 +24,11 @@ from kproxy_codec.fetch import PartitionFetch
 from kproxy_codec.framing import request_header
 from kproxy_codec.partitioned import MAX_PARTITIONS
 from tests.support.brokers.follower_client import NO_DIRECTORY, FollowerClient, Replication, replication_of
-from tests.support.brokers.reference_broker import BrokerProcess, Cluster
+from tests.support.brokers.reference_broker import BrokerProcess, Cluster, RawClient
 from tests.support.waiting import wait_for
 from tests.support.wire.record_batches import build_batch
 
+C = TypeVar("C", FollowerClient, RawClient)
 TOPIC = "replicated"
 # An id that no broker here has.
 STRANGER = 9
@@ -51,6 +52,17 @@ class Leader:
 
     def closings(self) -> list[str]:
         return [line for line in self.broker.log().splitlines() if "connection closed" in line]
+
+    @contextmanager
+    def closes(self, client: C) -> Iterator[tuple[C, list[str]]]:
+        """A connection that the broker closes; after the block, the list has the one line that says why."""
+        before, lines = len(self.closings()), list[str]()
+        with client:
+            yield client, lines
+            assert client.is_closed()
+        lines += self.closings()[before:]
+        assert len(lines) == 1
+        self.replicates()
 
     def asking(self, **changes: int) -> list[tuple[uuid.UUID, list[PartitionFetch]]]:
         asked = PartitionFetch(0, 0, 0, -1, 0, 1 << 20)._replace(**changes)
@@ -169,34 +181,24 @@ REFUSED: dict[str, tuple[Callable[[FollowerClient, Leader], None], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_other_requests_close_the_connection(leader: Leader, case: str) -> None:
     say, reason = REFUSED[case]
-    before = leader.closings()
-    with leader.replication.client() as client:
+    with leader.closes(leader.replication.client()) as (client, lines):
         say(client, leader)
-        assert client.is_closed()
-    lines = leader.closings()[len(before) :]
-    assert len(lines) == 1
     assert reason in lines[0]
-    leader.replicates()
 
 
 @pytest.mark.parametrize("mechanism", ["PLAIN", "SCRAM-SHA-512", "GSSAPI", "", "x" * 30_000])
 def test_unknown_mechanism_has_kafkas_answer(leader: Leader, mechanism: str) -> None:
-    before = leader.closings()
-    with leader.replication.client() as client:
+    with leader.closes(leader.replication.client()) as (client, lines):
         answer = client.shake_hands(mechanism)
         assert (answer.error_code, answer.mechanisms) == (error_codes.UNSUPPORTED_SASL_MECHANISM, [MECHANISM])
-        assert client.is_closed()
-    (line,) = leader.closings()[len(before) :]
-    assert len(line) < 400
-    leader.replicates()
+    assert len(lines[0]) < 400
 
 
 @pytest.mark.parametrize(
     ("name", "secret"), [(2, ANOTHER), (STRANGER, ANOTHER), (-1, None)], ids=["broker", "nobody", "no id"]
 )
 def test_peer_without_the_secret_learns_only_that(leader: Leader, name: int, secret: Secret | None) -> None:
-    before = leader.closings()
-    with leader.replication.client() as client:
+    with leader.closes(leader.replication.client()) as (client, lines):
         client.shake_hands()
         handshake = FollowerHandshake(ReplicaKey(name, NO_DIRECTORY), secret or leader.replication.secret)
         answer = client.prove(handshake.first())
@@ -204,10 +206,7 @@ def test_peer_without_the_secret_learns_only_that(leader: Leader, name: int, sec
             answer = client.prove(handshake.final(answer.auth_bytes))
         assert answer.error_code == error_codes.SASL_AUTHENTICATION_FAILED
         assert (answer.error_message, answer.auth_bytes) == ("authentication failed", b"")
-        assert client.is_closed()
-    (line,) = leader.closings()[len(before) :]
-    assert "authentication failed" in line
-    leader.replicates()
+    assert "authentication failed" in lines[0]
 
 
 def test_requests_after_a_failed_proof_are_ignored(leader: Leader) -> None:
@@ -237,17 +236,14 @@ def test_strangers_do_not_keep_brokers_out(leader: Leader) -> None:
 def test_earlier_data_directory_is_refused(leader: Leader, cluster: Cluster) -> None:
     """Otherwise it would end the connection of the current broker with that id."""
     follower = next(broker for broker in cluster.brokers if broker is not leader.broker)
-    closings, authenticated = leader.closings(), leader.broker.log().count("follower authenticated")
-    with leader.replication.client() as client:
+    authenticated = leader.broker.log().count("follower authenticated")
+    with leader.closes(leader.replication.client()) as (client, lines):
         client.shake_hands()
         handshake = FollowerHandshake(ReplicaKey(follower.node_id, NO_DIRECTORY), leader.replication.secret)
         answer = client.prove(handshake.final(client.prove(handshake.first()).auth_bytes))
         assert (answer.error_code, answer.auth_bytes) == (error_codes.SASL_AUTHENTICATION_FAILED, b"")
-        assert client.is_closed()
-    (line,) = leader.closings()[len(closings) :]
-    assert f"broker {follower.node_id} runs with the data directory" in line
-    assert str(NO_DIRECTORY) in line
-    leader.replicates()
+    assert f"broker {follower.node_id} runs with the data directory" in lines[0]
+    assert str(NO_DIRECTORY) in lines[0]
     assert leader.broker.log().count("follower authenticated") == authenticated, "its own connection has ended"
 
 
@@ -264,16 +260,12 @@ def test_broker_has_one_connection(leader: Leader) -> None:
 @pytest.mark.parametrize("version", range(4, 19))
 def test_client_does_not_fetch_as_a_follower(leader: Leader, version: int) -> None:
     """It would move the high watermark past the followers' logs."""
-    before = leader.closings()
-    with leader.broker.client() as client:
+    with leader.closes(leader.broker.client()) as (client, lines):
         partition = {"partition": 0, "fetch_offset": 10**6, "partition_max_bytes": 1000}
         topics = [{"topic": TOPIC, "partitions": [partition]}] if version < 13 else []
         replica = {"replica_id": 2} if version < 15 else {"replica_state": {"replica_id": 2, "replica_epoch": -1}}
         client.send(FETCH, version, **replica, max_wait_ms=0, min_bytes=1, max_bytes=1000, topics=topics)
-        assert client.is_closed()
-    (line,) = leader.closings()[len(before) :]
-    assert "replica_id 2" in line
-    leader.replicates()
+    assert "replica_id 2" in lines[0]
 
 
 def test_replication_apis_are_not_offered_to_clients(leader: Leader) -> None:

@@ -55,10 +55,8 @@ CAUGHT_BY: dict[str, list[str]] = {
         "test_broker_ownership:test_sigterm_stops_broker_despite_waiting_fetch",
     ],
     "released a successor's lease key": ["test_broker_ownership:test_releasing_leaves_a_successors_key_alone"],
-    "ownership A, B, A reused offsets": ["test_broker_leases:test_partition_lost_and_retaken_reads_its_log_anew"],
-    "a broker stopped past its TTL acknowledged": [
-        "test_broker_ownership:test_broker_stopped_past_ttl_acknowledges_nothing"
-    ],
+    "ownership A, B, A reused offsets": ["test_broker_leases_alone:test_partition_lost_and_retaken_reads_its_log_anew"],
+    "a broker stopped past its TTL acknowledged": ["test_zombie:test_leader_stopped_past_its_lease_keeps_nothing"],
     "two processes under one id both owned": ["test_broker_ownership:test_second_process_under_one_id_gives_up"],
     "synthesised errors carried offset 0 and a bogus leader": [
         "test_fanout_retries:test_every_table_row_is_followed",

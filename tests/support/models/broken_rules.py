@@ -11,7 +11,7 @@ The following compares of transactions are not included.
   broker begins an epoch under a key that it led under before only after a reload that reported an earlier one. It and
   the lease there are tested by `tests/unit/broker/test_take_over.py`.
 - The topic in TakeOver and FenceKeeper: the model has no topic that is deleted. They are tested by
-  `tests/integration/broker/test_broker_leases.py` and `tests/unit/broker/test_fence_keeper.py`.
+  `tests/unit/broker/test_broker_leases_alone.py` and `tests/unit/broker/test_fence_keeper.py`.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,13 @@ from kproxy.errors import StartupError
 from tests.support.brokers.broker_logs import append_values
 
 FIRST, SECOND = uuid.UUID(int=1), uuid.UUID(int=2)
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path) -> Iterator[DataDir]:
+    opened = DataDir.open(tmp_path, 1)
+    yield opened
+    opened.close()
 
 
 def test_directory_serves_one_broker_at_a_time(tmp_path: Path) -> None:
@@ -61,8 +69,7 @@ def test_directory_belongs_to_one_node_id(tmp_path: Path) -> None:
     DataDir.open(tmp_path, 1).close()
 
 
-def test_log_is_found_again_for_its_topic_alone(tmp_path: Path) -> None:
-    data_dir = DataDir.open(tmp_path, 1)
+def test_log_is_found_again_for_its_topic_alone(data_dir: DataDir, tmp_path: Path) -> None:
     log = data_dir.open_log("t", 0, FIRST)
     append_values(log, 10)
     log.close()
@@ -73,7 +80,6 @@ def test_log_is_found_again_for_its_topic_alone(tmp_path: Path) -> None:
     assert other.log_end_offset == 0, "a topic of the same name got another's records"
     other.close()
     assert len(list(tmp_path.glob("#stray-*/*.log"))) == 1, "the earlier records were destroyed"
-    data_dir.close()
 
 
 def test_directory_keeps_one_unique_log_id(tmp_path: Path) -> None:
@@ -87,8 +93,7 @@ def test_directory_keeps_one_unique_log_id(tmp_path: Path) -> None:
     assert ids[0] == ids[1] != ids[2]
 
 
-def test_removed_log_gets_another_id_when_restarted(tmp_path: Path) -> None:
-    data_dir = DataDir.open(tmp_path, 1)
+def test_removed_log_gets_another_id_when_restarted(data_dir: DataDir, tmp_path: Path) -> None:
     data_dir.open_log("t", 0, FIRST).close()
     data_dir.open_log("t", 1, FIRST).close()
     shutil.rmtree(tmp_path / "t-0")
@@ -99,18 +104,15 @@ def test_removed_log_gets_another_id_when_restarted(tmp_path: Path) -> None:
     assert data_dir.log_id_of(FIRST, 0) == begun_anew
     data_dir.delete_log("t", 0, FIRST)
     assert data_dir.log_id_of(FIRST, 0) is None
-    data_dir.close()
 
 
-def test_log_that_fails_to_begin_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data_dir = DataDir.open(tmp_path, 1)
+def test_log_that_fails_to_begin_leaves_no_trace(data_dir: DataDir, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(Path, "mkdir", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no room")))
         with pytest.raises(DiskError):
             data_dir.open_log("t", 0, FIRST)
     data_dir.open_log("t", 0, FIRST).close()
     assert data_dir.log_id_of(FIRST, 0) == data_dir.log_id
-    data_dir.close()
 
 
 def lose_committed(tmp_path: Path, lost: str) -> Path:
@@ -187,8 +189,7 @@ def test_hung_disk_takes_no_threads_of_others(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_only_the_deleted_topics_log_is_deleted(tmp_path: Path) -> None:
-    data_dir = DataDir.open(tmp_path, 1)
+def test_only_the_deleted_topics_log_is_deleted(data_dir: DataDir, tmp_path: Path) -> None:
     data_dir.open_log("t", 0, SECOND).close()
     data_dir.delete_log("t", 0, FIRST)
     assert (tmp_path / "t-0").exists()
@@ -196,11 +197,9 @@ def test_only_the_deleted_topics_log_is_deleted(tmp_path: Path) -> None:
     assert not (tmp_path / "t-0").exists()
     data_dir.delete_log("t", 0, SECOND)
     assert not list(tmp_path.glob("#*"))
-    data_dir.close()
 
 
-def test_topic_recreated_during_removal_keeps_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data_dir = DataDir.open(tmp_path, 1)
+def test_topic_recreated_during_removal_keeps_its_log(data_dir: DataDir, monkeypatch: pytest.MonkeyPatch) -> None:
     data_dir.open_log("t", 0, FIRST).close()
     looked, created = threading.Event(), threading.Event()
 
@@ -223,12 +222,10 @@ def test_topic_recreated_during_removal_keeps_its_log(tmp_path: Path, monkeypatc
     again = data_dir.open_log("t", 0, SECOND)
     assert again.log_end_offset == 1
     again.close()
-    data_dir.close()
 
 
-def test_deleted_topic_leaves_nothing_for_its_namesake(tmp_path: Path) -> None:
+def test_deleted_topic_leaves_nothing_for_its_namesake(data_dir: DataDir, tmp_path: Path) -> None:
     """Its partitions are removed one by one, and a new creation does not wait for the last."""
-    data_dir = DataDir.open(tmp_path, 1)
     data_dir.open_log("t", 0, FIRST).close()
     data_dir.mark_deleted(FIRST)
     data_dir.open_log("t", 0, SECOND).close()
@@ -237,16 +234,13 @@ def test_deleted_topic_leaves_nothing_for_its_namesake(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["log-ids", "t-0"]
     data_dir.open_log("t", 0, FIRST).close()
     assert len(list(tmp_path.glob("#stray-*"))) == 1, "who was not deleted is kept"
-    data_dir.close()
 
 
-def test_topics_that_differ_in_case_stay_apart(tmp_path: Path) -> None:
-    data_dir = DataDir.open(tmp_path, 1)
+def test_topics_that_differ_in_case_stay_apart(data_dir: DataDir, tmp_path: Path) -> None:
     data_dir.open_log("Flights", 0, FIRST).close()
     (tmp_path / "Flights-0").rename(tmp_path / "flights-0")  # a case-insensitive file system would find it
     with pytest.raises(LogFailed, match="ignores case"):
         data_dir.open_log("flights", 0, SECOND)
-    data_dir.close()
 
 
 def test_half_removed_directory_is_removed_at_next_start(tmp_path: Path) -> None:
@@ -286,8 +280,7 @@ def keep_folders(monkeypatch: pytest.MonkeyPatch, prefix: str) -> None:
     monkeypatch.setattr(os, "rmdir", rmdir)
 
 
-def test_undeletable_log_blocks_no_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data_dir = DataDir.open(tmp_path, 1)
+def test_undeletable_log_blocks_no_new_one(data_dir: DataDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data_dir.open_log("t", 0, FIRST).close()
     data_dir.mark_deleted(FIRST)
     keep_folders(monkeypatch, "#deleted-")
@@ -295,15 +288,13 @@ def test_undeletable_log_blocks_no_new_one(tmp_path: Path, monkeypatch: pytest.M
     assert len(list(tmp_path.glob("#deleted-*"))) == 1
     data_dir.delete_log("t", 0, SECOND)
     assert data_dir.log_id_of(SECOND, 0) is None
-    data_dir.close()
 
 
 NO_LOG_IDS = [b"", b"\x00" * 60, b"[1]", b"{}", b'{"log_id": "mine"}']
 
 
 @pytest.mark.parametrize("content", NO_LOG_IDS)
-def test_damaged_log_id_keeps_its_log_closed(tmp_path: Path, content: bytes) -> None:
-    data_dir = DataDir.open(tmp_path, 1)
+def test_damaged_log_id_keeps_its_log_closed(data_dir: DataDir, tmp_path: Path, content: bytes) -> None:
     for partition_index in (0, 1):
         log = data_dir.open_log("t", partition_index, FIRST)
         append_values(log, 10)
@@ -324,7 +315,6 @@ def test_damaged_log_id_keeps_its_log_closed(tmp_path: Path, content: bytes) -> 
     log = data_dir.open_log("t", 0, FIRST)
     assert (log.log_end_offset, data_dir.log_id_of(FIRST, 0)) == (1, data_dir.log_id)
     log.close()
-    data_dir.close()
 
 
 NO_BROKERS = [*NO_LOG_IDS, b'{"node_id": 1, "version": 2}', b'{"node_id": 1, "version": "x"}']

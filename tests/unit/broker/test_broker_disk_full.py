@@ -16,6 +16,7 @@ from kproxy.broker.leader_epochs import Leadership
 from kproxy.broker.log import Log
 from tests.support.brokers.broker_logs import append_values, leader_batches, read_all
 from tests.support.brokers.small_disk import SmallDisk, small_disk
+from tests.unit.broker.replicas import reopened
 
 OPTIONS = LogOptions(segment_bytes=10_000)
 
@@ -94,11 +95,9 @@ def test_batch_is_refused_whole_until_disk_has_room(
     assert read_all(log) == records
     operation(log)
     assert files(log) != before
-    log.close()
-    again = Log.open(log.directory, options=OPTIONS)
-    assert (again.truncated_bytes, again.log_end_offset) == (0, log.log_end_offset)
-    assert (again.high_watermark_checkpoint, again.leadership) in ((2, (0, 7)), (5, (0, 9)))
-    again.close()
+    with reopened(log) as again:
+        assert (again.truncated_bytes, again.log_end_offset) == (0, log.log_end_offset)
+        assert (again.high_watermark_checkpoint, again.leadership) in ((2, (0, 7)), (5, (0, 9)))
 
 
 def test_partition_without_room_begins_later(disk: SmallDisk) -> None:
@@ -128,10 +127,8 @@ def test_follower_keeps_whole_batches_before_full_disk(disk: SmallDisk, log: Log
     disk.free()
     assert log.append_replicated(leader_batches(taken, 400)) == taken + 400
     whole = read_all(log)
-    log.close()
-    again = Log.open(log.directory, options=OPTIONS)
-    assert (again.truncated_bytes, read_all(again)) == (0, whole)
-    again.close()
+    with reopened(log) as again:
+        assert (again.truncated_bytes, read_all(again)) == (0, whole)
 
 
 def test_truncation_and_retention_free_a_full_disk(disk: SmallDisk, log: Log) -> None:

@@ -4,75 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import threading
-import time
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
-from kproxy.broker import segment
 from kproxy.broker.config import LogOptions
 from kproxy.broker.leader_epochs import Leadership
 from kproxy.broker.log import Log
-from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition, ReplicaSettings
-from kproxy.broker.replication.partition_replication import Isr
-from kproxy.broker.writer_fence import KeptFence
+from kproxy.broker.partition import ACKS_ALL, AppendResult, Partition
 from kproxy_codec import error_codes
 from kproxy_codec.record_batch import parse_batch
-from tests.support.brokers.replica_group import fetch_as_replica, on_disk
+from tests.support.brokers.replica_group import Fence, fetch_as_replica
 from tests.support.wire.record_batches import build_batch
+from tests.unit.broker.replicas import lead, replica
+from tests.unit.broker.slow_disk import PATIENCE_S, SlowDisk
 
 LEADER, FOLLOWER = 1, 2
-PATIENCE_S = 30.0
 OPTIONS = LogOptions(segment_bytes=1000, flush="always")
-
-
-class Disk:
-    """`waiting` is set while a caller waits for a disk that hangs; with `fails` the wait ends with an error."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.syncs = 0
-        self.fails = False
-        self.waiting = threading.Event()
-        self._goes_on = threading.Event()
-        self._goes_on.set()
-        self._sync = segment._sync_data
-        monkeypatch.setattr(segment, "_sync_data", self._wait)
-
-    def _wait(self, fd: int) -> None:
-        self.waiting.set()
-        assert self._goes_on.wait(PATIENCE_S)
-        if self.fails:
-            raise OSError(errno.EIO, "Input/output error")
-        self._sync(fd)
-        self.syncs += 1
-
-    def hang(self) -> None:
-        self.waiting.clear()
-        self._goes_on.clear()
-
-    async def is_waited_for(self) -> None:
-        assert await asyncio.to_thread(self.waiting.wait, PATIENCE_S)
-
-    def go_on(self) -> None:
-        self._goes_on.set()
-
-
-@pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
-    disk = Disk(monkeypatch)
-    yield disk
-    disk.go_on()
-
-
-class Fence:
-    lives = True
-
-    def is_live(self) -> bool:
-        return self.lives
 
 
 @pytest.fixture
@@ -80,20 +29,13 @@ def fence() -> Fence:
     return Fence()
 
 
-def replica(directory: Path, node_id: int) -> Partition:
-    log = Log.open(directory / str(node_id) / "t-0", options=OPTIONS)
-    return Partition("t", 0, uuid.UUID(int=1), log, ReplicaSettings(node_id, time.monotonic), on_disk(node_id).log_id)
-
-
-def lead(partition: Partition, fence: Fence, *isr: int) -> Partition:
-    replicas = (LEADER, FOLLOWER)
-    partition.become_leader(Leadership(3, 1), replicas, Isr(frozenset(map(on_disk, isr)), 1), fence, KeptFence())
-    return partition
+def flushing(directory: Path, node_id: int) -> Partition:
+    return replica(directory / str(node_id) / "t-0", node_id, segment_bytes=1000, flush="always")
 
 
 @pytest.fixture
-async def leader(tmp_path: Path, disk: Disk, fence: Fence) -> AsyncIterator[Partition]:
-    partition = lead(replica(tmp_path, LEADER), fence, LEADER)
+async def leader(tmp_path: Path, disk: SlowDisk, fence: Fence) -> AsyncIterator[Partition]:
+    partition = lead(flushing(tmp_path, LEADER), epoch=3, fence=fence)
     yield partition
     disk.go_on()
     partition.close()
@@ -114,7 +56,7 @@ def waits_for(partition: Partition, acks: int) -> Callable[[int, float], Awaitab
 
 
 @pytest.mark.parametrize("acks", [1, ACKS_ALL])
-async def test_answer_waits_only_for_its_own_disk(leader: Partition, disk: Disk, acks: int) -> None:
+async def test_answer_waits_only_for_its_own_disk(leader: Partition, disk: SlowDisk, acks: int) -> None:
     disk.hang()
     result = append(leader, acks=acks)
     assert (result.error_code, result.last_offset) == (0, 0)
@@ -132,7 +74,7 @@ async def test_answer_waits_only_for_its_own_disk(leader: Partition, disk: Disk,
     assert await answered(leader.wait_for_isr(1, PATIENCE_S)) == error_codes.NONE
 
 
-async def test_all_waiters_share_two_flushes(leader: Partition, disk: Disk) -> None:
+async def test_all_waiters_share_two_flushes(leader: Partition, disk: SlowDisk) -> None:
     disk.hang()
     append(leader)
     await disk.is_waited_for()
@@ -146,7 +88,7 @@ async def test_all_waiters_share_two_flushes(leader: Partition, disk: Disk) -> N
     assert disk.syncs - before == 2
 
 
-async def test_segments_begin_while_the_disk_hangs(leader: Partition, disk: Disk) -> None:
+async def test_segments_begin_while_the_disk_hangs(leader: Partition, disk: SlowDisk) -> None:
     disk.hang()
     for offset in range(5):
         assert append(leader, build_batch([b"x" * 900])).base_offset == offset
@@ -159,7 +101,7 @@ async def test_segments_begin_while_the_disk_hangs(leader: Partition, disk: Disk
 
 
 @pytest.mark.parametrize("acks", [1, ACKS_ALL])
-async def test_batch_that_may_be_flushed_is_not_refused(leader: Partition, disk: Disk, acks: int) -> None:
+async def test_batch_that_may_be_flushed_is_not_refused(leader: Partition, disk: SlowDisk, acks: int) -> None:
     """The batch is in the file, and is read again after a reopening: a resend would duplicate it."""
     disk.hang()
     results = [append(leader, acks=acks) for _ in range(3)]
@@ -175,7 +117,7 @@ async def test_batch_that_may_be_flushed_is_not_refused(leader: Partition, disk:
 
 
 @pytest.mark.parametrize("acks", [1, ACKS_ALL])
-async def test_slow_disk_exceeds_the_producers_timeout(leader: Partition, disk: Disk, acks: int) -> None:
+async def test_slow_disk_exceeds_the_producers_timeout(leader: Partition, disk: SlowDisk, acks: int) -> None:
     disk.hang()
     append(leader, acks=acks)
     assert await answered(waits_for(leader, acks)(0, 0.05)) == error_codes.REQUEST_TIMED_OUT
@@ -186,13 +128,13 @@ async def test_slow_disk_exceeds_the_producers_timeout(leader: Partition, disk: 
 @pytest.mark.parametrize("closed", [False, True])
 @pytest.mark.parametrize("acks", [1, ACKS_ALL])
 async def test_broker_losing_lease_during_flush_stays_silent(
-    leader: Partition, disk: Disk, fence: Fence, acks: int, closed: bool
+    leader: Partition, disk: SlowDisk, fence: Fence, acks: int, closed: bool
 ) -> None:
     disk.hang()
     append(leader, acks=acks)
     answer = asyncio.ensure_future(waits_for(leader, acks)(0, PATIENCE_S))
     await disk.is_waited_for()
-    fence.lives = False
+    fence.live = False
     if closed:
         leader.close()
         assert await answered(answer) == error_codes.REQUEST_TIMED_OUT, "it waits for the disk"
@@ -200,7 +142,7 @@ async def test_broker_losing_lease_during_flush_stays_silent(
     assert await answered(answer) == error_codes.REQUEST_TIMED_OUT
 
 
-async def test_resend_of_unflushed_batch_waits_too(leader: Partition, disk: Disk) -> None:
+async def test_resend_of_unflushed_batch_waits_too(leader: Partition, disk: SlowDisk) -> None:
     def batch() -> bytearray:
         return build_batch([b"v"], producer_id=1, producer_epoch=0, base_sequence=0)
 
@@ -211,7 +153,7 @@ async def test_resend_of_unflushed_batch_waits_too(leader: Partition, disk: Disk
 
 
 async def test_write_under_dying_fence_is_undone(
-    leader: Partition, disk: Disk, fence: Fence, monkeypatch: pytest.MonkeyPatch
+    leader: Partition, disk: SlowDisk, fence: Fence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk.hang()
     append(leader)
@@ -227,7 +169,7 @@ async def test_write_under_dying_fence_is_undone(
     assert await answered(answer) == error_codes.NONE
 
 
-async def test_log_of_killed_broker_is_flushed_before_counting(tmp_path: Path, disk: Disk) -> None:
+async def test_log_of_killed_broker_is_flushed_before_counting(tmp_path: Path, disk: SlowDisk) -> None:
     log = Log.open(tmp_path / "t-0", options=LogOptions())
     view = memoryview(build_batch([b"v"]))
     log.append(view, parse_batch(view))
@@ -241,11 +183,11 @@ async def test_log_of_killed_broker_is_flushed_before_counting(tmp_path: Path, d
 
 
 async def test_follower_fetches_only_after_its_flush(
-    leader: Partition, tmp_path: Path, disk: Disk, fence: Fence
+    leader: Partition, tmp_path: Path, disk: SlowDisk, fence: Fence
 ) -> None:
     leader.close()
-    leader = lead(replica(tmp_path / "other", LEADER), fence, LEADER, FOLLOWER)
-    follower = replica(tmp_path, FOLLOWER)
+    leader = lead(flushing(tmp_path / "other", LEADER), LEADER, FOLLOWER, epoch=3, fence=fence)
+    follower = flushing(tmp_path, FOLLOWER)
     follower.become_follower(LEADER, Leadership(3, 1))
     try:
         append(leader, acks=ACKS_ALL)
@@ -270,9 +212,9 @@ async def test_follower_fetches_only_after_its_flush(
         leader.close()
 
 
-async def test_leader_with_slow_disk_does_not_count_itself(tmp_path: Path, disk: Disk, fence: Fence) -> None:
-    leader = lead(replica(tmp_path, LEADER), fence, LEADER, FOLLOWER)
-    follower = replica(tmp_path, FOLLOWER)
+async def test_leader_with_slow_disk_does_not_count_itself(tmp_path: Path, disk: SlowDisk, fence: Fence) -> None:
+    leader = lead(flushing(tmp_path, LEADER), LEADER, FOLLOWER, epoch=3, fence=fence)
+    follower = flushing(tmp_path, FOLLOWER)
     follower.become_follower(LEADER, Leadership(3, 1))
     follower.log.options = LogOptions(flush="interval")
     try:
@@ -293,9 +235,9 @@ async def test_leader_with_slow_disk_does_not_count_itself(tmp_path: Path, disk:
         leader.close()
 
 
-async def test_follower_with_failed_disk_fetches_nothing(tmp_path: Path, disk: Disk, fence: Fence) -> None:
-    leader = lead(replica(tmp_path, LEADER), fence, LEADER, FOLLOWER)
-    follower = replica(tmp_path, FOLLOWER)
+async def test_follower_with_failed_disk_fetches_nothing(tmp_path: Path, disk: SlowDisk, fence: Fence) -> None:
+    leader = lead(flushing(tmp_path, LEADER), LEADER, FOLLOWER, epoch=3, fence=fence)
+    follower = flushing(tmp_path, FOLLOWER)
     follower.become_follower(LEADER, Leadership(3, 1))
     try:
         append(leader)

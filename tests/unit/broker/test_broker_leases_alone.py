@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import pytest
 
 from kproxy.broker import election, replica_manager
@@ -57,7 +58,15 @@ class Stage:
             settings_of=lambda *_: ReplicaSettings(1, lambda: 0.0),
             on_identity_lost=self._on_identity_lost,
         )
+        self.fence = LeaseFence(0, lambda: 0.0)
         self._told = 0
+        self._running: asyncio.Task[None] | None = None
+
+    async def close(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+        await self.leases.close()
+        self.data_dir.close()
 
     def _on_identity_lost(self, reason: str) -> None:
         self.lost = reason
@@ -76,10 +85,22 @@ class Stage:
         lease = await self.client.lease_grant(TTL_S)
         fence = LeaseFence(lease.lease_id, lambda: 0.0)
         fence.renew(0.0, TTL_S)
+        self.fence = fence
         await self.put(KEYS.broker(1), broker_value(1), lease.lease_id)
         fence.claim_revision = self._told = self.store.revision
         self.view.on_snapshot(self.store.snapshot(self.view.prefixes))
         self.leases.begin(fence)
+
+    async def begin_alone(self) -> uuid.UUID:
+        """Start broker 1, which alone keeps a topic; return the topic's id."""
+        topic_id = uuid.uuid4()
+        await self.put_topic(topic_id, [1])
+        await self.begin()
+        return topic_id
+
+    def run(self) -> None:
+        """Let it take partitions as they become due, until the test ends."""
+        self._running = asyncio.create_task(self.leases.run())
 
     def tell(self) -> None:
         """Deliver the changes since the last call."""
@@ -118,8 +139,7 @@ class Stage:
 async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
     stage = Stage(tmp_path)
     yield stage
-    await stage.leases.close()
-    stage.data_dir.close()
+    await stage.close()
 
 
 async def test_topic_created_and_deleted_unseen_is_no_error(stage: Stage) -> None:
@@ -130,6 +150,72 @@ async def test_topic_created_and_deleted_unseen_is_no_error(stage: Stage) -> Non
     gone = WatchEvent(True, KeyValue(KEYS.topic("t"), b"", 0, 3, 0, 0))
     stage.view.on_events([put, gone], 3)
     assert not stage.view.topics
+
+
+async def test_concurrent_takers_share_one_transaction(stage: Stage) -> None:
+    await stage.begin_alone()
+    before = stage.store.revision
+    await asyncio.gather(*(stage.take() for _ in range(50)))
+    assert stage.store.revision == before + 1
+    log_directory = str(stage.data_dir.partition_path("t", 0))
+    opened = [file.path for file in psutil.Process().open_files() if file.path.startswith(log_directory)]
+    assert len(opened) == 1, "the log is open more than once"
+
+
+async def _other_is_alone_in_isr(stage: Stage, topic_id: uuid.UUID) -> None:
+    await stage.put(KEYS.state("t", 0), StateValue(-1, [on_disk(2)], topic_id))
+
+
+async def _topic_is_deleted(stage: Stage, _: uuid.UUID) -> None:
+    await stage.client.txn([], [delete_op(KEYS.topic("t"))])
+
+
+async def _lease_is_over(stage: Stage, _: uuid.UUID) -> None:
+    stage.fence.break_for_good()
+
+
+@pytest.mark.parametrize("happen", [_other_is_alone_in_isr, _topic_is_deleted, _lease_is_over])
+async def test_unseen_change_prevents_take_over(
+    stage: Stage, happen: Callable[[Stage, uuid.UUID], Awaitable[None]]
+) -> None:
+    """The broker's view does not show it: only the transaction, or the fence, decides."""
+    topic_id = await stage.begin_alone()
+    await happen(stage, topic_id)
+    assert await stage.take() is None
+    assert stage.store.get(KEYS.lease(*KEY)) is None
+
+
+async def test_lost_answer_to_a_take_over_is_resolved(stage: Stage) -> None:
+    topic_id = await stage.begin_alone()
+    await stage.put(KEYS.state("t", 0), StateValue(4, [ReplicaKey(1, stage.data_dir.log_id)], topic_id))
+    await stage.client.txn([], [put_op(KEYS.lease(*KEY), b"1", stage.fence.lease_id)])
+    stage.tell()
+    led = await stage.take()
+    assert led is not None
+    assert led.leader_epoch == 4
+
+
+async def test_partition_lost_and_retaken_reads_its_log_anew(stage: Stage) -> None:
+    await stage.begin_alone()
+    first = await stage.take()
+    assert first is not None
+    await stage.client.txn([], [delete_op(KEYS.lease(*KEY))])
+    stage.tell()
+    assert stage.leases.partitions == {}
+    assert not first.serves_reads()
+    again = await stage.take()
+    assert again is not None
+    assert again is not first
+    assert (first.leader_epoch, again.leader_epoch) == (0, 1)
+    assert again.leadership.fencing_token > first.leadership.fencing_token
+
+
+async def test_snapshot_before_take_over_does_not_end_it(stage: Stage) -> None:
+    await stage.begin_alone()
+    before = stage.store.snapshot(stage.view.prefixes)
+    led = await stage.take()
+    stage.view.on_snapshot(before)
+    assert stage.leases.led(b"t", 0) is led is not None
 
 
 async def test_new_epoch_exceeds_all_obeyed_here(stage: Stage) -> None:
@@ -149,9 +235,8 @@ async def test_new_epoch_exceeds_all_obeyed_here(stage: Stage) -> None:
 @pytest.mark.parametrize("tell", [Stage.tell_snapshot, Stage.tell])
 async def test_lease_key_of_deleted_topic_blocks_no_leader(stage: Stage, tell: Callable[[Stage], None]) -> None:
     """Whether or not the deletion was seen: while the old key exists, no other broker can take the partition."""
-    await stage.put_topic(uuid.uuid4(), [1])
-    await stage.begin()
-    running = asyncio.create_task(stage.leases.run())
+    await stage.begin_alone()
+    stage.run()
     assert await stage.take() is not None
     topic_id = await stage.recreate_topic()
     tell(stage)
@@ -161,7 +246,6 @@ async def test_lease_key_of_deleted_topic_blocks_no_leader(stage: Stage, tell: C
     assert lease is not None
     assert topic is not None
     assert lease.create_revision > topic.create_revision, "led behind the key of the old one"
-    running.cancel()
 
 
 async def test_topic_created_after_etcd_restore_is_seen(stage: Stage) -> None:
@@ -178,10 +262,9 @@ async def test_topic_created_after_etcd_restore_is_seen(stage: Stage) -> None:
     await stage.put(KEYS.topic("t"), TopicValue(topic_id, [[2, 1]], {}))
     await stage.put(KEYS.state("t", 0), StateValue(0, [on_disk(2), ReplicaKey(1, stage.data_dir.log_id)], topic_id))
     stage.tell()
-    running = asyncio.create_task(stage.leases.run())
+    stage.run()
     led = await stage.take()
     assert led is not None
-    running.cancel()
 
 
 async def test_out_of_sync_log_does_not_lead(stage: Stage) -> None:
@@ -204,10 +287,9 @@ async def test_next_replica_takes_partition_the_first_cannot(stage: Stage, monke
     await stage.put(KEYS.broker(2), broker_value(2))
     await stage.put_topic(topic_id, [2, 1], [ReplicaKey(1, stage.data_dir.log_id), on_disk(2)])
     await stage.begin()
-    running = asyncio.create_task(stage.leases.run())
+    stage.run()
     assert await stage.take() is None, "a client's touch took what is wanted elsewhere"
     await eventually(lambda: stage.leads(topic_id), what="the next one's turn")
-    running.cancel()
 
 
 async def test_fence_bind_takes_a_never_taken_partition(stage: Stage) -> None:
@@ -269,9 +351,7 @@ async def test_leader_that_cannot_begin_returns_its_key(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """Its transaction has created the key, so no broker would lead as long as this broker lives."""
-    topic_id = uuid.uuid4()
-    await stage.put_topic(topic_id, [1])
-    await stage.begin()
+    topic_id = await stage.begin_alone()
     tried: list[int] = []
 
     def fail(partition: Partition, leadership: Leadership, *_: Any) -> None:
@@ -286,15 +366,12 @@ async def test_leader_that_cannot_begin_returns_its_key(
         assert await stage.take() is None
         assert len(tried) == 1, "it is not tried again at once"
     monkeypatch.setattr(replica_manager, "SWEEP_INTERVAL_S", 0.01)
-    running = asyncio.create_task(stage.leases.run())
+    stage.run()
     await eventually(lambda: stage.leads(topic_id), what="another try, after the next sweep")
-    running.cancel()
 
 
 async def test_sweeps_leave_settled_partitions_alone(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    topic_id = uuid.uuid4()
-    await stage.put_topic(topic_id, [1])
-    await stage.begin()
+    topic_id = await stage.begin_alone()
     monkeypatch.setattr(replica_manager, "SWEEP_INTERVAL_S", 0.01)
     monkeypatch.setattr(replica_manager, "SWEEPS_PER_LOOK_AT_ALL", 1 << 30)
     looks: Counter[PartitionKey] = Counter()
@@ -305,11 +382,10 @@ async def test_sweeps_leave_settled_partitions_alone(stage: Stage, monkeypatch: 
         return is_settled(manager, key)
 
     monkeypatch.setattr(ReplicaManager, "_is_settled", count)
-    running = asyncio.create_task(stage.leases.run())
+    stage.run()
     await eventually(lambda: stage.leads(topic_id), what="the lead")
     began, before = stage.leases._sweeps, looks[KEY]
     await eventually(lambda: stage.leases._sweeps > began + 20, what="sweeps")
     assert looks[KEY] <= before + 2
     monkeypatch.setattr(replica_manager, "SWEEPS_PER_LOOK_AT_ALL", 5)
     await eventually(lambda: looks[KEY] > before + 4, what="looks at all")
-    running.cancel()

@@ -16,6 +16,7 @@ from kproxy.broker.segment import LogFailed
 from kproxy_codec.record_batch import assign_offsets, parse_batch
 from tests.support.brokers.broker_logs import append, append_values, offsets
 from tests.support.wire.record_batches import build_batch
+from tests.unit.broker.replicas import reopened
 
 OPTIONS = LogOptions(segment_bytes=20_000)
 
@@ -25,11 +26,6 @@ def log(tmp_path: Path) -> Iterator[Log]:
     opened = Log.open(tmp_path / "t-0", options=OPTIONS)
     yield opened
     opened.close()
-
-
-def reopened(log: Log) -> Log:
-    log.close()
-    return Log.open(log.directory, options=OPTIONS)
 
 
 @pytest.mark.parametrize("max_bytes", [0, 1, 60, 61, 8_999])
@@ -54,12 +50,15 @@ def test_every_offset_is_found_across_segments(tmp_path: Path) -> None:
         base = append(log, build_batch([b"v" * source.randint(0, 1500)] * count))
         expected.update(dict.fromkeys(range(base, base + count), base))
     assert len(list(log.directory.glob("*.log"))) > 10
-    for _ in range(2):
+
+    def check(log: Log) -> None:
         assert log.log_end_offset == len(expected)
         for offset, base in expected.items():
             assert parse_batch(log.read(offset, 1)).base_offset == base
-        log = reopened(log)
-    log.close()
+
+    check(log)
+    with reopened(log) as again:
+        check(again)
 
 
 def test_reads_walk_the_whole_log_without_a_gap(log: Log) -> None:
@@ -82,34 +81,6 @@ def _whole_batches(data: bytes) -> list[int]:
         found.append(int.from_bytes(data[position : position + 8], "big"))
         position += size
     return found
-
-
-@pytest.mark.parametrize("lost_bytes", [1, 40, 70, 100])
-def test_torn_tail_is_truncated_and_its_offset_reused(log: Log, lost_bytes: int) -> None:
-    append_values(log, 30, 30, 30)
-    log.close()
-    path = next(log.directory.glob("*.log"))
-    path.write_bytes(path.read_bytes()[:-lost_bytes])
-    again = Log.open(log.directory)
-    surviving = 2 if lost_bytes < 100 else 1
-    assert again.truncated_bytes > 0
-    assert again.log_end_offset == surviving
-    assert append(again, build_batch([b"new"])) == surviving
-    assert offsets(again.read(0, 1 << 20)) == list(range(surviving + 1))
-    again.close()
-
-
-@pytest.mark.parametrize("garbage", [b"\x00" * 500, b"\xff" * 500, b"torn"])
-def test_garbage_behind_the_last_batch_is_cut_off(log: Log, garbage: bytes) -> None:
-    append_values(log, 30, 30)
-    log.close()
-    path = next(log.directory.glob("*.log"))
-    whole = path.read_bytes()
-    path.write_bytes(whole + garbage)
-    again = Log.open(log.directory)
-    assert (again.truncated_bytes, again.log_end_offset) == (len(garbage), 2)
-    assert path.read_bytes() == whole
-    again.close()
 
 
 def test_failed_partial_write_leaves_no_trace(log: Log) -> None:
@@ -138,9 +109,8 @@ def test_undone_append_leaves_disk_index_and_timestamps(log: Log) -> None:
     assert (log.log_end_offset, log.max_timestamp()) == (1, (1000, 0))
     append_values(log, 10, timestamp=2000)
     assert offsets(log.read(1, 1 << 20)) == [1]
-    again = reopened(log)
-    assert (again.truncated_bytes, again.log_end_offset) == (0, 2)
-    again.close()
+    with reopened(log) as again:
+        assert (again.truncated_bytes, again.log_end_offset) == (0, 2)
 
 
 def test_closed_log_refuses_everything(log: Log, tmp_path: Path) -> None:
@@ -176,22 +146,10 @@ def test_producer_state_is_rebuilt_from_the_log(log: Log) -> None:
 
     for sequence in (0, 2, 4):
         append(log, idempotent(sequence))
-    again = reopened(log)
-    assert again.producers.judge(parse_batch(idempotent(2))) == (BatchVerdict.DUPLICATE, 2, 3, "")
-    assert again.producers.judge(parse_batch(idempotent(6))).verdict is BatchVerdict.ACCEPTED
-    assert again.producers.judge(parse_batch(idempotent(7))).verdict is BatchVerdict.OUT_OF_ORDER
-    again.close()
-
-
-def test_empty_later_segment_keeps_the_end_offset(log: Log) -> None:
-    """A broker killed between rolling and writing must not fall back to an offset that it has given out."""
-    append_values(log, *[9000] * 3)
-    log.close()
-    last = max(log.directory.glob("*.log"))
-    last.write_bytes(b"")
-    again = Log.open(log.directory)
-    assert again.log_end_offset == 2
-    again.close()
+    with reopened(log) as again:
+        assert again.producers.judge(parse_batch(idempotent(2))) == (BatchVerdict.DUPLICATE, 2, 3, "")
+        assert again.producers.judge(parse_batch(idempotent(6))).verdict is BatchVerdict.ACCEPTED
+        assert again.producers.judge(parse_batch(idempotent(7))).verdict is BatchVerdict.OUT_OF_ORDER
 
 
 def sizes_of(log: Log) -> Sequence[int]:

@@ -7,8 +7,8 @@ import errno
 import os
 import resource
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from kproxy.broker import log_maintenance, segment
+from kproxy.broker import log_maintenance
 from kproxy.broker.config import FLUSH_POLICIES, FlushPolicy, LogOptions
 from kproxy.broker.leader_epochs import NO_LEADERSHIP, Leadership
 from kproxy.broker.log import Log, write_checkpoint
@@ -27,6 +27,8 @@ from kproxy_codec import error_codes
 from tests.support.brokers.broker_logs import append_values, leader_batches
 from tests.support.brokers.replica_group import Group, append
 from tests.support.brokers.small_disk import small_disk
+from tests.unit.broker.replicas import fetch, reopened
+from tests.unit.broker.slow_disk import SlowDisk
 
 NOW_MS = 1_000_000
 
@@ -46,44 +48,6 @@ class Hosted:
 
     def log_shortened(self) -> None:
         """Do nothing, because nobody waits for it."""
-
-
-class Disk:
-    """Passes calls on to the disk, and counts them."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.syncs = 0
-        self.before_sync: Callable[[], None] = lambda: None
-        self._sync = segment._sync_data
-        monkeypatch.setattr(segment, "_sync_data", self._count)
-
-    def _count(self, fd: int) -> None:
-        self.before_sync()
-        self._sync(fd)
-        self.syncs += 1
-
-    @asynccontextmanager
-    async def at_work(self, flush: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-        """Keep the disk busy with this flush during the block."""
-        begun, go_on = threading.Event(), threading.Event()
-
-        def wait() -> None:
-            begun.set()
-            assert go_on.wait(60)
-
-        self.before_sync = wait
-        flushing = asyncio.create_task(flush)
-        await asyncio.to_thread(begun.wait, 60)
-        try:
-            yield
-        finally:
-            go_on.set()
-        await flushing
-
-
-@pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
-    return Disk(monkeypatch)
 
 
 class Broker:
@@ -135,7 +99,7 @@ def break_disk_of(log: Log) -> None:
 
 @pytest.mark.parametrize(("flush", "by_keeper"), [("always", 0), ("interval", 1), ("never", 0)])
 async def test_keeper_flushes_as_the_policy_says(
-    broker: Broker, disk: Disk, flush: FlushPolicy, by_keeper: int
+    broker: Broker, disk: SlowDisk, flush: FlushPolicy, by_keeper: int
 ) -> None:
     """With `always` the partition flushes, because others wait for it: see test_broker_flusher."""
     log = broker.host(flush=flush).log
@@ -151,7 +115,7 @@ async def test_keeper_flushes_as_the_policy_says(
 
 @pytest.mark.parametrize("flush", FLUSH_POLICIES)
 def test_append_never_waits_for_the_disk(
-    broker: Broker, disk: Disk, flush: FlushPolicy, monkeypatch: pytest.MonkeyPatch
+    broker: Broker, disk: SlowDisk, flush: FlushPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor does any other work on a log on the event loop."""
     log = broker.host(flush=flush, retention_ms=1000).log
@@ -174,7 +138,7 @@ def test_append_never_waits_for_the_disk(
     log.close()
 
 
-async def test_truncated_records_do_not_count_as_flushed(broker: Broker, disk: Disk) -> None:
+async def test_truncated_records_do_not_count_as_flushed(broker: Broker, disk: SlowDisk) -> None:
     """Records written over them while the disk was busy are not flushed yet."""
     log = broker.host(flush="always").log
     append_values(log, 10, 10, 10)
@@ -193,10 +157,17 @@ async def test_truncated_records_do_not_count_as_flushed(broker: Broker, disk: D
     assert log.flushed_offset == 3
 
 
-async def test_segment_names_are_flushed_to_disk(broker: Broker, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    hosted, synced = broker.host(), []
-    sync = os.fsync
+def synced_paths(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The paths of all that is synced from now on, apart from segments."""
+    synced, sync = list[Path](), os.fsync
     monkeypatch.setattr("os.fsync", lambda fd: (synced.append(Path(f"/proc/self/fd/{fd}").resolve()), sync(fd)))
+    return synced
+
+
+async def test_segment_names_are_flushed_to_disk(
+    broker: Broker, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosted, synced = broker.host(), synced_paths(monkeypatch)
     append_values(hosted.log, 4000)
     await broker.keeper.flush()
     assert synced == []
@@ -208,16 +179,14 @@ async def test_segment_names_are_flushed_to_disk(broker: Broker, disk: Disk, mon
 
 
 async def test_names_that_killed_process_left_reach_the_disk(
-    broker: Broker, disk: Disk, monkeypatch: pytest.MonkeyPatch
+    broker: Broker, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed = broker.host().log
     append_values(killed, 4000, 4000)
     broker.hosted.clear()
     killed.close()  # does not flush
-    hosted, synced = broker.host(), []
+    hosted, synced = broker.host(), synced_paths(monkeypatch)
     assert hosted.log.directory == killed.directory
-    sync = os.fsync
-    monkeypatch.setattr("os.fsync", lambda fd: (synced.append(Path(f"/proc/self/fd/{fd}").resolve()), sync(fd)))
     await broker.keeper.flush()
     assert (synced, hosted.log.flushed_offset) == ([hosted.log.directory], 2)
 
@@ -235,7 +204,7 @@ def test_unflushable_names_fail_the_log(broker: Broker, monkeypatch: pytest.Monk
     assert (log.failure is not None, log.flushed_offset) == (True, 0)
 
 
-async def test_append_during_a_flush_is_flushed_next(broker: Broker, disk: Disk) -> None:
+async def test_append_during_a_flush_is_flushed_next(broker: Broker, disk: SlowDisk) -> None:
     log = broker.host().log
     append_values(log, 10)
     async with disk.at_work(broker.keeper.flush()):
@@ -246,7 +215,7 @@ async def test_append_during_a_flush_is_flushed_next(broker: Broker, disk: Disk)
 
 
 @pytest.mark.parametrize("policy", FLUSH_POLICIES)
-async def test_stopping_broker_flushes_every_log(broker: Broker, disk: Disk, policy: FlushPolicy) -> None:
+async def test_stopping_broker_flushes_every_log(broker: Broker, disk: SlowDisk, policy: FlushPolicy) -> None:
     log = broker.host(flush=policy).log
     append_values(log, 10)
     await broker.keeper.flush(whatever_the_policy=True)
@@ -254,7 +223,7 @@ async def test_stopping_broker_flushes_every_log(broker: Broker, disk: Disk, pol
 
 
 @pytest.mark.parametrize("removed", [False, True])
-async def test_log_closed_during_a_flush_is_no_failure(broker: Broker, disk: Disk, removed: bool) -> None:
+async def test_log_closed_during_a_flush_is_no_failure(broker: Broker, disk: SlowDisk, removed: bool) -> None:
     hosted, other = broker.host("t"), broker.host("u")
     append_values(hosted.log, 10)
     append_values(other.log, 10)
@@ -267,7 +236,7 @@ async def test_log_closed_during_a_flush_is_no_failure(broker: Broker, disk: Dis
     assert (broker.failed, disk.syncs, other.log.is_dirty) == ([], 2, False)
 
 
-async def test_segment_removed_during_a_flush_is_no_failure(broker: Broker, disk: Disk) -> None:
+async def test_segment_removed_during_a_flush_is_no_failure(broker: Broker, disk: SlowDisk) -> None:
     log = broker.host(flush="never").log
     append_values(log, 4000, 4000)
     async with disk.at_work(asyncio.to_thread(log.flush)):
@@ -276,30 +245,23 @@ async def test_segment_removed_during_a_flush_is_no_failure(broker: Broker, disk
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_unfinished_flush_does_not_count_for_others(broker: Broker, disk: Disk, fails: bool) -> None:
+async def test_unfinished_flush_does_not_count_for_others(broker: Broker, disk: SlowDisk, fails: bool) -> None:
     """Otherwise an append would be acknowledged before it is on the disk."""
     log = broker.host().log
     append_values(log, 10)
-    at_work, go_on = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        at_work.set()
-        assert go_on.wait(60)
-        if fails:
-            raise OSError(errno.EIO, "Input/output error")
-
-    disk.before_sync = wait
+    disk.hang()
+    disk.fails = fails
     first = asyncio.create_task(asyncio.to_thread(log.flush))
-    await asyncio.to_thread(at_work.wait, 60)
+    await disk.is_waited_for()
     second = asyncio.create_task(asyncio.to_thread(log.flush))
     too_early, _ = await asyncio.wait([second], timeout=0.2)
-    go_on.set()
+    disk.go_on()
     outcomes = await asyncio.gather(first, second, return_exceptions=True)
     assert not too_early
     assert [isinstance(outcome, LogFailed) for outcome in outcomes] == [fails, fails]
 
 
-def test_process_without_spare_descriptors_loses_no_log(broker: Broker, disk: Disk) -> None:
+def test_process_without_spare_descriptors_loses_no_log(broker: Broker, disk: SlowDisk) -> None:
     log = broker.host().log
     append_values(log, 4000, 4000)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -312,7 +274,7 @@ def test_process_without_spare_descriptors_loses_no_log(broker: Broker, disk: Di
 
 
 @pytest.mark.parametrize("closed_meanwhile", [False, True])
-async def test_closed_log_holds_no_file_after_the_flush(broker: Broker, disk: Disk, closed_meanwhile: bool) -> None:
+async def test_closed_log_holds_no_file_after_the_flush(broker: Broker, disk: SlowDisk, closed_meanwhile: bool) -> None:
     log = broker.host().log
     append_values(log, 10)
     disk.before_sync = log.close if closed_meanwhile else lambda: None
@@ -323,7 +285,7 @@ async def test_closed_log_holds_no_file_after_the_flush(broker: Broker, disk: Di
     assert (disk.syncs, held) == (1, [])
 
 
-async def test_log_of_killed_broker_is_flushed(broker: Broker, disk: Disk) -> None:
+async def test_log_of_killed_broker_is_flushed(broker: Broker, disk: SlowDisk) -> None:
     append_values(broker.host().log, 10)
     broker.hosted.clear()
     log = broker.host().log
@@ -361,10 +323,8 @@ async def test_moved_high_watermarks_are_written_down(broker: Broker) -> None:
     led.leadership = Leadership(0, 7)
     await broker.keeper.checkpoint()
     assert not (still.log.directory / "checkpoint.json").exists()
-    moved.log.close()
-    again = Log.open(moved.log.directory)
-    assert (again.high_watermark_checkpoint, again.leadership) == (2, NO_LEADERSHIP)
-    again.close()
+    with reopened(moved.log) as again:
+        assert (again.high_watermark_checkpoint, again.leadership) == (2, NO_LEADERSHIP)
     assert led.log.leadership == (0, 7), "whom a replica obeys is written down too"
 
 
@@ -397,8 +357,7 @@ def touch_in_every_way(group: Group) -> Iterator[tuple[str, Partition]]:
     yield "appended", leader
     group.fetch(2)
     yield "fetched", follower
-    for node_id in (2, 3, 3):
-        group.fetch(node_id)
+    fetch(group, 2, 3, 3)
     yield "committed", leader
     group.fetch(2)
     yield "told", follower
@@ -518,10 +477,8 @@ async def test_retention_respects_high_watermark_and_keeps_epoch(broker: Broker)
         await broker.keeper.remove_old_segments()
         assert (hosted.log.log_start_offset, hosted.log.log_end_offset) == (start, 6)
         await broker.keeper.flush()
-    hosted.log.close()
-    again = Log.open(hosted.log.directory)
-    assert (again.log_start_offset, again.leader_epochs.entries()) == (6, [(4, 6)])
-    again.close()
+    with reopened(hosted.log) as again:
+        assert (again.log_start_offset, again.leader_epochs.entries()) == (6, [(4, 6)])
 
 
 async def test_topic_options_may_change_while_hosted(broker: Broker) -> None:

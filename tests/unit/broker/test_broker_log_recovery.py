@@ -20,6 +20,7 @@ from kproxy.broker.log import Log, LogCorrupt
 from kproxy.broker.segment import LogFailed, Segment
 from kproxy_codec.record_batch import RecordBatch
 from tests.support.brokers.broker_logs import assert_reads_alike, copied, leader_batches, offsets, read_all
+from tests.unit.broker.replicas import reopened
 
 START = 100
 BATCHES, RECORDS = 5, 4
@@ -168,10 +169,8 @@ def test_damage_above_recovery_point_truncates_the_log(
     assert log.truncated_bytes == found - log.size_in_bytes
     assert max(int(path.stem) for path in segment_files(directory)) <= left
     assert log.append_replicated(leader_batches(left, 3, leader_epoch=7)) == left + 3
-    log.close()
-    again = Log.open(directory, options=OPTIONS)
-    assert (again.truncated_bytes, again.log_end_offset) == (0, left + 3)
-    again.close()
+    with reopened(log) as again:
+        assert (again.truncated_bytes, again.log_end_offset) == (0, left + 3)
 
 
 @pytest.mark.parametrize(("damage", "left"), IN_THE_MIDDLE)
@@ -217,15 +216,6 @@ def test_emptied_last_segment_keeps_its_base_offset(directory: Path) -> None:
     log.append_replicated(leader_batches(140, 1, leader_epoch=9))
     assert offsets(log.read(140, 100)) == [140]
     log.close()
-
-
-def test_checkpoint_reveals_missing_committed_records(directory: Path) -> None:
-    recover_from(directory, 150)
-    path = segment_files(directory)[-1]
-    path.write_bytes(path.read_bytes()[: len(path.read_bytes()) // BATCHES])
-    again = Log.open(directory, options=OPTIONS)
-    assert (again.log_end_offset, again.high_watermark_checkpoint) == (144, 150)
-    again.close()
 
 
 def test_file_that_is_not_a_segment_is_named(directory: Path) -> None:

@@ -17,6 +17,7 @@ from kproxy.broker.validation import ReplicatedBatchInvalid
 from kproxy_codec.record_batch import parse_batch
 from tests.support.brokers.broker_logs import append, append_values, leader_batches, offsets, read_all
 from tests.support.wire.record_batches import build_batch
+from tests.unit.broker.replicas import reopened
 
 OPTIONS = LogOptions(segment_bytes=2_000)
 
@@ -26,11 +27,6 @@ def log(tmp_path: Path) -> Iterator[Log]:
     opened = Log.open(tmp_path / "t-0", options=OPTIONS)
     yield opened
     opened.close()
-
-
-def reopened(log: Log) -> Log:
-    log.close()
-    return Log.open(log.directory, options=OPTIONS)
 
 
 def segment_names(log: Log) -> list[int]:
@@ -45,10 +41,9 @@ def test_replica_log_equals_leaders_byte_for_byte(log: Log) -> None:
     assert log.append_replicated(sent) == 49
     assert read_all(log) == sent
     assert log.leader_epochs.entries() == [(2, 0), (6, 44)]
-    again = reopened(log)
-    assert read_all(again) == sent
-    assert again.leader_epochs.entries() == [(2, 0), (6, 44)]
-    again.close()
+    with reopened(log) as again:
+        assert read_all(again) == sent
+        assert again.leader_epochs.entries() == [(2, 0), (6, 44)]
 
 
 @pytest.mark.parametrize("missing_bytes", [1, 50, 65, 70])
@@ -172,9 +167,8 @@ def test_truncation_drops_every_batch_that_reaches_the_offset(log: Log, offset: 
     assert log.leader_epochs.entries() == [(1, 0), (2, 200)][: (end_offset > 0) + (end_offset > 200)]
     assert max(segment_names(log)) <= end_offset
     assert log.append_replicated(leader_batches(end_offset, 7, leader_epoch=3)) == end_offset + 7
-    again = reopened(log)
-    assert (again.truncated_bytes, again.log_end_offset) == (0, end_offset + 7)
-    again.close()
+    with reopened(log) as again:
+        assert (again.truncated_bytes, again.log_end_offset) == (0, end_offset + 7)
 
 
 def test_truncation_forgets_an_epoch_that_wrote_nothing(log: Log) -> None:
@@ -261,11 +255,10 @@ def test_reset_log_is_empty_at_its_new_start(log: Log) -> None:
     log.reset_to(1000)
     assert (log.log_start_offset, log.log_end_offset, log.size_in_bytes) == (1000, 1000, 0)
     assert (log.leader_epochs.entries(), len(log.producers), segment_names(log)) == ([], 0, [1000])
-    again = reopened(log)
-    assert (again.log_start_offset, again.log_end_offset) == (1000, 1000)
-    assert again.append_replicated(leader_batches(1000, 2, leader_epoch=8)) == 1002
-    assert again.leader_epochs.entries() == [(8, 1000)]
-    again.close()
+    with reopened(log) as again:
+        assert (again.log_start_offset, again.log_end_offset) == (1000, 1000)
+        assert again.append_replicated(leader_batches(1000, 2, leader_epoch=8)) == 1002
+        assert again.leader_epochs.entries() == [(8, 1000)]
 
 
 def test_log_may_be_reset_to_its_start(log: Log) -> None:
@@ -297,10 +290,9 @@ def test_checkpoint_is_found_again(log: Log) -> None:
     log.append_replicated(leader_batches(0, 5))
     log.checkpoint(3, Leadership(1, 1234))
     log.checkpoint(5, Leadership(1, 1000))
-    again = reopened(log)
-    assert (again.high_watermark_checkpoint, again.leadership) == (5, (1, 1234)), "a fencing token went back"
-    assert [path.name for path in again.directory.iterdir() if path.suffix != ".log"] == ["checkpoint.json"]
-    again.close()
+    with reopened(log) as again:
+        assert (again.high_watermark_checkpoint, again.leadership) == (5, (1, 1234)), "a fencing token went back"
+        assert [path.name for path in again.directory.iterdir() if path.suffix != ".log"] == ["checkpoint.json"]
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"high_watermark": "x"}', b"\x00" * 40])

@@ -12,6 +12,7 @@ from kproxy.broker.config import LogOptions
 from kproxy.broker.log import Log
 from tests.support.brokers.broker_logs import append, append_values
 from tests.support.wire.record_batches import build_batch
+from tests.unit.broker.replicas import reopened
 
 BATCH_BYTES = 1000
 SEGMENT_BYTES = 2 * BATCH_BYTES
@@ -67,10 +68,8 @@ def test_retention_removes_segments_by_time(log: Log, now_ms: int, start_offset:
     assert (log.log_start_offset, log.log_end_offset) == (start_offset, END_OFFSET)
     assert log.leader_epochs.entries()[0] == (min(start_offset, 9), start_offset)
     append_values(log, 10, leader_epoch=50)
-    log.close()
-    again = Log.open(log.directory)
-    assert (again.log_start_offset, again.log_end_offset) == (start_offset, END_OFFSET + 1)
-    again.close()
+    with reopened(log) as again:
+        assert (again.log_start_offset, again.log_end_offset) == (start_offset, END_OFFSET + 1)
 
 
 @pytest.mark.parametrize(("high_watermark", "start_offset"), [(0, 0), (1, 0), (2, 2), (9, 8), (10, 8)])
@@ -91,10 +90,8 @@ def test_last_segment_is_removed_after_successor_is_flushed(log: Log) -> None:
     assert (log.log_start_offset, log.log_end_offset) == (END_OFFSET, END_OFFSET)
     assert log.leader_epochs.entries() == [(9, END_OFFSET)]
     append_values(log, 10, leader_epoch=50)
-    log.close()
-    again = Log.open(log.directory)
-    assert (again.log_start_offset, again.log_end_offset) == (END_OFFSET, END_OFFSET + 1)
-    again.close()
+    with reopened(log) as again:
+        assert (again.log_start_offset, again.log_end_offset) == (END_OFFSET, END_OFFSET + 1)
 
 
 def test_follower_keeps_flushed_segment_its_leader_removed(log: Log) -> None:

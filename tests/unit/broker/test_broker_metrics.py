@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,11 +17,11 @@ from kproxy.broker.keys import Keys, StateValue, TopicValue, encode_value
 from kproxy.broker.leader_epochs import Leadership
 from kproxy.broker.log import Log
 from kproxy.broker.page import BrokerPages, BrokerStatus
-from kproxy.broker.partition import Partition, ReplicaSettings
 from kproxy.etcd.lease import LeaseFence
 from kproxy.runtime import tasks
-from tests.support.brokers.replica_group import ISR_LAG_S, TOPIC_ID, Group, append, broker_value, on_disk
+from tests.support.brokers.replica_group import ISR_LAG_S, TOPIC_ID, Group, append, broker_value
 from tests.support.processes.served import samples
+from tests.unit.broker.replicas import fetch, replica
 
 WELL = BrokerStatus("", 8.7, 1, 0, 0.4, 3, 2)
 
@@ -54,13 +53,6 @@ class Page:
 
 
 @pytest.fixture
-def group(tmp_path: Path) -> Iterator[Group]:
-    group = Group(tmp_path)
-    yield group
-    group.close()
-
-
-@pytest.fixture
 def page(group: Group) -> Page:
     return Page(group)
 
@@ -69,8 +61,7 @@ async def test_leader_is_in_all_totals(group: Group, page: Page) -> None:
     leader = group.elect(1)
     append(leader, producer_id=5, producer_epoch=0, base_sequence=0)
     append(leader)
-    for node_id in (2, 3, 2, 3):
-        group.fetch(node_id)
+    fetch(group, 2, 3, 2, 3)
     append(leader)
     totals = {"partitions": 1, "led_partitions": 1, "producer_ids": 1, "dirty_logs": 1, "failed_logs": 0}
     totals |= {"under_replicated_partitions": 0, "under_min_isr_partitions": 0}
@@ -88,14 +79,12 @@ async def test_lagging_follower_shows_in_lag_then_isr(group: Group, page: Page) 
     leader = group.elect(1)
     append(leader)
     assert await page("max_follower_lag_records") == 1, "nobody has told anything yet"
-    for node_id in (2, 3, 2, 3):
-        group.fetch(node_id)
+    fetch(group, 2, 3, 2, 3)
     assert await page("max_follower_lag_records") == 0
     append(leader)
     append(leader)
     group.clock.now += 4
-    for _ in range(2):
-        group.fetch(2)
+    fetch(group, 2, 2)
     assert await page("max_follower_lag_records") == 2
     group.clock.now += ISR_LAG_S
     group.fetch(2)
@@ -210,8 +199,7 @@ async def test_totals_cover_all_replicas(
     monkeypatch.setattr(tasks, "TURN_S", -1.0)
     others = []
     for index in range(1, 5):
-        settings = ReplicaSettings(1, group.clock)
-        other = Partition("t", index, TOPIC_ID, Log.open(tmp_path / f"t-{index}"), settings, on_disk(1).log_id)
+        other = replica(tmp_path / f"t-{index}", 1, index, clock=group.clock)
         other.become_follower(2, Leadership(0, 1))
         page.hosted[b"t", index] = other
         others.append(other)

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kproxy.broker.config import LogOptions
-from kproxy.broker.leader_epochs import Leadership
-from kproxy.broker.log import Log
-from kproxy.broker.partition import AppendResult, Partition, ReplicaSettings
-from kproxy.broker.replication.partition_replication import Isr
-from kproxy.broker.writer_fence import KeptFence
+from kproxy.broker.partition import AppendResult, Partition
 from kproxy.etcd.lease import MARGIN_FRACTION, LeaseFence
 from kproxy_codec import error_codes
 from kproxy_codec.record_batch import iterate_batches, parse_batch
-from tests.support.brokers.replica_group import on_disk
 from tests.support.wire.record_batches import build_batch
+from tests.unit.broker.replicas import lead, replica
 
 TTL_S = 10
 LIVE_FOR_S = TTL_S * (1 - MARGIN_FRACTION)
@@ -51,9 +45,7 @@ def fence(clock: Clock) -> LeaseFence:
 
 @pytest.fixture
 def partition(tmp_path: Path, clock: Clock, fence: LeaseFence) -> Iterator[Partition]:
-    log = Log.open(tmp_path / "t-0", options=LogOptions())
-    partition = Partition("t", 0, uuid.uuid4(), log, ReplicaSettings(1, clock), on_disk(1).log_id)
-    partition.become_leader(Leadership(7, 1), [1], Isr(frozenset({on_disk(1)}), 1), fence, KeptFence())
+    partition = lead(replica(tmp_path / "t-0", clock=clock), epoch=7, fence=fence)
     yield partition
     partition.close()
 

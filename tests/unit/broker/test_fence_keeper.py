@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -17,11 +16,8 @@ from kproxy.broker.config import BrokerConfig
 from kproxy.broker.context import Bindings, Broker, Request
 from kproxy.broker.fence_keeper import CONCURRENT_FENCES, FenceKeeper
 from kproxy.broker.keys import FenceValue, Keys, TopicValue, decode_value, encode_value
-from kproxy.broker.leader_epochs import Leadership
-from kproxy.broker.log import Log
 from kproxy.broker.partition import Partition, ReplicaSettings
 from kproxy.broker.replica_manager import ReplicaManager
-from kproxy.broker.replication.partition_replication import Isr
 from kproxy.broker.writer_fence import KeptFence
 from kproxy.etcd import delete_op, put_op
 from kproxy_codec import error_codes
@@ -29,15 +25,15 @@ from kproxy_codec.api_keys import BIND_FENCES, PRODUCE
 from kproxy_codec.framing import parse_request_header, request_header, response_header
 from kproxy_codec.own import NO_FENCE, BoundFence, FenceBinding, encode_bind_fences_request, parse_bind_fences_response
 from kproxy_codec.primitives import INT32
-from tests.support.brokers.replica_group import Fence, on_disk
+from tests.support.brokers.replica_group import TOPIC_ID
 from tests.support.clients.raw_client import Answer, produce_frame
 from tests.support.models import simulated_etcd
 from tests.support.models.simulated_etcd import EtcdStore, Link, SimulatedEtcdClient
 from tests.support.waiting import eventually
 from tests.support.wire.record_batches import build_batch
+from tests.unit.broker.replicas import lead, replica
 
 KEYS = Keys("/p")
-TOPIC_ID = uuid.uuid4()
 PARTITIONS = 3 * CONCURRENT_FENCES
 REFUSED = error_codes.POLICY_VIOLATION
 TIMED_OUT = error_codes.REQUEST_TIMED_OUT
@@ -77,12 +73,9 @@ class Stage:
         led = []
         for index in range(partitions):
             taken = await self.client.txn([], [put_op(KEYS.lease(topic, index), b"1")])
-            log = Log.open(self._directory / f"{topic}-{index}")
-            partition = Partition(topic, index, TOPIC_ID, log, ReplicaSettings(1, time.monotonic), on_disk(1).log_id)
-            isr = Isr(frozenset({on_disk(1)}), taken.revision)
-            partition.become_leader(Leadership(0, taken.revision), (1,), isr, Fence(), KeptFence())
+            partition = replica(self._directory / f"{topic}-{index}", 1, index, topic=topic)
+            led.append(lead(partition, token=taken.revision))
             self.leases.partitions[topic.encode(), index] = partition
-            led.append(partition)
         return led
 
     def close(self) -> None:

@@ -4,40 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from kproxy.broker.cluster import ClusterView, Topic
-from kproxy.broker.config import LogOptions
 from kproxy.broker.groups.coordinator import Commit, GroupCoordinator, partition_for
 from kproxy.broker.groups.group import CommittedOffset, Join, Joined, Options, Protocol, Sync
 from kproxy.broker.keys import PartitionKey
-from kproxy.broker.leader_epochs import Leadership
-from kproxy.broker.log import Log
-from kproxy.broker.partition import Partition, ReplicaSettings
-from kproxy.broker.replication.partition_replication import Isr
+from kproxy.broker.partition import Partition
 from kproxy.broker.topics import CONSUMER_OFFSETS
-from kproxy.broker.writer_fence import KeptFence
 from kproxy_codec import error_codes as codes
-from tests.support.brokers.replica_group import on_disk
+from tests.support.brokers.replica_group import TOPIC_ID, Fence
 from tests.support.waiting import eventually
+from tests.unit.broker.replicas import lead, replica
 
 NOBODY = ("", None, -1)
 SEGMENT_BYTES = 4_000
-
-
-class Fence:
-    """A lease that lives until it does not."""
-
-    def __init__(self) -> None:
-        self.lives = True
-
-    def is_live(self) -> bool:
-        return self.lives
 
 
 class Site:
@@ -47,7 +32,7 @@ class Site:
         self.directory = directory
         self.fence = Fence()
         self.led: Partition | None = None
-        self.topic = Topic(CONSUMER_OFFSETS, uuid.uuid4(), [[1]], {}, 1, 1)
+        self.topic = Topic(CONSUMER_OFFSETS, TOPIC_ID, [[1]], {}, 1, 1)
         self.epoch = 0
         self.coordinator: GroupCoordinator
         self.tasks: list[asyncio.Task[None]] = []
@@ -55,11 +40,8 @@ class Site:
     def lead(self, *, min_isr: int = 1) -> None:
         """Open the log and lead; a new coordinator begins."""
         self.epoch += 1
-        log = Log.open(self.directory, options=LogOptions(segment_bytes=SEGMENT_BYTES))
-        settings = ReplicaSettings(1, time.monotonic, min_insync_replicas=min_isr)
-        self.led = Partition(CONSUMER_OFFSETS, 0, self.topic.topic_id, log, settings, on_disk(1).log_id)
-        isr = Isr(frozenset({on_disk(1)}), 1)
-        self.led.become_leader(Leadership(self.epoch, self.epoch), [1], isr, self.fence, KeptFence())
+        opened = replica(self.directory, topic=CONSUMER_OFFSETS, min_isr=min_isr, segment_bytes=SEGMENT_BYTES)
+        self.led = lead(opened, epoch=self.epoch, token=self.epoch, fence=self.fence)
         view = cast(ClusterView, type("View", (), {"topics": {CONSUMER_OFFSETS: self.topic}}))
         options = Options(initial_delay_s=0.0, min_session_s=0.1)
         self.coordinator = GroupCoordinator(view, lambda *_: self.led, time.monotonic, options, 20_000)
@@ -95,8 +77,11 @@ class Site:
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    """A site that leads, and has read its journal."""
     site = Site(tmp_path / f"{CONSUMER_OFFSETS}-0")
+    site.lead()
+    await site.offsets("g")
     yield site
     for task in site.tasks:
         task.cancel()
@@ -111,8 +96,6 @@ def test_group_has_the_partition_that_kafka_gives_it(group: str, partition: int)
 
 
 async def test_group_survives_take_over(site: Site) -> None:
-    site.lead()
-    await site.offsets("g")
     joined = await site.join("g")
     member = joined.member_id
     asked = Sync(member, None, 1, None, None, {member: b"all"})
@@ -128,6 +111,7 @@ async def test_group_survives_take_over(site: Site) -> None:
 
 
 async def test_refused_append_changes_nothing(site: Site) -> None:
+    site.lose()
     site.lead(min_isr=2)
     await site.offsets("g")
     assert await site.commit("g", 1) == codes.COORDINATOR_NOT_AVAILABLE
@@ -137,10 +121,8 @@ async def test_refused_append_changes_nothing(site: Site) -> None:
 
 
 async def test_nothing_is_answered_without_a_lease(site: Site) -> None:
-    site.lead()
-    await site.offsets("g")
     joined = await site.join("g")
-    site.fence.lives = False
+    site.fence.live = False
     assert site.coordinator.heartbeat("g", joined.member_id, None, 1) == codes.NOT_COORDINATOR
     assert await site.commit("g", 1) == codes.NOT_COORDINATOR
     assert (await site.coordinator.fetch("g", None))[0] == codes.NOT_COORDINATOR
@@ -148,8 +130,6 @@ async def test_nothing_is_answered_without_a_lease(site: Site) -> None:
 
 @pytest.mark.parametrize("how", ["lose", "close"])
 async def test_waiting_member_hears_that_the_coordinator_went(site: Site, how: str) -> None:
-    site.lead()
-    await site.offsets("g")
     first = await site.join("g")
     waiting = asyncio.create_task(site.join("g"))
     await eventually(lambda: site.coordinator.listed()[1][0].waiting())
@@ -162,15 +142,11 @@ async def test_waiting_member_hears_that_the_coordinator_went(site: Site, how: s
 
 
 async def test_silent_member_is_removed_in_time(site: Site) -> None:
-    site.lead()
-    await site.offsets("g")
     await site.join("g", session_s=0.2)
     await eventually(lambda: site.coordinator.listed()[1][0].state.value == "Empty")
 
 
 async def test_journal_is_rewritten_and_stays_small(site: Site) -> None:
-    site.lead()
-    await site.offsets("g")
     joined = await site.join("member")
     for offset in range(1, 1_500):
         assert await site.commit(f"g{offset % 7}", offset, offset % 3) == codes.NONE
@@ -189,8 +165,6 @@ async def test_journal_is_rewritten_and_stays_small(site: Site) -> None:
 
 
 async def test_deleted_group_does_not_come_back(site: Site) -> None:
-    site.lead()
-    await site.offsets("g")
     assert await site.commit("g", 7) == codes.NONE
     assert await site.coordinator.delete("g") == codes.NONE
     site.lose()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,19 +13,16 @@ import pytest
 
 from kproxy.broker.cluster import ClusterView
 from kproxy.broker.keys import Keys, StateValue, encode_value
-from kproxy.broker.leader_epochs import Leadership
-from kproxy.broker.log import Log
-from kproxy.broker.partition import Partition, ReplicaSettings
+from kproxy.broker.partition import Partition
 from kproxy.broker.replication.isr_keeper import CONCURRENT_CHANGES, IsrKeeper
-from kproxy.broker.replication.partition_replication import FollowerContact, Isr, ReplicationManager
-from kproxy.broker.writer_fence import KeptFence
+from kproxy.broker.replication.partition_replication import FollowerContact, ReplicationManager
 from kproxy.etcd import EtcdUnavailable, KeyValue, WatchEvent, put_op
-from tests.support.brokers.replica_group import Fence, broker_value, on_disk
+from tests.support.brokers.replica_group import TOPIC_ID, broker_value, on_disk
 from tests.support.models.simulated_etcd import EtcdStore, SimulatedEtcdClient
 from tests.support.waiting import eventually
+from tests.unit.broker.replicas import lead, replica
 
 KEYS = Keys("/p")
-TOPIC_ID = uuid.uuid4()
 
 
 class RefusingClient(SimulatedEtcdClient):
@@ -42,10 +38,7 @@ class RefusingClient(SimulatedEtcdClient):
 
 @pytest.fixture
 def led(tmp_path: Path) -> Iterator[list[Partition]]:
-    led = []
-    for index in range(CONCURRENT_CHANGES + 2):
-        log = Log.open(tmp_path / str(index))
-        led.append(Partition("t", index, TOPIC_ID, log, ReplicaSettings(1, time.monotonic), on_disk(1).log_id))
+    led = [replica(tmp_path / str(index), 1, index) for index in range(CONCURRENT_CHANGES + 2)]
     yield led
     for partition in led:
         partition.close()
@@ -65,8 +58,7 @@ async def take(client: SimulatedEtcdClient, led: list[Partition]) -> None:
         state = encode_value(StateValue(0, [on_disk(1), on_disk(2)], TOPIC_ID))
         put = [put_op(KEYS.lease("t", index), b"1"), put_op(KEYS.state("t", index), state)]
         taken = await SimulatedEtcdClient.txn(client, [], put)
-        isr = Isr(frozenset({on_disk(1), on_disk(2)}), taken.revision)
-        partition.become_leader(Leadership(0, taken.revision), (1, 2), isr, Fence(), KeptFence())
+        lead(partition, 1, 2, token=taken.revision)
 
 
 async def test_failing_isr_changes_do_not_block_others(led: list[Partition]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,26 +11,18 @@ import pytest
 from kproxy.broker.cluster import ClusterView
 from kproxy.broker.election import HAND_OVER_BATCH, LeaderRebalance
 from kproxy.broker.keys import Keys, PartitionKey, TopicValue, encode_value
-from kproxy.broker.leader_epochs import Leadership
-from kproxy.broker.log import Log
-from kproxy.broker.partition import Partition, ReplicaSettings
-from kproxy.broker.replication.partition_replication import Isr
-from kproxy.broker.writer_fence import KeptFence
-from tests.support.brokers.replica_group import broker_value, on_disk
-from tests.support.brokers.replicating import Alive
+from kproxy.broker.partition import Partition
+from tests.support.brokers.replica_group import TOPIC_ID, broker_value
+from tests.unit.broker.replicas import lead, replica
 
 KEYS = Keys("/p")
-TOPIC_ID = uuid.uuid4()
 PARTITIONS = 2 * HAND_OVER_BATCH + 1
 
 
 @pytest.fixture
 def led(tmp_path: Path) -> Iterator[Partition]:
     """Every partition of the topic: led here, with its first replica, broker 2, in sync."""
-    log = Log.open(tmp_path / "t")
-    partition = Partition("t", 0, TOPIC_ID, log, ReplicaSettings(1, lambda: 0.0), on_disk(1).log_id)
-    isr = Isr(frozenset(map(on_disk, (1, 2))), 1)
-    partition.become_leader(Leadership(0, 10), (2, 1), isr, Alive(), KeptFence())
+    partition = lead(replica(tmp_path / "t"), 2, 1)
     yield partition
     partition.close()
 

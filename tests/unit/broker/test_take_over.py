@@ -6,6 +6,8 @@ import asyncio
 import uuid
 from collections.abc import Callable
 
+import pytest
+
 from kproxy.broker.cluster import Topic
 from kproxy.broker.keys import Keys, PartitionKey, StateValue, TopicValue, decode_value, encode_value
 from kproxy.broker.lease_txn import Taken, TakeOver
@@ -79,18 +81,21 @@ class Stage:
         self.store.apply(name, getattr(operation.message, kind))
 
 
-async def test_epoch_begins_under_a_previously_led_key() -> None:
+@pytest.fixture
+async def stage() -> Stage:
     stage = Stage()
     await stage.begin()
+    return stage
+
+
+async def test_epoch_begins_under_a_previously_led_key(stage: Stage) -> None:
     taken = await stage.take_over()
     assert taken is not None
     assert taken.state == stage.stored()
     assert stage.stored().leader_epoch == LAST_EPOCH + 1
 
 
-async def test_lost_answer_to_new_epoch_is_found() -> None:
-    stage = Stage()
-    await stage.begin()
+async def test_lost_answer_to_new_epoch_is_found(stage: Stage) -> None:
     taken = await stage.take_over(answer_is_lost=True)
     found = stage.store.get(KEYS.state(*KEY))
     assert taken is not None
@@ -99,19 +104,15 @@ async def test_lost_answer_to_new_epoch_is_found() -> None:
     assert stage.stored().leader_epoch == LAST_EPOCH + 1
 
 
-async def test_isr_that_was_changed_meanwhile_stays() -> None:
+async def test_isr_that_was_changed_meanwhile_stays(stage: Stage) -> None:
     """A change made before a shrink must not bring back brokers that have left."""
-    stage = Stage()
-    await stage.begin()
     shrunk = StateValue(LAST_EPOCH, ALL[:1], TOPIC_ID)
     taken = await stage.take_over(lambda: stage.change(KEYS.state(*KEY), encode_value(shrunk)))
     assert taken is None
     assert stage.stored() == shrunk
 
 
-async def test_no_epoch_is_begun_without_the_key() -> None:
-    stage = Stage()
-    await stage.begin()
+async def test_no_epoch_is_begun_without_the_key(stage: Stage) -> None:
     taken = await stage.take_over(lambda: stage.change(KEYS.lease(*KEY), None))
     assert taken is None
     assert stage.stored() == stage.state
