@@ -11,12 +11,12 @@ An answer about all topics of a large cluster has megabytes, so it is copied in 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from struct import Struct, error
+from struct import Struct
 from typing import Final, NamedTuple, TypeAlias
 
 from kproxy_codec.api_keys import DESCRIBE_CLUSTER, DESCRIBE_TOPIC_PARTITIONS, METADATA, is_flexible
 from kproxy_codec.error_codes import LEADER_NOT_AVAILABLE, NONE, NOT_LEADER_OR_FOLLOWER, REPLICA_NOT_AVAILABLE
-from kproxy_codec.errors import InvalidField, Truncated
+from kproxy_codec.errors import InvalidField
 from kproxy_codec.metadata import (
     BROKER_TAIL_FROM,
     CLUSTER_ID_FROM,
@@ -29,17 +29,11 @@ from kproxy_codec.metadata import (
     OPERATIONS_FROM,
     THROTTLE_FROM,
     TOPIC_ID_FROM,
+    WITH_EPOCH,
+    WITHOUT_EPOCH,
+    read_partitions,
 )
-from kproxy_codec.primitives import (
-    INT8,
-    INT16,
-    INT32,
-    Buffer,
-    encode_count,
-    encode_string,
-    read_count,
-    skip_tagged_fields,
-)
+from kproxy_codec.primitives import INT8, INT16, INT32, Buffer, encode_count, encode_string
 from kproxy_codec.walk import Walk, Work
 
 RENAMED: Final = frozenset({METADATA, DESCRIBE_CLUSTER, DESCRIBE_TOPIC_PARTITIONS})
@@ -237,8 +231,9 @@ def _each_topic(walk: Walk, form: _Form, named: Named, count: int, out: bytearra
         out += walk.body[start : walk.at]
         while partitions:
             portion = min(partitions, walk.room)
-            heads = _read_partitions(walk, form, portion)
-            for (error_code, index), leader in zip(heads, leaders(name, [index for _, index in heads]), strict=True):
+            found = _read_partitions(walk, form, portion)
+            indexes = [each[1] for each in found]
+            for (error_code, index, *_), leader in zip(found, leaders(name, indexes), strict=True):
                 behind = behind_index.get(leader)
                 if behind is None:
                     behind = behind_index[leader] = form.behind_index(leader)
@@ -279,29 +274,12 @@ def _refused_topic(form: _Form, name: bytes, topic_id: bytes, error_code: int, i
     return INT16.pack(error_code) + identity + behind
 
 
-def _read_partitions(walk: Walk, form: _Form, count: int) -> list[tuple[int, int]]:
-    """The error code and index of the next partitions. Inlined, because most of an answer is partitions."""
-    body, at, limit, compact, arrays = walk.body, walk.at, walk.limit, form.compact, form.arrays
-    size = _HEAD.size + INT32.size + INT32.size * form.has_epoch
-    heads: list[tuple[int, int]] = []
-    try:
-        for _ in range(count):
-            heads.append(_HEAD.unpack_from(body, at))
-            at += size
-            for nullable in arrays:
-                if compact and 0 < body[at] < 0x80:
-                    at += 4 * body[at] - 3
-                else:
-                    nodes, at = read_count(body, at, limit, compact=compact, least_bytes=4, nullable=nullable)
-                    at += 4 * max(nodes, 0)
-            if compact:
-                at = at + 1 if body[at] == 0 else skip_tagged_fields(body, at, limit)
-    except (error, IndexError) as cause:
-        raise Truncated("the answer ends among the partitions of a topic") from cause
-    if at > limit:
-        raise Truncated(f"the answer ends at {limit}, a partition of it at {at}")
-    walk.at = at
-    return heads
+def _read_partitions(walk: Walk, form: _Form, count: int) -> list[tuple[int, ...]]:
+    """The error code and index, and more, of the next partitions."""
+    partitions: list[tuple[int, ...]] = []
+    fields = WITH_EPOCH if form.has_epoch else WITHOUT_EPOCH
+    read_partitions(walk, fields, form.arrays, count, partitions.append)
+    return partitions
 
 
 def _cursor(walk: Walk, out: bytearray) -> None:

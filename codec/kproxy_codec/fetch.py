@@ -37,6 +37,7 @@ from kproxy_codec.partitioned import (
     blank_epochs,
     expect_end,
     fill_error_codes,
+    of_fixed_size,
     one_by_one,
     parse_topics,
     read_topic_count,
@@ -189,17 +190,14 @@ def parse_fetch(frame: memoryview, header: RequestHeader) -> FetchRequest:
         request.session_id, request.session_epoch = numbers[4:]
     request.topics_start = offset
     request.by_id = version >= TOPIC_IDS_FROM
-    fixed_bytes = _partition_form(version).size
-
-    def skip(frame: memoryview, offset: int, limit: int) -> tuple[int, int]:
-        end = offset + fixed_bytes
-        if end > limit:
-            raise Truncated(f"a partition wanted at {offset}, the message ends at {limit}")
-        partition_index: int = INT32.unpack_from(frame, offset)[0]
-        return partition_index, skip_tagged_fields(frame, end, limit) if flexible else end
-
+    entry_bytes = _partition_form(version).size
     request.topics, request.topics_end = parse_topics(
-        frame, offset, flexible=flexible, least_bytes=fixed_bytes, read_entries=one_by_one(skip), by_id=request.by_id
+        frame,
+        offset,
+        flexible=flexible,
+        least_bytes=entry_bytes,
+        read_entries=of_fixed_size(entry_bytes, flexible=flexible),
+        by_id=request.by_id,
     )
     offset = _read_forgotten_topics(request, request.topics_end, limit) if version >= 7 else request.topics_end
     if version >= 11:
@@ -340,7 +338,7 @@ class FetchApi:
         """
         fetch = as_fetch(request)
         if fetch.header.api_version >= 9:
-            blank_epochs(fetch, INT32.size)
+            blank_epochs(fetch.frame, fetch.topics, INT32.size)
         fetch.frame[fetch.header.body_offset : fetch.topics_start] = preamble(fetch, fetch.max_bytes, fetch.min_bytes)
         start, end = fetch.rack
         no_rack = encode_count(0, compact=True) if fetch.flexible else INT16.pack(0)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from struct import Struct
 
 from kproxy_codec.api_keys import LIST_OFFSETS, is_flexible
-from kproxy_codec.errors import Truncated, UnsupportedVersion
+from kproxy_codec.errors import UnsupportedVersion
 from kproxy_codec.framing import RequestHeader, response_body_offset
 from kproxy_codec.partitioned import (
     PartitionedRequest,
@@ -20,7 +20,7 @@ from kproxy_codec.partitioned import (
     blank_epochs,
     expect_end,
     fill_error_codes,
-    one_by_one,
+    of_fixed_size,
     parse_topics,
     response_tags,
 )
@@ -33,8 +33,6 @@ _TIMEOUT_FROM = 10
 _NO_TAG = -1
 _CONSUMER = -1
 _RESULT = Struct(">ihqq")
-_LEADER_EPOCH_OFFSET = _RESULT.size
-_NO_EPOCH = INT32.pack(-1)
 
 
 class ListOffsetsApi:
@@ -56,16 +54,9 @@ class ListOffsetsApi:
         if version >= 2:
             _, offset = read_fixed(INT8, frame, offset, len(frame))
         request.topics_start = offset
-
-        def skip(frame: memoryview, offset: int, limit: int) -> tuple[int, int]:
-            if offset + entry_bytes > limit:
-                raise Truncated(f"a partition wanted at {offset}, the message ends at {limit}")
-            partition_index: int = INT32.unpack_from(frame, offset)[0]
-            end = offset + entry_bytes
-            return partition_index, skip_tagged_fields(frame, end, limit) if flexible else end
-
+        entries = of_fixed_size(entry_bytes, flexible=flexible)
         request.topics, request.topics_end = parse_topics(
-            frame, offset, flexible=flexible, least_bytes=entry_bytes, read_entries=one_by_one(skip)
+            frame, offset, flexible=flexible, least_bytes=entry_bytes, read_entries=entries
         )
         offset = request.topics_end
         if version >= _TIMEOUT_FROM:
@@ -81,19 +72,12 @@ class ListOffsetsApi:
         offset = response_body_offset(frame, LIST_OFFSETS, api_version)
         if api_version >= 2:
             response.throttle_time_ms, offset = read_fixed(INT32, frame, offset, len(frame))
-
-        def skip(frame: memoryview, offset: int, limit: int) -> tuple[int, int]:
-            end = offset + entry_bytes
-            if end > limit:
-                raise Truncated(f"a partition's result wanted at {offset}, the message ends at {limit}")
-            partition_index: int = INT32.unpack_from(frame, offset)[0]
-            if api_version >= 4:
-                frame[offset + _LEADER_EPOCH_OFFSET : end] = _NO_EPOCH
-            return partition_index, skip_tagged_fields(frame, end, limit) if flexible else end
-
+        entries = of_fixed_size(entry_bytes, flexible=flexible, named="a partition's result")
         response.topics, offset = parse_topics(
-            frame, offset, flexible=flexible, least_bytes=entry_bytes, read_entries=one_by_one(skip)
+            frame, offset, flexible=flexible, least_bytes=entry_bytes, read_entries=entries
         )
+        if api_version >= 4:
+            blank_epochs(frame, response.topics, _RESULT.size)
         fill_error_codes(response)
         if flexible:
             offset = response_tags(response, offset, _NO_TAG)
@@ -118,7 +102,7 @@ class ListOffsetsApi:
         """
         INT32.pack_into(request.frame, request.header.body_offset, _CONSUMER)
         if request.header.api_version >= 4:
-            blank_epochs(request, INT32.size)
+            blank_epochs(request.frame, request.topics, INT32.size)
 
 
 def result_entry(

@@ -8,20 +8,13 @@ partition, and skips replicas and other fields that routing does not need.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from struct import Struct, error
 from typing import NamedTuple
 
-from kproxy_codec.errors import InvalidField, Truncated, UnsupportedVersion
-from kproxy_codec.primitives import (
-    INT16,
-    INT32,
-    Buffer,
-    read_count,
-    read_fixed,
-    skip_string,
-    skip_tagged_fields,
-)
+from kproxy_codec.errors import Truncated, UnsupportedVersion
+from kproxy_codec.primitives import INT16, INT32, Buffer, read_count, skip_tagged_fields
+from kproxy_codec.walk import Walk
 
 HIGHEST_VERSION = 12
 TOPICS_BY_ID_FROM = 12
@@ -37,8 +30,9 @@ CLUSTER_OPERATIONS_TO = 10
 _FLEXIBLE_FROM = 9
 TOPIC_ID_FROM = 10
 
-_WITH_EPOCH = Struct(">hiii")
-_WITHOUT_EPOCH = Struct(">hii")
+# A partition's error code, index, leader, and leader epoch.
+WITH_EPOCH = Struct(">hiii")
+WITHOUT_EPOCH = Struct(">hii")
 _TOPIC_ID_BYTES = 16
 _NO_TOPIC_ID = bytes(_TOPIC_ID_BYTES)
 LEAST_BROKER_BYTES = 10
@@ -87,21 +81,19 @@ class MetadataReader:
     def __init__(self, body: Buffer, version: int) -> None:
         if not 0 <= version <= HIGHEST_VERSION:
             raise UnsupportedVersion(f"Metadata v{version}: versions up to {HIGHEST_VERSION} are read")
-        self._body = body
-        self._limit = len(body)
+        self._walk = walk = Walk(body, compact=version >= _FLEXIBLE_FROM)
         self._version = version
-        self._compact = version >= _FLEXIBLE_FROM
-        self._arrays = 2 + (version >= OFFLINE_REPLICAS_FROM)
-        self._form = _WITH_EPOCH if version >= LEADER_EPOCH_FROM else _WITHOUT_EPOCH
+        self._arrays = (False,) * (2 + (version >= OFFLINE_REPLICAS_FROM))
         self.topics: list[TopicLeaders] = []
         self.cluster_id: str | None = None
-        at = 4 if version >= THROTTLE_FROM else 0
-        self.brokers, at = self._read_brokers(at)
+        if version >= THROTTLE_FROM:
+            walk.skip(INT32.size)
+        self.brokers = [self._read_broker() for _ in range(walk.count(LEAST_BROKER_BYTES))]
         if version >= CLUSTER_ID_FROM:
-            self.cluster_id, at = self._read_text(at, nullable=True)
+            self.cluster_id = walk.text(nullable=True)
         if version >= BROKER_TAIL_FROM:
-            _, at = read_fixed(INT32, body, at, self._limit)
-        self._topics_left, self._at = self._read_count(at, LEAST_TOPIC_BYTES)
+            walk.skip(INT32.size)
+        self._topics_left = walk.count(LEAST_TOPIC_BYTES)
         self._partitions_left = -1
 
     def read_some(self, partitions: int) -> bool:
@@ -118,85 +110,70 @@ class MetadataReader:
                 self._begin_topic()
                 room -= 1
             else:
-                self._end()
+                if OPERATIONS_FROM <= self._version <= CLUSTER_OPERATIONS_TO:
+                    self._walk.skip(INT32.size)
+                self._walk.end()
                 return True
         return False
 
-    def _read_brokers(self, at: int) -> tuple[list[BrokerAddress], int]:
-        count, at = self._read_count(at, LEAST_BROKER_BYTES)
-        brokers = []
-        for _ in range(count):
-            node_id, at = read_fixed(INT32, self._body, at, self._limit)
-            host, at = self._read_text(at)
-            port, at = read_fixed(INT32, self._body, at, self._limit)
-            if self._version >= BROKER_TAIL_FROM:
-                _, at = self._read_text(at, nullable=True)
-            at = self._skip_tags(at)
-            brokers.append(BrokerAddress(node_id, host or "", port))
-        return brokers, at
+    def _read_broker(self) -> BrokerAddress:
+        walk = self._walk
+        broker = BrokerAddress(walk.fixed(INT32), walk.text() or "", walk.fixed(INT32))
+        if self._version >= BROKER_TAIL_FROM:
+            walk.string(nullable=True)
+        walk.tags()
+        return broker
 
     def _begin_topic(self) -> None:
-        error_code, at = read_fixed(INT16, self._body, self._at, self._limit)
-        nullable = self._version >= TOPICS_BY_ID_FROM
-        start, end, at = skip_string(self._body, at, self._limit, compact=self._compact, nullable=nullable)
-        name = bytes(self._body[start:end]) if start >= 0 else None
-        topic_id = None
-        if self._version >= TOPIC_ID_FROM:
-            found = bytes(self._body[at : at + _TOPIC_ID_BYTES])
-            topic_id = found if found != _NO_TOPIC_ID else None
-            at += _TOPIC_ID_BYTES
-        at += self._version >= BROKER_TAIL_FROM  # is_internal
-        self._partitions_left, self._at = self._read_count(at, LEAST_PARTITION_BYTES)
+        walk = self._walk
+        error_code = walk.fixed(INT16)
+        name = walk.string(nullable=self._version >= TOPICS_BY_ID_FROM)
+        topic_id = bytes(walk.skip(_TOPIC_ID_BYTES)) if self._version >= TOPIC_ID_FROM else _NO_TOPIC_ID
+        walk.skip(int(self._version >= BROKER_TAIL_FROM))  # is_internal
+        self._partitions_left = walk.count(LEAST_PARTITION_BYTES)
         self._topics_left -= 1
-        self.topics.append(TopicLeaders(error_code, name, topic_id, array("i")))
+        known_id = topic_id if topic_id != _NO_TOPIC_ID else None
+        self.topics.append(TopicLeaders(error_code, name, known_id, array("i")))
 
     def _read_partitions(self, count: int) -> None:
-        """Read the next partitions of the current topic. Inlined, because most of an answer is partitions."""
-        body, at, limit, compact = self._body, self._at, self._limit, self._compact
-        unpack, size, arrays = self._form.unpack_from, self._form.size, range(self._arrays)
         extend = self.topics[-1].numbers.extend
-        has_epoch = self._form is _WITH_EPOCH
-        try:
-            for _ in range(count):
-                extend(unpack(body, at) if has_epoch else (*unpack(body, at), NO_EPOCH))
-                at += size
-                for _ in arrays:
-                    if compact and 0 < body[at] < 0x80:
-                        at += 4 * body[at] - 3
-                    else:
-                        nodes, at = read_count(body, at, limit, compact=compact, least_bytes=4)
-                        at += 4 * nodes
-                if compact:
-                    at = at + 1 if body[at] == 0 else skip_tagged_fields(body, at, limit)
-        except (error, IndexError) as cause:
-            raise Truncated(f"the answer ends among the partitions of {self.topics[-1].name!r}") from cause
-        self._at = at
+        if self._version >= LEADER_EPOCH_FROM:
+            read_partitions(self._walk, WITH_EPOCH, self._arrays, count, extend)
+        else:
+            read_partitions(self._walk, WITHOUT_EPOCH, self._arrays, count, lambda each: extend((*each, NO_EPOCH)))
         self._partitions_left -= count
 
     def _end_topic(self) -> None:
         if self._version >= OPERATIONS_FROM:
-            _, self._at = read_fixed(INT32, self._body, self._at, self._limit)
-        self._at = self._skip_tags(self._at)
+            self._walk.skip(INT32.size)
+        self._walk.tags()
         self._partitions_left = -1
 
-    def _end(self) -> None:
-        if OPERATIONS_FROM <= self._version <= CLUSTER_OPERATIONS_TO:
-            _, self._at = read_fixed(INT32, self._body, self._at, self._limit)
-        self._at = self._skip_tags(self._at)
-        if self._at != self._limit:
-            raise InvalidField(f"a Metadata answer of {self._limit} bytes ends at {self._at}")
 
-    def _read_count(self, at: int, least_bytes: int) -> tuple[int, int]:
-        return read_count(self._body, at, self._limit, compact=self._compact, least_bytes=least_bytes)
+def read_partitions(
+    walk: Walk, form: Struct, arrays: Sequence[bool], count: int, take: Callable[[tuple[int, ...]], object]
+) -> None:
+    """Read the next `count` partitions of a topic: `take` gets the fields of `form` of each.
 
-    def _read_text(self, at: int, *, nullable: bool = False) -> tuple[str | None, int]:
-        start, end, at = skip_string(self._body, at, self._limit, compact=self._compact, nullable=nullable)
-        if start < 0:
-            return None, at
-        try:
-            return str(self._body[start:end], "utf-8"), at
-        except UnicodeDecodeError as cause:
-            raise InvalidField(f"the text at {start} is not UTF-8") from cause
-
-    def _skip_tags(self, at: int) -> int:
-        return skip_tagged_fields(self._body, at, self._limit) if self._compact else at
+    Arrays of node ids follow them, which may be null where `arrays` says so. Inlined, because most of an answer is
+    partitions. Raises CodecError.
+    """
+    body, at, limit, compact = walk.body, walk.at, walk.limit, walk.compact
+    unpack, size = form.unpack_from, form.size
+    try:
+        for _ in range(count):
+            take(unpack(body, at))
+            at += size
+            for nullable in arrays:
+                if compact and 0 < body[at] < 0x80:
+                    at += 4 * body[at] - 3
+                else:
+                    nodes, at = read_count(body, at, limit, compact=compact, least_bytes=4, nullable=nullable)
+                    at += 4 * max(nodes, 0)
+            if compact:
+                at = at + 1 if body[at] == 0 else skip_tagged_fields(body, at, limit)
+    except (error, IndexError) as cause:
+        raise Truncated("the answer ends among the partitions of a topic") from cause
+    if at > limit:
+        raise Truncated(f"the answer ends at {limit}, a partition of it at {at}")
+    walk.at = at

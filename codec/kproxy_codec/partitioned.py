@@ -7,7 +7,7 @@ encoded from slices of the request, so that bytes unknown to this codec, such as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from struct import Struct
 from typing import Protocol
 
@@ -241,6 +241,19 @@ def one_by_one(skip_partition: SkipPartition) -> ReadEntries:
     return read
 
 
+def of_fixed_size(entry_bytes: int, *, flexible: bool, named: str = "a partition") -> ReadEntries:
+    """Return a function that reads entries of this size, each with its partition index first."""
+
+    def skip(frame: memoryview, offset: int, limit: int) -> tuple[int, int]:
+        end = offset + entry_bytes
+        if end > limit:
+            raise Truncated(f"{named} wanted at {offset}, the message ends at {limit}")
+        partition_index: int = INT32.unpack_from(frame, offset)[0]
+        return partition_index, skip_tagged_fields(frame, end, limit) if flexible else end
+
+    return one_by_one(skip)
+
+
 def read_topic_count(frame: memoryview, offset: int, limit: int, *, flexible: bool) -> tuple[int, int]:
     """Read the number of topics, which has the same limit as that of partitions.
 
@@ -341,15 +354,15 @@ def blank_current_leader(frame: memoryview, offset: int, limit: int, leader_tag:
     return after
 
 
-def blank_epochs(request: PartitionedRequest, epoch_offset: int) -> None:
-    """Set each entry's current_leader_epoch to -1 in place.
+def blank_epochs(frame: memoryview, topics: Iterable[TopicSpan], epoch_offset: int) -> None:
+    """Set the leader epoch, `epoch_offset` bytes into each entry, to -1 in place.
 
-    It is `epoch_offset` bytes into the entry. Clients of the proxy get no leader epochs, so they cannot send the
-    broker's: librdkafka 2.16 sends 0 after it got -1, and a broker would fence it.
+    Clients of the proxy get no leader epochs, so they cannot send the broker's: librdkafka 2.16 sends 0 after it got
+    -1, and a broker would fence it.
     """
-    for topic in request.topics:
+    for topic in topics:
         for start in topic.starts:
-            INT32.pack_into(request.frame, start + epoch_offset, -1)
+            INT32.pack_into(frame, start + epoch_offset, -1)
 
 
 def set_correlation_id(frame: memoryview, correlation_id: int) -> None:

@@ -31,6 +31,7 @@ from kproxy_codec.primitives import (
     MAX_STRING_BYTES,
     Buffer,
     encode_count,
+    encode_string,
     encode_tagged_fields,
     read_count,
     read_fixed,
@@ -294,7 +295,8 @@ def result_entry(
         entry += log_start_offset.to_bytes(_INT64_BYTES, "big", signed=True)
     if api_version >= 8:
         entry += encode_count(0, compact=flexible)
-        entry += _nullable_string(error_message, flexible=flexible)
+        message = None if error_message is None else error_message[:_MAX_MESSAGE_CHARACTERS].encode(errors="replace")
+        entry += encode_string(message, compact=flexible)
     if not flexible:
         return entry
     tags: list[Tag] = []
@@ -302,14 +304,6 @@ def result_entry(
         leader = INT32.pack(current_leader[0]) + INT32.pack(current_leader[1]) + encode_tagged_fields([])
         tags.append((_CURRENT_LEADER_TAG, leader))
     return entry + encode_tagged_fields(tags)
-
-
-def _nullable_string(value: str | None, *, flexible: bool) -> bytes:
-    if value is None:
-        return encode_count(-1, compact=True) if flexible else (-1).to_bytes(2, "big", signed=True)
-    encoded = value[:_MAX_MESSAGE_CHARACTERS].encode(errors="replace")
-    length = encode_count(len(encoded), compact=True) if flexible else len(encoded).to_bytes(2, "big", signed=True)
-    return length + encoded
 
 
 PRODUCE_API = ProduceApi()

@@ -24,9 +24,9 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
-from kproxy.plain import compiled
+from kproxy.plain.numbers import Number, zeros
 
 OTHER: Final = b"other"
 MOST_TRACKED: Final = 1_000
@@ -41,22 +41,25 @@ Name = tuple[bytes, ...]
 
 
 class Use:
-    """The use by one name; the compiled plain path has a twin of this class.
+    """The use by one name. The compiled plain path adds to its `numbers`.
 
     Of a topic, `partition` is the one with more than half of its bytes since `lead` was 0, if there is one: a majority
     vote, weighted with the bytes. It has at least `partition_bytes`; -1: none was written.
     """
 
-    __slots__ = ("is_over", "lead", "partition", "partition_bytes", "received_bytes", "requests", "sent_bytes")
+    __slots__ = ("numbers",)
+
+    requests = Number(0)
+    received_bytes = Number(1)
+    sent_bytes = Number(2)
+    partition = Number(3)
+    partition_bytes = Number(4)
+    lead = Number(5)
+    is_over = Number(6)
 
     def __init__(self) -> None:
-        self.requests = 0
-        self.received_bytes = 0
-        self.sent_bytes = 0
+        self.numbers = zeros(7)
         self.partition = -1
-        self.partition_bytes = 0
-        self.lead = 0
-        self.is_over = False
 
     def write(self, partition_index: int, nbytes: int) -> None:
         """Count a partition's batches."""
@@ -68,10 +71,6 @@ class Use:
             self.lead -= nbytes
         else:
             self.partition, self.partition_bytes, self.lead = partition_index, nbytes, nbytes - self.lead
-
-
-if not TYPE_CHECKING and compiled is not None:
-    Use = compiled.Use
 
 
 class Used(NamedTuple):

@@ -7,16 +7,20 @@ The path of a request only adds to integers and lists here; `kproxy.observe.metr
 from __future__ import annotations
 
 import time
+from array import array
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Protocol
+from itertools import chain
+from math import inf
+from typing import Final, Protocol
 
 from kproxy.config.metrics import NOTHING_NAMED, MetricsSection
 from kproxy.observe.busiest import Busiest
-from kproxy.plain import compiled
+from kproxy.plain.numbers import Number, zeros
 from kproxy.routing.topology import NO_OWNER, OTHER_TOPICS
 from kproxy_codec.api_keys import FETCH, PRODUCE
+from kproxy_codec.produce import MAX_VERSION
 
 PRODUCE_BOUNDS_S: Final = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25),
@@ -34,7 +38,7 @@ It refuses an identity or TLS, ends a connection with unanswered requests, nothi
 it refuses a dial, does not answer a dial or a request in time, or cannot be dialled for another reason.
 """
 STAGES: Final = ("reading", "queue", "broker", "order", "writing")
-"""The stages of a produce request: attributes of ProduceCounts."""
+"""The stages of a produce request: attributes of Tally."""
 MAX_DROP_TOPICS: Final = 100
 MAX_TOPIC_BYTES: Final = 249
 """The longest name of a topic in Kafka. Longer names cost the readers of `/metrics` much time."""
@@ -47,37 +51,49 @@ OTHER_VERSION: Final = (1 << VERSION_BITS) - 1
 
 
 class Durations:
-    """A histogram of seconds; the compiled plain path has a twin of this class, and of the next two.
+    """A histogram of seconds. `buckets` are not cumulated; the last one has no bound.
 
-    `buckets` are not cumulated; the last one has no bound.
+    `numbers` are the sum of all times, then each bound and its count; the last bound is infinite. The compiled plain
+    path adds to them: the array is never replaced.
     """
 
-    __slots__ = ("bounds", "buckets", "seconds")
+    __slots__ = ("bounds", "numbers")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
-        self.buckets = [0] * (len(bounds) + 1)
-        self.seconds = 0.0
+        self.numbers = array("d", (0.0, *chain.from_iterable((bound, 0.0) for bound in (*bounds, inf))))
+
+    @property
+    def seconds(self) -> float:
+        """The sum of all times."""
+        return self.numbers[0]
+
+    @property
+    def buckets(self) -> list[int]:
+        return [int(count) for count in self.numbers[2::2]]
 
     def count(self, elapsed: float, times: int = 1) -> None:
         """Count a time."""
-        self.seconds += elapsed * times
-        self.buckets[bisect_left(self.bounds, elapsed)] += times
+        self.numbers[0] += elapsed * times
+        self.numbers[2 + 2 * bisect_left(self.bounds, elapsed)] += times
 
 
 class BrokerCounts:
     """What every request to one broker and every answer of it adds to.
 
-    `produce` and `fetch`: the times from a request's hand-over to its answer. `errors` by kind (BROKER_ERRORS).
+    `produce` and `fetch`: the times from a request's hand-over to its answer. `errors` by kind (BROKER_ERRORS). The
+    compiled plain path adds to `numbers` and to those of the histograms, which are never replaced.
     """
 
-    __slots__ = ("dials", "errors", "fetch", "produce", "received_bytes", "sent_bytes")
+    __slots__ = ("dials", "errors", "fetch", "numbers", "produce")
+
+    sent_bytes = Number(0)
+    received_bytes = Number(1)
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.numbers = zeros(2)
         self.produce = Durations(bounds)
         self.fetch = Durations(bounds)
-        self.sent_bytes = 0
-        self.received_bytes = 0
         self.dials = 0
         self.errors: Counter[str] = Counter()
 
@@ -98,58 +114,27 @@ class Stages(Protocol):
     answered_at: float
 
 
-class ProduceCounts:
-    """The counts to which every produce request adds.
+class Tally:
+    """Counts since the process began.
 
-    `requests` by api_key << key_shift | api_version. `produce` has the times from the first byte to the answer's turn,
-    and STAGES their parts; `writing` comes after these. `bounds` are those of each.
+    `produce` has the times of produce requests from the first byte to the answer's turn, and STAGES their parts;
+    `writing` comes after these. The compiled plain path adds to `numbers` and to those of these histograms, which are
+    never replaced.
     """
 
-    __slots__ = (
-        "broker",
-        "order",
-        "plain_requests",
-        "produce",
-        "queue",
-        "reading",
-        "received_bytes",
-        "requests",
-        "sent_bytes",
-        "writing",
-    )
-
-    def __init__(self, requests: Counter[int], key_shift: int, bounds: tuple[float, ...]) -> None:
-        self.requests = requests
-        self.received_bytes = 0
-        # Open client connections tell theirs when they are asked.
-        self.sent_bytes = 0
-        # Requests sent on the plain path.
-        self.plain_requests = 0
-        self.produce, self.reading, self.queue = Durations(bounds), Durations(bounds), Durations(bounds)
-        self.broker, self.order, self.writing = Durations(bounds), Durations(bounds), Durations(bounds)
-
-    def answered(self, slot: Stages, now: float) -> None:
-        """Count a produce request whose answer has its turn."""
-        self.produce.count(now - slot.began)
-        self.reading.count(slot.taken_at - slot.began)
-        if slot.sent_at:
-            self.queue.count(slot.sent_at - slot.taken_at)
-            self.broker.count(slot.answered_at - slot.sent_at)
-        else:
-            self.queue.count(slot.answered_at - slot.taken_at)
-        self.order.count(now - slot.answered_at)
-
-
-if not TYPE_CHECKING and compiled is not None:
-    Durations, BrokerCounts, ProduceCounts = compiled.Durations, compiled.BrokerCounts, compiled.ProduceCounts
-
-
-class Tally(ProduceCounts):
-    """Counts since the process began."""
+    received_bytes = Number(0)
 
     def __init__(self, named: MetricsSection = NOTHING_NAMED, clock: Callable[[], float] = time.monotonic) -> None:
         """`named`: how many topics and clients are counted by name; `clock` in seconds."""
-        super().__init__(Counter(), VERSION_BITS, PRODUCE_BOUNDS_S)
+        # Received bytes, and the produce requests on the plain path by version.
+        self.numbers = zeros(1 + MAX_VERSION + 1)
+        # All other requests, by api_key << VERSION_BITS | api_version.
+        self.served: Counter[int] = Counter()
+        # Open client connections tell theirs when they are asked.
+        self.sent_bytes = 0
+        self.produce, self.reading, self.queue, self.broker, self.order, self.writing = (
+            Durations(PRODUCE_BOUNDS_S) for _ in range(6)
+        )
         # By (api_key, error_code, broker): partitions that were answered with that error.
         self.errors: Counter[tuple[int, int, int]] = Counter()
         # By (event of kproxy.routing.retry, broker): partitions to be sent again.
@@ -169,6 +154,28 @@ class Tally(ProduceCounts):
         self.clients = Busiest(("client_id", "principal"), named.clients, clock) if named.clients else None
         # By topic: acks=0 batches that had left when a broker's connection ended.
         self.unconfirmed: Counter[bytes] = Counter()
+
+    @property
+    def plain_requests(self) -> int:
+        """Requests sent on the plain path."""
+        return sum(self.numbers[1:])
+
+    @property
+    def requests(self) -> Counter[int]:
+        """All requests, by api_key << VERSION_BITS | api_version."""
+        by_version = enumerate(self.numbers[1:])
+        return self.served + Counter({PRODUCE << VERSION_BITS | version: count for version, count in by_version})
+
+    def answered(self, slot: Stages, now: float) -> None:
+        """Count a produce request whose answer has its turn."""
+        self.produce.count(now - slot.began)
+        self.reading.count(slot.taken_at - slot.began)
+        if slot.sent_at:
+            self.queue.count(slot.sent_at - slot.taken_at)
+            self.broker.count(slot.answered_at - slot.sent_at)
+        else:
+            self.queue.count(slot.answered_at - slot.taken_at)
+        self.order.count(now - slot.answered_at)
 
     def of_broker(self, broker: int) -> BrokerCounts:
         """Return the counts of a broker."""

@@ -3,13 +3,12 @@
 """Forward produce requests whose routes are all proven, and reads like the last one, compiled, with their loops.
 
 Where this is not built, every request goes through the core (kproxy.routing.fanout), which is the reference. What both
-need has a twin in Python:
+need has a twin in Python, or is a Python object whose numbers are changed here (counters.pxi):
 
   frames.pxi    kproxy_codec.framing, kproxy_codec.correlation
   outbox.pxi    kproxy.proxy.outbox
-  answers.pxi   kproxy.proxy.answer_order, and the counters of kproxy.proxy.memory_budget and kproxy.observe.tally
+  answers.pxi   kproxy.proxy.answer_order
   chunks.pxi    the open chunk of kproxy.trail.acknowledgements
-  meters.pxi    the account of kproxy.security.quotas, counters of kproxy.observe.tally and kproxy.observe.busiest
   readers.pxi   kproxy.proxy.request_reader, kproxy.proxy.answer_reader
   spans.pxi     a class and a function of kproxy.trail.spans
 
@@ -37,7 +36,8 @@ Invariants
 5. The gate for all requests is checked once for all frames of one read, and again after each that Python begins:
    nothing else in between changes it.
 6. There is no I/O here: transports are called as Python calls them, so that TLS can be below.
-7. Each index, size and view that comes from Python is checked before memory is read or written by it.
+7. Each index, size and view that comes from Python is checked before memory is read or written by it. The arrays that
+   Python objects count in are checked once: they are never replaced, and keep their size.
 """
 
 cimport cython
@@ -48,11 +48,12 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes
 from cpython.list cimport PyList_GET_SIZE
 from cpython.mem cimport PyMem_Free, PyMem_Malloc, PyMem_Realloc
 from cpython.memoryview cimport PyMemoryView_Check, PyMemoryView_FromMemory, PyMemoryView_GET_BUFFER
+from libc.math cimport INFINITY
 from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy, memmove, memset
 
-from collections import Counter, deque
 from time import monotonic
+from weakref import WeakKeyDictionary
 
 from kproxy_codec.correlation import unexpected_answer
 from kproxy_codec.errors import CodecError
@@ -135,12 +136,8 @@ cdef extern from *:
     """
     int kp_keep_freed(int most)
 
-cdef class BrokerCounts
 cdef class Clock
-cdef class Durations
-cdef class Limits
 cdef class TopicUses
-cdef class Use
 cdef class Outbox
 cdef class Slot
 cdef class AnswerOrder
@@ -152,6 +149,7 @@ cdef class AnswerReader
 # The digest of the sources that this was built from (kproxy.plain.sources).
 SOURCES = KPROXY_PLAIN_SOURCES.decode()
 
+include "counters.pxi"
 include "spans.pxi"
 include "frames.pxi"
 include "outbox.pxi"
@@ -159,7 +157,6 @@ include "answers.pxi"
 include "chunks.pxi"
 include "reads.pxi"
 include "path.pxi"
-include "meters.pxi"
 include "readers.pxi"
 
 
@@ -266,6 +263,12 @@ def results(frame not None, selection, answer not None):
     ):
         return None
     return [_results[at] for at in range(count)]
+
+
+def vote(array numbers not None, batches not None):
+    """Add batches, each a partition and its bytes, to the numbers of a kproxy.observe.busiest.Use."""
+    for partition_index, nbytes in batches:
+        kp_vote(use_of(numbers), partition_index, nbytes)
 
 
 def read_again(request, frame not None):

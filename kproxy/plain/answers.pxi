@@ -1,5 +1,4 @@
-# Write the answers of a client in the order of its requests: the twin of kproxy.proxy.answer_order; and the counters
-# that requests add to, twins of kproxy.proxy.memory_budget.HeldBytes and kproxy.observe.tally.ProduceCounts.
+# Write the answers of a client in the order of its requests: the twin of kproxy.proxy.answer_order.
 
 cdef extern from *:
     """
@@ -43,78 +42,6 @@ cdef Clock clock_of(clock):
     return _usual_clock if clock is monotonic else Clock(clock)
 
 
-cdef class HeldBytes:
-    """See kproxy.proxy.memory_budget.HeldBytes."""
-
-    cdef public int64_t held, arriving, limit
-    cdef public object waiting, passing
-
-
-cdef class ProduceCounts:
-    """See kproxy.observe.tally.ProduceCounts."""
-
-    cdef public int64_t received_bytes, sent_bytes, plain_requests
-    cdef readonly Durations produce, broker, order, writing
-    cdef Durations own_reading, own_queue
-    # Requests that came in one read and were sent at once, which are not in these two yet.
-    cdef int64_t at_once
-    cdef object counted
-    cdef int key_shift
-    # Produce requests by version that are not in `counted` yet.
-    cdef int64_t produces[KP_MAX_VERSION + 1]
-
-    def __init__(self, requests, int key_shift, tuple bounds):
-        self.counted, self.key_shift = requests, key_shift
-        self.produce, self.own_reading, self.own_queue = Durations(bounds), Durations(bounds), Durations(bounds)
-        self.broker, self.order, self.writing = Durations(bounds), Durations(bounds), Durations(bounds)
-
-    @property
-    def requests(self):
-        cdef int version
-        for version in range(KP_MAX_VERSION + 1):
-            if self.produces[version]:
-                self.counted[PRODUCE_KEY << self.key_shift | version] += self.produces[version]
-                self.produces[version] = 0
-        return self.counted
-
-    cdef inline void produced(self, int version):
-        self.produces[version] += 1
-        self.plain_requests += 1
-
-    @property
-    def reading(self):
-        self.count_at_once()
-        return self.own_reading
-
-    @property
-    def queue(self):
-        self.count_at_once()
-        return self.own_queue
-
-    cdef int count_at_once(self) except -1:
-        self.own_reading.add(0.0, self.at_once)
-        self.own_queue.add(0.0, self.at_once)
-        self.at_once = 0
-        return 0
-
-    def answered(self, Slot slot, double now):
-        self.count(slot, now)
-
-    cdef inline void count(self, Slot slot, double now):
-        self.produce.add(now - slot.began, 1)
-        if slot.sent_at == slot.began:
-            self.at_once += 1
-            self.broker.add(slot.answered_at - slot.sent_at, 1)
-        else:
-            self.own_reading.add(slot.taken_at - slot.began, 1)
-            if slot.sent_at:
-                self.own_queue.add(slot.sent_at - slot.taken_at, 1)
-                self.broker.add(slot.answered_at - slot.sent_at, 1)
-            else:
-                self.own_queue.add(slot.answered_at - slot.taken_at, 1)
-        self.order.add(now - slot.answered_at, 1)
-
-
 cdef class Slot:
     """See kproxy.proxy.answer_order.Slot. The answer may also be a span of a receive buffer."""
 
@@ -153,11 +80,17 @@ cdef class Slot:
 cdef class AnswerOrder:
     """See kproxy.proxy.answer_order.AnswerOrder."""
 
-    cdef HeldBytes budget
-    cdef ProduceCounts tally
+    # A kproxy.proxy.memory_budget.Budget, its numbers and its waiting sessions; and a kproxy.observe.tally.Tally.
+    cdef object budget, waiting, tally
+    cdef kp_budget *numbers
+    cdef double *produce
+    cdef double *reading
+    cdef double *queue
+    cdef double *broker
+    cdef double *in_order
     cdef Clock clock
     cdef object client
-    cdef public PacedOutbox outbox
+    cdef public TimedOutbox outbox
     cdef readonly list slots
     cdef public int64_t sequence, silent, in_flight_bytes
     cdef public bint is_waited_for
@@ -165,6 +98,10 @@ cdef class AnswerOrder:
     def __init__(self, context, client):
         self.clock = clock_of(context.clock)
         self.tally, self.budget = context.tally, context.budget
+        self.numbers, self.waiting = budget_of(self.budget), self.budget.waiting
+        self.produce, self.reading = histogram_of(self.tally.produce), histogram_of(self.tally.reading)
+        self.queue, self.broker = histogram_of(self.tally.queue), histogram_of(self.tally.broker)
+        self.in_order = histogram_of(self.tally.order)
         self.client = client
         self.slots = []
 
@@ -175,27 +112,11 @@ cdef class AnswerOrder:
     def flush(self):
         self.write_ready()
 
-    def handed_over(self, int64_t sequence):
-        cdef Slot slot
-        cdef Py_ssize_t low = 0, high = len(self.slots), middle
-        while low < high:
-            middle = (low + high) // 2
-            slot = self.slots[middle]
-            if slot.sequence < sequence:
-                low = middle + 1
-            else:
-                high = middle
-        if low < len(self.slots):
-            slot = self.slots[low]
-            if slot.sequence == sequence and slot.began:
-                slot.sent_at = self.clock.now()
-
     cdef int write_ready(self) except -1:
         """Write every answer whose turn has come."""
         cdef Slot slot
         cdef double now = 0.0
         cdef int64_t count = 0
-        cdef HeldBytes budget = self.budget
         cdef list slots = self.slots
         while self.outbox is not None and slots:
             slot = slots[0]
@@ -206,11 +127,11 @@ cdef class AnswerOrder:
                 return 0
             del slots[0]
             self.in_flight_bytes -= slot.weight
-            budget.held -= slot.frame_bytes
+            self.numbers.held -= slot.frame_bytes
             if slot.began:
                 if not now:
                     now = self.clock.now()
-                self.tally.count(slot, now)
+                self.count_stages(slot, now)
                 count += 1
             if slot.answer_view is not None:
                 self.outbox.put_span(slot.answer_view, slot.answer_start, slot.answer_end)
@@ -220,27 +141,29 @@ cdef class AnswerOrder:
             return 0
         if count:
             self.outbox.add_run(count, now)
-        if budget.waiting:
-            budget.wake()
+        if self.waiting:
+            self.budget.wake()
         if self.is_waited_for:
             self.client.go_on()
         return 0
 
+    cdef inline void count_stages(self, Slot slot, double now):
+        """See kproxy.observe.tally.Tally.answered."""
+        count_time(self.produce, now - slot.began)
+        count_time(self.reading, slot.taken_at - slot.began)
+        if slot.sent_at:
+            count_time(self.queue, slot.sent_at - slot.taken_at)
+            count_time(self.broker, slot.answered_at - slot.sent_at)
+        else:
+            count_time(self.queue, slot.answered_at - slot.taken_at)
+        count_time(self.in_order, now - slot.answered_at)
+
     def unload(self, Slot slot):
         self.in_flight_bytes -= slot.weight
-        self.budget.held -= slot.frame_bytes
+        self.numbers.held -= slot.frame_bytes
         slot.frame_bytes = 0
         self.silent -= 1
-        if self.budget.waiting:
+        if self.waiting:
             self.budget.wake()
         if self.is_waited_for:
             self.client.go_on()
-
-    def let_go(self):
-        cdef int64_t held = 0
-        cdef Slot slot
-        for slot in self.slots:
-            held += slot.frame_bytes
-            slot.frame_bytes = 0
-        self.slots.clear()
-        return held

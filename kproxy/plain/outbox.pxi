@@ -5,8 +5,6 @@ cdef extern from *:
     /* As in kproxy.proxy.outbox. */
     #define JOIN_BYTES (64 << 10)
     #define FLUSH_BYTES (512 << 10)
-    #define PART_BYTES (256 << 10)
-    #define LAST_PART_BYTES (320 << 10)
     #define MOST_RUNS 4
     /* Up to this size a copy costs less than the memoryviews that the event loop makes of anything but bytes. */
     #define COPY_BYTES (8 << 10)
@@ -26,7 +24,7 @@ cdef extern from *:
         return object->exports == 0 && object->mbuf->exports == 1;
     }
     """
-    const Py_ssize_t JOIN_BYTES, FLUSH_BYTES, PART_BYTES, LAST_PART_BYTES, COPY_BYTES, SMALL_BYTES, BLOCK_BYTES, MOST_BLOCKS, LOOKS
+    const Py_ssize_t JOIN_BYTES, FLUSH_BYTES, COPY_BYTES, SMALL_BYTES, BLOCK_BYTES, MOST_BLOCKS, LOOKS
     const Py_ssize_t SMALL_BLOCK_BYTES
     const int MOST_RUNS
     bint kp_is_free(object view)
@@ -93,13 +91,25 @@ cdef class Flushes:
                 at += 1
 
 
+_flushes = WeakKeyDictionary()
+
+
+cdef Flushes flushes_of(loop):
+    """The `Flushes` of an event loop."""
+    found = _flushes.get(loop)
+    if found is None:
+        found = _flushes[loop] = Flushes()
+    return found
+
+
 cdef class Outbox:
     """See kproxy.proxy.outbox.Outbox.
 
     The newest message may still be a span of a receive buffer, to which its neighbour there is added without a copy.
     """
 
-    cdef object loop, transport
+    cdef object loop
+    cdef readonly object _transport
     cdef Flushes flushes
     cdef bint is_waiting
     cdef list buffers
@@ -109,16 +119,16 @@ cdef class Outbox:
     # Where small messages are joined, up to `filled`; None before the first.
     cdef object block
     cdef Py_ssize_t filled
-    cdef Py_ssize_t size
-    cdef readonly int64_t written_bytes
+    cdef public Py_ssize_t _bytes
+    cdef public int64_t written_bytes
 
-    def __init__(self, loop, transport, Flushes flushes):
-        self.loop, self.transport, self.flushes = loop, transport, flushes
+    def __init__(self, loop, transport):
+        self.loop, self._transport, self.flushes = loop, transport, flushes_of(loop)
         self.buffers = []
 
     @property
     def put_bytes(self):
-        return self.written_bytes + self.size
+        return self.written_bytes + self._bytes
 
     def put_one(self, buffer):
         self.put_object(buffer)
@@ -202,10 +212,10 @@ cdef class Outbox:
         return self.count(size)
 
     cdef inline int count(self, Py_ssize_t size) except -1:
-        self.size += size
+        self._bytes += size
         if not self.is_waiting:
             self.flushes.add(self)
-        if self.size > FLUSH_BYTES:
+        if self._bytes > FLUSH_BYTES:
             self.write_out()
         return 0
 
@@ -215,8 +225,21 @@ cdef class Outbox:
             self.buffers.append(view[self.start:self.end])
         return 0
 
+    @property
+    def _buffers(self):
+        self.close_span()
+        return self.buffers
+
+    @_buffers.setter
+    def _buffers(self, list buffers not None):
+        self.view, self.buffers = None, buffers
+        self.leave_block()
+
     def flush(self):
         self.write_out()
+
+    def _write_all(self):
+        self.write_all()
 
     cdef int write_out(self) except -1:
         return self.write_all()
@@ -224,14 +247,13 @@ cdef class Outbox:
     cdef int write_all(self) except -1:
         """Hand everything to the transport."""
         cdef list buffers
-        cdef Py_ssize_t size = self.size
+        cdef Py_ssize_t size = self._bytes
         if not size:
             return 0
-        self.size = 0
-        if self.transport.is_closing():
+        self._bytes = 0
+        if self._transport.is_closing():
             # Lost, like bytes that the transport itself still holds.
-            self.view, self.buffers = None, []
-            self.leave_block()
+            self._buffers = []
             return 0
         self.written_bytes += size
         view, self.view = self.view, None
@@ -242,7 +264,7 @@ cdef class Outbox:
                 message = view[self.start:self.end]
             view = None
             self.leave_block()
-            self.transport.write(message)
+            self._transport.write(message)
             return 0
         buffers, self.buffers = self.buffers, []
         if view is not None:
@@ -250,11 +272,11 @@ cdef class Outbox:
             view = None
         self.leave_block()
         if len(buffers) == 1:
-            self.transport.write(buffers[0])
+            self._transport.write(buffers[0])
         elif size <= JOIN_BYTES:
-            self.transport.write(b"".join(buffers))
+            self._transport.write(b"".join(buffers))
         else:
-            self.transport.writelines(buffers)
+            self._transport.writelines(buffers)
         return 0
 
     cdef inline int leave_block(self) except -1:
@@ -270,120 +292,65 @@ cdef struct kp_run:
     double at
 
 
-cdef class PacedOutbox(Outbox):
-    """See kproxy.proxy.outbox.PacedOutbox."""
+cdef class TimedOutbox(Outbox):
+    """See kproxy.proxy.outbox.TimedOutbox."""
 
-    cdef object share
-    cdef bint is_paused
-    cdef Py_ssize_t looked_at, untaken
-    cdef Durations writing
+    cdef public bint _is_paused
+    # A kproxy.observe.tally.Durations, and its numbers.
+    cdef object writing
+    cdef double *histogram
     cdef Clock clock
     cdef kp_run runs[MOST_RUNS]
     cdef int run_count
 
-    def __init__(self, loop, transport, Flushes flushes, share, Durations writing, clock):
-        Outbox.__init__(self, loop, transport, flushes)
-        self.share, self.writing, self.clock = share, writing, clock_of(clock)
-
-    @property
-    def taken_bytes(self):
-        return self.written_bytes - self.transport.get_write_buffer_size()
-
-    def pause(self):
-        self.is_paused = True
-        self.looked_at = 0
-        self.untaken = self.transport.get_write_buffer_size()
-        self.share.leave_untaken(self.untaken)
-
-    def resume(self):
-        self.is_paused = False
-        self.write_out()
-        if not self.is_paused:
-            self.share.leave_untaken(0)
+    def __init__(self, loop, transport, writing, clock):
+        Outbox.__init__(self, loop, transport)
+        self.writing, self.histogram, self.clock = writing, histogram_of(writing), clock_of(clock)
 
     def add_answers(self, int64_t count, double at):
         self.add_run(count, at)
 
     cdef int add_run(self, int64_t count, double at) except -1:
         if self.run_count == MOST_RUNS:
-            self.runs[MOST_RUNS - 1].end = self.written_bytes + self.size
+            self.runs[MOST_RUNS - 1].end = self.written_bytes + self._bytes
             self.runs[MOST_RUNS - 1].count += count
             return 0
-        self.runs[self.run_count].end = self.written_bytes + self.size
+        self.runs[self.run_count].end = self.written_bytes + self._bytes
         self.runs[self.run_count].count, self.runs[self.run_count].at = count, at
         self.run_count += 1
         return 0
 
+    def _count_runs(self):
+        self.count_runs()
+
     cdef int count_runs(self) except -1:
         """Count the time that written answers have waited here."""
-        cdef double now = self.flushes.now or self.clock.now()
+        cdef double now
         cdef int done = 0
+        if not self.run_count:
+            return 0
+        now = self.flushes.now or self.clock.now()
         if self.flushes.is_flushing:
             self.flushes.now = now
         while done < self.run_count and self.runs[done].end <= self.written_bytes:
-            self.writing.add(now - self.runs[done].at, self.runs[done].count)
+            count_time(self.histogram, now - self.runs[done].at, self.runs[done].count)
             done += 1
         self.run_count -= done
         if done and self.run_count:
             memmove(self.runs, self.runs + done, self.run_count * sizeof(kp_run))
         return 0
 
+    def _forget_runs(self):
+        self.run_count = 0
+
     cdef int write_out(self) except -1:
         """Hand as much to the transport as it takes."""
-        if not self.is_paused:
-            if self.size <= FLUSH_BYTES:
+        if not self._is_paused:
+            if self._bytes <= FLUSH_BYTES:
                 self.write_all()
             else:
-                self.write_in_parts()
-            if self.run_count:
-                self.count_runs()
-        if self.is_paused:
-            self.count_untaken()
-        return 0
-
-    def flush_all(self):
-        self.is_paused = False
-        self.write_all()
-        if self.run_count:
+                self._write_in_parts()
             self.count_runs()
-        self.share.leave_untaken(0)
-
-    def discard(self):
-        self.view, self.buffers, self.size, self.run_count = None, [], 0, 0
-        self.leave_block()
-        self.share.leave_untaken(0)
-
-    cdef int count_untaken(self) except -1:
-        self.close_span()
-        for buffer in self.buffers[self.looked_at:]:
-            if not self.share.has_room(buffer):
-                self.untaken += len(buffer)
-        self.looked_at = len(self.buffers)
-        self.share.leave_untaken(self.untaken)
-        return 0
-
-    cdef int write_in_parts(self) except -1:
-        cdef Py_ssize_t size, fits, most
-        self.close_span()
-        waiting, self.buffers = deque(self.buffers), []
-        while waiting and not self.is_paused and not self.transport.is_closing():
-            part = []
-            size = 0
-            most = PART_BYTES if self.size > LAST_PART_BYTES else LAST_PART_BYTES
-            while waiting and size < most:
-                buffer = waiting.popleft()
-                fits = most - size
-                if len(buffer) > fits:
-                    view = memoryview(buffer)
-                    waiting.appendleft(view[fits:])
-                    buffer = view[:fits]
-                part.append(buffer)
-                size += len(buffer)
-            self.size -= size
-            self.written_bytes += size
-            self.transport.writelines(part)
-        if self.transport.is_closing():
-            self.size = 0
-        else:
-            self.buffers = list(waiting)
+        if self._is_paused:
+            self._count_untaken()
         return 0

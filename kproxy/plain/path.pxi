@@ -334,9 +334,8 @@ cdef class CompiledPath:
     cdef dict lanes, refused
     cdef public int64_t open_count, open_partitions
     cdef AnswerOrder answers
-    cdef ProduceCounts tally
+    cdef kp_tally *counts
     cdef TopicUses topics
-    cdef HeldBytes budget
     cdef Clock clock
     cdef object shell, parse, make_exchange
     # A kproxy.proxy.access.ClientAccess: a route is kept, and a transactional id taken, only if the client may write to
@@ -374,7 +373,7 @@ cdef class CompiledPath:
         self.routes, self.upstreams = shell.core.routes, shell.upstreams
         self.access, self.confirms_silent = shell.access, context.confirm_acks0
         self.gated = () if context.own is None else context.own.gated
-        self.topology, self.tally, self.budget = context.topology, context.tally, context.budget
+        self.topology, self.counts = context.topology, tally_of(context.tally)
         self.topics = topic_uses(context)
         self.clock = clock_of(context.clock)
         self.shell, self.parse, self.make_exchange = shell, parse, make_exchange
@@ -632,8 +631,8 @@ cdef class CompiledPath:
             slot.is_silent, slot.head.acks = True, 1
             kp_put_int16(slot.bytes() + head.topics_start - KP_ACKS_BEFORE_TOPICS, 1)
         answers.in_flight_bytes += slot.weight
-        self.budget.held += slot.frame_bytes
-        self.tally.produced(head.version)
+        answers.numbers.held += slot.frame_bytes
+        self.counts.produces[head.version] += 1
         if self.topics is not None:
             self.topics.add(slot)
         self.open_count += 1

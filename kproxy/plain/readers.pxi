@@ -24,14 +24,21 @@ cdef class AnswerReader:
     cdef public AwaitedAnswers _in_flight
     cdef public Outbox _outbox
     cdef public object _share
-    cdef readonly BrokerCounts counts
+    # A kproxy.observe.tally.BrokerCounts, and its numbers.
+    cdef readonly object counts
+    cdef kp_traffic *traffic
+    cdef double *produce
+    cdef double *fetch
     cdef Py_ssize_t longest_read
     cdef Clock clock
 
-    def __init__(self, FrameReader reader, share, clock, BrokerCounts counts):
-        self._reader, self._share, self.clock, self.counts = reader, share, clock_of(clock), counts
-        self.longest_read, reader.most_shared = reader.most_shared, LEAST_READ_BYTES
-        self._in_flight = AwaitedAnswers(reader)
+    def __init__(self, Py_ssize_t max_answer_bytes, arena, Py_ssize_t longest_read, share, clock, counts):
+        self._reader = FrameReader(max_answer_bytes, arena, most_shared=LEAST_READ_BYTES)
+        self._share, self.clock, self.counts = share, clock_of(clock), counts
+        self.traffic = <kp_traffic *>numbers_of(counts.numbers, sizeof(kp_traffic))
+        self.produce, self.fetch = histogram_of(counts.produce), histogram_of(counts.fetch)
+        self.longest_read = longest_read
+        self._in_flight = AwaitedAnswers(self._reader)
 
     def get_buffer(self, sizehint):
         return self._reader.space(False)
@@ -43,7 +50,7 @@ cdef class AnswerReader:
         if self.closed:
             return
         began = self.clock.now()
-        self.counts.received_bytes += nbytes
+        self.traffic.received_bytes += nbytes
         try:
             view = self._reader.cut(nbytes)
             data, at, end = self._reader.cut_data, self._reader.cut_start, self._reader.cut_end
@@ -53,10 +60,10 @@ cdef class AnswerReader:
                 size = LENGTH_BYTES + kp_int32(data + at)
                 ticket = self._in_flight.matching(data + at, size)
                 if type(ticket) is CompiledPiece:
-                    self.counts.produce.add(began - self._in_flight.sent_at, 1)
+                    count_time(self.produce, began - self._in_flight.sent_at)
                     (<CompiledPiece>ticket).take_answer(view, data, at, size, began)
                 elif type(ticket) is CompiledRead:
-                    self.counts.answered(FETCH_KEY, began - self._in_flight.sent_at)
+                    count_time(self.fetch, began - self._in_flight.sent_at)
                     (<CompiledRead>ticket).take_answer(view, data, at, size, began)
                 else:
                     self.counts.answered(ticket.api_key, began - self._in_flight.sent_at)
@@ -91,7 +98,7 @@ cdef class AnswerReader:
         self.add_awaited(correlation_id, ticket, size, self.clock.now())
 
     cdef inline int add_awaited(self, int32_t correlation_id, ticket, uint32_t size, double now) except -1:
-        self.counts.sent_bytes += size
+        self.traffic.sent_bytes += size
         return self._in_flight.add(correlation_id, ticket, size, now)
 
     def forward(self, ticket, frame):
@@ -124,7 +131,9 @@ cdef class RequestReader:
     cdef public bint closed, _reading, _is_let_go
     cdef public FrameReader _reader
     cdef public AnswerOrder _answers
-    cdef public HeldBytes _budget
+    # A kproxy.proxy.memory_budget.Budget, and its numbers.
+    cdef readonly object _budget
+    cdef kp_budget *numbers
     cdef public object _ranges
     # A deque; None while no request waits.
     cdef public object _backlog
@@ -136,20 +145,24 @@ cdef class RequestReader:
     cdef public int64_t _arriving_bytes, _max_bytes, _max_requests
     cdef readonly int64_t received_bytes
     cdef public double _first_byte_at
-    cdef ProduceCounts tally
+    # A kproxy.observe.tally.Tally, and its numbers.
+    cdef object tally
+    cdef kp_tally *counts
     cdef Clock clock
-    # The use of the client, whose id is `user`, and the sent bytes that it has.
+    # The numbers of the use of the client, whose id is `user`, and the sent bytes that they have.
     cdef bint counts_use
-    cdef Use use
+    cdef array use
     cdef bytes user
     cdef int64_t used_bytes
 
     def __init__(self, context):
         self.tally, self.clock = context.tally, clock_of(context.clock)
+        self.counts = tally_of(self.tally)
         self.counts_use = context.tally.clients is not None
         self._reader = FrameReader(
             context.limits.max_request_bytes, context.arena, most_shared=LARGE_READ_BYTES)
         self._budget = context.budget
+        self.numbers = budget_of(self._budget)
         self._max_bytes = context.limits.max_in_flight_bytes
         self._max_requests = context.limits.max_open_requests
         self._reading = True
@@ -164,8 +177,7 @@ cdef class RequestReader:
         self.path = taker if type(taker) is CompiledPath else None
 
     def get_buffer(self, sizehint):
-        cdef HeldBytes budget = self._budget
-        if budget.held < budget.limit or budget.passing is self:
+        if self.numbers.held < self.numbers.limit or self._budget.passing is self:
             return self._reader.space(False)
         return self._reader.space(True)[:LAST_READ_BYTES]
 
@@ -174,9 +186,9 @@ cdef class RequestReader:
         cdef uint8_t *data
         cdef Py_ssize_t first, at, end, size, count = 0
         cdef bint has_many
-        cdef HeldBytes budget = self._budget
+        cdef kp_budget *budget = self.numbers
         cdef FrameReader reader = self._reader
-        self.tally.received_bytes += nbytes
+        self.counts.received_bytes += nbytes
         self.received_bytes += nbytes
         first_byte_at = self._first_byte_at if self._arriving_bytes else now
         if self.path is not None:
@@ -188,15 +200,17 @@ cdef class RequestReader:
             while at < end:
                 size = LENGTH_BYTES + kp_int32(data + at)
                 if self.closed:
-                    if at > first:
-                        self.leave_rest(view, data, at, end, now)
+                    while first < at < end:
+                        size = LENGTH_BYTES + kp_int32(data + at)
+                        self._wait((view[at:at + size],), now)
+                        at += size
                     return
                 if self._reading:
                     self.begin(view, data, at, size, now, first_byte_at)
                     if first + size < end and self.clock.now() - now > TURN_S:
                         self._rest()
                 else:
-                    self.leave_one(view[at:at + size], first_byte_at)
+                    self._wait((view[at:at + size],), first_byte_at)
                     budget.held += size
                 first_byte_at = now
                 at += size
@@ -211,27 +225,11 @@ cdef class RequestReader:
             return
         if self._is_let_go and first < end:
             self._is_let_go = False
-            budget.leave(self)
+            self._budget.leave(self)
         if self._arriving_bytes or reader.end != reader.start:
             self.spend()
         if budget.held >= budget.limit:
             self.adjust_reading()
-
-    cdef int leave_rest(self, view, uint8_t *data, Py_ssize_t at, Py_ssize_t end, double now) except -1:
-        """Count the requests behind one that has closed the connection with the backlog."""
-        cdef Py_ssize_t size
-        while at < end:
-            size = LENGTH_BYTES + kp_int32(data + at)
-            self.leave_one(view[at:at + size], now)
-            at += size
-        return 0
-
-    cdef int leave_one(self, frame, double first_byte_at) except -1:
-        """Let a request wait behind those that wait already."""
-        if self._backlog is None:
-            self._backlog = deque()
-        self._backlog.append((frame, first_byte_at))
-        return 0
 
     @property
     def is_amid_frame(self):
@@ -245,8 +243,8 @@ cdef class RequestReader:
         """Count the arriving frame in the budget."""
         cdef int64_t arriving_bytes = 0 if self.closed else self._reader.held()
         cdef int64_t more = arriving_bytes - self._arriving_bytes
-        self._budget.held += more
-        self._budget.arriving += more
+        self.numbers.held += more
+        self.numbers.arriving += more
         self._arriving_bytes = arriving_bytes
         return 0
 
@@ -279,6 +277,7 @@ cdef class RequestReader:
     cdef int count_use(self, const uint8_t *frame, Py_ssize_t size) except -1:
         """Add a request to the use of its client."""
         cdef Py_ssize_t length = 0
+        cdef kp_use *use
         if size < CLIENT_ID_AT:
             return 0
         length = max(0, kp_int16(frame + CLIENT_ID_AT - 2))
@@ -286,23 +285,24 @@ cdef class RequestReader:
             return 0
         if (
             self.use is None
-            or self.use.is_over
+            or use_of(self.use).is_over
             or PyBytes_GET_SIZE(self.user) != length
             or memcmp(PyBytes_AS_STRING(self.user), frame + CLIENT_ID_AT, length) != 0
         ):
             self.user = PyBytes_FromStringAndSize(<const char *>frame + CLIENT_ID_AT, length)
-            self.use = self._use_of(self.user)
-        self.use.requests += 1
-        self.use.received_bytes += size
+            self.use = self._use_of(self.user).numbers
+        use = use_of(self.use)
+        use.requests += 1
+        use.received_bytes += size
         return self.count_sent(self._answers.outbox)
 
-    cdef int count_sent(self, PacedOutbox outbox) except -1:
+    cdef int count_sent(self, TimedOutbox outbox) except -1:
         if outbox is not None and self.use is not None:
-            self.use.sent_bytes += outbox.written_bytes - self.used_bytes
+            use_of(self.use).sent_bytes += outbox.written_bytes - self.used_bytes
             self.used_bytes = outbox.written_bytes
         return 0
 
-    def _forget_use(self, PacedOutbox outbox or None):
+    def _forget_use(self, TimedOutbox outbox or None):
         self.count_sent(outbox)
         self.use = None
 

@@ -21,10 +21,12 @@ cdef extern from "fetch.h" nogil:
 cdef extern from *:
     """
     #define FETCH_KEY 1
+    /* As in kproxy.observe.tally. */
+    #define VERSION_BITS 8
     /* As in kproxy.routing.reads. */
     #define LATE_AFTER_S 0.2
     """
-    const int FETCH_KEY
+    const int FETCH_KEY, VERSION_BITS
     const double LATE_AFTER_S
 
 
@@ -174,8 +176,8 @@ cdef bint read_on(CompiledPath path, const uint8_t *data, uint32_t size, double 
     slot.weight += known.answer_bytes
     answers.slots.append(slot)
     answers.in_flight_bytes += slot.weight
-    path.budget.held += slot.frame_bytes
-    path.tally.counted[FETCH_KEY << path.tally.key_shift | known.read.version] += 1
+    answers.numbers.held += slot.frame_bytes
+    answers.tally.served[FETCH_KEY << VERSION_BITS | known.read.version] += 1
     path.open_count += 1
     if known.read.entry_count > 1:
         path.open_partitions += known.read.entry_count

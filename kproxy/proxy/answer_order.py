@@ -20,9 +20,7 @@ The compiled plain path (kproxy.plain) has a twin of each class here, which is u
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from kproxy.plain import compiled
@@ -146,12 +144,6 @@ class AnswerOrder:
         if self.is_waited_for:
             self._client.go_on()
 
-    def handed_over(self, sequence: int) -> None:
-        """Note that a part of the produce request with this number is written to its broker now."""
-        at = bisect_left(self.slots, sequence, key=attrgetter("sequence"))
-        if at < len(self.slots) and self.slots[at].sequence == sequence and self.slots[at].began:
-            self.slots[at].sent_at = self.now()
-
     def unload(self, slot: Slot) -> None:
         """Stop counting a request without an answer that is sent or lost."""
         self.in_flight_bytes -= slot.weight
@@ -162,15 +154,6 @@ class AnswerOrder:
             self._budget.wake()
         if self.is_waited_for:
             self._client.go_on()
-
-    def let_go(self) -> int:
-        """Discard pending answers; return their bytes, which the caller subtracts from the budget."""
-        held = 0
-        for slot in self.slots:
-            held += slot.frame_bytes
-            slot.frame_bytes = 0
-        self.slots.clear()
-        return held
 
 
 if not TYPE_CHECKING and compiled is not None:

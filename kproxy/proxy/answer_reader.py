@@ -15,11 +15,13 @@ from math import inf
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kproxy.observe.tally import BrokerCounts
-from kproxy.plain import AwaitedAnswers, FrameReader, compiled
+from kproxy.plain import ReceiveArena, compiled
 from kproxy.proxy.answer_memory import LARGE_BYTES, ClientMemory
 from kproxy.proxy.outbox import Outbox
 from kproxy.runtime.tasks import TURN_S
+from kproxy_codec.correlation import AwaitedAnswers
 from kproxy_codec.errors import CodecError
+from kproxy_codec.framing import FrameReader
 from kproxy_codec.partitioned import set_correlation_id
 from kproxy_codec.primitives import Buffer
 
@@ -90,8 +92,7 @@ class QuietTicket:
 class AnswerReader:
     """The hot part of a broker connection. `_outbox` is None until the connection is open.
 
-    `reader` is the connection's alone, and its `most_shared` is the longest read. `clock` is in seconds. `counts` are
-    the broker's.
+    An answer has at most `max_answer_bytes`, a read `longest_read`. `clock` is in seconds. `counts` are the broker's.
     """
 
     __slots__ = ("_clock", "_in_flight", "_longest_read", "_outbox", "_reader", "_share", "closed", "counts")
@@ -103,15 +104,20 @@ class AnswerReader:
     _take_in: Callable[[ClientMemory, int], None]
 
     def __init__(
-        self, reader: FrameReader, share: ClientMemory | None, clock: Callable[[], float], counts: BrokerCounts
+        self,
+        max_answer_bytes: int,
+        arena: ReceiveArena,
+        longest_read: int,
+        share: ClientMemory | None,
+        clock: Callable[[], float],
+        counts: BrokerCounts,
     ) -> None:
         self.closed = False
         self.counts = counts
-        self._reader = reader
-        self._longest_read = reader.most_shared
-        reader.most_shared = LEAST_READ_BYTES
+        self._reader = FrameReader(max_answer_bytes, arena, most_shared=LEAST_READ_BYTES)
+        self._longest_read = longest_read
         # Bounded by the requests that a client may have open.
-        self._in_flight: AwaitedAnswers[Ticket] = AwaitedAnswers(reader)
+        self._in_flight: AwaitedAnswers[Ticket] = AwaitedAnswers(self._reader)
         self._outbox: Outbox | None = None
         self._share = share
         self._clock = clock

@@ -46,11 +46,10 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import structlog
 
-from kproxy.plain import FrameReader
 from kproxy.proxy.answer_memory import LARGE_BYTES, AnswerBuffer, ClientMemory
 from kproxy.proxy.answer_reader import AnswerReader, QuietTicket, Ticket
 from kproxy.proxy.dialling import BrokerDials, reason_of
-from kproxy.proxy.outbox import Outbox, flushes_of
+from kproxy.proxy.outbox import Outbox
 from kproxy.runtime.sockets import Delivery, delivery, discard_at_close, keep_alive, watch_path
 from kproxy.runtime.tasks import cancel
 from kproxy.security.broker_auth import CLIENT_ID, BrokerAuth, Session
@@ -127,8 +126,8 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         access: BrokerAuth | None = None,
     ) -> None:
         most_shared = CHUNK_BYTES if share is None else LARGE_BYTES
-        reader = FrameReader(max_answer_bytes, broker.dialler.arena, most_shared=most_shared)
-        super().__init__(reader, share, broker.dialler.clock, broker.counts)
+        dialler = broker.dialler
+        super().__init__(max_answer_bytes, dialler.arena, most_shared, share, dialler.clock, broker.counts)
         self.owner = broker.owner
         self.address = broker.address
         # Given by kproxy.proxy.connections; 0: none.
@@ -284,7 +283,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         keep_alive(transport)
         loop = asyncio.get_running_loop()
-        self._outbox = Outbox(loop, self._transport, flushes_of(loop))
+        self._outbox = Outbox(loop, self._transport)
         self._write_queue()
 
     def _write_queue(self) -> None:

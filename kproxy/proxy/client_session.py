@@ -27,11 +27,13 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import inf
+from operator import attrgetter
 from typing import Final, cast
 
 import structlog
@@ -52,7 +54,7 @@ from kproxy.proxy.control_plane import ControlRequests
 from kproxy.proxy.fanout import FanoutShell
 from kproxy.proxy.memory_budget import Arrival
 from kproxy.proxy.metering import Meter, ThrottledSlot
-from kproxy.proxy.outbox import PacedOutbox, flushes_of
+from kproxy.proxy.outbox import PacedOutbox
 from kproxy.proxy.paced_reader import PacedReader
 from kproxy.proxy.partitioned_requests import NoRoom, PartitionedRequests, plain_path
 from kproxy.proxy.waiting_requests import Waiting
@@ -198,9 +200,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         keep_alive(transport)
         loop = asyncio.get_running_loop()
-        self._answers.outbox = PacedOutbox(
-            loop, self._transport, flushes_of(loop), self._share, self._tally.writing, self._clock
-        )
+        self._answers.outbox = PacedOutbox(loop, self._transport, self._share, self._tally.writing, self._clock)
         peer = self._origin.source or transport.get_extra_info("peername")
         self.peer = str(Address(*peer[:2]) if isinstance(peer, tuple) else peer)
         if self._fanout.acks is not None:
@@ -312,7 +312,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
             except NoRoom as full:
                 self._put_back(frame, first_byte_at, full.partitions, throttle_ms)
                 return
-            self._tally.requests[api_key << VERSION_BITS | (OTHER_VERSION if reason else api_version)] += 1
+            self._tally.served[api_key << VERSION_BITS | (OTHER_VERSION if reason else api_version)] += 1
             if answer_bytes is None:
                 # No answer, so no place among the answers; the last slot is this one.
                 answers.silent += 1
@@ -390,8 +390,11 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         return clients.find((client_id, b"" if self._principal is None else self._principal.name.encode()))
 
     def handed_over(self, sequence: int) -> None:
-        """Note that a part of a produce request is written to its broker now."""
-        self._answers.handed_over(sequence)
+        """Note that a part of the produce request with this number is written to its broker now."""
+        slots = self._answers.slots
+        at = bisect_left(slots, sequence, key=attrgetter("sequence"))
+        if at < len(slots) and slots[at].sequence == sequence and slots[at].began:
+            slots[at].sent_at = self._clock()
 
     @property
     def open_requests(self) -> int:

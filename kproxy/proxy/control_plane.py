@@ -140,7 +140,7 @@ class ControlRequests:
             )
         lowest, highest = ranges.get(header.api_key, NOT_SERVED)
         version = header.api_version if lowest <= header.api_version <= highest else OTHER_VERSION
-        self._context.tally.requests[header.api_key << VERSION_BITS | version] += 1
+        self._context.tally.served[header.api_key << VERSION_BITS | version] += 1
         if header.api_key in SASL_APIS:
             if self._gate is not None:
                 self._gate.renew(frame, slot)

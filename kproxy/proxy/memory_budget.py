@@ -37,7 +37,7 @@ import asyncio
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kproxy.plain import compiled
+from kproxy.plain.numbers import Number, zeros
 
 if TYPE_CHECKING:
     from kproxy.proxy.request_reader import RequestReader
@@ -49,33 +49,25 @@ PASS_S = 0.02
 PASS_BYTES = 4096
 
 
-class HeldBytes:
-    """The counters that sessions read and change for every request; the compiled plain path has a twin of it."""
+class Budget:
+    """`held` of `limit` bytes, `arriving` of them by frames that are not whole; sessions change both themselves.
 
-    __slots__ = ("arriving", "held", "limit", "passing", "waiting")
+    The compiled plain path changes its `numbers`.
+    """
 
-    held: int
-    arriving: int
-    limit: int
-    # In the order of arrival.
-    waiting: OrderedDict[RequestReader, None]
-    passing: RequestReader | None
+    __slots__ = ("_is_waking", "_pass_timer", "numbers", "passing", "total", "waiting")
 
-
-if not TYPE_CHECKING and compiled is not None:
-    HeldBytes = compiled.HeldBytes
-
-
-class Budget(HeldBytes):
-    """`held` of `limit` bytes, `arriving` of them by frames that are not whole; sessions change both themselves."""
+    held = Number(0)
+    arriving = Number(1)
+    limit = Number(2)
 
     def __init__(self, total: int) -> None:
         self.total = total
+        self.numbers = zeros(3)
         self.limit = total
-        self.held = 0
-        self.arriving = 0
-        self.waiting = OrderedDict()
-        self.passing = None
+        # In the order of arrival; never replaced.
+        self.waiting: OrderedDict[RequestReader, None] = OrderedDict()
+        self.passing: RequestReader | None = None
         self._is_waking = False
         self._pass_timer: asyncio.TimerHandle | None = None
 

@@ -19,7 +19,7 @@ Invariants
 1. Messages are written in the order of `put`, each once.
 2. While it is not paused, no more than FLUSH_BYTES and one message wait.
 
-The compiled plain path (kproxy.plain) has a twin of each class here, which is used instead where it is built.
+The compiled plain path (kproxy.plain) has twins of `Outbox` and `TimedOutbox`, used instead where it is built.
 """
 
 from __future__ import annotations
@@ -73,18 +73,26 @@ class Flushes:
                 self.add(loop, outbox)
 
 
-class Outbox:
-    """The messages for one transport, written in order in the next step of the event loop.
+_flushes: Final[WeakKeyDictionary[asyncio.AbstractEventLoop, Flushes]] = WeakKeyDictionary()
 
-    `flushes` are those of the loop (`flushes_of`).
-    """
+
+def flushes_of(loop: asyncio.AbstractEventLoop) -> Flushes:
+    """The `Flushes` of an event loop."""
+    found = _flushes.get(loop)
+    if found is None:
+        found = _flushes[loop] = Flushes()
+    return found
+
+
+class Outbox:
+    """The messages for one transport, written in order in the next step of the event loop."""
 
     __slots__ = ("_buffers", "_bytes", "_flushes", "_loop", "_transport", "is_waiting", "written_bytes")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.WriteTransport, flushes: Flushes) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.WriteTransport) -> None:
         self._loop = loop
         self._transport = transport
-        self._flushes = flushes
+        self._flushes = flushes_of(loop)
         self._buffers: list[Buffer] = []
         # Whether `flushes` has it.
         self.is_waiting = False
@@ -116,6 +124,9 @@ class Outbox:
 
     def flush(self) -> None:
         """Hand everything to the transport."""
+        self._write_all()
+
+    def _write_all(self) -> None:
         buffers = self._buffers
         if not buffers:
             return
@@ -133,31 +144,86 @@ class Outbox:
             self._transport.writelines(buffers)
 
 
-class PacedOutbox(Outbox):
+class TimedOutbox(Outbox):
+    """The answers for one client, timed from when they are put here until they are written."""
+
+    __slots__ = ("_clock", "_is_paused", "_runs", "_writing")
+
+    # Methods of the PacedOutbox.
+    _write_in_parts: Callable[[], None]
+    _count_untaken: Callable[[], None]
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        transport: asyncio.WriteTransport,
+        writing: Durations,
+        clock: Callable[[], float],
+    ) -> None:
+        super().__init__(loop, transport)
+        self._writing = writing
+        self._clock = clock
+        # Answers that wait here: the position of their last byte, their number, and since when they wait.
+        self._runs: list[tuple[int, int, float]] = []
+        self._is_paused = False
+
+    def add_answers(self, count: int, at: float) -> None:
+        """Note that the last `count` answers to produce requests were put here `at` a time.
+
+        Beyond MOST_RUNS times, they count as put with the latest of these.
+        """
+        runs, end = self._runs, self.put_bytes
+        if len(runs) == MOST_RUNS:
+            _, before, since = runs.pop()
+            runs.append((end, before + count, since))
+        else:
+            runs.append((end, count, at))
+
+    def _count_runs(self) -> None:
+        """Count the time that written answers have waited here."""
+        now = self._clock() if self._runs else 0.0
+        while self._runs and self._runs[0][0] <= self.written_bytes:
+            _, count, at = self._runs.pop(0)
+            self._writing.count(now - at, count)
+
+    def _forget_runs(self) -> None:
+        self._runs = []
+
+    def flush(self) -> None:
+        """Hand as much to the transport as it accepts."""
+        if not self._is_paused:
+            if self._bytes <= FLUSH_BYTES:
+                self._write_all()
+            else:
+                self._write_in_parts()
+            self._count_runs()
+        if self._is_paused:
+            self._count_untaken()
+
+
+if not TYPE_CHECKING and compiled is not None:
+    Outbox, TimedOutbox = compiled.Outbox, compiled.TimedOutbox
+
+
+class PacedOutbox(TimedOutbox):
     """The answers for one client, written as fast as its transport takes them.
 
     While the transport is full, the rest stays here and counts in the client's share. A transport may copy bytes that
     it cannot send at once, and such copies could not be counted.
     """
 
-    __slots__ = ("_clock", "_is_paused", "_looked_at", "_runs", "_share", "_untaken", "_writing")
+    __slots__ = ("_looked_at", "_share", "_untaken")
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         transport: asyncio.WriteTransport,
-        flushes: Flushes,
         share: ClientMemory,
         writing: Durations,
         clock: Callable[[], float],
     ) -> None:
-        super().__init__(loop, transport, flushes)
+        super().__init__(loop, transport, writing, clock)
         self._share = share
-        self._writing = writing
-        self._clock = clock
-        # Answers that wait here: the position of their last byte, their number, and since when they wait.
-        self._runs: list[tuple[int, int, float]] = []
-        self._is_paused = False
         # While it is paused: the number of counted buffers, and the bytes in them that have no room of their own, plus
         # the bytes that the transport held when it was paused.
         self._looked_at = 0
@@ -182,58 +248,28 @@ class PacedOutbox(Outbox):
         if not self._is_paused:
             self._share.leave_untaken(0)
 
-    def add_answers(self, count: int, at: float) -> None:
-        """Note that the last `count` answers to produce requests were put here `at` a time.
-
-        Beyond MOST_RUNS times, they count as put with the latest of these.
-        """
-        runs, end = self._runs, self.put_bytes
-        if len(runs) == MOST_RUNS:
-            _, before, since = runs.pop()
-            runs.append((end, before + count, since))
-        else:
-            runs.append((end, count, at))
-
-    def _count_runs(self) -> None:
-        """Count the time that written answers have waited here."""
-        now = self._clock()
-        while self._runs and self._runs[0][0] <= self.written_bytes:
-            _, count, at = self._runs.pop(0)
-            self._writing.count(now - at, count)
-
-    def flush(self) -> None:
-        """Hand as much to the transport as it accepts."""
-        if not self._is_paused:
-            if self._bytes <= FLUSH_BYTES:
-                super().flush()
-            else:
-                self._flush_in_parts()
-            if self._runs:
-                self._count_runs()
-        if self._is_paused:
-            self._count()
-
     def flush_all(self) -> None:
         """Hand everything to the transport before the connection closes."""
         self._is_paused = False
-        super().flush()
-        if self._runs:
-            self._count_runs()
+        self._write_all()
+        self._count_runs()
         self._share.leave_untaken(0)
 
     def discard(self) -> None:
         """Discard all unwritten answers."""
-        self._buffers, self._bytes, self._runs = [], 0, []
+        self._buffers, self._bytes = [], 0
+        self._forget_runs()
         self._share.leave_untaken(0)
 
-    def _count(self) -> None:
-        for buffer in self._buffers[self._looked_at :]:
+    def _count_untaken(self) -> None:
+        buffers = self._buffers
+        for buffer in buffers[self._looked_at :]:
             if not self._share.has_room(buffer):
                 self._untaken += len(buffer)
-        self._looked_at = len(self._buffers)
+        self._looked_at = len(buffers)
         self._share.leave_untaken(self._untaken)
 
-    def _flush_in_parts(self) -> None:
+    def _write_in_parts(self) -> None:
         waiting, self._buffers = deque(self._buffers), []
         while waiting and not self._is_paused and not self._transport.is_closing():
             part: list[Buffer] = []
@@ -255,17 +291,3 @@ class PacedOutbox(Outbox):
             self._bytes = 0
         else:
             self._buffers = list(waiting)
-
-
-if not TYPE_CHECKING and compiled is not None:
-    Flushes, Outbox, PacedOutbox = compiled.Flushes, compiled.Outbox, compiled.PacedOutbox
-
-_flushes: Final[WeakKeyDictionary[asyncio.AbstractEventLoop, Flushes]] = WeakKeyDictionary()
-
-
-def flushes_of(loop: asyncio.AbstractEventLoop) -> Flushes:
-    """The `Flushes` of an event loop."""
-    found = _flushes.get(loop)
-    if found is None:
-        found = _flushes[loop] = Flushes()
-    return found

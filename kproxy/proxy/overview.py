@@ -244,7 +244,7 @@ class ProxyObserver:
                 tally.received_bytes,
                 tally.sent_bytes,
                 {
-                    broker: _Timed(list(counts.produce.buckets), counts.produce.seconds)
+                    broker: _Timed(counts.produce.buckets, counts.produce.seconds)
                     for broker, counts in tally.by_broker.items()
                 },
             )

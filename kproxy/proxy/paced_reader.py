@@ -15,7 +15,8 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 
 from kproxy.proxy.context import ProxyContext
 from kproxy.proxy.control_plane import ControlRequests
@@ -125,6 +126,12 @@ class PacedReader(RequestReader):
             self._pauses += 1
             self._transport.pause_reading()
 
+    def _wait(self, frames: Iterable[memoryview], first_byte_at: float) -> None:
+        """Let requests wait behind those that wait already."""
+        if self._backlog is None:
+            self._backlog = deque()
+        self._backlog.extend((frame, first_byte_at) for frame in frames)
+
     def read_on(self) -> None:
         """Resume reading: the budget has room again, or this session may pass."""
         self._is_let_go = True
@@ -164,7 +171,12 @@ class PacedReader(RequestReader):
     def _let_go(self) -> None:
         """Release everything except acks=0 requests, which are kept until they are settled."""
         self._budget.arriving -= self._arriving_bytes
-        held = self._arriving_bytes + sum(len(frame) for frame, _ in self._backlog or ()) + self._answers.let_go()
+        slots = self._answers.slots
+        held = self._arriving_bytes + sum(len(frame) for frame, _ in self._backlog or ())
         self._arriving_bytes = 0
+        for slot in slots:
+            held += slot.frame_bytes
+            slot.frame_bytes = 0
+        slots.clear()
         self._budget.held -= held
         self._budget.leave(self)

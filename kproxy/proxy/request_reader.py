@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from kproxy.observe.busiest import Use
-from kproxy.plain import FrameReader, compiled
+from kproxy.plain import compiled
 from kproxy.proxy.answer_order import AnswerOrder
 from kproxy.proxy.apis import Ranges
 from kproxy.proxy.context import ProxyContext
@@ -21,7 +21,7 @@ from kproxy.proxy.metering import Meter
 from kproxy.proxy.outbox import PacedOutbox
 from kproxy.runtime.tasks import TURN_S
 from kproxy_codec.errors import CodecError
-from kproxy_codec.framing import CHUNK_BYTES
+from kproxy_codec.framing import CHUNK_BYTES, FrameReader
 from kproxy_codec.primitives import INT16
 
 # A read of this many bytes or requests is the only one in a turn, as many may follow (TLS). Reads grow after one of
@@ -81,6 +81,7 @@ class RequestReader:
     _rest: Callable[[], None]
     _take: Callable[[memoryview, float], None]
     _use_of: Callable[[bytes], Use]
+    _wait: Callable[[Iterable[memoryview], float], None]
 
     def __init__(self, context: ProxyContext) -> None:
         self._clock = context.clock
@@ -151,12 +152,6 @@ class RequestReader:
             self._spend()
         if budget.held >= budget.limit:
             self.adjust_reading()
-
-    def _wait(self, frames: Iterable[memoryview], first_byte_at: float) -> None:
-        """Let requests wait behind those that wait already."""
-        if self._backlog is None:
-            self._backlog = deque()
-        self._backlog.extend((frame, first_byte_at) for frame in frames)
 
     def _spend(self) -> None:
         """Count the arriving frame in the budget."""

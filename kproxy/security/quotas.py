@@ -22,11 +22,10 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from weakref import WeakValueDictionary
 
 from kproxy.config.quotas import QuotaSection
-from kproxy.plain import compiled
 from kproxy.security.principals import EVERY_USER, USER, Principal
 
 BURST_S: Final = 1.0
@@ -57,11 +56,17 @@ class Bucket:
 
     def use(self, amount: float, now: float) -> float:
         """Use this much; return the seconds to wait afterwards, by the usual rate while the present one is lower."""
-        leaked = max(0.0, now - self._at) * self.rate
-        self.level = max(0.0, self.level - leaked) + amount
+        rate, level = self.rate, self.level
+        # Every request of a busy client comes here: comparisons cost less than calls of `max`.
+        if now > self._at:
+            level -= (now - self._at) * rate
+            if level < 0.0:
+                level = 0.0
+        self.level = level = level + amount
         self.used += amount
         self._at = now
-        return max(0.0, (self.level - self.rate * BURST_S) / max(self.rate, self.usual))
+        excess = level - rate * BURST_S
+        return excess / max(rate, self.usual) if excess > 0.0 else 0.0
 
     def set_rate(self, rate: float, now: float) -> None:
         """Change the rate. The amount that may be used at once stays, but is at most one second of the new rate."""
@@ -70,12 +75,8 @@ class Bucket:
         self.rate = rate
 
 
-class _Account:
-    """The use of one client by rates per second, None if not limited. `is_shared`: the rates may change.
-
-    The compiled plain path (kproxy.plain) has a twin, with buckets of its own: a charge takes 0.6 µs with it, 2.9 µs in
-    Python alone, and a request of 1 KiB 7.3 µs in all (timed in a loop).
-    """
+class Account:
+    """The use of one client by rates per second, None if not limited. `is_shared`: the rates may change."""
 
     __slots__ = ("__weakref__", "fetched", "is_shared", "produced", "requests")
 
@@ -87,12 +88,12 @@ class _Account:
 
     def use(self, now: float, *, produced: int, fetched: int) -> float:
         """Use one request and these bytes; return the seconds to wait."""
-        wait = self.requests.use(1, now) if self.requests is not None else 0.0
-        if self.produced is not None and produced:
-            wait = max(wait, self.produced.use(produced, now))
-        if self.fetched is not None and fetched:
-            wait = max(wait, self.fetched.use(fetched, now))
-        return min(wait, LONGEST_WAIT_S)
+        wait = self.requests.use(1.0, now) if self.requests is not None else 0.0
+        if produced and self.produced is not None and (more := self.produced.use(produced, now)) > wait:
+            wait = more
+        if fetched and self.fetched is not None and (more := self.fetched.use(fetched, now)) > wait:
+            wait = more
+        return wait if wait < LONGEST_WAIT_S else LONGEST_WAIT_S
 
     def wait(self, now: float) -> float:
         """Return the seconds to wait before more is used."""
@@ -109,12 +110,6 @@ class _Account:
             bucket is not None and (bucket.used > 0.0 or bucket.level > 0.0)
             for bucket in (self.produced, self.fetched, self.requests)
         )
-
-
-if TYPE_CHECKING:
-    Account = _Account
-else:
-    Account = compiled.Account if compiled is not None else _Account
 
 
 class Accounts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kproxy.observe.tally import BROKER_BOUNDS_S, BrokerCounts
-from kproxy.plain import FrameReader
+from kproxy.plain import ReceiveArena
 from kproxy.proxy.answer_memory import LARGE_BYTES
 from kproxy.proxy.answer_reader import LEAST_READ_BYTES, AnswerReader
 from kproxy.runtime.tasks import TURN_S
@@ -40,9 +40,8 @@ class Upstream(AnswerReader):
         self.seconds = seconds
         self.taken: list[int] = []
         self.rests = False
-        super().__init__(
-            FrameReader(1 << 20, most_shared=LARGE_BYTES), None, lambda: self.now, BrokerCounts(BROKER_BOUNDS_S)
-        )
+        counts = BrokerCounts(BROKER_BOUNDS_S)
+        super().__init__(1 << 20, ReceiveArena(), LARGE_BYTES, None, lambda: self.now, counts)
 
     def _rest(self) -> None:
         self.rests = True

@@ -5,13 +5,16 @@ Each call runs in a copy of this process, because a call without its check may e
 
 from __future__ import annotations
 
+import asyncio
 import os
 from array import array
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kproxy.observe.tally import BrokerCounts, Durations
 from kproxy.plain import compiled as built
 from tests.support.clients.raw_client import produce_frame
 
@@ -49,13 +52,22 @@ def negative_read_size() -> None:
     lean.get_buffer()
 
 
+def answer_reader(counts: Any) -> Any:
+    return compiled.AnswerReader(1 << 20, None, 512, None, lambda: 0.0, counts)
+
+
+def counted_in(numbers: Any) -> Any:
+    """An outbox that adds times to `numbers`."""
+    loop, times = asyncio.new_event_loop(), Durations((1.0,))
+    times.numbers = numbers
+    return compiled.TimedOutbox(loop, None, times, lambda: 0.0)
+
+
 def forwarded(size: int) -> None:
     class Ticket:
         expects_answer = False
 
-    compiled.AnswerReader(reader(), None, lambda: 0.0, compiled.BrokerCounts((1.0,))).forward(
-        Ticket(), memoryview(bytearray(size))
-    )
+    answer_reader(BrokerCounts((1.0,))).forward(Ticket(), memoryview(bytearray(size)))
 
 
 CALLS: dict[str, Callable[[], object]] = {
@@ -79,9 +91,12 @@ CALLS: dict[str, Callable[[], object]] = {
     "a short request forwarded": lambda: forwarded(4),
     "a slot without an order": lambda: compiled.Slot(None, 1, 1, 0.0).fill([b""]),
     "a slot of another order": lambda: compiled.Slot(object(), 1, 1, 1.0),
-    "a connection without counts": lambda: compiled.AnswerReader(reader(), None, lambda: 0.0, None),
-    "an outbox without counts": lambda: compiled.PacedOutbox(None, None, compiled.Flushes(), None, None, lambda: 0.0),
-    "too many bounds": lambda: compiled.Durations((1.0,) * 17),
+    "a connection without counts": lambda: answer_reader(SimpleNamespace(numbers=None)),
+    "a connection with too few counts": lambda: answer_reader(SimpleNamespace(numbers=array("q", [0]))),
+    "a histogram without an end": lambda: counted_in(array("d", [0.0, 1.0, 0.0])),
+    "a histogram of integers": lambda: counted_in(array("q", [0, 1, 0])),
+    "a histogram without numbers": lambda: counted_in(None),
+    "votes of short numbers": lambda: compiled.vote(array("i", [0] * 7), [(0, 1)]),
 }
 
 

@@ -12,8 +12,9 @@ import pytest
 from kproxy import plain
 from kproxy.errors import StartupError
 from kproxy.observe.tally import BROKER_BOUNDS_S, BrokerCounts, Tally
-from kproxy.plain import FrameReader, compiled
+from kproxy.plain import ReceiveArena, compiled
 from kproxy.proxy.access import AccessControl
+from kproxy.proxy.answer_memory import LARGE_BYTES
 from kproxy.proxy.answer_order import AnswerOrder
 from kproxy.proxy.answer_reader import AnswerReader
 from kproxy.proxy.fanout import FanoutShell
@@ -45,7 +46,7 @@ class Upstream(AnswerReader):
     owner = 1
 
     def __init__(self) -> None:
-        super().__init__(FrameReader(1 << 20), None, lambda: 0.0, BrokerCounts(BROKER_BOUNDS_S))
+        super().__init__(1 << 20, ReceiveArena(), LARGE_BYTES, None, lambda: 0.0, BrokerCounts(BROKER_BOUNDS_S))
         self.tickets: list[Any] = []
         self.frames: list[memoryview] = []
 

@@ -12,7 +12,7 @@ import pytest
 
 from kproxy.observe.tally import Durations
 from kproxy.proxy import outbox as imported
-from kproxy.proxy.outbox import FLUSH_BYTES, LAST_PART_BYTES, PART_BYTES, Outbox, flushes_of
+from kproxy.proxy.outbox import FLUSH_BYTES, LAST_PART_BYTES, PART_BYTES, Outbox
 from tests.support.twins import in_python
 
 OUTBOXES = 1000
@@ -54,7 +54,7 @@ class ClientMemory:
 async def test_outboxes_write_once_a_step_with_little_memory(messages: int) -> None:
     loop = asyncio.get_running_loop()
     transports = [Transport() for _ in range(OUTBOXES if messages == 1 else 100)]
-    outboxes = [Outbox(loop, cast(asyncio.Transport, each), flushes_of(loop)) for each in transports]
+    outboxes = [Outbox(loop, cast(asyncio.Transport, each)) for each in transports]
     for _ in range(2):
         tracemalloc.start()
         try:
@@ -83,7 +83,7 @@ def twin(request: pytest.FixtureRequest) -> ModuleType:
 @pytest.mark.parametrize("size", [100, 5_000, 300_000])
 async def test_outbox_writes_beyond_flush_bytes_at_once(twin: ModuleType, paced: bool, size: int) -> None:
     loop, transport = asyncio.get_running_loop(), Transport()
-    outbox = paced_outbox(twin, transport) if paced else twin.Outbox(loop, transport, twin.flushes_of(loop))
+    outbox = paced_outbox(twin, transport) if paced else twin.Outbox(loop, transport)
     for put in range(1, 2 * FLUSH_BYTES // size + 3):
         outbox.put_one(bytes(size))
         written = sum(map(len, transport.written))
@@ -97,7 +97,7 @@ async def test_outbox_writes_beyond_flush_bytes_at_once(twin: ModuleType, paced:
 def paced_outbox(twin: ModuleType, transport: Transport, writing: Durations | None = None, at: Any = None) -> Any:
     loop = asyncio.get_running_loop()
     times = writing or Durations((1.0,))
-    return twin.PacedOutbox(loop, transport, twin.flushes_of(loop), ClientMemory(), times, at or (lambda: 0.0))
+    return twin.PacedOutbox(loop, transport, ClientMemory(), times, at or (lambda: 0.0))
 
 
 @pytest.mark.parametrize("buffers", [[(1 << 20) + 74], [74, 1 << 20, 0], [0] * 50 + [600_000] + [0] * 50])

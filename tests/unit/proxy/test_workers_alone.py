@@ -122,7 +122,7 @@ def page_of(collector: ProxyCollector) -> list[Metric]:
 
 def test_process_counts_outlive_the_process() -> None:
     tally = Tally()
-    tally.requests[9] = 5
+    tally.served[9] = 5
     tally.produce.count(0.1)
     tally.produce.count(0.2)
     tally.hang(1)

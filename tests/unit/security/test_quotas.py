@@ -10,23 +10,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kproxy.config import load_proxy_config
 from kproxy.config.quotas import parse_quotas
 from kproxy.errors import StartupError
 from kproxy.observe.tally import Tally
-from kproxy.plain import compiled
 from kproxy.proxy import metering
 from kproxy.proxy.admission import OpenConnections
 from kproxy.proxy.answer_order import AnswerOrder
 from kproxy.proxy.memory_budget import Budget
 from kproxy.proxy.metering import MOST_CLIENT_ID_BYTES, Meter, with_throttle
-from kproxy.proxy.outbox import PacedOutbox, flushes_of
+from kproxy.proxy.outbox import PacedOutbox
 from kproxy.security import quotas as quotas_module
 from kproxy.security.principals import Principal
-from kproxy.security.quotas import PARTS, Account, Accounts, Bucket, Quotas, _Account
+from kproxy.security.quotas import PARTS, Account, Accounts, Bucket, Quotas
 from kproxy_codec.api_keys import FETCH, LIST_OFFSETS, METADATA, PRODUCE
 from kproxy_codec.control import build_response, decode_response, encode_response
 from kproxy_codec.framing import client_id, frame_message, request_header, response_body_offset, response_header
@@ -245,33 +242,6 @@ def test_other_answers_stay_as_they_are() -> None:
     assert with_throttle(PRODUCE, 9, [], 500) == []
 
 
-uses = st.lists(
-    st.tuples(st.floats(-10, 100), st.integers(0, 1 << 40), st.integers(0, 1 << 40), st.none() | st.floats(1e-3, 64)),
-    max_size=20,
-)
-rates = st.none() | st.floats(1e-3, 1e12)
-
-
-@pytest.mark.skipif(compiled is None, reason="the plain path is not compiled here")
-@given(st.tuples(rates, rates, rates), uses)
-def test_compiled_account_waits_as_long(
-    limits: tuple[float | None, ...], used: list[tuple[float, int, int, float | None]]
-) -> None:
-    found = []
-    for kind in (_Account, Account):
-        account, now, waits = kind(*limits), 0.0, list[float]()
-        for passed, produced, fetched, share in used:
-            # A clock may also stand still, or differ a little between events.
-            now += passed
-            waits.append(account.use(now, produced=produced, fetched=fetched))
-            for bucket in (account.produced, account.fetched, account.requests):
-                if share is not None and bucket is not None:
-                    bucket.set_rate(bucket.usual * share, now)
-            waits += [account.is_active(now), account.wait(now)]
-        found.append(waits)
-    assert found[0] == found[1]
-
-
 class _Session:
     """The session of a meter."""
 
@@ -318,7 +288,7 @@ async def test_account_is_looked_up_once_per_client_id() -> None:
             throttled.append((len(frame), wait))
 
     loop = asyncio.get_running_loop()
-    outbox = PacedOutbox(loop, _Transport(), flushes_of(loop), None, Tally().writing, lambda: 0.0)  # type: ignore[arg-type]
+    outbox = PacedOutbox(loop, _Transport(), None, Tally().writing, lambda: 0.0)  # type: ignore[arg-type]
     accounts = {b"a": Account(1_000.0, 1e9, 1e9), b"ab": Account(1e9, 100.0, 1e9)}
     of_others = Account(None, None, 1e9)
     charging = Metering(quotas, ALICE, _Session(), _answers(outbox), lambda presses: None, lambda: 10.0, Counter())
