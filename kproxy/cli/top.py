@@ -27,7 +27,6 @@ from kproxy.cli import run_async, start_logging
 from kproxy.cli.options import AdminPlace, Asked, admin_option, admin_place
 from kproxy.cli.table import counted, echo_columns
 from kproxy.cli.table_sources import NoAnswer, ask, decoded, not_ours
-from kproxy.errors import StartupError
 from kproxy.observe.overview import (
     CLIENT_ORDERS,
     TOPIC_ORDERS,
@@ -353,10 +352,7 @@ def command(
 
 
 async def _print(place: AdminPlace, screen: Screen) -> int:
-    try:
-        shown = await asyncio.to_thread(screen.read, place, PRINTED_ROWS)
-    except NoAnswer as problem:
-        raise StartupError(str(problem)) from problem
+    shown = await asyncio.to_thread(screen.read, place, PRINTED_ROWS)
     said = [shown.overview.verdict.text, summary(shown.overview), *([shown.hint] if shown.hint else [])]
     click.echo("\n".join(f"# {each}" for each in said))
     echo_columns([column.heading for column in VIEWS[shown.view]], shown.cells)
@@ -374,9 +370,9 @@ async def _follow(place: AdminPlace, screen: Screen) -> int:
                     shown = await asyncio.to_thread(screen.read, place, max(1, console.size.height - FRAME_LINES))
                     problem = ""
                 except NoAnswer as no_answer:
-                    problem = str(no_answer)
                     if shown is None:
-                        raise StartupError(problem) from no_answer
+                        raise
+                    problem = str(no_answer)
                 due = time.monotonic() + EVERY_S
             if shown is not None:
                 live.update(screen.draw(shown, problem), refresh=True)
