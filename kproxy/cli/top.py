@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kproxy.cli import run_async, start_logging
-from kproxy.cli.options import AdminPlace, Asked, admin_option, admin_place
+from kproxy.cli.options import AdminPlace, Asked, admin_option, admin_place, flag
 from kproxy.cli.table import counted, echo_columns
 from kproxy.cli.table_sources import NoAnswer, ask, decoded, not_ours
 from kproxy.observe.overview import (
@@ -319,17 +319,15 @@ def _asked(place: AdminPlace, path: str, kind: type[_Struct], **query: str) -> _
 
 @click.command("top", epilog="Keys: 1 to 6 choose the view, s the order, / filters, Esc shows all, q ends.")
 @admin_option("Ask the proxy, or the reference broker, with this admin page.")
-@click.option(
-    "--view", type=click.Choice(list(VIEWS)), default="brokers", show_default=True, help="What to show first."
-)
-@click.option(
+@flag("--view", None, "What to show first.", type=click.Choice(list(VIEWS)), default="brokers")
+@flag(
     "--order",
+    None,
+    "The order of clients (rate, oldest, slow) or of topics (rate, moves, errors, name).",
     type=click.Choice(list(dict.fromkeys([*CLIENT_ORDERS, *TOPIC_ORDERS]))),
     default="rate",
-    show_default=True,
-    help="The order of clients (rate, oldest, slow) or of topics (rate, moves, errors, name).",
 )
-@click.option("--search", metavar="TEXT", default="", help="Only rows with this text.")
+@flag("--search", "TEXT", "Only rows with this text.", default="", show_default=False)
 @click.option("--once", is_flag=True, help="Print once, also on a terminal, and end.")
 @click.pass_context
 def command(
