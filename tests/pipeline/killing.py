@@ -100,7 +100,7 @@ def committed(checkpoint: Path) -> int:
 
 
 def write_files(directory: Path, files: int, rows: int, corrupt: str = "") -> None:
-    """Write rows numbered from 0 on, in files of which each is older than the next; its last row is `corrupt`."""
+    """Write rows numbered from 0 on, in files of which each is older than the next; a `corrupt` row may end each."""
     directory.mkdir(exist_ok=True)
     for file in range(files):
         path = directory / f"{file:03}.csv"
