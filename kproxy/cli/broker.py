@@ -10,7 +10,7 @@ import click
 from kproxy.broker.config import FLUSH_POLICIES
 from kproxy.cli import run_async, start_logging, tell_of_exposed
 from kproxy.cli.config_flags import config_flags
-from kproxy.cli.options import listener_tls_from, replication_tls_from
+from kproxy.cli.options import flag, listener_tls_from, replication_tls_from
 from kproxy.config import DEFAULT_PREFIX, advertised, parse_address, split_list
 from kproxy.config.etcd import etcd_options_from
 from kproxy.runtime.process import end_with_parent
@@ -20,102 +20,87 @@ ADMIN_VARIABLE = "KPROXY_LISTEN__ADMIN"
 
 
 @click.command("broker", epilog="Prints one line when it serves: `ready kafka=H:P admin=H:P etcd=URL`.")
-@click.option("--node-id", metavar="N", type=int, required=True, help="The broker id, unique among live brokers.")
-@click.option("--listen", metavar="H:P", default="127.0.0.1:0", show_default=True, help="Where clients connect.")
-@click.option("--advertise", metavar="H:P", help="The address announced to clients. [as --listen]")
+@flag("--node-id", "N", "The broker id, unique among live brokers.", type=int, required=True)
+@flag("--listen", "H:P", "Where clients connect.", default="127.0.0.1:0")
+@flag("--advertise", "H:P", "The address announced to clients. [as --listen]")
 @config_flags("tls")
-@click.option(
+@flag(
     "--replication-listen",
-    metavar="H:P",
-    help="Where other brokers connect to replicate, at the host of --advertise. [the host of --listen, any free port]",
+    "H:P",
+    "Where other brokers connect to replicate, at the host of --advertise. [the host of --listen, any free port]",
 )
-@click.option(
+@flag(
     "--replication-tls-cert",
-    metavar="FILE",
-    help="TLS between brokers, on all of them: this broker's certificate, with its chain. [none]",
+    "FILE",
+    "TLS between brokers, on all of them: this broker's certificate, with its chain. [none]",
 )
-@click.option("--replication-tls-key", metavar="FILE", help="The private key of --replication-tls-cert.")
-@click.option(
-    "--replication-tls-ca", metavar="FILE", help="The CA certificates that sign the certificates of all brokers."
-)
-@click.option(
-    "--data-dir", metavar="DIR", type=click.Path(path_type=Path), required=True, help="The directory of its logs."
-)
-@click.option("--etcd", metavar="URL[,URL...]", required=True, help="The etcd that holds the partition leases.")
+@flag("--replication-tls-key", "FILE", "The private key of --replication-tls-cert.")
+@flag("--replication-tls-ca", "FILE", "The CA certificates that sign the certificates of all brokers.")
+@flag("--data-dir", "DIR", "The directory of its logs.", type=click.Path(path_type=Path), required=True)
+@flag("--etcd", "URL[,URL...]", "The etcd that holds the partition leases.", required=True)
 @config_flags("etcd")
-@click.option(
+@flag(
     "--admin",
-    metavar="H:P",
+    "H:P",
+    f"Where to serve the admin page: /metrics, /livez, /readyz. [${ADMIN_VARIABLE}, else none]",
     envvar=ADMIN_VARIABLE,
-    help=f"Where to serve the admin page: /metrics, /livez, /readyz. [${ADMIN_VARIABLE}, else none]",
 )
-@click.option("--prefix", default=DEFAULT_PREFIX, show_default=True, help="The prefix of the keys in etcd.")
-@click.option(
-    "--lease-ttl",
-    "lease_ttl_s",
-    metavar="SECONDS",
+@flag("--prefix", None, "The prefix of the keys in etcd.", default=DEFAULT_PREFIX)
+@flag(
+    "--lease-ttl lease_ttl_s",
+    "SECONDS",
+    "How long a dead broker keeps its partitions.",
     type=click.IntRange(1, 3600),
     default=10,
-    show_default=True,
-    help="How long a dead broker keeps its partitions.",
 )
-@click.option(
-    "--replication-factor",
-    "default_replication_factor",
-    metavar="N",
+@flag(
+    "--replication-factor default_replication_factor",
+    "N",
+    "Copies of each partition of topics created without a number; as many as brokers live, where fewer do.",
     type=click.IntRange(1, 1000),
     default=3,
-    show_default=True,
-    help="Copies of each partition of topics created without a number; as many as brokers live, where fewer do.",
 )
-@click.option(
+@flag(
     "--min-insync-replicas",
-    metavar="N",
+    "N",
+    "Least in-sync replicas for acks=all, for topics without a setting of their own. [2 of 3 and more, else 1]",
     type=click.IntRange(1, 1000),
-    help="Least in-sync replicas for acks=all, for topics without a setting of their own. [2 of 3 and more, else 1]",
 )
-@click.option(
-    "--isr-lag",
-    "isr_lag_s",
-    metavar="SECONDS",
+@flag(
+    "--isr-lag isr_lag_s",
+    "SECONDS",
+    "How long a replica may lag before it counts as out of sync.",
     type=click.FloatRange(0.5, 3600),
     default=10.0,
-    show_default=True,
-    help="How long a replica may lag before it counts as out of sync.",
 )
-@click.option(
-    "--follower-grace",
-    "follower_grace_s",
-    metavar="SECONDS",
+@flag(
+    "--follower-grace follower_grace_s",
+    "SECONDS",
+    "How long a disconnected replica stays in sync, where enough others are in sync.",
     type=click.FloatRange(0, 3600),
     default=0.5,
-    show_default=True,
-    help="How long a disconnected replica stays in sync, where enough others are in sync.",
 )
-@click.option(
+@flag(
     "--flush",
+    None,
+    "When to flush appended records to disk: before the acknowledgement, every second, or when the system decides.",
     type=click.Choice(FLUSH_POLICIES),
     default="interval",
-    show_default=True,
-    help="When to flush appended records to disk: before the acknowledgement, every second, or when the system "
-    "decides.",
 )
-@click.option(
+@flag(
     "--retention-ms",
-    metavar="MS",
+    "MS",
+    "Remove records older than this; -1 keeps them. A topic's setting takes precedence.",
     type=click.IntRange(-1),
     default=-1,
-    show_default=True,
-    help="Remove records older than this; -1 keeps them. A topic's setting takes precedence.",
 )
-@click.option(
+@flag(
     "--retention-bytes",
-    metavar="BYTES",
+    "BYTES",
+    "The least size that a partition keeps; older records beyond it are removed, -1 keeps them. A topic's "
+    "setting takes precedence.",
     type=click.IntRange(-1),
     default=-1,
-    show_default=True,
-    help="The least size that a partition keeps; older records beyond it are removed, -1 keeps them. A topic's "
-    "setting takes precedence.",
 )
 @click.pass_context
 def command(

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from kproxy.cli import start_logging
+from kproxy.cli.options import file_flag, flag
 from kproxy.config import DEFAULT_PREFIX, split_list
 
 
@@ -16,7 +17,7 @@ from kproxy.config import DEFAULT_PREFIX, split_list
     epilog="Exit status 0 when every row came back once and in order and the audit found no fault, 1 when not, 2 "
     "when the demo could not start.",
 )
-@click.option("--rows", metavar="N", type=int, help="How many of the 336,776 flights. [all]")
+@flag("--rows", "N", "How many of the 336,776 flights. [all]", type=int)
 @click.option(
     "--kill-owner",
     is_flag=True,
@@ -28,22 +29,11 @@ from kproxy.config import DEFAULT_PREFIX, split_list
 @click.option(
     "--sasl", is_flag=True, help="Authenticate: Spark logs in to the proxy by SCRAM, and an ACL allows its user."
 )
-@click.option("--bootstrap", metavar="H:P", help="Use the running proxy at this address instead of starting one.")
-@click.option(
-    "--etcd", metavar="URL[,URL...]", help="With --bootstrap: the etcd with the partition leases, to report owners."
-)
-@click.option("--prefix", default=DEFAULT_PREFIX, show_default=True, help="With --etcd: the prefix of its keys.")
-@click.option(
-    "--data-dir", metavar="DIR", type=click.Path(path_type=Path), help="The working directory. [a temporary directory]"
-)
-@click.option(
-    "--report",
-    metavar="FILE",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default=Path("kproxy-audit.html"),
-    show_default=True,
-    help="The file for the audit's report.",
-)
+@flag("--bootstrap", "H:P", "Use the running proxy at this address instead of starting one.")
+@flag("--etcd", "URL[,URL...]", "With --bootstrap: the etcd with the partition leases, to report owners.")
+@flag("--prefix", None, "With --etcd: the prefix of its keys.", default=DEFAULT_PREFIX)
+@flag("--data-dir", "DIR", "The working directory. [a temporary directory]", type=click.Path(path_type=Path))
+@file_flag("--report", "The file for the audit's report.", default=Path("kproxy-audit.html"))
 @click.option("--no-audit", is_flag=True, help="Skip the audit of acknowledged records.")
 @click.option("--keep", is_flag=True, help="Keep the run's data and logs. A failed run always keeps them.")
 @click.pass_context

@@ -12,6 +12,7 @@ import click
 
 from kproxy.cli import run_async, start_logging
 from kproxy.cli.config_flags import config_flags
+from kproxy.cli.options import flag
 from kproxy.config import DEFAULT_ADMIN, DEFAULT_LISTEN, Limits
 from kproxy.runtime.process import end_with_parent, raise_open_file_limit
 from kproxy.runtime.signals import stop_signals
@@ -25,30 +26,23 @@ if TYPE_CHECKING:
     epilog="Prints one line on stdout when everything is ready: `ready kafka=H:P admin=H:P etcd=URL`. "
     "Ctrl-C stops everything.",
 )
-@click.option("--listen", metavar="H:P", default=DEFAULT_LISTEN, show_default=True, help="Where clients connect.")
-@click.option("--brokers", metavar="N", type=int, default=3, show_default=True, help="The number of reference brokers.")
-@click.option(
+@flag("--listen", "H:P", "Where clients connect.", default=DEFAULT_LISTEN)
+@flag("--brokers", "N", "The number of reference brokers.", type=int, default=3)
+@flag(
     "--replication-factor",
-    metavar="N",
+    "N",
+    "Replicas of each partition of a new topic. [3, or one for each broker if fewer]",
     type=int,
-    help="Replicas of each partition of a new topic. [3, or one for each broker if fewer]",
 )
-@click.option(
+@flag(
     "--data-dir",
-    metavar="DIR",
+    "DIR",
+    "The data directory for topics and records. [in your home directory; printed at the start]",
     type=click.Path(path_type=Path),
-    help="The data directory for topics and records. [in your home directory; printed at the start]",
 )
-@click.option(
-    "--admin", metavar="H:P", default=DEFAULT_ADMIN, show_default=True, help="The listen address of the admin page."
-)
-@click.option(
-    "--lease-ttl",
-    metavar="SECONDS",
-    type=click.IntRange(1, 3600),
-    default=10,
-    show_default=True,
-    help="How long a dead broker keeps its partitions.",
+@flag("--admin", "H:P", "The listen address of the admin page.", default=DEFAULT_ADMIN)
+@flag(
+    "--lease-ttl", "SECONDS", "How long a dead broker keeps its partitions.", type=click.IntRange(1, 3600), default=10
 )
 @config_flags("own")
 @click.option("--no-restart", is_flag=True, help="Do not restart brokers or etcd when they end; end with the proxy.")

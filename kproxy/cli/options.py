@@ -11,6 +11,7 @@ import os
 import ssl
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import click
@@ -44,8 +45,22 @@ ADMIN_VARIABLES = "KPROXY_ADMIN_"
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
 Entry = TypeVar("Entry")
+F = TypeVar("F", bound=Command)
 
 _RANKS = (ParameterSource.DEFAULT, ParameterSource.ENVIRONMENT, ParameterSource.COMMANDLINE)
+
+
+def flag(names: str, metavar: str | None, text: str, **more: Any) -> Callable[[F], F]:
+    """Make a flag; `names` has its names and its parameter's, with spaces. The help shows a default, and `multiple`."""
+    if more.get("multiple"):
+        text += " (repeatable)"
+    more.setdefault("show_default", "default" in more)
+    return click.option(*names.split(), metavar=metavar, help=text, **more)
+
+
+def file_flag(names: str, text: str, **more: Any) -> Callable[[F], F]:
+    """Make a flag that names a file."""
+    return flag(names, "FILE", text, type=click.Path(path_type=Path, dir_okay=False), **more)
 
 
 class Asked(NamedTuple):
@@ -126,23 +141,21 @@ def admin_option(text: str, *, default: str | None = DEFAULT_ADMIN, otherwise: s
 
 
 _ADMIN_FLAGS = (
-    click.option(
+    flag(
         "--admin-ca",
-        metavar="FILE",
-        help=f"For https: the CA certificates that sign the page's. [${ADMIN_VARIABLES}CA, else the machine's]",
+        "FILE",
+        f"For https: the CA certificates that sign the page's. [${ADMIN_VARIABLES}CA, else the machine's]",
     ),
-    click.option(
+    flag(
         "--admin-cert",
-        metavar="FILE",
-        help=f"For https: the client certificate for the page, with its chain. [${ADMIN_VARIABLES}CERT, else none]",
+        "FILE",
+        f"For https: the client certificate for the page, with its chain. [${ADMIN_VARIABLES}CERT, else none]",
     ),
-    click.option(
-        "--admin-key", metavar="FILE", help=f"The private key of --admin-cert. [${ADMIN_VARIABLES}KEY, else none]"
-    ),
-    click.option(
+    flag("--admin-key", "FILE", f"The private key of --admin-cert. [${ADMIN_VARIABLES}KEY, else none]"),
+    flag(
         "--admin-server-name",
-        metavar="NAME",
-        help=f"For https: the name in the page's certificate. [${ADMIN_VARIABLES}SERVER_NAME, else the host]",
+        "NAME",
+        f"For https: the name in the page's certificate. [${ADMIN_VARIABLES}SERVER_NAME, else the host]",
     ),
 )
 
@@ -194,11 +207,9 @@ def etcd_place(etcd: str | None, prefix: str | None, etcd_access: Mapping[str, s
 def etcd_place_flags(text: str, *, required: bool = False) -> Decorator:
     """Add the parameters of `etcd_place`: --etcd with the help `text`, --etcd-…, --prefix."""
     flags = (
-        click.option("--etcd", metavar="URL[,URL...]", required=required, help=text),
+        flag("--etcd", "URL[,URL...]", text, required=required),
         config_flags("etcd"),
-        click.option(
-            "--prefix", default=DEFAULT_PREFIX, show_default=True, help="With --etcd: the prefix of the keys."
-        ),
+        flag("--prefix", None, "With --etcd: the prefix of the keys.", default=DEFAULT_PREFIX),
     )
     return lambda command: _with(command, flags)
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 
 from kproxy.cli.options import AdminPlace, EtcdPlace, etcd_client
-from kproxy.cli.table_sources import WATCH_INTERVAL_S, NoAnswer, Unanswered, ask, consistent, decoded
+from kproxy.cli.table_sources import WATCH_INTERVAL_S, NoAnswer, ask, consistent, decoded
 from kproxy.config.etcd import EtcdOptions
-from kproxy.errors import StartupError
 from kproxy.observe.table import ClaimRow, ClaimsPage, FreeOrder, FreeOutcome, merge_claims
 from kproxy_codec.own import WHOLE_GROUP
 
@@ -70,9 +69,8 @@ def changes_between(before: Iterable[ClaimRow], after: Iterable[ClaimRow]) -> li
     ]
 
 
-Told = ClaimsPage | Change | Unanswered
+Told = ClaimsPage | Change | NoAnswer
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
-_Asked = TypeVar("_Asked")
 
 
 def _news(before: ClaimsPage | None, page: ClaimsPage) -> Sequence[Told]:
@@ -80,17 +78,17 @@ def _news(before: ClaimsPage | None, page: ClaimsPage) -> Sequence[Told]:
 
 
 class AdminClaims:
-    """Claims from a proxy's admin page. The methods raise StartupError if it does not answer."""
+    """Claims from a proxy's admin page. The methods raise NoAnswer if it does not answer."""
 
     def __init__(self, place: AdminPlace) -> None:
         self._place = place
 
     async def page(self, group: str | None) -> ClaimsPage:
         """Return all claims, of one group if named."""
-        return await asyncio.to_thread(_or_startup_error, self._read, group)
+        return await asyncio.to_thread(self._read, group)
 
     async def free(self, order: FreeOrder) -> FreeOutcome:
-        return await asyncio.to_thread(_or_startup_error, self._free, order)
+        return await asyncio.to_thread(self._ask, FreeOutcome, "/own/free", order=msgspec.json.encode(order))
 
     async def follow(self, group: str | None) -> AsyncGenerator[Told]:
         """Yield all claims, and then each change, for ever: changes within WATCH_INTERVAL_S appear as one."""
@@ -99,7 +97,7 @@ class AdminClaims:
             try:
                 page = await asyncio.to_thread(self._read, group)
             except NoAnswer as problem:
-                yield Unanswered(str(problem))
+                yield problem
             else:
                 for each in _news(before, page):
                     yield each
@@ -110,9 +108,6 @@ class AdminClaims:
         """Return all claims, of one revision if they do not change too often."""
         return merge_claims(consistent(lambda after: self._ask(ClaimsPage, "/own", {"group": group, "after": after})))
 
-    def _free(self, order: FreeOrder) -> FreeOutcome:
-        return self._ask(FreeOutcome, "/own/free", order=msgspec.json.encode(order))
-
     def _ask(
         self, kind: type[_Struct], path: str, query: dict[str, str | None] | None = None, *, order: bytes | None = None
     ) -> _Struct:
@@ -121,13 +116,6 @@ class AdminClaims:
         if status in (400, 501, 503) and text:
             raise NoAnswer(f"the proxy with the admin page {self._place} says: {text}.")
         return decoded(self._place, (status, body), kind)
-
-
-def _or_startup_error(ask_page: Callable[[_Asked], _Struct], asked: _Asked) -> _Struct:
-    try:
-        return ask_page(asked)
-    except NoAnswer as problem:
-        raise StartupError(str(problem)) from problem
 
 
 class EtcdClaims:
@@ -165,7 +153,7 @@ class EtcdClaims:
             try:
                 while not running.done():
                     if mirror.last_error is not None:
-                        yield Unanswered(str(mirror.last_error))
+                        yield NoAnswer(str(mirror.last_error))
                     elif table.synced and (before is None or table.revision != before.revision):
                         page = whole_page(table, group)
                         for each in _news(before, page):

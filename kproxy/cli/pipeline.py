@@ -9,11 +9,12 @@ import re
 from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 import click
 
 from kproxy.cli import LazyGroup
+from kproxy.cli.options import F, file_flag, flag
 from kproxy.config.parsing import read_file
 from kproxy.errors import StartupError
 
@@ -48,11 +49,11 @@ def command() -> None:
 
 
 @click.command("path")
-@click.option(
+@flag(
     "--py-files",
-    metavar="DIR",
+    "DIR",
+    "Write the archive that executors need to DIR, and print its path.",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Write the archive that executors need to DIR, and print its path.",
 )
 def path(py_files: Path | None) -> None:
     """Print the file to give to spark-submit.
@@ -77,21 +78,6 @@ def path(py_files: Path | None) -> None:
             f"--py-files: nothing can be written to {py_files} ({error.strerror or error}): name another directory."
         ) from error
     click.echo(str(archive))
-
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def flag(names: str, metavar: str | None, text: str, **more: Any) -> Callable[[F], F]:
-    """Make a flag; `names` has its names and its parameter's, with spaces. `multiple`: the help says so."""
-    if more.get("multiple"):
-        text += " (repeatable)"
-    return click.option(*names.split(), metavar=metavar, help=text, **more)
-
-
-def file_flag(names: str, text: str, **more: Any) -> Callable[[F], F]:
-    """Make a flag that names a file."""
-    return flag(names, "FILE", text, type=click.Path(path_type=Path, dir_okay=False), **more)
 
 
 def kafka_flags(meaning: str) -> Callable[[F], F]:

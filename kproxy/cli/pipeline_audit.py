@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from kproxy.cli import start_logging, tell_unexpected
-from kproxy.cli.options import Asked, bootstrap_option
-from kproxy.cli.pipeline import check_master, file_flag, flag, kafka_flags, kafka_options, session_options, spark_flags
+from kproxy.cli.options import Asked, bootstrap_option, file_flag, flag
+from kproxy.cli.pipeline import check_master, kafka_flags, kafka_options, session_options, spark_flags
 from kproxy.config.parsing import parse_duration_ms, parse_time_ms
 from kproxy.errors import StartupError
 
@@ -27,7 +27,6 @@ from kproxy.errors import StartupError
     "PLACE",
     "The place of the proxies' trails: topic, topic:NAME, json:DIR or parquet:DIR.",
     default="topic",
-    show_default=True,
 )
 @flag("--trail-bootstrap", "H:P[,H:P...]", "The cluster with the trail's topic. [--bootstrap]")
 @file_flag(
@@ -44,29 +43,28 @@ from kproxy.errors import StartupError
 )
 @flag("--from from_time", "TIME", "The start time: 2026-11-21T20:00 (UTC), or 2h for 2 h ago.")
 @flag("--to to_time", "TIME", "The end time. [as far as the trails are complete]")
-@flag("--window", "DURATION", "The length of a time window.", default="10s", show_default=True)
+@flag("--window", "DURATION", "The length of a time window.", default="10s")
 @flag("--compacted", "NAME[,NAME...]", "Compacted topics. [as the brokers report]")
 @flag("--output", "DIR", "The directory for the results, as Parquet.")
 @file_flag("--report", "Write an HTML report to this file.")
 @click.option("--json", is_flag=True, help="Print the result as JSON, without a table.")
 @file_flag("--metrics", "Write metrics to this file, for a textfile collector of Prometheus.")
 @click.option("--allow-unproven", is_flag=True, help="End with 0 if nothing is wrong and something is unproven.")
-@click.option(
+@flag(
     "--engine",
+    None,
+    "Where to judge: in this process, on Spark, or here as long as it fits (300,000 batches).",
     type=click.Choice(("auto", "local", "spark")),
     default="auto",
-    show_default=True,
-    help="Where to judge: in this process, on Spark, or here as long as it fits (300,000 batches).",
 )
 @click.option("--follow", is_flag=True, help="Audit new rows continuously, until interrupted.")
 @file_flag("--state", "With --follow: the file that lets a later start continue.")
-@flag("--every", "DURATION", "With --follow: the interval between rounds.", default="5s", show_default=True)
+@flag("--every", "DURATION", "With --follow: the interval between rounds.", default="5s")
 @flag(
     "--horizon",
     "DURATION",
     "With --follow: the longest time between two assignments of one offset that are found.",
     default="10m",
-    show_default=True,
 )
 @kafka_flags("An option of Kafka's clients, for both clusters.")
 @spark_flags

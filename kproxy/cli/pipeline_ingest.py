@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from kproxy.cli import start_logging
-from kproxy.cli.options import Asked, bootstrap_option
-from kproxy.cli.pipeline import F, check_master, flag, kafka_flags, kafka_options, session_options, spark_flags
+from kproxy.cli.options import Asked, F, bootstrap_option, flag
+from kproxy.cli.pipeline import check_master, kafka_flags, kafka_options, session_options, spark_flags
 from kproxy.config.parsing import read_file
 from kproxy.errors import StartupError
 from kproxy.pipeline.ingest.options import (
@@ -39,11 +39,11 @@ INTERRUPTED = 130
 
 
 def _number(name: str, default: int, text: str) -> Callable[[F], F]:
-    return flag(name, "N", text, type=int, default=default, show_default=True)
+    return flag(name, "N", text, type=int, default=default)
 
 
 def _choice(name: str, default: str | None, choices: str, text: str) -> Callable[[F], F]:
-    return click.option(name, type=click.Choice(choices.split()), default=default, show_default=True, help=text)
+    return flag(name, None, text, type=click.Choice(choices.split()), default=default)
 
 
 @click.command(

@@ -19,7 +19,7 @@ from rich.text import Text
 from kproxy.address import Address
 from kproxy.cli import run_async, start_logging
 from kproxy.cli.options import EtcdPlace, asked_place, asks_proxy_or_etcd
-from kproxy.cli.table_sources import Unanswered, answers, tables_from_admin, tables_from_etcd
+from kproxy.cli.table_sources import NoAnswer, answers, tables_from_admin, tables_from_etcd
 from kproxy.observe.table import PartitionRow, TablePage
 
 # Rich lays out every cell before it prints the first; a longer table is printed as plain columns.
@@ -279,7 +279,7 @@ def command(context: click.Context, /, topic: str | None, as_json: bool, watch: 
         return 0
 
 
-async def _show_once(tables: AsyncGenerator[TablePage | Unanswered], as_json: bool, topic: str | None) -> int:
+async def _show_once(tables: AsyncGenerator[TablePage | NoAnswer], as_json: bool, topic: str | None) -> int:
     async with aclosing(tables):
         table = await anext(answers(tables))
     if as_json:
@@ -293,21 +293,21 @@ async def _show_once(tables: AsyncGenerator[TablePage | Unanswered], as_json: bo
     return 1
 
 
-async def _follow(tables: AsyncGenerator[TablePage | Unanswered], as_json: bool) -> None:
+async def _follow(tables: AsyncGenerator[TablePage | NoAnswer], as_json: bool) -> None:
     """Show a live table on a terminal, else a line for each change, until interrupted."""
     async with aclosing(tables):
         if not as_json and sys.stdout.isatty():
             with LiveTable() as live:
                 async for table in tables:
-                    if isinstance(table, Unanswered):
-                        live.problem(table.reason)
+                    if isinstance(table, NoAnswer):
+                        live.problem(str(table))
                     else:
                         live.update(table)
         else:
             await _follow_in_lines(tables, as_json)
 
 
-async def _follow_in_lines(tables: AsyncGenerator[TablePage | Unanswered], as_json: bool) -> None:
+async def _follow_in_lines(tables: AsyncGenerator[TablePage | NoAnswer], as_json: bool) -> None:
     before: TablePage | None = None
     async for table in answers(tables):
         if as_json:

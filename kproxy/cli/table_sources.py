@@ -14,7 +14,6 @@ import socket
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlencode
@@ -62,7 +61,7 @@ _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _Page = TypeVar("_Page", TablePage, ClaimsPage)
 
 
-class NoAnswer(Exception):
+class NoAnswer(StartupError):
     """There is no usable answer; a sentence says the reason and the remedy."""
 
 
@@ -156,16 +155,6 @@ def _reason(error: Exception) -> str:
 WATCH_INTERVAL_S = 1.0
 
 
-@dataclass(frozen=True)
-class Unanswered:
-    """There is no table this time.
-
-    `reason` is a sentence with the reason and the remedy.
-    """
-
-    reason: str
-
-
 class ReplicasUnknown(Exception):
     """A proxy has no answer at the moment; the text says why."""
 
@@ -173,28 +162,27 @@ class ReplicasUnknown(Exception):
 _Answer = TypeVar("_Answer")
 
 
-async def answers(asked: AsyncIterable[_Answer | Unanswered]) -> AsyncIterator[_Answer]:
-    """Yield the answers, and print each new problem once. Raises StartupError if there is no answer at first."""
+async def answers(asked: AsyncIterable[_Answer | NoAnswer]) -> AsyncIterator[_Answer]:
+    """Yield the answers, and print each new problem once. Raises NoAnswer if there is no answer at first."""
     started, problem = False, ""
     async for each in asked:
-        if not isinstance(each, Unanswered):
+        if not isinstance(each, NoAnswer):
             started, problem = True, ""
             yield each
         elif not started:
-            raise StartupError(each.reason)
-        elif each.reason != problem:
-            problem = each.reason
+            raise each
+        elif str(each) != problem:
+            problem = str(each)
             click.echo(f"kproxy: {problem}", err=True)
 
 
-async def tables_from_admin(place: AdminPlace, topic: str | None) -> AsyncGenerator[TablePage | Unanswered]:
+async def tables_from_admin(place: AdminPlace, topic: str | None) -> AsyncGenerator[TablePage | NoAnswer]:
     """Yield tables from a proxy's admin page."""
     while True:
         try:
-            table: TablePage | Unanswered = await asyncio.to_thread(_ask, place, topic)
+            yield await asyncio.to_thread(_ask, place, topic)
         except NoAnswer as problem:
-            table = Unanswered(str(problem))
-        yield table
+            yield problem
         await asyncio.sleep(WATCH_INTERVAL_S)
 
 
@@ -232,7 +220,7 @@ def ask_replication(place: AdminPlace, topic: str | None = None) -> list[Replica
 
 async def tables_from_etcd(
     endpoints: Sequence[str], options: EtcdOptions, prefix: str, topic: str | None
-) -> AsyncGenerator[TablePage | Unanswered]:
+) -> AsyncGenerator[TablePage | NoAnswer]:
     """Yield tables from etcd, kept current by a watch."""
     from kproxy.etcd import EtcdClient, EtcdError
     from kproxy.fleet.view import named_in
@@ -247,7 +235,7 @@ async def tables_from_etcd(
         await client.connect()
         mirror = asyncio.create_task(table.run())
         if not await _loaded(table, mirror):
-            yield Unanswered(f"etcd at {client.endpoints} answers, but its leases could not be read: try again.")
+            yield NoAnswer(f"etcd at {client.endpoints} answers, but its leases could not be read: try again.")
             return
         while not mirror.done():
             proxies = [ProxyRow(*proxy) for proxy in await named_in(client, prefix)]
@@ -260,7 +248,7 @@ async def tables_from_etcd(
             await asyncio.wait((mirror,), timeout=WATCH_INTERVAL_S)
         mirror.result()
     except EtcdError as error:
-        yield Unanswered(str(error))
+        yield NoAnswer(str(error))
     finally:
         if mirror is not None:
             mirror.cancel()

@@ -24,10 +24,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kproxy.cli import run_async, start_logging
-from kproxy.cli.options import AdminPlace, Asked, admin_option, admin_place
+from kproxy.cli.options import AdminPlace, Asked, admin_option, admin_place, flag
 from kproxy.cli.table import counted, echo_columns
 from kproxy.cli.table_sources import NoAnswer, ask, decoded, not_ours
-from kproxy.errors import StartupError
 from kproxy.observe.overview import (
     CLIENT_ORDERS,
     TOPIC_ORDERS,
@@ -320,17 +319,15 @@ def _asked(place: AdminPlace, path: str, kind: type[_Struct], **query: str) -> _
 
 @click.command("top", epilog="Keys: 1 to 6 choose the view, s the order, / filters, Esc shows all, q ends.")
 @admin_option("Ask the proxy, or the reference broker, with this admin page.")
-@click.option(
-    "--view", type=click.Choice(list(VIEWS)), default="brokers", show_default=True, help="What to show first."
-)
-@click.option(
+@flag("--view", None, "What to show first.", type=click.Choice(list(VIEWS)), default="brokers")
+@flag(
     "--order",
+    None,
+    "The order of clients (rate, oldest, slow) or of topics (rate, moves, errors, name).",
     type=click.Choice(list(dict.fromkeys([*CLIENT_ORDERS, *TOPIC_ORDERS]))),
     default="rate",
-    show_default=True,
-    help="The order of clients (rate, oldest, slow) or of topics (rate, moves, errors, name).",
 )
-@click.option("--search", metavar="TEXT", default="", help="Only rows with this text.")
+@flag("--search", "TEXT", "Only rows with this text.", default="", show_default=False)
 @click.option("--once", is_flag=True, help="Print once, also on a terminal, and end.")
 @click.pass_context
 def command(
@@ -353,10 +350,7 @@ def command(
 
 
 async def _print(place: AdminPlace, screen: Screen) -> int:
-    try:
-        shown = await asyncio.to_thread(screen.read, place, PRINTED_ROWS)
-    except NoAnswer as problem:
-        raise StartupError(str(problem)) from problem
+    shown = await asyncio.to_thread(screen.read, place, PRINTED_ROWS)
     said = [shown.overview.verdict.text, summary(shown.overview), *([shown.hint] if shown.hint else [])]
     click.echo("\n".join(f"# {each}" for each in said))
     echo_columns([column.heading for column in VIEWS[shown.view]], shown.cells)
@@ -374,9 +368,9 @@ async def _follow(place: AdminPlace, screen: Screen) -> int:
                     shown = await asyncio.to_thread(screen.read, place, max(1, console.size.height - FRAME_LINES))
                     problem = ""
                 except NoAnswer as no_answer:
-                    problem = str(no_answer)
                     if shown is None:
-                        raise StartupError(problem) from no_answer
+                        raise
+                    problem = str(no_answer)
                 due = time.monotonic() + EVERY_S
             if shown is not None:
                 live.update(screen.draw(shown, problem), refresh=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kproxy.cli import run_async
-from kproxy.cli.options import EtcdPlace, entries_in_etcd, etcd_client, etcd_place, etcd_place_flags
+from kproxy.cli.options import EtcdPlace, entries_in_etcd, etcd_client, etcd_place, etcd_place_flags, flag
 from kproxy.config.parsing import check_prefix
 from kproxy.errors import StartupError
 
@@ -39,9 +39,7 @@ def command() -> None:
 def _where(kind: Callable[..., int | None]) -> Callable[..., int | None]:
     """Add the parameters of `_asked`."""
     kind = etcd_place_flags("The etcd of users whom all its proxies know.")(kind)
-    return click.option("--users", "file", metavar="FILE", type=click.Path(path_type=Path), help="The file of users.")(
-        kind
-    )
+    return flag("--users file", "FILE", "The file of users.", type=click.Path(path_type=Path))(kind)
 
 
 def _asked(file: Path | None, etcd: str | None, prefix: str, etcd_access: Mapping[str, str | None]) -> Path | EtcdPlace:
@@ -64,19 +62,12 @@ def _asked(file: Path | None, etcd: str | None, prefix: str, etcd_access: Mappin
     multiple=True,
     help="The hash of a credential. May be repeated. [both]",
 )
-@click.option(
-    "--iterations",
-    metavar="N",
-    type=click.IntRange(4_096, 100_000),
-    default=8_192,
-    show_default=True,
-    help="Rounds of hashing.",
-)
-@click.option(
+@flag("--iterations", "N", "Rounds of hashing.", type=click.IntRange(4_096, 100_000), default=8_192)
+@flag(
     "--password-file",
-    metavar="FILE",
+    "FILE",
+    "The file with the user's password. [asked for, or read from stdin]",
     type=click.Path(path_type=Path),
-    help="The file with the user's password. [asked for, or read from stdin]",
 )
 def add(
     name: str,

@@ -6,7 +6,6 @@ Spark writes through these proxies as through any others. Forging needs the brok
 from __future__ import annotations
 
 import signal
-import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,6 +21,7 @@ from kproxy.pipeline.audit.trail_place import JSON, TrailPlace
 from tests.support.brokers.broker_hooks import UNFENCED
 from tests.support.brokers.reference_broker import RawClient, start_brokers
 from tests.support.processes.dev import KproxyProcess, serving
+from tests.support.processes.served import page, samples
 from tests.support.waiting import wait_for
 
 PREFIX = "/audited"
@@ -110,9 +110,8 @@ def write(session: Any, bootstrap: str, rows: Mapping[tuple[str, int], int], **s
 
 def metrics(proxy: KproxyProcess) -> dict[str, float]:
     """The values of metrics without labels, by name."""
-    with urllib.request.urlopen(f"http://{proxy.fields['admin']}/metrics", timeout=ADMIN_TIMEOUT_S) as page:
-        lines = page.read().decode().splitlines()
-    return {name: float(value) for name, _, value in (line.partition(" ") for line in lines) if name[0] not in "#{"}
+    read = samples(page(proxy.admin, "/metrics")[1])
+    return {name: value for (name, labels), value in read.items() if not labels}
 
 
 class Audited:

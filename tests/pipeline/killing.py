@@ -1,18 +1,24 @@
-"""Jobs that are killed while they stream, and their progress as their topic shows it."""
+"""Jobs that are killed while they stream, their files, and their progress as their topic shows it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import subprocess
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 
 import confluent_kafka
 import psutil
 
+from tests.support.clients.kafka_io import Placed
+
 STEP_TIMEOUT_S = 240.0
+KEYS = 17
+# A request has one or two records, so that a micro-batch is long enough to be killed halfway.
+SLOWLY = {"batch.size": "150", "linger.ms": "0", "max.in.flight.requests.per.connection": "1"}
 
 
 class Job:
@@ -91,3 +97,27 @@ class Watched:
 def committed(checkpoint: Path) -> int:
     """The number of committed micro-batches."""
     return sum(1 for each in (checkpoint / "commits").glob("*") if each.name.isdigit())
+
+
+def write_files(directory: Path, files: int, rows: int, corrupt: str = "") -> None:
+    """Write rows numbered from 0 on, in files of which each is older than the next; a `corrupt` row may end each."""
+    directory.mkdir(exist_ok=True)
+    for file in range(files):
+        path = directory / f"{file:03}.csv"
+        lines = [f"{n},key-{n % KEYS}\n" for n in range(file * rows, (file + 1) * rows)]
+        path.write_text("".join(["n,k\n", *lines, *([f"{corrupt},{file}\n"] if corrupt else [])]))
+        os.utime(path, (1_700_000_000 + file, 1_700_000_000 + file))
+
+
+def number_of(record: Placed) -> int:
+    """The number of a record's row."""
+    number: int = json.loads(record.value or b"")["n"]
+    return number
+
+
+def assert_in_order(records: Iterable[Placed]) -> None:
+    """The rows of each key are in order."""
+    by_key: dict[bytes | None, list[int]] = {}
+    for record in records:
+        by_key.setdefault(record.key, []).append(number_of(record))
+    assert all(numbers == sorted(numbers) for numbers in by_key.values())

@@ -10,17 +10,16 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
 import pytest
 
 from tests.support.clients.java import require_java
+from tests.support.reaper import RUN_MARK, marked_processes
+from tests.support.rules import describe
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
 
-MARK = "KPROXY_TEST_RUN"
 # Programs that Spark's scripts and the guards of children call by name.
 TOOLS = ("sh", "bash", "env", "dirname", "uname", "cat", "sleep", "kill", "ps")
 
@@ -38,7 +37,7 @@ class Demo:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**(os.environ if environment is None else environment), MARK: self._mark},
+            env={**(os.environ if environment is None else environment), RUN_MARK: self._mark},
         )
 
     def wait_for(self, stage: str) -> None:
@@ -54,17 +53,9 @@ class Demo:
     def living(self, grace_s: float = 60) -> list[str]:
         """The processes of this run that are still alive after `grace_s`."""
         deadline = time.monotonic() + grace_s
-        while (found := list(self._living())) and time.monotonic() < deadline:
+        while (found := marked_processes(self._mark)) and time.monotonic() < deadline:
             time.sleep(0.1)
-        return found
-
-    def _living(self) -> Iterator[str]:
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
-                    yield " ".join(process.cmdline())
-            except psutil.Error:
-                continue  # ended meanwhile, or another user's
+        return [describe(process) for process in found]
 
     def end(self) -> None:
         self.process.kill()

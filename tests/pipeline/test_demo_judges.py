@@ -10,8 +10,6 @@ import asyncio
 import contextlib
 import io
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -25,7 +23,7 @@ from kproxy.demo.run import DemoOptions, run_demo
 from kproxy.dev.cluster import DevCluster
 from kproxy.pipeline.progress import Report
 from tests.pipeline.tampering import Record, Tamper, TamperingRelay, double_one, drop_one, swap_two
-from tests.support.processes.dev import asyncios_own_loop
+from tests.support.processes.dev import asyncios_own_loop, serving
 from tests.support.processes.ports import free_port
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
@@ -82,11 +80,7 @@ def course(tmp_path_factory: pytest.TempPathFactory, spark: Any, beside: LoopThr
         relay.upstream_port = free_port()
         serve = ["serve", "--listen", f"127.0.0.1:{relay.upstream_port}", "--advertise", relay.address]
         serve += ["--etcd", cluster.etcd]
-        proxy = subprocess.Popen([sys.executable, "-m", "kproxy", *serve], stdout=subprocess.PIPE, text=True)
-        stack.callback(proxy.wait, 30)
-        stack.callback(proxy.terminate)
-        assert proxy.stdout is not None
-        assert proxy.stdout.readline().startswith("ready ")
+        stack.enter_context(serving(serve, tmp_path_factory.mktemp("proxy") / "stderr"))
         yield Course(beside, relay, cluster.etcd)
 
 

@@ -18,7 +18,6 @@ import confluent_kafka
 import pyarrow
 import pyarrow.parquet
 import pytest
-from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 from rich.console import Console
 
 from kproxy.errors import StartupError
@@ -28,7 +27,7 @@ from kproxy.pipeline.ingest.progress import Metrics, serving
 from kproxy.pipeline.progress import Report
 from kproxy.pipeline.spark import SparkFailed
 from tests.support.brokers.real_kafka import RealKafka, start_real_kafka
-from tests.support.clients.kafka_io import Placed, read_topic
+from tests.support.clients.kafka_io import Placed, create_topic, read_topic
 from tests.support.processes.dev import KproxyProcess
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
@@ -397,7 +396,7 @@ def test_topic_of_another_cluster_is_copied_verbatim(job: Job, other_kafka: Real
             assert copied == [n for n, (where, theirs, _) in enumerate(sent) if where == partition and theirs == key]
     assert {name for record in records for name, _ in record.headers} == {"n", "none", "from"}
 
-    make_topic(job.options.bootstrap, topic, 2)
+    create_topic(job.options.bootstrap, topic, 2)
     with pytest.raises(StartupError, match="with another Kafka cluster behind --from-bootstrap"):
         job.run(**{**changes, "from_bootstrap": job.options.bootstrap})
 
@@ -424,7 +423,7 @@ def test_copied_records_keep_timestamps_and_skip_aborted(job: Job, other_kafka: 
 
     source = {"source": f"kafka:{topic}", "from_bootstrap": other_kafka.bootstrap}
     assert_copied(job, **source)
-    make_topic(job.options.bootstrap, f"{topic}-narrow", 1)
+    create_topic(job.options.bootstrap, f"{topic}-narrow", 1)
     narrow = {"topic": f"{topic}-narrow", "checkpoint": f"{job.options.checkpoint}-narrow", "keep_partitions": True}
     with pytest.raises(StartupError, match=r"has 3 partitions and topic .*-narrow has 1"):
         job.run(**source, **narrow)
@@ -443,20 +442,15 @@ def assert_copied(job: Job, **source: str) -> None:
         ]
 
 
-def make_topic(bootstrap: str, name: str, partitions: int) -> None:
-    admin = AdminClient({"bootstrap.servers": bootstrap})
-    admin.create_topics([NewTopic(name, partitions)])[name].result(30)
-
-
 def test_json_values_of_a_topic_become_columns(job: Job) -> None:
     topic = f"json-{uuid.uuid4().hex[:8]}"
     producer = confluent_kafka.Producer({"bootstrap.servers": job.options.bootstrap})
-    make_topic(job.options.bootstrap, topic, 1)
+    create_topic(job.options.bootstrap, topic, 1)
     for value in ('{"where": "%s", "n": 1}', '{"where": "%s", "n": 2}', "{", '{"where": "no topic", "n": 3}'):
         producer.produce(topic, value.replace("%s", str(job.options.topic)), b"key")
     assert producer.flush(30) == 0
     # The test makes this topic, because jobs do not make topics that a column names.
-    make_topic(job.options.bootstrap, str(job.options.topic), PARTITIONS)
+    create_topic(job.options.bootstrap, str(job.options.topic), PARTITIONS)
     said = job.run(
         source=f"kafka:{topic}",
         schema="`where` STRING, n INT",

@@ -6,8 +6,6 @@ Duplicates then belong to the one uncommitted micro-batch, as their headers show
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +15,7 @@ import pytest
 from kproxy.config import DEFAULT_PREFIX
 from kproxy.demo.run import partition_owners
 from kproxy.dev.cluster import DevCluster
-from tests.pipeline.killing import Watched, committed, running
+from tests.pipeline.killing import KEYS, SLOWLY, Watched, assert_in_order, committed, number_of, running, write_files
 from tests.support.clients.java import require_java
 from tests.support.clients.kafka_io import Placed, create_topic, read_topic
 from tests.support.clients.spark import QUICK
@@ -30,10 +28,7 @@ PARTITIONS = 6
 FILES, FILES_PER_BATCH, ROWS_PER_FILE = 9, 3, 200
 ROWS = FILES * ROWS_PER_FILE
 ROWS_PER_BATCH = FILES_PER_BATCH * ROWS_PER_FILE
-KEYS = 17
 LEASE_TTL_S = 2
-# A request has one or two records, so that a micro-batch is long enough to be killed halfway.
-SLOWLY = ("batch.size=150", "linger.ms=0", "max.in.flight.requests.per.connection=1")
 
 
 @pytest.fixture(autouse=True)
@@ -42,22 +37,12 @@ def loop() -> Iterator[None]:
         yield
 
 
-def write_files(directory: Path) -> None:
-    """Write rows numbered from 0 on, in files of which each is older than the next."""
-    directory.mkdir()
-    for file in range(FILES):
-        numbers = range(file * ROWS_PER_FILE, (file + 1) * ROWS_PER_FILE)
-        path = directory / f"{file:03}.csv"
-        path.write_text("n,k\n" + "".join(f"{n},key-{n % KEYS}\n" for n in numbers))
-        os.utime(path, (1_700_000_000 + file, 1_700_000_000 + file))
-
-
 def command(directory: Path, bootstrap: str) -> list[str | Path]:
     arguments = ["pipeline", "ingest", "--from", f"csv:{directory / 'in'}", "--schema", "n INT, k STRING"]
     arguments += ["--max-files-per-trigger", str(FILES_PER_BATCH), "--key", "k", "--topic", TOPIC]
     arguments += ["--bootstrap", bootstrap, "--checkpoint", str(directory / "checkpoint")]
     arguments += ["--header", "batch=_kproxy_batch", "--header", "row=_kproxy_row", "--master", "local[2]"]
-    arguments += [each for option in SLOWLY for each in ("--kafka-option", option)]
+    arguments += [each for option in SLOWLY.items() for each in ("--kafka-option", "=".join(option))]
     arguments += [each for setting in QUICK for each in ("--conf", setting)]
     return [*KPROXY, *arguments]
 
@@ -69,11 +54,9 @@ def headers(record: Placed) -> tuple[str, str]:
 
 
 @pytest.mark.long
-async def test_killed_ingest_repeats_at_most_one_micro_batch(
-    tmp_path: Path,
-) -> None:
+async def test_killed_ingest_repeats_at_most_one_micro_batch(tmp_path: Path) -> None:
     require_java()
-    write_files(tmp_path / "in")
+    write_files(tmp_path / "in", FILES, ROWS_PER_FILE)
     async with DevCluster(tmp_path / "cluster", brokers=3, lease_ttl_s=LEASE_TTL_S) as cluster:
         await asyncio.to_thread(create_topic, cluster.kafka, TOPIC, PARTITIONS)
         watched = Watched(cluster.kafka, TOPIC, PARTITIONS)
@@ -97,7 +80,7 @@ async def test_killed_ingest_repeats_at_most_one_micro_batch(
         watched.close()
         records = await asyncio.to_thread(read_topic, cluster.kafka, TOPIC, PARTITIONS, ROWS)
 
-    times = Counter(json.loads(record.value or b"")["n"] for record in records)
+    times = Counter(map(number_of, records))
     assert sorted(times) == list(range(ROWS)), "a row is lost"
     twice = {n for n, count in times.items() if count > 1}
     assert max(times.values()) == 2
@@ -110,11 +93,8 @@ async def test_killed_ingest_repeats_at_most_one_micro_batch(
     assert {batch.rpartition("/")[2] for batch in repeated} == {str(batches)}
     # The first copies of all rows are complete, and those of a key are in order.
     assert len(set(rows)) == len({row for row, _ in rows}) == ROWS
-    in_order: dict[bytes | None, list[int]] = {}
-    seen: set[str] = set()
+    first_copies: dict[str, Placed] = {}
     for record, (row, _) in zip(records, rows, strict=True):
-        if row not in seen:
-            seen.add(row)
-            in_order.setdefault(record.key, []).append(json.loads(record.value or b"")["n"])
-    assert len(in_order) == KEYS
-    assert all(numbers == sorted(numbers) for numbers in in_order.values())
+        first_copies.setdefault(row, record)
+    assert len({record.key for record in records}) == KEYS
+    assert_in_order(first_copies.values())

@@ -32,7 +32,7 @@ from kproxy.pipeline.ingest.options import IngestOptions
 from kproxy.pipeline.ingest.sink import BatchDone
 from kproxy.pipeline.ingest.transactions import OFFSETS_KEPT_MS, Unfinished, tasks_of
 from tests.pipeline.audit_sites import AuditedProxies, audit
-from tests.pipeline.killing import Watched, committed, running
+from tests.pipeline.killing import KEYS, SLOWLY, Watched, assert_in_order, committed, number_of, running, write_files
 from tests.support.brokers.real_kafka import RealKafka, start_real_kafka
 from tests.support.clients.kafka_io import Placed, read_topic
 from tests.support.clients.spark import QUICK
@@ -43,10 +43,7 @@ from tests.support.rules import examples
 pytestmark = [pytest.mark.spark, pytest.mark.java, pytest.mark.timeout(900)]
 
 PARTITIONS, TASKS = 3, 2
-KEYS = 17
 KILLS = int(os.environ.get("KPROXY_TEST_KILLS", "6"))
-# One or two records are a request, so that a micro-batch is long enough to be killed halfway.
-SLOWLY = {"batch.size": "150", "linger.ms": "0", "max.in.flight.requests.per.connection": "1"}
 APPLICATION = """
 import json, os, signal, sys
 
@@ -114,7 +111,6 @@ def proxy(real_kafka: RealKafka, tmp_path_factory: pytest.TempPathFactory) -> It
 @pytest.fixture
 def options(real_kafka: RealKafka, proxy: KproxyProcess, tmp_path: Path) -> IngestOptions:
     """A job with files of its own, to topics of its own."""
-    (tmp_path / "in").mkdir()
     topic = real_kafka.create_topic(f"once-{uuid.uuid4().hex[:10]}", PARTITIONS)
     return IngestOptions(
         f"csv:{tmp_path / 'in'}",
@@ -130,13 +126,9 @@ def options(real_kafka: RealKafka, proxy: KproxyProcess, tmp_path: Path) -> Inge
     )
 
 
-def write_files(options: IngestOptions, files: int, rows: int) -> int:
-    """Write rows numbered from 0 on, in files of which each is older than the next; in each the last one is corrupt."""
-    for file in range(files):
-        path = Path(options.where) / f"{file:03}.csv"
-        lines = [f"{n},key-{n % KEYS}\n" for n in range(file * rows, (file + 1) * rows)]
-        path.write_text("".join(["n,k\n", *lines, f"not a number,{file}\n"]))
-        os.utime(path, (1_700_000_000 + file, 1_700_000_000 + file))
+def write_rows(options: IngestOptions, files: int, rows: int) -> int:
+    """Write files with so many rows, and a corrupt one, each; return the number of rows."""
+    write_files(Path(options.where), files, rows, corrupt="not a number")
     return files * rows
 
 
@@ -165,17 +157,14 @@ def read(kafka: RealKafka, topic: str | None, at_least: int = 0) -> list[Placed]
 
 def times_of(records: Sequence[Placed]) -> Counter[int]:
     """How often each row is there."""
-    return Counter(json.loads(record.value or b"")["n"] for record in records)
+    return Counter(map(number_of, records))
 
 
 def judge(kafka: RealKafka, options: IngestOptions, rows: int, files: int) -> None:
     """Each row is there once, and those of a key in order; so is each dead letter."""
     records = read(kafka, options.topic)
     assert times_of(records) == dict.fromkeys(range(rows), 1)
-    in_order: dict[bytes | None, list[int]] = {}
-    for record in records:
-        in_order.setdefault(record.key, []).append(json.loads(record.value or b"")["n"])
-    assert all(numbers == sorted(numbers) for numbers in in_order.values())
+    assert_in_order(records)
     letters = [json.loads(record.value or b"")["record"] for record in read(kafka, options.letters_topic)]
     assert sorted(letters) == sorted(f"not a number,{file}" for file in range(files))
 
@@ -192,7 +181,7 @@ def test_micro_batch_written_again_is_there_once(
 ) -> None:
     options = replace(options, key=key)
     files = 1 + len(deaths)
-    rows = write_files(options, files, 40)
+    rows = write_rows(options, files, 40)
     with slow_listener(spark):
         for batch in deaths:
             with pytest.raises(PySparkException, match="Died"):
@@ -208,7 +197,7 @@ def test_micro_batch_without_transactions_is_there_twice(
     spark: Any, real_kafka: RealKafka, options: IngestOptions
 ) -> None:
     options = replace(options, exactly_once=False)
-    rows = write_files(options, 2, 40)
+    rows = write_rows(options, 2, 40)
     with pytest.raises(PySparkException, match="Died"):
         ingest(spark, options, die_at(1))
     with pytest.raises(StartupError, match="micro-batch 1 is unfinished and was begun without --exactly-once"):
@@ -229,7 +218,7 @@ def test_task_that_committed_alone_is_left_out(spark: Any, real_kafka: RealKafka
     real_kafka.create_topic(narrow, PARTITIONS, max_message_bytes="100")
     topics = f"if(n = {refused}, '{narrow}', '{wide}') AS t"
     options = replace(options, topic=None, topic_column="t", select=("*", topics), tasks=2 * TASKS)
-    rows = write_files(options, 1, 40)
+    rows = write_rows(options, 1, 40)
     with pytest.raises(PySparkException) as failed:
         ingest(spark, options)
     assert "takes no message as large" in why(failed.value, options)
@@ -253,7 +242,7 @@ def test_task_that_committed_alone_is_left_out(spark: Any, real_kafka: RealKafka
 
 @pytest.mark.long
 def test_older_checkpoint_ends_the_job(spark: Any, real_kafka: RealKafka, options: IngestOptions) -> None:
-    rows = write_files(options, 3, 40)
+    rows = write_rows(options, 3, 40)
     ingest(spark, options)
     for path in Path(options.checkpoint).iterdir():
         if "kproxy-ingest.json" not in path.name:
@@ -267,7 +256,7 @@ def test_older_checkpoint_ends_the_job(spark: Any, real_kafka: RealKafka, option
 def test_reference_brokers_are_refused_at_once(
     spark: Any, dev_cluster: KproxyProcess, options: IngestOptions, tmp_path: Path
 ) -> None:
-    write_files(options, 1, 1)
+    write_rows(options, 1, 1)
     with pytest.raises(StartupError, match=r"--exactly-once needs transactions, which .* keep no transactions"):
         start(spark, replace(options, bootstrap=dev_cluster.kafka, partitions=1))
     assert not (tmp_path / "checkpoint").exists()
@@ -308,7 +297,7 @@ async def test_killed_between_both_commits(
     real_kafka: RealKafka, options: IngestOptions, tmp_path: Path, exactly_once: bool
 ) -> None:
     options = replace(options, exactly_once=exactly_once)
-    rows = write_files(options, 3, 60)
+    rows = write_rows(options, 3, 60)
     for last in (0, 1):
         async with running(command(options, last), tmp_path, f"killed-{last}") as job:
             assert await job.ended() < 0, job.said.read_text()
@@ -328,7 +317,7 @@ async def test_killed_at_any_moment_and_audited(
     real_kafka: RealKafka, options: IngestOptions, tmp_path: Path, exactly_once: bool
 ) -> None:
     moments, files = random.Random(7), KILLS + 2
-    rows = write_files(options, files, 400)
+    rows = write_rows(options, files, 400)
     with ExitStack() as stack:
         proxies = AuditedProxies(tmp_path, ("--ownership", "kafka", "--bootstrap", real_kafka.bootstrap), stack)
         proxy = proxies.start(interval_s=0.5)

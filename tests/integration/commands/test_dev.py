@@ -9,9 +9,9 @@ import pty
 import signal
 import subprocess
 import time
-import urllib.error
-import urllib.request
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -105,16 +105,23 @@ def replicas(dev: KproxyProcess, topic: str) -> list[int]:
     return list(metadata.topics[topic].partitions[0].replicas)
 
 
+@contextmanager
+def ends_last(dev: KproxyProcess) -> Iterator[None]:
+    """Expect that it ends in the block, after its children, and that all its processes end."""
+    children, processes = dev.children(), dev.descendants()
+    yield
+    assert gone(children, timeout_s=0), "dev ended before its children"
+    assert gone(processes)
+
+
 def test_records_survive_a_restart(tmp_path: Path) -> None:
     data_dir, topic = tmp_path / "data", "kept"
     with serving(dev_arguments(data_dir, "--replication-factor", "1"), tmp_path / "first") as dev:
         written = produce(dev.kafka, topic, [b"%d" % number for number in range(500)])
         assert len(replicas(dev, topic)) == 1
-        children, processes = dev.children(), dev.descendants()
-        dev.signal(signal.SIGTERM)
-        assert dev.wait() == 0
-        assert gone(children, timeout_s=0), "dev ended before its children"
-        assert gone(processes)
+        with ends_last(dev):
+            dev.signal(signal.SIGTERM)
+            assert dev.wait() == 0
     with serving(dev_arguments(data_dir), tmp_path / "second") as dev:
         assert read_partition(dev.kafka, topic, 0, len(written)) == written
         # It keeps its original factor; the option applies to new topics.
@@ -178,16 +185,11 @@ def _own_terminal(terminal: int) -> None:
     fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
 
 
-# The test of a restart also ends one by SIGTERM.
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_signal_stops_it_cleanly(tmp_path: Path, number: int) -> None:
-    with serving(dev_arguments(tmp_path / "data", "--brokers", "1"), tmp_path / "stderr") as dev:
-        children, processes = dev.children(), dev.descendants()
-        dev.signal(number)
+def test_hangup_stops_it_cleanly(tmp_path: Path) -> None:
+    with serving(dev_arguments(tmp_path / "data", "--brokers", "1"), tmp_path / "stderr") as dev, ends_last(dev):
+        dev.signal(signal.SIGHUP)
         assert dev.wait() == 0
-        assert gone(children, timeout_s=0)
-        assert gone(processes)
 
 
 @pytest.mark.parametrize(
@@ -248,20 +250,12 @@ def test_settings_of_callers_do_not_reach_parts(tmp_path: Path, monkeypatch: pyt
         assert read_partition(dev.kafka, "t", 0, 1) == [b"1"]
 
 
-def get(address: str, path: str) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(f"http://{address}{path}", timeout=60) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-
-
 def test_admin_page_reports_health_and_readiness(dev_cluster: KproxyProcess) -> None:
-    assert get(dev_cluster.admin, "/livez") == (200, "alive\n")
-    assert get(dev_cluster.admin, "/readyz") == (200, "ready\n")
-    assert get(dev_cluster.admin, "/nothing")[0] == 404
-    assert get(dev_cluster.admin, "/table?limit=0")[0] == 400
-    assert get(dev_cluster.admin, "/table?limit=x")[0] == 400
+    assert page(dev_cluster.admin, "/livez") == (200, "alive\n")
+    assert page(dev_cluster.admin, "/readyz") == (200, "ready\n")
+    assert page(dev_cluster.admin, "/nothing")[0] == 404
+    assert page(dev_cluster.admin, "/table?limit=0")[0] == 400
+    assert page(dev_cluster.admin, "/table?limit=x")[0] == 400
 
 
 def test_proxy_and_etcd_give_the_same_table(dev_cluster: KproxyProcess) -> None:

@@ -16,6 +16,7 @@ import confluent_kafka
 import psutil
 import pytest
 
+from tests.integration.commands.test_dev import ends_last
 from tests.support.clients.kafka_io import produce, read_partition
 from tests.support.processes.dev import KproxyProcess, dev_arguments, gone, run_kproxy, serving
 from tests.support.waiting import PATIENCE_S, wait_for
@@ -30,10 +31,8 @@ def dev(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KproxyProcess]:
     arguments = dev_arguments(directory / "data", "--lease-ttl", str(LEASE_TTL_S))
     with serving(arguments, directory / "stderr") as process:
         yield process
-        children, processes = process.children(), process.descendants()
-        assert process.stop() == 0
-        assert gone(children, timeout_s=0)
-        assert gone(processes)
+        with ends_last(process):
+            assert process.stop() == 0
         assert "Traceback" not in process.stderr()
 
 
@@ -184,13 +183,12 @@ def test_broker_that_cannot_start_is_retried_with_reason(tmp_path: Path) -> None
 @pytest.mark.long
 def test_interrupt_during_a_restart_stops_dev(tmp_path: Path) -> None:
     with serving(dev_arguments(tmp_path / "data", "--brokers", "2"), tmp_path / "stderr") as dev:
-        told, children, processes = Told(dev), dev.children(), dev.descendants()
-        psutil.Process(pid_of(dev, "etcd")).kill()
-        psutil.Process(pid_of(dev, "broker 1")).kill()
-        told.wait("broker 1", "was ended by")
-        assert dev.stop() == 0
-        assert gone(children, timeout_s=0)
-        assert gone(processes)
+        told = Told(dev)
+        with ends_last(dev):
+            psutil.Process(pid_of(dev, "etcd")).kill()
+            psutil.Process(pid_of(dev, "broker 1")).kill()
+            told.wait("broker 1", "was ended by")
+            assert dev.stop() == 0
         assert "Traceback" not in dev.stderr()
 
 
@@ -198,7 +196,7 @@ def test_interrupt_during_a_restart_stops_dev(tmp_path: Path) -> None:
 def test_no_restart_leaves_brokers_and_etcd_dead(tmp_path: Path) -> None:
     with serving(dev_arguments(tmp_path / "data", "--no-restart"), tmp_path / "stderr") as dev:
         produce(dev.kafka, "t", [b"1"])
-        told, children, processes = Told(dev), dev.children(), dev.descendants()
+        told = Told(dev)
         victim = next(broker for broker in (1, 2, 3) if broker not in table(dev, "t")[1][:1])
         psutil.Process(pid_of(dev, f"broker {victim}")).kill()
         assert "It is not started again, because of --no-restart." in told.wait(f"broker {victim}", "was ended by")
@@ -206,9 +204,8 @@ def test_no_restart_leaves_brokers_and_etcd_dead(tmp_path: Path) -> None:
         assert "It is not started again, because of --no-restart." in told.wait("etcd", "was ended by")
         assert read_partition(dev.kafka, "t", 0, 1) == [b"1"]
         assert len(told.lines) == 2, told.lines
-        psutil.Process(pid_of(dev, "proxy")).kill()
-        assert dev.wait() == 1
-        assert gone(children, timeout_s=0)
-        assert gone(processes)
+        with ends_last(dev):
+            psutil.Process(pid_of(dev, "proxy")).kill()
+            assert dev.wait() == 1
         assert f"the proxy was ended by signal 9; its log is {tmp_path / 'data'}" in dev.stderr()
         assert "Traceback" not in dev.stderr()

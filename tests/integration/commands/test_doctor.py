@@ -41,33 +41,18 @@ from tests.support.processes.ports import free_port
 from tests.support.security.tls_files import Signer
 from tests.support.waiting import wait_for
 
-PATIENCE_S = 90.0
-
 
 def marks(findings: list[Finding]) -> list[str]:
     return [finding.mark for finding in findings]
 
 
-@pytest.mark.parametrize(
-    ("version", "fit"),
-    [
-        ("3.4.33", False),
-        ("3.4.44", False),
-        ("3.5.1", False),
-        ("3.5.32", False),
-        ("3.5.33", True),
-        ("3.6.13", False),
-        ("3.6.14", True),
-        ("3.7.0", False),
-        ("3.7.1", True),
-        ("3.8.0-rc.1", True),
-        ("4.0.0", True),
-        ("2.3.8", False),
-        ("unknown", False),
-    ],
-)
-def test_releases_with_known_faults_cause_warnings(version: str, fit: bool) -> None:
-    assert marks(_about_version("http://a", version)) == ([] if fit else ["warn"])
+FAULTY = ("2.3.8", "3.4.33", "3.4.44", "3.5.1", "3.5.32", "3.6.13", "3.7.0", "unknown")
+SOUND = ("3.5.33", "3.6.14", "3.7.1", "3.8.0-rc.1", "4.0.0")
+
+
+@pytest.mark.parametrize("version", [*FAULTY, *SOUND])
+def test_releases_with_known_faults_cause_warnings(version: str) -> None:
+    assert marks(_about_version("http://a", version)) == (["warn"] if version in FAULTY else [])
 
 
 async def test_doctor_passes_sound_members_and_names_down_one(etcd_cluster: EtcdCluster) -> None:
@@ -251,9 +236,7 @@ def test_down_broker_shows_in_its_partitions(etcd: EmbeddedEtcd, etcd_prefix: st
         assert (status, trouble["result"], trouble["facts"]["broker"]) == (0, "warn", partition["owner"])
         assert f"broker {partition['owner']} at 127.0.0.1:" in trouble["text"]
         start(partition["owner"])
-        deadline = time.monotonic() + PATIENCE_S
-        while (found := examined("--bootstrap", proxy.kafka))[0] != 0:
-            assert time.monotonic() < deadline, found
+        wait_for(lambda: examined("--bootstrap", proxy.kafka)[0] == 0, timeout_s=90)
 
 
 def test_unwritable_topic_is_named_with_remedy(dev_cluster: KproxyProcess, tmp_path: Path) -> None:

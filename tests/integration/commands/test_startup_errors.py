@@ -122,22 +122,7 @@ def test_server_that_is_not_etcd_is_named(tmp_path: Path, etcd: EmbeddedEtcd) ->
     ("arguments", "named"),
     [
         (["serve", "--etcd", "a:1", "--listen", "9092"], "--listen"),
-        (["serve", "--etcd", "a:1", "--listen", "0.0.0.0:0"], "--advertise"),
-        (["serve", "--etcd", "a:1", "--admin", "localhost:http"], "--admin"),
-        (["serve", "--ownership", "kafka"], "--bootstrap"),
-        (["serve", "--ownership", "kafka", "--bootstrap", "a"], "--bootstrap: 'a' has no port"),
-        (["serve", "--etcd", "a:1", "--bootstrap", "a:1"], "--bootstrap: it belongs to --ownership kafka"),
-        (["serve", "--ownership", "static"], "--table"),
-        (["serve", "--ownership", "static", "--table", "missing.toml"], "--table missing.toml"),
         (["serve", "--ownership", "static", "--table", "FILE"], "FILE"),
-        (["serve", "--ownership", "static", "--table", "TABLE"], "partition 2 to broker 3"),
-        (["serve", "--ownership", "consul"], "etcd, kafka, static"),
-        (["serve", "--etcd", "a:1", "--workers", "-1"], "--workers"),
-        (["serve", "--etcd", "a:1", "--writer-group", "orders"], "--writer-group: 'orders'"),
-        (
-            ["serve", "--ownership", "static", "--table", "SOUND", "--writer-group", "orders=writers"],
-            "--writer-group: requires an etcd",
-        ),
         (["serve", "--config", "missing.toml"], "missing.toml"),
         (["broker", "--node-id", "-1", "--data-dir", "DIR", "--etcd", "a:1"], "--node-id"),
         (["broker", "--node-id", "1", "--data-dir", "FILE", "--etcd", "a:1"], "FILE"),
@@ -178,10 +163,7 @@ def test_bad_value_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
 ) -> None:
     (tmp_path / "file").touch()
-    (tmp_path / "table").write_text("[brokers]\n1 = 'a:1'\n[[topics]]\nname = 't'\nowners = [1, 1, 3]\n")
-    (tmp_path / "sound").write_text("[brokers]\n1 = 'a:1'\n")
-    places = {name: str(tmp_path / name.lower()) for name in ("FILE", "TABLE", "SOUND")}
-    places["DIR"] = str(tmp_path / "data")
+    places = {"FILE": str(tmp_path / "file"), "DIR": str(tmp_path / "data")}
     sentence = refused_here(capsys, *(places.get(argument, argument) for argument in arguments))
     assert places.get(named, named) in sentence
 

@@ -24,12 +24,13 @@ from kproxy.fleet.registration import encode_proxy, proxies_prefix
 from kproxy.fleet.view import named_in
 from kproxy.observe.table import TablePage
 from kproxy.routing.fleet import FIRST_NODE_ID, Proxy
+from tests.integration.commands.test_startup_errors import refusal
 from tests.support.brokers.scripted_upstream import answers_everything
 from tests.support.clients.kafka_io import Record, read_topic
 from tests.support.clients.librdkafka_client import run_librdkafka
 from tests.support.clients.raw_client import RawClient, batch, produce_frame
 from tests.support.processes.dev import KproxyProcess, run_kproxy, serving
-from tests.support.processes.served import ServedBroker, page, port_of, refused, samples, static_proxy
+from tests.support.processes.served import ServedBroker, page, port_of, refused, samples, served, static_proxy
 from tests.support.processes.worker_processes import (
     all_gone,
     clients_of_each,
@@ -68,11 +69,11 @@ async def killed(process: KproxyProcess, number: int) -> None:
 
 
 async def test_connections_are_spread_and_counted_once(tmp_path: Path) -> None:
-    upstream = await ServedBroker(1, answers_everything).start()
-    with static_proxy(tmp_path, {1: upstream.port}, more=workers(WORKERS)) as process:
+    async with served(tmp_path, answers_everything, more=workers(WORKERS)) as scene:
+        process = scene.process
         port = port_of(process)
         assert port > 0
-        clients = [await RawClient().connect(port) for _ in range(120)]
+        clients = [await scene.client() for _ in range(120)]
         sent = received = 0
         for n, client in enumerate(clients):
             frames = [produce_frame(records=batch(n, producer_id=-1)), produce_frame(version=3)]
@@ -102,14 +103,11 @@ async def test_connections_are_spread_and_counted_once(tmp_path: Path) -> None:
         assert read["kproxy_workers", ()] == WORKERS
         for who in ("1", "2", "3", "supervisor"):
             assert read["process_resident_memory_bytes", (("worker", who),)] > 1 << 20
-        for client in clients:
-            client.close()
-    await upstream.stop()
 
 
 async def test_killed_worker_is_replaced_and_its_counters_stay(tmp_path: Path) -> None:
-    upstream = await ServedBroker(1, answers_everything).start()
-    with static_proxy(tmp_path, {1: upstream.port}, more=workers(2)) as process:
+    async with served(tmp_path, answers_everything, more=workers(2)) as scene:
+        process = scene.process
         clients = await clients_of_each(process)
         for held in clients.values():
             await produced(held[0])
@@ -121,7 +119,7 @@ async def test_killed_worker_is_replaced_and_its_counters_stay(tmp_path: Path) -
         await produced(clients[2][0], 1)
         said: set[tuple[int, str]] = set()
         while (200, "ready\n") not in said:
-            said.add(await asyncio.to_thread(page, process.admin, "/readyz"))
+            said.add(await scene.page("/readyz"))
         # A worker that is starting is neither reported as hung nor waited for.
         assert {text for _, text in said} <= {
             "ready\n",
@@ -140,13 +138,12 @@ async def test_killed_worker_is_replaced_and_its_counters_stay(tmp_path: Path) -
         assert after["kproxy_requests_total", (("api", "PRODUCE"), ("version", "9"))] == 5
         assert after["kproxy_client_sent_bytes_total", ()] > before["kproxy_client_sent_bytes_total", ()]
         assert after["kproxy_worker_up", (("worker", "1"),)] == 1
-    await upstream.stop()
 
 
 @pytest.mark.long
 async def test_hung_worker_is_named_and_blocks_no_page(tmp_path: Path) -> None:
-    upstream = await ServedBroker(1, answers_everything).start()
-    with static_proxy(tmp_path, {1: upstream.port}, more=workers(2)) as process:
+    async with served(tmp_path, answers_everything, more=workers(2)) as scene:
+        process = scene.process
         clients = await clients_of_each(process)
         for held in clients.values():
             await produced(held[0])
@@ -164,17 +161,16 @@ async def test_hung_worker_is_named_and_blocks_no_page(tmp_path: Path) -> None:
             # Later checks do not wait.
             began = time.monotonic()
             for _ in range(20):
-                status, text = await asyncio.to_thread(page, process.admin, "/readyz")
+                status, text = await scene.page("/readyz")
             assert time.monotonic() - began < 20
             assert (status, text) == (200, "ready, degraded: worker 1: it does not answer\n")
-            assert (await asyncio.to_thread(page, process.admin, "/table"))[0] == 200
-            assert await asyncio.to_thread(page, process.admin, "/livez") == (200, "alive\n")
-            assert (await asyncio.to_thread(page, process.admin, "/table?worker=1"))[0] == 503
+            assert (await scene.page("/table"))[0] == 200
+            assert await scene.page("/livez") == (200, "alive\n")
+            assert (await scene.page("/table?worker=1"))[0] == 503
         finally:
             os.kill(hung, signal.SIGCONT)
         await until(lambda: page(process.admin, "/readyz") == (200, "ready\n"), process.stderr)
         assert (await shown(process))["kproxy_worker_up", (("worker", "1"),)] == 1
-    await upstream.stop()
 
 
 @pytest.mark.long
@@ -196,28 +192,26 @@ async def test_hung_workers_fail_the_liveness_check(tmp_path: Path) -> None:
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_signal_is_passed_on_and_requests_are_answered(tmp_path: Path, number: int) -> None:
-    upstream = await ServedBroker(1).start()
-    with static_proxy(tmp_path, {1: upstream.port}, limits={"drain_s": 60}, more=workers(2)) as process:
+    async with served(tmp_path, None, limits={"drain_s": 60}, more=workers(2)) as scene:
+        process = scene.process
         clients = [held[0] for held in (await clients_of_each(process)).values()]
         for client in clients:
             client.send(produce_frame())
-        asked = [await upstream.next() for _ in clients]
+        asked = [await scene.broker.next() for _ in clients]
         family = [psutil.Process(process.pid), *process.descendants()]
         pages = page_sockets(process)
         process.signal(number)
         await until(lambda: page(process.admin, "/readyz")[0] == 503, process.stderr)
-        assert (await asyncio.to_thread(page, process.admin, "/readyz"))[1].startswith("draining")
+        assert (await scene.page("/readyz"))[1].startswith("draining")
         await refused(port_of(process))
         for each in asked:
             each.answer()
         for client in clients:
             assert (await client.answer()).codes == {T0: 0}
             assert await client.is_closed()
-            client.close()
-        assert await asyncio.to_thread(process.wait, SOON_S) == 0, process.stderr()
+        await scene.ended(SOON_S)
         assert all_gone(family)
         assert not pages[1].parent.exists()
-    await upstream.stop()
 
 
 @pytest.mark.long(but=1)
@@ -285,27 +279,15 @@ async def test_reloaded_table_reaches_present_and_later_workers(tmp_path: Path) 
 
 
 async def test_limits_on_all_connections_are_shared_out(tmp_path: Path) -> None:
-    upstream = await ServedBroker(1, answers_everything).start()
     limits = {"max_connections": 5, "max_in_flight_bytes_total": 1_000_001}
-    with static_proxy(tmp_path, {1: upstream.port}, limits=limits, more=workers(2)) as process:
-        clients = [await RawClient().connect(port_of(process)) for _ in range(60)]
-
+    async with served(tmp_path, answers_everything, limits=limits, more=workers(2)) as scene:
+        process = scene.process
+        for _ in range(60):
+            await scene.client()
         refused = ("kproxy_client_connections_refused_total", ())
         await until(lambda: samples(page(process.admin, "/metrics")[1])[refused] == 55, process.stderr)
         spread = Counter(connections_of(pid, port_of(process)) for pid in worker_pids(process).values())
         assert spread == {2: 1, 3: 1}
-        for client in clients:
-            client.abort()
-    await upstream.stop()
-
-
-def refusal(*arguments: str | Path) -> str:
-    """The one-sentence error of a command that cannot start."""
-    ended = run_kproxy("serve", *arguments)
-    assert (ended.status, ended.stdout) == (2, ""), ended
-    lines = ended.stderr.splitlines()
-    assert len(lines) == 1, ended.stderr
-    return lines[0]
 
 
 @pytest.mark.long
@@ -314,14 +296,14 @@ async def test_taken_port_is_not_shared(tmp_path: Path) -> None:
     arguments = static_arguments(tmp_path, 1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        sentence = await asyncio.to_thread(refusal, *arguments, *workers(2), "--listen", address)
+        sentence = await asyncio.to_thread(refusal, "serve", *arguments, *workers(2), "--listen", address)
         assert f"cannot listen on {address}" in sentence
         assert "--listen" in sentence
     with serving(["serve", *arguments, *workers(2)], tmp_path / "stderr") as process:
         for count in (1, 2):
-            said = await asyncio.to_thread(refusal, *arguments, *workers(count), "--listen", process.kafka)
+            said = await asyncio.to_thread(refusal, "serve", *arguments, *workers(count), "--listen", process.kafka)
             assert f"cannot listen on {process.kafka}" in said
-        said = await asyncio.to_thread(refusal, *arguments, *workers(2), "--admin", process.admin)
+        said = await asyncio.to_thread(refusal, "serve", *arguments, *workers(2), "--admin", process.admin)
         assert "--admin" in said
 
 
@@ -332,7 +314,7 @@ async def test_workers_that_cannot_start_say_why_once() -> None:
     await server.start()
     endpoint = f"http://127.0.0.1:{port}"
     try:
-        said = await asyncio.to_thread(refusal, "--listen", "127.0.0.1:0", "--etcd", endpoint, *workers(3))
+        said = await asyncio.to_thread(refusal, "serve", "--listen", "127.0.0.1:0", "--etcd", endpoint, *workers(3))
     finally:
         # A server that is collected while it runs waits for ever.
         await server.stop(None)
@@ -350,7 +332,7 @@ async def test_workers_waiting_for_source_say_so_once(tmp_path: Path) -> None:
         family = process.descendants()
         assert len(family) == 2
         # The port is taken before a process listens on it.
-        assert f"cannot listen on {address}" in await asyncio.to_thread(refusal, *arguments)
+        assert f"cannot listen on {address}" in await asyncio.to_thread(refusal, "serve", *arguments)
         assert process.stderr().count("Waiting for it") == 1, process.stderr()
         process.signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait, SOON_S) == 0

@@ -18,7 +18,7 @@ import uvloop
 from structlog.testing import capture_logs
 
 from kproxy.cli import table_sources
-from kproxy.cli.table_sources import Unanswered, tables_from_etcd
+from kproxy.cli.table_sources import NoAnswer, tables_from_etcd
 from kproxy.config.etcd import EtcdOptions
 from kproxy.dev.embedded_etcd import EmbeddedEtcd
 from kproxy.etcd import (
@@ -349,5 +349,5 @@ async def test_table_command_waits_only_for_progressing_load(
     monkeypatch.setattr(LeaseTable, "last_error", EtcdUnavailable("no answer"))
     async with aclosing(tables_from_etcd([etcd_client.endpoints], EtcdOptions(), etcd_prefix, None)) as tables:
         unanswered = await anext(tables)
-        assert isinstance(unanswered, Unanswered)
-        assert "could not be read" in unanswered.reason
+        assert isinstance(unanswered, NoAnswer)
+        assert "could not be read" in str(unanswered)

@@ -43,6 +43,7 @@ def error_of(toml: str, tmp_path: Path, **given: object) -> str:
         load(toml, tmp_path, **given)
     sentence = str(raised.value)
     assert "\n" not in sentence
+    assert sentence.endswith((".", "?")), sentence
     return sentence
 
 
@@ -223,7 +224,7 @@ WRONG = [
     ("", {}, {"admin": "x:y"}, ["--admin", "port"]),
     ("", {}, {"prefix": "kafscale"}, ["--prefix", "/kafscale"]),
     ("", {}, {"listen": "0.0.0.0:9092"}, ["0.0.0.0", "--advertise"]),
-    ("", {}, {"ownership": "zookeeper"}, ["--ownership", "is not an ownership source"]),
+    ("", {}, {"ownership": "zookeeper"}, ["--ownership", "is not an ownership source", "etcd, kafka, static"]),
     ("", {}, {"workers": -1}, ["--workers", ">= 0"]),
     ("", {}, {"workers": 257}, ["--workers", "<= 256"]),
     ("[limits]\nmax_connections = 3\n", {}, {"workers": 4}, ["limits.max_connections is 3", "4 workers"]),

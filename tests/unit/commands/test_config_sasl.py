@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import get_args
 
@@ -14,6 +15,7 @@ from kproxy.cli import acl, cli, user
 from kproxy.config import Address, ProxyConfig, load_proxy_config
 from kproxy.config.access import _Operation
 from kproxy.config.listeners import ListenerConfig
+from kproxy.config.security import SaslOptions
 from kproxy.config.tls import ListenerTls
 from kproxy.errors import StartupError
 from kproxy.security.acls import Operation
@@ -31,6 +33,17 @@ def load(directory: Path, text: str, **environ: str) -> ProxyConfig:
     return load_proxy_config(file, environ=environ)
 
 
+def sasl_of(config: ProxyConfig) -> SaslOptions:
+    assert config.sasl is not None
+    return config.sasl
+
+
+def assert_refused(directory: Path, text: str, words: Iterable[str]) -> None:
+    with pytest.raises(StartupError) as raised:
+        load(directory, text)
+    assert [word for word in words if word not in str(raised.value)] == [], str(raised.value)
+
+
 def test_default_asks_clients_for_no_authentication(tmp_path: Path) -> None:
     assert load(tmp_path, "").sasl is None
 
@@ -39,8 +52,7 @@ def test_every_sasl_option_may_be_set(tmp_path: Path) -> None:
     text = '[sasl]\nmechanisms = ["PLAIN", "SCRAM-SHA-512", "OAUTHBEARER"]\nusers = "users.toml"\nwithout_tls = true\n'
     text += "timeout_s = 3\nsession_lifetime_s = 600\n"
     text += OAUTH + 'principal_claim = "azp"\ngroups_claim = "roles"\nclock_skew_s = 5\n'
-    sasl = load(tmp_path, text).sasl
-    assert sasl is not None
+    sasl = sasl_of(load(tmp_path, text))
     assert sasl.mechanisms == ("PLAIN", "SCRAM-SHA-512", "OAUTHBEARER")
     assert (sasl.timeout_s, sasl.session_lifetime_s) == (3.0, 600.0)
     assert sasl.oauth is not None
@@ -49,22 +61,17 @@ def test_every_sasl_option_may_be_set(tmp_path: Path) -> None:
 
 def test_environment_may_set_every_sasl_option(tmp_path: Path) -> None:
     variables = {"KPROXY_SASL__MECHANISMS": "SCRAM-SHA-256, SCRAM-SHA-512", "KPROXY_SASL__USERS": "u.toml"}
-    sasl = load(tmp_path, "", **variables).sasl
-    assert sasl is not None
-    assert sasl.mechanisms == ("SCRAM-SHA-256", "SCRAM-SHA-512")
+    assert sasl_of(load(tmp_path, "", **variables)).mechanisms == ("SCRAM-SHA-256", "SCRAM-SHA-512")
 
 
 def test_clear_text_mechanism_needs_explicit_permission(tmp_path: Path) -> None:
     text = '[sasl]\nmechanisms = ["PLAIN", "SCRAM-SHA-512"]\nusers = "u"\n'
-    sasl = load(tmp_path, text).sasl
-    assert sasl is not None
+    sasl = sasl_of(load(tmp_path, text))
     plain = ListenerConfig("", Address("127.0.0.1", 1), None)
     encrypted = dataclasses.replace(plain, tls=ListenerTls(Path("cert"), Path("key")))
     assert sasl.offered(plain) == ("SCRAM-SHA-512",)
     assert sasl.offered(encrypted) == ("PLAIN", "SCRAM-SHA-512")
-    sasl = load(tmp_path, text + "without_tls = true").sasl
-    assert sasl is not None
-    assert sasl.offered(plain) == ("PLAIN", "SCRAM-SHA-512")
+    assert sasl_of(load(tmp_path, text + "without_tls = true")).offered(plain) == ("PLAIN", "SCRAM-SHA-512")
 
 
 USERS = '[sasl]\nmechanisms = ["PLAIN", "SCRAM-SHA-512"]\nusers = "u"\n'
@@ -79,8 +86,7 @@ def test_each_listener_lists_its_mechanisms(tmp_path: Path, signer: Signer) -> N
 
     def offered(first: str, second: str) -> list[tuple[str, ...]]:
         config = load(tmp_path, USERS + TWO.format(first, second))
-        assert config.sasl is not None
-        return [config.sasl.offered(each) for each in config.listeners]
+        return [sasl_of(config).offered(each) for each in config.listeners]
 
     both = ("PLAIN", "SCRAM-SHA-512")
     assert offered("", tls) == [("SCRAM-SHA-512",), both]
@@ -101,8 +107,7 @@ def test_certificate_name_rules_belong_to_a_listener(tmp_path: Path, signer: Sig
         (f"{mutual}principal_mapping_rules = 'x'\n", "'x' is not a rule"),
         (f"{tls}principal_mapping_rules = 'DEFAULT'\n", "it applies only to clients' certificates"),
     ):
-        with pytest.raises(StartupError, match=word):
-            load(tmp_path, f"[tls]\n{text}")
+        assert_refused(tmp_path, f"[tls]\n{text}", [word])
 
 
 def test_kinds_of_names_belong_to_listener(tmp_path: Path, signer: Signer) -> None:
@@ -126,10 +131,18 @@ def test_kinds_of_names_belong_to_listener(tmp_path: Path, signer: Signer) -> No
         (mutual + "tls.principal_from = 7", ["tls.principal_from"]),
         (tls + 'tls.principal_from = "uri"', ["it applies only to clients' certificates"]),
     ):
-        with pytest.raises(StartupError) as raised:
-            load(tmp_path, TWO.format(text, ""))
-        said = str(raised.value)
-        assert all(word in said for word in (*words, "principal_from", "listener 'in'")), said
+        assert_refused(tmp_path, TWO.format(text, ""), [*words, "principal_from", "listener 'in'"])
+
+
+AT_BROKERS = '[broker_sasl]\nmechanism = "SCRAM-SHA-512"\nusername = "kproxy"\npassword = "x"\n'
+SAFE = AT_BROKERS + "allow_plain_text = true\n"
+CLIENT = 'identity = "client"'
+USERS_U = 'users = "u"'
+BOTH = '["PLAIN", "SCRAM-SHA-512"]'
+
+
+def section(mechanisms: str, *more: str) -> str:
+    return "\n".join([f"[sasl]\nmechanisms = {mechanisms}\nwithout_tls = true", *more, ""])
 
 
 @pytest.mark.parametrize(
@@ -139,26 +152,17 @@ def test_kinds_of_names_belong_to_listener(tmp_path: Path, signer: Signer) -> No
         ('[sasl]\nmechanisms = "PLAIN"\nusers = "u"', ["sasl.without_tls = true"]),
         ('[sasl]\nmechanisms = "SCRAM-SHA-256"', ["sasl.users", "sasl.users_in_etcd", "kproxy user add"]),
         (
-            '[sasl]\nmechanisms = "SCRAM-SHA-256"\nusers = "u"\nusers_in_etcd = true',
+            section('"SCRAM-SHA-256"', USERS_U, "users_in_etcd = true"),
             ["sasl.users_in_etcd", "sasl.users in", "keep one"],
         ),
         ("[sasl]\nusers_in_etcd = true", ["sasl.users_in_etcd", "sasl.mechanisms"]),
-        (
-            '[sasl]\nmechanisms = "OAUTHBEARER"\nusers_in_etcd = true\nwithout_tls = true\n' + OAUTH,
-            ["sasl.users_in_etcd", "leave it out"],
-        ),
+        (section('"OAUTHBEARER"', "users_in_etcd = true") + OAUTH, ["sasl.users_in_etcd", "leave it out"]),
         ('[sasl]\nusers = "u"', ["sasl.users", "sasl.mechanisms"]),
         (OAUTH, ["oauth.jwks", "sasl.mechanisms"]),
         ('[sasl]\nmechanisms = "SCRAM-SHA-256"\nusers = "u"\n' + OAUTH, ["oauth.jwks", "OAUTHBEARER"]),
-        ('[sasl]\nmechanisms = "OAUTHBEARER"\nwithout_tls = true', ["oauth.issuer", "oauth.audience"]),
-        (
-            '[sasl]\nmechanisms = "OAUTHBEARER"\nwithout_tls = true\n[oauth]\njwks = "j"\nissuer = "i"',
-            ["oauth.audience"],
-        ),
-        (
-            '[sasl]\nmechanisms = "OAUTHBEARER"\nusers = "u"\nwithout_tls = true\n' + OAUTH,
-            ["sasl.users", "leave it out"],
-        ),
+        (section('"OAUTHBEARER"'), ["oauth.issuer", "oauth.audience"]),
+        (section('"OAUTHBEARER"') + '[oauth]\njwks = "j"\nissuer = "i"', ["oauth.audience"]),
+        (section('"OAUTHBEARER"', USERS_U) + OAUTH, ["sasl.users", "leave it out"]),
         ('[sasl]\nmechanisms = ""\nusers = "u"', ["sasl.mechanisms", "it is empty: "]),
         ('[sasl]\nmechanism = "PLAIN"', ["sasl.mechanism", "sasl.mechanisms"]),
         ('[sasl]\nmechanisms = "SCRAM-SHA-256"\nusers = "u"\ntimeout_s = 0', ["sasl.timeout_s"]),
@@ -167,120 +171,64 @@ def test_kinds_of_names_belong_to_listener(tmp_path: Path, signer: Signer) -> No
         (TWO.format('sasl = ["SCRAM-SHA-256"]', ""), ["the listener in", "there is no SASL"]),
         ('[sasl]\nmechanisms = "PLAIN"\nusers = "u"\n' + TWO.format("", ""), ["the listener in has no TLS"]),
         (USERS + TWO.format("sasl = 1", ""), ["listener 'in'"]),
-    ],
-)
-def test_conflicting_sasl_options_are_reported(tmp_path: Path, text: str, words: list[str]) -> None:
-    with pytest.raises(StartupError) as raised:
-        load(tmp_path, text)
-    assert all(word in str(raised.value) for word in words), str(raised.value)
-
-
-# Carried identities
-
-AT_BROKERS = '[broker_sasl]\nmechanism = "SCRAM-SHA-512"\nusername = "kproxy"\npassword_file = "{}"\n'
-SAFE = AT_BROKERS + "allow_plain_text = true\n"
-
-
-def with_brokers(directory: Path, text: str, at_brokers: str = SAFE) -> ProxyConfig:
-    (directory / "password").write_text("x")
-    return load(directory, text + at_brokers.format(directory / "password"))
-
-
-def sasl_section(mechanisms: str, *more: str) -> str:
-    return "\n".join([f"[sasl]\nmechanisms = {mechanisms}\nwithout_tls = true", *more, ""])
-
-
-def test_configuration_decides_where_identities_are_forwarded(tmp_path: Path) -> None:
-    config = with_brokers(tmp_path, sasl_section('["PLAIN", "OAUTHBEARER"]', 'identity = "client"'))
-    assert config.sasl is not None
-    assert config.sasl.carries(config.listeners[0])
-    # Brokers authenticate clients, so the proxy needs neither users nor token keys.
-    assert (config.sasl.users, config.sasl.oauth) == (None, None)
-    verified = with_brokers(
-        tmp_path, sasl_section('["PLAIN", "OAUTHBEARER"]', 'identity = "client"', 'users = "u"') + OAUTH
-    ).sasl
-    assert verified is not None
-    assert verified.users is not None
-    assert verified.oauth is not None
-    other = with_brokers(tmp_path, sasl_section('"PLAIN"', 'users = "u"'))
-    assert other.sasl is not None
-    assert not other.sasl.carries(other.listeners[0])
-
-
-def test_each_listener_chooses_identity_for_brokers(tmp_path: Path) -> None:
-    text = sasl_section('["PLAIN", "SCRAM-SHA-512"]', 'users = "u"') + TWO.format('identity = "client"', "")
-    config = with_brokers(tmp_path, text)
-    assert config.sasl is not None
-    first, second = config.listeners
-    assert (config.sasl.carries(first), config.sasl.carries(second)) == (True, False)
-    # Mechanisms that cannot be passed on are not offered there.
-    assert (config.sasl.offered(first), config.sasl.offered(second)) == (("PLAIN",), ("PLAIN", "SCRAM-SHA-512"))
-
-
-@pytest.mark.parametrize(
-    ("text", "at_brokers", "words"),
-    [
+        # Carried identities.
         (
-            sasl_section('["PLAIN", "SCRAM-SHA-512"]', 'users = "u"', 'identity = "client"'),
-            SAFE,
+            SAFE + section(BOTH, USERS_U, CLIENT),
             ["SCRAM-SHA-512 cannot be carried on", "bound to one exchange", "OAUTHBEARER", 'identity = "proxy"'],
         ),
+        (SAFE + section('"SCRAM-SHA-512"', USERS_U) + TWO.format(CLIENT, ""), ["SCRAM-SHA-512 cannot be carried on"]),
         (
-            sasl_section('"SCRAM-SHA-512"', 'users = "u"') + TWO.format('identity = "client"', ""),
-            SAFE,
-            ["SCRAM-SHA-512 cannot be carried on"],
+            SAFE + section(BOTH, USERS_U) + TWO.format(f"{CLIENT}\nsasl = {BOTH}", ""),
+            ["the listener in: SCRAM-SHA-512 cannot be carried on"],
         ),
+        (SAFE + TWO.format(CLIENT, ""), ["the listener in", "no SASL", "certificate", '"proxy"']),
         (
-            sasl_section('["PLAIN", "SCRAM-SHA-256"]', 'users = "u"')
-            + TWO.format('identity = "client"\nsasl = ["PLAIN", "SCRAM-SHA-256"]', ""),
-            SAFE,
-            ["the listener in: SCRAM-SHA-256 cannot be carried on"],
-        ),
-        (TWO.format('identity = "client"', ""), SAFE, ["the listener in", "no SASL", "certificate", '"proxy"']),
-        (
-            sasl_section('"PLAIN"') + TWO.format('identity = "client"\nsasl = []', 'identity = "client"'),
-            SAFE,
+            SAFE + section('"PLAIN"') + TWO.format(f"{CLIENT}\nsasl = []", CLIENT),
             ["the listener in", "no SASL", "certificate"],
         ),
         (
-            sasl_section('"PLAIN"', 'identity = "client"') + TWO.format("sasl = []", ""),
-            SAFE,
+            SAFE + section('"PLAIN"', CLIENT) + TWO.format("sasl = []", ""),
             ["the listener in", "no SASL", "certificate"],
         ),
-        (sasl_section('"PLAIN"', 'identity = "client"'), "", ["sasl.identity", "broker_sasl.mechanism"]),
+        (section('"PLAIN"', CLIENT), ["sasl.identity", "broker_sasl.mechanism"]),
+        (section('"PLAIN"') + TWO.format(CLIENT, CLIENT), ["identity of the listener in", "broker_sasl.mechanism"]),
         (
-            sasl_section('"PLAIN"') + TWO.format('identity = "client"', 'identity = "client"'),
-            "",
-            ["identity of the listener in", "broker_sasl.mechanism"],
-        ),
-        (
-            sasl_section('"PLAIN"', 'identity = "client"'),
-            AT_BROKERS,
+            AT_BROKERS + section('"PLAIN"', CLIENT),
             ["sasl.identity", "broker_tls.enabled", "broker_sasl.allow_plain_text = true"],
         ),
         # The proxy authenticates the clients of the other listener.
-        (sasl_section('"PLAIN"') + TWO.format('identity = "client"', ""), SAFE, ["PLAIN needs users"]),
+        (SAFE + section('"PLAIN"') + TWO.format(CLIENT, ""), ["PLAIN needs users"]),
         (
-            sasl_section('["PLAIN", "OAUTHBEARER"]', 'users = "u"') + TWO.format('identity = "client"', ""),
-            SAFE,
+            SAFE + section('["PLAIN", "OAUTHBEARER"]', USERS_U) + TWO.format(CLIENT, ""),
             ["oauth.issuer", "oauth.audience"],
         ),
-        (
-            sasl_section('"OAUTHBEARER"', 'identity = "client"') + '[oauth]\njwks = "j"\n',
-            SAFE,
-            ["oauth.issuer", "oauth.audience"],
-        ),
-        (sasl_section('"PLAIN"', 'identity = "Client"'), SAFE, ["sasl.identity"]),
-        ('[sasl]\nidentity = "client"\n', SAFE, ["sasl.identity", "sasl.mechanisms"]),
-        (sasl_section('"PLAIN"') + TWO.format('identity = "clients"', ""), SAFE, ["listener 'in'"]),
+        (SAFE + section('"OAUTHBEARER"', CLIENT) + '[oauth]\njwks = "j"\n', ["oauth.issuer", "oauth.audience"]),
+        (SAFE + section('"PLAIN"', 'identity = "Client"'), ["sasl.identity"]),
+        (SAFE + '[sasl]\nidentity = "client"\n', ["sasl.identity", "sasl.mechanisms"]),
+        (SAFE + section('"PLAIN"') + TWO.format('identity = "clients"', ""), ["listener 'in'"]),
     ],
 )
-def test_unsupported_identity_forwarding_is_reported(
-    tmp_path: Path, text: str, at_brokers: str, words: list[str]
-) -> None:
-    with pytest.raises(StartupError) as raised:
-        with_brokers(tmp_path, text, at_brokers)
-    assert all(word in str(raised.value) for word in words), str(raised.value)
+def test_conflicting_sasl_options_are_reported(tmp_path: Path, text: str, words: list[str]) -> None:
+    assert_refused(tmp_path, text, words)
+
+
+def test_configuration_decides_where_identities_are_forwarded(tmp_path: Path) -> None:
+    config = load(tmp_path, SAFE + section('["PLAIN", "OAUTHBEARER"]', CLIENT))
+    assert sasl_of(config).carries(config.listeners[0])
+    # Brokers authenticate clients, so the proxy needs neither users nor token keys.
+    assert (sasl_of(config).users, sasl_of(config).oauth) == (None, None)
+    verified = sasl_of(load(tmp_path, SAFE + section('["PLAIN", "OAUTHBEARER"]', CLIENT, USERS_U) + OAUTH))
+    assert None not in (verified.users, verified.oauth)
+    other = load(tmp_path, SAFE + section('"PLAIN"', USERS_U))
+    assert not sasl_of(other).carries(other.listeners[0])
+
+
+def test_each_listener_chooses_identity_for_brokers(tmp_path: Path) -> None:
+    config = load(tmp_path, SAFE + section(BOTH, USERS_U) + TWO.format(CLIENT, ""))
+    sasl, (first, second) = sasl_of(config), config.listeners
+    assert (sasl.carries(first), sasl.carries(second)) == (True, False)
+    # Mechanisms that cannot be passed on are not offered there.
+    assert (sasl.offered(first), sasl.offered(second)) == (("PLAIN",), ("PLAIN", "SCRAM-SHA-512"))
 
 
 TOKENS = '[sasl]\nmechanisms = "OAUTHBEARER"\nwithout_tls = true\n' + OAUTH
@@ -288,10 +236,9 @@ TOKENS = '[sasl]\nmechanisms = "OAUTHBEARER"\nwithout_tls = true\n' + OAUTH
 
 @pytest.mark.parametrize("url", ["https://a.b/keys", "http://127.0.0.1:1/k", "http://[::1]/", "http://localhost/x"])
 def test_keys_may_be_at_a_url(tmp_path: Path, url: str) -> None:
-    sasl = load(tmp_path, TOKENS.replace("jwks.json", url)).sasl
-    assert sasl is not None
-    assert sasl.oauth is not None
-    assert (sasl.oauth.jwks, sasl.oauth.jwks_refresh_s) == (url, 300.0)
+    oauth = sasl_of(load(tmp_path, TOKENS.replace("jwks.json", url))).oauth
+    assert oauth is not None
+    assert (oauth.jwks, oauth.jwks_refresh_s) == (url, 300.0)
 
 
 @pytest.mark.parametrize(
@@ -310,9 +257,8 @@ def test_url_that_others_could_answer_is_refused(tmp_path: Path, url: str) -> No
 
 def test_users_and_rules_may_be_in_etcd(tmp_path: Path) -> None:
     text = '[sasl]\nmechanisms = "SCRAM-SHA-256"\nusers_in_etcd = true\n'
-    config = load(tmp_path, text)
-    assert config.sasl is not None
-    assert (config.sasl.users, config.sasl.users_in_etcd) == (None, True)
+    sasl = sasl_of(load(tmp_path, text))
+    assert (sasl.users, sasl.users_in_etcd) == (None, True)
     # Rules in etcd turn ACLs on, even without SASL.
     access = load(tmp_path, "[access]\nacls_in_etcd = true\ndry_run = true\n").access
     assert access is not None

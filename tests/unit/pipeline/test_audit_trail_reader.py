@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow
@@ -16,6 +17,14 @@ from kproxy.trail.parquet_sink import SCHEMA
 from kproxy.trail.signature import Signatures, signed
 from tests.support.audit.trails import BAD_LINES, Trail, page, trail_rows
 
+Reader = Callable[..., list[TrailRow]]
+
+
+@pytest.fixture
+def read() -> Reader:
+    """The reader; tests/pipeline/test_audit_trails_read.py has Spark's, for the tests that it imports."""
+    return lambda place, from_ms=None, signatures=None: list(read_files(parse_place(place), from_ms, signatures))
+
 
 def some_trail(proxy: str = "p") -> Trail:
     trail = Trail(proxy, proxy)
@@ -25,16 +34,7 @@ def some_trail(proxy: str = "p") -> Trail:
     return trail
 
 
-def read(place: str, from_ms: int | None = None) -> list[TrailRow]:
-    return list(read_files(parse_place(place), from_ms))
-
-
-@pytest.mark.parametrize("has_msgspec", [True, False])
-def test_json_files_are_read_without_torn_rows(
-    tmp_path: Path, has_msgspec: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not has_msgspec:
-        monkeypatch.setattr("kproxy.pipeline.audit.trail_rows.decoder", lambda: decode)
+def test_json_files_are_read_without_torn_rows(read: Reader, tmp_path: Path) -> None:
     trail = some_trail()
     (tmp_path / "a.jsonl").write_text("\n".join([page(trail.rows), *BAD_LINES]))
     (tmp_path / "a.jsonl.tmp").write_text(page(some_trail("q").rows))
@@ -43,17 +43,28 @@ def test_json_files_are_read_without_torn_rows(
     assert read(f"json:{tmp_path}", from_ms=late[0].at) == late
 
 
-def test_rows_without_a_signature_are_left_out(tmp_path: Path) -> None:
+def test_json_files_are_read_without_msgspec(read: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kproxy.pipeline.audit.trail_rows.decoder", lambda: decode)
+    test_json_files_are_read_without_torn_rows(read, tmp_path)
+
+
+def test_rows_without_a_signature_are_left_out(read: Reader, tmp_path: Path) -> None:
     trail, key = some_trail(), b"k" * 16
     lines = [line.encode() for line in page(trail.rows).split("\n")]
     signed_lines = [signed(line, key) for line in lines]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join([*signed_lines[:3], lines[3], signed(lines[4], b"o" * 16), b""]))
     signatures = Signatures([b"other" * 4, key])
-    assert list(read_files(parse_place(f"json:{tmp_path}"), None, signatures)) == trail_rows(trail.rows)[:3]
-    assert signatures.refused == 2
+    assert read(f"json:{tmp_path}", signatures=signatures) == trail_rows(trail.rows)[:3]
 
 
-def test_parquet_files_of_several_releases_are_read(tmp_path: Path) -> None:
+def test_rows_without_a_signature_are_counted(read: Reader, tmp_path: Path) -> None:
+    signatures = Signatures([b"k" * 16])
+    (tmp_path / "a.jsonl").write_text(page(some_trail().rows))
+    assert read(f"json:{tmp_path}", signatures=signatures) == []
+    assert signatures.refused == len(some_trail().rows)
+
+
+def test_parquet_files_of_several_releases_are_read(read: Reader, tmp_path: Path) -> None:
     """Columns and widths of numbers differ between files."""
     trail = some_trail()
     rows = [{name: row.get(name) for name in SCHEMA.names} for row in trail.rows]
@@ -69,7 +80,7 @@ def test_parquet_files_of_several_releases_are_read(tmp_path: Path) -> None:
     assert read(f"parquet:{tmp_path}") == expected
 
 
-def test_damaged_parquet_file_is_named(tmp_path: Path) -> None:
+def test_damaged_parquet_file_is_named(read: Reader, tmp_path: Path) -> None:
     pyarrow.parquet.write_table(
         pyarrow.Table.from_pylist([dict.fromkeys(SCHEMA.names)], SCHEMA), tmp_path / "1.parquet"
     )
@@ -79,7 +90,7 @@ def test_damaged_parquet_file_is_named(tmp_path: Path) -> None:
         read(f"parquet:{tmp_path}")
 
 
-def test_unreadable_file_is_named(tmp_path: Path) -> None:
+def test_unreadable_file_is_named(read: Reader, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").mkdir()
     with pytest.raises(StartupError, match=r"The trail could not be read: .*a\.jsonl: Is a directory"):
         read(f"json:{tmp_path}")

@@ -150,24 +150,21 @@ def test_invalid_options_are_refused_by_name(changes: dict[str, Any], said: str)
         replace(FILES, **changes).check()
 
 
+TO = ["--topic", "t", "--checkpoint", "c"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--from", "csv:in/", "--topic", "t"], "--checkpoint"),
-        (["--topic", "t", "--checkpoint", "c"], "--from is missing"),
-        (["--format", "csv", "--topic", "t", "--checkpoint", "c"], "--from csv is not a source"),
-        (["--format", "delta", "--from", "in", "--topic", "t", "--checkpoint", "c", "--bootstrap", "h:1:1"], "h:1:1"),
-        (["--from", "xml:in/", "--topic", "t", "--checkpoint", "c"], "--from xml:in/ is not a source"),
-        (["--from", "csv:in/", "--topic", "t", "--checkpoint", "c", "--schema", "@/nowhere/x"], "--schema /nowhere/x"),
-        (["--from", "csv:in/", "--topic", "t", "--checkpoint", "c", "--header", "x"], "--header x: give NAME=VALUE"),
-        (
-            ["--from", "csv:in/", "--topic", "t", "--checkpoint", "c", "--bootstrap", "127.0.0.1:1"],
-            "nothing answers at --bootstrap 127.0.0.1:1",
-        ),
-        (
-            ["--from", "csv:in/", "--topic", "t", "--checkpoint", "c", "--conf", "x=1", "--bootstrap", "127.0.0.1:1"],
-            "nothing answers at",
-        ),
+        (TO, "--from is missing"),
+        ([*TO, "--format", "csv"], "--from csv is not a source"),
+        ([*TO, "--format", "delta", "--from", "in", "--bootstrap", "h:1:1"], "h:1:1"),
+        ([*TO, "--from", "xml:in/"], "--from xml:in/ is not a source"),
+        ([*TO, "--from", "csv:in/", "--schema", "@/nowhere/x"], "--schema /nowhere/x"),
+        ([*TO, "--from", "csv:in/", "--header", "x"], "--header x: give NAME=VALUE"),
+        ([*TO, "--from", "csv:in/", "--bootstrap", "127.0.0.1:1"], "nothing answers at --bootstrap 127.0.0.1:1"),
+        ([*TO, "--from", "csv:in/", "--conf", "x=1", "--bootstrap", "127.0.0.1:1"], "nothing answers at"),
     ],
 )
 def test_command_reports_errors_before_spark_starts(

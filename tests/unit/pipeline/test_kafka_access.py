@@ -23,6 +23,8 @@ SCRAM = {
     "sasl.mechanism": "SCRAM-SHA-512",
     "sasl.jaas.config": f'{LOGIN} username="alice" password="a\\"b\\\\c;d";',
 }
+TRUST = {"security.protocol": "SSL", "ssl.truststore.type": "PEM"}
+KEYS = {"security.protocol": "SSL", "ssl.keystore.type": "PEM", "ssl.keystore.key": "secret"}
 
 
 def test_default_access_is_plain_text() -> None:
@@ -46,28 +48,29 @@ def test_tls_uses_the_given_authorities_and_certificate(tmp_path: Path) -> None:
     client = signer.issue("client", "client.example.org")
     store = tmp_path / "store.pem"
     store.write_bytes(client.key.read_bytes() + client.cert.read_bytes())
-    trust = {"ssl.truststore.type": "PEM", "ssl.truststore.location": str(signer.ca)}
+    trust = {**TRUST, "ssl.truststore.location": str(signer.ca)}
     key = {"ssl.keystore.type": "PEM", "ssl.keystore.location": str(store)}
-    context = read_access({"security.protocol": "SSL", **trust, **key}).context()
+    context = read_access({**trust, **key}).context()
     assert context is not None
     assert context.verify_mode == ssl.CERT_REQUIRED
     assert context.check_hostname
     assert len(context.get_ca_certs()) == 1
-    lax = read_access({"security.protocol": "SSL", **trust, "ssl.endpoint.identification.algorithm": ""}).context()
+    lax = read_access({**trust, "ssl.endpoint.identification.algorithm": ""}).context()
     assert lax is not None
     assert (lax.check_hostname, lax.verify_mode) == (False, ssl.CERT_REQUIRED)
     as_text = {
-        "ssl.truststore.type": "PEM",
+        **TRUST,
         "ssl.truststore.certificates": signer.ca.read_text(),
         "ssl.keystore.type": "PEM",
         "ssl.keystore.key": client.key.read_text(),
         "ssl.keystore.certificate.chain": client.cert.read_text(),
     }
-    inline = read_access({"security.protocol": "SSL", **as_text}).context()
+    inline = read_access(as_text).context()
     assert inline is not None
     assert len(inline.get_ca_certs()) == 1
 
 
+NO_CERTIFICATES = "The trust store has no certificates in PEM"
 WRONG = {
     "no such protocol": ({"security.protocol": "TLS"}, "security.protocol is 'TLS': give one of PLAINTEXT, SSL"),
     "SASL without a protocol": ({"sasl.mechanism": "PLAIN"}, "sasl.mechanism needs security.protocol"),
@@ -76,32 +79,15 @@ WRONG = {
     "no user": ({**SCRAM, "sasl.jaas.config": f'{LOGIN} password="secret";'}, "sasl.jaas.config has no user and pass"),
     "a Java trust store": ({"security.protocol": "SSL", "ssl.truststore.location": "/x"}, "ssl.truststore.type is JKS"),
     "no such file": (
-        {"security.protocol": "SSL", "ssl.truststore.type": "PEM", "ssl.truststore.location": "/nonexistent"},
+        {**TRUST, "ssl.truststore.location": "/nonexistent"},
         r"ssl.truststore.location /nonexistent cannot be read \(No such file",
     ),
-    "no certificates": (
-        {"security.protocol": "SSL", "ssl.truststore.type": "PEM", "ssl.truststore.certificates": "none"},
-        "The trust store has no certificates in PEM",
-    ),
-    "an empty trust store": (
-        {"security.protocol": "SSL", "ssl.truststore.type": "PEM", "ssl.truststore.certificates": ""},
-        "The trust store has no certificates in PEM",
-    ),
-    "a trust store that is no text": (
-        {"security.protocol": "SSL", "ssl.truststore.type": "PEM", "ssl.truststore.certificates": "ä"},
-        "The trust store has no certificates in PEM",
-    ),
-    "half a key store": (
-        {"security.protocol": "SSL", "ssl.keystore.type": "PEM", "ssl.keystore.key": "secret"},
-        "ssl.keystore.key and ssl.keystore.certificate.chain go together",
-    ),
+    "no certificates": ({**TRUST, "ssl.truststore.certificates": "none"}, NO_CERTIFICATES),
+    "an empty trust store": ({**TRUST, "ssl.truststore.certificates": ""}, NO_CERTIFICATES),
+    "a trust store that is no text": ({**TRUST, "ssl.truststore.certificates": "ä"}, NO_CERTIFICATES),
+    "half a key store": (KEYS, "ssl.keystore.key and ssl.keystore.certificate.chain go together"),
     "a key store of noise": (
-        {
-            "security.protocol": "SSL",
-            "ssl.keystore.type": "PEM",
-            "ssl.keystore.key": "secret",
-            "ssl.keystore.certificate.chain": "secret",
-        },
+        {**KEYS, "ssl.keystore.certificate.chain": "secret"},
         "The key store has no certificate and key in PEM",
     ),
 }
@@ -116,8 +102,8 @@ def test_unusable_option_is_named_with_remedy(name: str) -> None:
 
 
 def test_file_missing_at_connection_time_is_named() -> None:
-    name, kind = "ssl.truststore.location", "ssl.truststore.type"
-    gone = KafkaOptions({"security.protocol": "SSL", kind: "PEM", name: "/nonexistent"})
+    name = "ssl.truststore.location"
+    gone = KafkaOptions({**TRUST, name: "/nonexistent"})
     with pytest.raises(LogReadFailed, match=f"{name} /nonexistent cannot be read"):
         LogClient("127.0.0.1:1", gone)
     job = AuditJob(bootstrap="127.0.0.1:1", trail=parse_trail("topic"), kafka=gone)
