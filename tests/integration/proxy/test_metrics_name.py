@@ -354,6 +354,9 @@ def test_names_are_bounded_and_forgotten() -> None:
             used(busiest, b"%d" % number)
     used(busiest, b"x" * (MOST_NAME_BYTES + 1))
     assert len(busiest.read()) == 3
+    assert len(busiest.uses()) == MOST_TRACKED
+    # Nothing was written to a partition of theirs.
+    assert busiest.partitions() == []
     assert dict(busiest.read())[b"other",][0] == MOST_TRACKED + 50 + 1 - 3 + 1
     clock.now = RANK_S
     busiest.read()
