@@ -374,6 +374,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     arguments = _parser().parse_args()
+    # As Ctrl-C does: the tests that run end, and their copies are removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(1 << 32)
     outcomes: dict[str, list[Outcome]] = {}
     try:

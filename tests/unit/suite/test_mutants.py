@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from scripts.mutants import (
@@ -23,6 +25,7 @@ from scripts.mutants import (
 )
 from scripts.mutation import Mutant, draw, mutants_of
 from tests.support.rules import examples
+from tests.support.waiting import wait_for
 
 SOURCES = {path: (REPOSITORY / path).read_bytes() for path in modules_of("routing")}
 
@@ -191,3 +194,18 @@ async def test_survivors_diff_is_a_nameable_patch(checkout: Path) -> None:
     # For drawn faults nine in ten are enough.
     assert not passes(outcomes)
     assert passes([outcomes[0]._replace(fault=drawn), *outcomes[1:]])
+
+
+def test_terminated_run_ends_its_tests(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    command = f"sh -c 'echo $$ > {pid_file}; exec sleep 600'"
+    arguments = ["--mutants", "1", "--modules", "kproxy/routing/lanes.py", "--command", command]
+    run = subprocess.Popen([sys.executable, "-m", "scripts.mutants", *arguments], cwd=REPOSITORY)
+    try:
+        wait_for(lambda: pid_file.exists() and pid_file.read_text().endswith("\n"))
+        run.terminate()
+        assert run.wait(60) == 143
+        assert not psutil.pid_exists(int(pid_file.read_text()))
+    finally:
+        run.kill()
+        run.wait()
