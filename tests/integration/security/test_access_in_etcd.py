@@ -172,6 +172,9 @@ async def test_changed_rule_applies_to_open_connection(site: Site) -> None:
             *("acl", "add", "--principal", "User:*", "--operation", "admin", "--topic", "ord*"), "--deny"
         )
         await until(False, may_write)
+        listed = (await site.done("acl", "list")).splitlines()
+        assert f"{rule}\tallow\tUser:bob create, write on topic {TOPIC}" in listed
+        assert f"{denial.split()[-1]}\tdeny\tUser:* admin on topic ord*" in listed
         checked = await site.kproxy("acl", "check", "--principal", "User:bob", "--operation", "write", "--topic", TOPIC)
         assert (checked.status, checked.stdout.split()[0]) == (1, "denied")
         await site.done("acl", "remove", denial.split()[-1])
