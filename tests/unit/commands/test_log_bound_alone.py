@@ -86,3 +86,5 @@ def test_kinds_that_clients_choose_share_one_limit() -> None:
     site.pass_time(MINUTE_S)
     assert site.said == [("warning", ANYTHING_ELSE, 1000 - MOST_A_MINUTE)]
     assert site.logged("event again", 1) == 1
+    # Kinds that were quiet for a minute have made room.
+    assert sum(site.logged(f"later {n}", 1) for n in range(MOST_KINDS)) == MOST_KINDS
