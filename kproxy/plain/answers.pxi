@@ -112,6 +112,21 @@ cdef class AnswerOrder:
     def flush(self):
         self.write_ready()
 
+    def handed_over(self, int64_t sequence):
+        cdef Slot slot
+        cdef Py_ssize_t low = 0, high = len(self.slots), middle
+        while low < high:
+            middle = (low + high) // 2
+            slot = self.slots[middle]
+            if slot.sequence < sequence:
+                low = middle + 1
+            else:
+                high = middle
+        if low < len(self.slots):
+            slot = self.slots[low]
+            if slot.sequence == sequence and slot.began:
+                slot.sent_at = self.clock.now()
+
     cdef int write_ready(self) except -1:
         """Write every answer whose turn has come."""
         cdef Slot slot

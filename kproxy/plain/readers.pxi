@@ -46,6 +46,8 @@ cdef class AnswerReader:
     def buffer_updated(self, Py_ssize_t nbytes):
         cdef uint8_t *data
         cdef Py_ssize_t at, end, size
+        cdef int api_key
+        cdef double *times
         cdef double began, took
         if self.closed:
             return
@@ -66,7 +68,10 @@ cdef class AnswerReader:
                     count_time(self.fetch, began - self._in_flight.sent_at)
                     (<CompiledRead>ticket).take_answer(view, data, at, size, began)
                 else:
-                    self.counts.answered(ticket.api_key, began - self._in_flight.sent_at)
+                    api_key = ticket.api_key
+                    if api_key == PRODUCE_KEY or api_key == FETCH_KEY:
+                        times = self.produce if api_key == PRODUCE_KEY else self.fetch
+                        count_time(times, began - self._in_flight.sent_at)
                     ticket.answered(view[at:at + size])
                 at += size
         except CodecError as error:

@@ -20,7 +20,9 @@ The compiled plain path (kproxy.plain) has a twin of each class here, which is u
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from kproxy.plain import compiled
@@ -143,6 +145,12 @@ class AnswerOrder:
             budget.wake()
         if self.is_waited_for:
             self._client.go_on()
+
+    def handed_over(self, sequence: int) -> None:
+        """Note that a part of the produce request with this number is written to its broker now."""
+        at = bisect_left(self.slots, sequence, key=attrgetter("sequence"))
+        if at < len(self.slots) and self.slots[at].sequence == sequence and self.slots[at].began:
+            self.slots[at].sent_at = self.now()
 
     def unload(self, slot: Slot) -> None:
         """Stop counting a request without an answer that is sent or lost."""

@@ -27,13 +27,11 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import inf
-from operator import attrgetter
 from typing import Final, cast
 
 import structlog
@@ -390,11 +388,8 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         return clients.find((client_id, b"" if self._principal is None else self._principal.name.encode()))
 
     def handed_over(self, sequence: int) -> None:
-        """Note that a part of the produce request with this number is written to its broker now."""
-        slots = self._answers.slots
-        at = bisect_left(slots, sequence, key=attrgetter("sequence"))
-        if at < len(slots) and slots[at].sequence == sequence and slots[at].began:
-            slots[at].sent_at = self._clock()
+        """Note that a part of a produce request is written to its broker now."""
+        self._answers.handed_over(sequence)
 
     @property
     def open_requests(self) -> int:
