@@ -6,8 +6,8 @@ built, `off` never, `require` fails without it. An extension that was built from
 refused: beside newer Python code it could let clients wait for ever.
 
 The classes that exist twice (kproxy/plain/_plain.pyx lists them) handle a request from socket to socket, so the
-extension has all of them. Without it a request of 1 KiB costs 8.6 to 8.9 times as much CPU, three of 16 KiB 5.5 to 6.1
-times (`make bench-quick`, last column); the docstrings of the trail give their own cost.
+extension has all of them. docs/performance.md says what a request costs without it (`make bench-quick`, last column);
+the docstrings of the trail give their own cost.
 """
 
 from __future__ import annotations

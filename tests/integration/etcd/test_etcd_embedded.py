@@ -173,6 +173,8 @@ def parent_of_etcd(data_dir: Path) -> Iterator[tuple[subprocess.Popen[str], psut
 
 def test_etcd_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     with parent_of_etcd(tmp_path) as (parent, etcd, guard):
+        assert not gone([etcd], 0)
+        assert not gone([guard], 0)
         parent.kill()
         assert gone([etcd, guard], 10)
 
