@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.brokers.scripted_upstream import Asked
 from tests.support.clients.raw_client import RawClient, batch, produce_frame
-from tests.support.processes.served import Served, served
+from tests.support.processes.served import Served, port_of, served
 from tests.support.processes.worker_processes import clients_of_each, worker_pids
 from tests.support.scene import ANSWERS
 from tests.support.security import sasl_client as sasl
@@ -108,6 +108,8 @@ async def test_connections_of_principal_and_address_are_limited(tmp_path: Path) 
         assert await produced(second, 100) == 0
         others = [await connect(s, "bob") for _ in range(2)]
         assert await (await s.client()).is_closed()
+        elsewhere = await RawClient().connect(port_of(s.process), source="127.0.0.2")
+        assert await produced(await sasl.logged_in(elsewhere, "bob"), 100) == 0
         # A free slot is used again.
         first.abort()
         others[0].abort()

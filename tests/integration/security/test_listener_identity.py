@@ -105,6 +105,16 @@ async def test_each_listener_has_its_own_security(site: Site) -> None:
         await eventually(lambda: "User:alice" in told() and "User:app-1" in told(), "the trail names both")
 
 
+async def test_unmapped_certificate_is_refused_without_acls(site: Site) -> None:
+    async with site.serving(site.listener("mutual", site.mutual)):
+        for name, is_mapped in (("app-1", True), ("strange", False)):
+            client = await site.client("mutual", site.signer.issue(name, f"{name}.example.org", common_name=name))
+            if is_mapped:
+                assert await produced(client) == NONE
+            else:
+                assert await client.is_closed()
+
+
 async def test_alternative_names_name_clients(site: Site) -> None:
     """By URI, or by DNS name without a URI; an ambiguous certificate gets no rights, and the log has the reason."""
     text = "".join(MAY_WRITE.format(f"User:{name}") for name in ("app", "host", "*.example.org", "admin"))

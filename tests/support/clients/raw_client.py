@@ -80,11 +80,14 @@ class RawClient:
     def __init__(self) -> None:
         self.correlation_id = 0
 
-    async def connect(self, port: int, host: str = HOST, tls: ssl.SSLContext | None = None) -> Self:
-        """Connect; with `tls` to `localhost` by name."""
+    async def connect(
+        self, port: int, host: str = HOST, tls: ssl.SSLContext | None = None, source: str | None = None
+    ) -> Self:
+        """Connect, from the address `source`; with `tls` to `localhost` by name."""
         name = "localhost" if tls is not None else None
+        own = (source, 0) if source is not None else None
         self._reader, self._writer = await asyncio.open_connection(
-            host, port, limit=1 << 26, ssl=tls, server_hostname=name
+            host, port, limit=1 << 26, ssl=tls, server_hostname=name, local_addr=own
         )
         return self
 
