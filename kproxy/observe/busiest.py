@@ -24,9 +24,8 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from ctypes import Structure, c_int64
 from typing import Final, NamedTuple
-
-from kproxy.plain.numbers import Number, zeros
 
 OTHER: Final = b"other"
 MOST_TRACKED: Final = 1_000
@@ -40,26 +39,27 @@ MOST_NAME_BYTES: Final = 255
 Name = tuple[bytes, ...]
 
 
-class Use:
-    """The use by one name. The compiled plain path adds to its `numbers`.
+class Use(Structure):
+    """The use by one name. The compiled plain path has the same fields (kproxy/plain/counters.pxi).
 
     Of a topic, `partition` is the one with more than half of its bytes since `lead` was 0, if there is one: a majority
     vote, weighted with the bytes. It has at least `partition_bytes`; -1: none was written.
     """
 
-    __slots__ = ("numbers",)
-
-    requests = Number(0)
-    received_bytes = Number(1)
-    sent_bytes = Number(2)
-    partition = Number(3)
-    partition_bytes = Number(4)
-    lead = Number(5)
-    is_over = Number(6)
+    requests: int
+    received_bytes: int
+    sent_bytes: int
+    partition: int
+    partition_bytes: int
+    lead: int
+    is_over: int
+    _fields_ = [
+        (name, c_int64)
+        for name in ("requests", "received_bytes", "sent_bytes", "partition", "partition_bytes", "lead", "is_over")
+    ]
 
     def __init__(self) -> None:
-        self.numbers = zeros(7)
-        self.partition = -1
+        super().__init__(partition=-1)
 
     def write(self, partition_index: int, nbytes: int) -> None:
         """Count a partition's batches."""
@@ -164,10 +164,10 @@ class Busiest:
             self._shown[name] = [0, 0, 0]
         for name, tracked in list(self._tracked.items()):
             if not tracked.weight and name not in self._shown:
-                tracked.use.is_over = True
+                tracked.use.is_over = 1
                 del self._tracked[name]
             tracked.weight = 0
-        self._rest.use.is_over = True
+        self._rest.use.is_over = 1
         self._rest = _Tracked()
 
 

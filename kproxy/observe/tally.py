@@ -11,13 +11,13 @@ from array import array
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
+from ctypes import Array, Structure, c_int64
 from itertools import chain
 from math import inf
 from typing import Final, Protocol
 
 from kproxy.config.metrics import NOTHING_NAMED, MetricsSection
 from kproxy.observe.busiest import Busiest
-from kproxy.plain.numbers import Number, zeros
 from kproxy.routing.topology import NO_OWNER, OTHER_TOPICS
 from kproxy_codec.api_keys import FETCH, PRODUCE
 from kproxy_codec.produce import MAX_VERSION
@@ -78,20 +78,21 @@ class Durations:
         self.numbers[2 + 2 * bisect_left(self.bounds, elapsed)] += times
 
 
-class BrokerCounts:
+class BrokerCounts(Structure):
     """What every request to one broker and every answer of it adds to.
 
     `produce` and `fetch`: the times from a request's hand-over to its answer. `errors` by kind (BROKER_ERRORS). The
-    compiled plain path adds to `numbers` and to those of the histograms, which are never replaced.
+    compiled plain path has the same fields (kproxy/plain/counters.pxi) and the histograms, which are never replaced.
     """
 
-    __slots__ = ("dials", "errors", "fetch", "numbers", "produce")
+    __slots__ = ("dials", "errors", "fetch", "produce")
 
-    sent_bytes = Number(0)
-    received_bytes = Number(1)
+    sent_bytes: int
+    received_bytes: int
+    _fields_ = [("sent_bytes", c_int64), ("received_bytes", c_int64)]
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.numbers = zeros(2)
+        super().__init__()
         self.produce = Durations(bounds)
         self.fetch = Durations(bounds)
         self.dials = 0
@@ -114,20 +115,22 @@ class Stages(Protocol):
     answered_at: float
 
 
-class Tally:
+class Tally(Structure):
     """Counts since the process began.
 
     `produce` has the times of produce requests from the first byte to the answer's turn, and STAGES their parts;
-    `writing` comes after these. The compiled plain path adds to `numbers` and to those of these histograms, which are
-    never replaced.
+    `writing` comes after these. The compiled plain path has the same fields (kproxy/plain/counters.pxi) and these
+    histograms, which are never replaced.
     """
 
-    received_bytes = Number(0)
+    received_bytes: int
+    # The produce requests on the plain path, by version.
+    plain_produces: Array[c_int64]
+    _fields_ = [("received_bytes", c_int64), ("plain_produces", c_int64 * (MAX_VERSION + 1))]
 
     def __init__(self, named: MetricsSection = NOTHING_NAMED, clock: Callable[[], float] = time.monotonic) -> None:
         """`named`: how many topics and clients are counted by name; `clock` in seconds."""
-        # Received bytes, and the produce requests on the plain path by version.
-        self.numbers = zeros(1 + MAX_VERSION + 1)
+        super().__init__()
         # All other requests, by api_key << VERSION_BITS | api_version.
         self.served: Counter[int] = Counter()
         # Open client connections tell theirs when they are asked.
@@ -158,12 +161,12 @@ class Tally:
     @property
     def plain_requests(self) -> int:
         """Requests sent on the plain path."""
-        return sum(self.numbers[1:])
+        return sum(self.plain_produces)
 
     @property
     def requests(self) -> Counter[int]:
         """All requests, by api_key << VERSION_BITS | api_version."""
-        by_version = enumerate(self.numbers[1:])
+        by_version = enumerate(self.plain_produces)
         return self.served + Counter({PRODUCE << VERSION_BITS | version: count for version, count in by_version})
 
     def answered(self, slot: Stages, now: float) -> None:

@@ -3,7 +3,7 @@
 """Forward produce requests whose routes are all proven, and reads like the last one, compiled, with their loops.
 
 Where this is not built, every request goes through the core (kproxy.routing.fanout), which is the reference. What both
-need has a twin in Python, or is a Python object whose numbers are changed here (counters.pxi):
+need has a twin in Python, or is a Python structure whose fields are changed here (counters.pxi):
 
   frames.pxi    kproxy_codec.framing, kproxy_codec.correlation
   outbox.pxi    kproxy.proxy.outbox
@@ -36,13 +36,13 @@ Invariants
 5. The gate for all requests is checked once for all frames of one read, and again after each that Python begins:
    nothing else in between changes it.
 6. There is no I/O here: transports are called as Python calls them, so that TLS can be below.
-7. Each index, size and view that comes from Python is checked before memory is read or written by it. The arrays that
-   Python objects count in are checked once: they are never replaced, and keep their size.
+7. Each index, size and view that comes from Python is checked before memory is read or written by it. The structures and
+   arrays that Python counts in are checked once: they keep their size, and the arrays are never replaced.
 """
 
 cimport cython
 from cpython.array cimport array, clone
-from cpython.buffer cimport PyBUF_WRITE
+from cpython.buffer cimport PyBUF_WRITABLE, PyBUF_WRITE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_FromStringAndSize, PyByteArray_Resize
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.list cimport PyList_GET_SIZE
@@ -52,6 +52,7 @@ from libc.math cimport INFINITY
 from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy, memmove, memset
 
+from ctypes import Structure
 from time import monotonic
 from weakref import WeakKeyDictionary
 
@@ -265,10 +266,10 @@ def results(frame not None, selection, answer not None):
     return [_results[at] for at in range(count)]
 
 
-def vote(array numbers not None, batches not None):
-    """Add batches, each a partition and its bytes, to the numbers of a kproxy.observe.busiest.Use."""
+def vote(use, batches not None):
+    """Add batches, each a partition and its bytes, to a kproxy.observe.busiest.Use."""
     for partition_index, nbytes in batches:
-        kp_vote(use_of(numbers), partition_index, nbytes)
+        kp_vote(use_of(use), partition_index, nbytes)
 
 
 def read_again(request, frame not None):

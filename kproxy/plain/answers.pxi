@@ -80,7 +80,7 @@ cdef class Slot:
 cdef class AnswerOrder:
     """See kproxy.proxy.answer_order.AnswerOrder."""
 
-    # A kproxy.proxy.memory_budget.Budget, its numbers and its waiting sessions; and a kproxy.observe.tally.Tally.
+    # A kproxy.proxy.memory_budget.Budget, its fields and its waiting sessions; and a kproxy.observe.tally.Tally.
     cdef object budget, waiting, tally
     cdef kp_budget *numbers
     cdef double *produce

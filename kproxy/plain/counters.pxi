@@ -1,4 +1,4 @@
-# Count in arrays that Python objects keep (kproxy.plain.numbers), and that they read and change as well.
+# Count in ctypes structures of Python, which read and change the same memory; and in arrays of histograms.
 
 cdef extern from *:
     """
@@ -7,7 +7,7 @@ cdef extern from *:
     const int MOST_USES
 
 
-# The numbers of a kproxy.proxy.memory_budget.Budget.
+# The fields of a kproxy.proxy.memory_budget.Budget.
 cdef struct kp_budget:
     int64_t held, arriving, limit
 
@@ -28,23 +28,32 @@ cdef struct kp_use:
     int64_t requests, received_bytes, sent_bytes, partition, partition_bytes, lead, is_over
 
 
-cdef inline void *numbers_of(array numbers, size_t size) except NULL:
-    """The numbers of an array of 64-bit integers, which are `size` bytes."""
-    if numbers is None or numbers.ob_descr.itemsize != sizeof(int64_t) or <size_t>len(numbers) * sizeof(int64_t) != size:
-        raise TypeError(f"{size} bytes of 64-bit integers are expected")
-    return numbers.data.as_voidptr
+cdef void *fields_of(counted, Py_ssize_t size) except NULL:
+    """The memory of a structure of `size` bytes, which stays where it is while the structure lives."""
+    cdef Py_buffer memory
+    if not isinstance(counted, Structure):
+        raise TypeError(f"a structure is expected, not {type(counted).__name__}")
+    PyObject_GetBuffer(counted, &memory, PyBUF_WRITABLE)
+    PyBuffer_Release(&memory)
+    if memory.len != size:
+        raise TypeError(f"a structure of {size} bytes is expected, not {memory.len}")
+    return memory.buf
 
 
-cdef inline kp_budget *budget_of(budget) except NULL:
-    return <kp_budget *>numbers_of(budget.numbers, sizeof(kp_budget))
+cdef kp_budget *budget_of(budget) except NULL:
+    return <kp_budget *>fields_of(budget, sizeof(kp_budget))
 
 
-cdef inline kp_tally *tally_of(tally) except NULL:
-    return <kp_tally *>numbers_of(tally.numbers, sizeof(kp_tally))
+cdef kp_tally *tally_of(tally) except NULL:
+    return <kp_tally *>fields_of(tally, sizeof(kp_tally))
 
 
-cdef inline kp_use *use_of(array numbers) except NULL:
-    return <kp_use *>numbers_of(numbers, sizeof(kp_use))
+cdef kp_traffic *traffic_of(counts) except NULL:
+    return <kp_traffic *>fields_of(counts, sizeof(kp_traffic))
+
+
+cdef kp_use *use_of(use) except NULL:
+    return <kp_use *>fields_of(use, sizeof(kp_use))
 
 
 cdef inline void kp_vote(kp_use *use, int64_t partition_index, int64_t nbytes):
@@ -77,11 +86,21 @@ cdef inline void count_time(double *histogram, double elapsed, int64_t times=1):
     histogram[1] += times
 
 
+cdef class _KnownUse:
+    """A kproxy.observe.busiest.Use and its fields."""
+
+    cdef object owner
+    cdef kp_use *fields
+
+    def __cinit__(self, owner):
+        self.owner, self.fields = owner, use_of(owner)
+
+
 cdef class TopicUses:
     """Adds requests to the uses of their topics: `busiest` is a kproxy.observe.busiest.Busiest of topics."""
 
     cdef object busiest, topology
-    # The numbers of their uses, by the name or id in requests.
+    # Their _KnownUse, by the name or id in requests.
     cdef dict uses
 
     def __init__(self, busiest, topology):
@@ -91,20 +110,19 @@ cdef class TopicUses:
         cdef kp_topic *topic
         cdef uint32_t place, at
         cdef const uint8_t *data = slot.bytes()
-        cdef kp_use *use
+        cdef _KnownUse found
         for place in range(slot.head.topic_count):
             topic = slot.topics + place
             wire = PyBytes_FromStringAndSize(<const char *>data + topic.name_start, topic.name_end - topic.name_start)
             found = self.uses.get(wire)
-            if found is None or use_of(found).is_over:
+            if found is None or found.fields.is_over:
                 if len(self.uses) >= MOST_USES:
                     self.uses.clear()
                 name = self.topology.name_of(wire) if slot.head.version >= KP_TOPIC_IDS_FROM else wire
-                found = self.uses[wire] = self.busiest.find(None if name is None else (name,)).numbers
-            use = use_of(found)
-            use.requests += 1
+                found = self.uses[wire] = _KnownUse(self.busiest.find(None if name is None else (name,)))
+            found.fields.requests += 1
             for at in range(topic.first, topic.first + topic.count):
-                kp_vote(use, slot.entries[at].partition_index, slot.entries[at].end - slot.entries[at].start)
+                kp_vote(found.fields, slot.entries[at].partition_index, slot.entries[at].end - slot.entries[at].start)
         return 0
 
 

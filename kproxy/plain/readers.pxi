@@ -24,7 +24,7 @@ cdef class AnswerReader:
     cdef public AwaitedAnswers _in_flight
     cdef public Outbox _outbox
     cdef public object _share
-    # A kproxy.observe.tally.BrokerCounts, and its numbers.
+    # A kproxy.observe.tally.BrokerCounts, and its fields.
     cdef readonly object counts
     cdef kp_traffic *traffic
     cdef double *produce
@@ -35,7 +35,7 @@ cdef class AnswerReader:
     def __init__(self, Py_ssize_t max_answer_bytes, arena, Py_ssize_t longest_read, share, clock, counts):
         self._reader = FrameReader(max_answer_bytes, arena, most_shared=LEAST_READ_BYTES)
         self._share, self.clock, self.counts = share, clock_of(clock), counts
-        self.traffic = <kp_traffic *>numbers_of(counts.numbers, sizeof(kp_traffic))
+        self.traffic = traffic_of(counts)
         self.produce, self.fetch = histogram_of(counts.produce), histogram_of(counts.fetch)
         self.longest_read = longest_read
         self._in_flight = AwaitedAnswers(self._reader)
@@ -136,7 +136,7 @@ cdef class RequestReader:
     cdef public bint closed, _reading, _is_let_go
     cdef public FrameReader _reader
     cdef public AnswerOrder _answers
-    # A kproxy.proxy.memory_budget.Budget, and its numbers.
+    # A kproxy.proxy.memory_budget.Budget, and its fields.
     cdef readonly object _budget
     cdef kp_budget *numbers
     cdef public object _ranges
@@ -150,13 +150,13 @@ cdef class RequestReader:
     cdef public int64_t _arriving_bytes, _max_bytes, _max_requests
     cdef readonly int64_t received_bytes
     cdef public double _first_byte_at
-    # A kproxy.observe.tally.Tally, and its numbers.
+    # A kproxy.observe.tally.Tally, and its fields.
     cdef object tally
     cdef kp_tally *counts
     cdef Clock clock
-    # The numbers of the use of the client, whose id is `user`, and the sent bytes that they have.
+    # The use of the client, whose id is `user`, and the sent bytes that it has.
     cdef bint counts_use
-    cdef array use
+    cdef _KnownUse use
     cdef bytes user
     cdef int64_t used_bytes
 
@@ -282,7 +282,6 @@ cdef class RequestReader:
     cdef int count_use(self, const uint8_t *frame, Py_ssize_t size) except -1:
         """Add a request to the use of its client."""
         cdef Py_ssize_t length = 0
-        cdef kp_use *use
         if size < CLIENT_ID_AT:
             return 0
         length = max(0, kp_int16(frame + CLIENT_ID_AT - 2))
@@ -290,20 +289,19 @@ cdef class RequestReader:
             return 0
         if (
             self.use is None
-            or use_of(self.use).is_over
+            or self.use.fields.is_over
             or PyBytes_GET_SIZE(self.user) != length
             or memcmp(PyBytes_AS_STRING(self.user), frame + CLIENT_ID_AT, length) != 0
         ):
             self.user = PyBytes_FromStringAndSize(<const char *>frame + CLIENT_ID_AT, length)
-            self.use = self._use_of(self.user).numbers
-        use = use_of(self.use)
-        use.requests += 1
-        use.received_bytes += size
+            self.use = _KnownUse(self._use_of(self.user))
+        self.use.fields.requests += 1
+        self.use.fields.received_bytes += size
         return self.count_sent(self._answers.outbox)
 
     cdef int count_sent(self, TimedOutbox outbox) except -1:
         if outbox is not None and self.use is not None:
-            use_of(self.use).sent_bytes += outbox.written_bytes - self.used_bytes
+            self.use.fields.sent_bytes += outbox.written_bytes - self.used_bytes
             self.used_bytes = outbox.written_bytes
         return 0
 

@@ -35,9 +35,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from ctypes import Structure, c_int64
 from typing import TYPE_CHECKING, Final, NamedTuple
-
-from kproxy.plain.numbers import Number, zeros
 
 if TYPE_CHECKING:
     from kproxy.proxy.request_reader import RequestReader
@@ -49,22 +48,22 @@ PASS_S = 0.02
 PASS_BYTES = 4096
 
 
-class Budget:
+class Budget(Structure):
     """`held` of `limit` bytes, `arriving` of them by frames that are not whole; sessions change both themselves.
 
-    The compiled plain path changes its `numbers`.
+    The compiled plain path has the same fields (kproxy/plain/counters.pxi).
     """
 
-    __slots__ = ("_is_waking", "_pass_timer", "numbers", "passing", "total", "waiting")
+    __slots__ = ("_is_waking", "_pass_timer", "passing", "total", "waiting")
 
-    held = Number(0)
-    arriving = Number(1)
-    limit = Number(2)
+    held: int
+    arriving: int
+    limit: int
+    _fields_ = [("held", c_int64), ("arriving", c_int64), ("limit", c_int64)]
 
     def __init__(self, total: int) -> None:
+        super().__init__(limit=total)
         self.total = total
-        self.numbers = zeros(3)
-        self.limit = total
         # In the order of arrival; never replaced.
         self.waiting: OrderedDict[RequestReader, None] = OrderedDict()
         self.passing: RequestReader | None = None

@@ -16,6 +16,7 @@ import pytest
 
 from kproxy.observe.tally import BrokerCounts, Durations
 from kproxy.plain import compiled as built
+from kproxy.proxy.memory_budget import Budget
 from tests.support.clients.raw_client import produce_frame
 
 pytestmark = pytest.mark.skipif(built is None, reason="the plain path is not built")
@@ -91,12 +92,13 @@ CALLS: dict[str, Callable[[], object]] = {
     "a short request forwarded": lambda: forwarded(4),
     "a slot without an order": lambda: compiled.Slot(None, 1, 1, 0.0).fill([b""]),
     "a slot of another order": lambda: compiled.Slot(object(), 1, 1, 1.0),
-    "a connection without counts": lambda: answer_reader(SimpleNamespace(numbers=None)),
-    "a connection with too few counts": lambda: answer_reader(SimpleNamespace(numbers=array("q", [0]))),
+    "a connection without counts": lambda: answer_reader(SimpleNamespace()),
+    "a connection with other counts": lambda: answer_reader(Budget(1)),
     "a histogram without an end": lambda: counted_in(array("d", [0.0, 1.0, 0.0])),
     "a histogram of integers": lambda: counted_in(array("q", [0, 1, 0])),
     "a histogram without numbers": lambda: counted_in(None),
-    "votes of short numbers": lambda: compiled.vote(array("i", [0] * 7), [(0, 1)]),
+    "votes in other fields": lambda: compiled.vote(Budget(1), [(0, 1)]),
+    "votes in bytes": lambda: compiled.vote(bytearray(56), [(0, 1)]),
 }
 
 
