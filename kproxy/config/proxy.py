@@ -53,7 +53,8 @@ from kproxy.config.static_table import STATIC_TABLE_SECTIONS, Owners, parse_owne
 from kproxy.config.tls import BrokerTls, ListenerTls
 from kproxy.errors import StartupError
 
-_Count = Annotated[int, Meta(ge=1)]
+# The compiled plain path counts in 64 bits.
+_Count = Annotated[int, Meta(ge=1, le=10**15)]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 
 

@@ -1,6 +1,6 @@
 """Counts of served requests: plain numbers, one `Tally` per process.
 
-The path of a request only adds to integers and lists here; `kproxy.observe.metrics` makes names and families when
+The path of a request only adds to fields and arrays here; `kproxy.observe.metrics` makes names and families when
 `/metrics` is requested. Rare events are counted by name in a separate `counters`.
 """
 

@@ -28,11 +28,11 @@ cdef struct kp_use:
     int64_t requests, received_bytes, sent_bytes, partition, partition_bytes, lead, is_over
 
 
-cdef void *fields_of(counted, Py_ssize_t size) except NULL:
-    """The memory of a structure of `size` bytes, which stays where it is while the structure lives."""
+cdef void *fields_of(counted, tuple names, Py_ssize_t size) except NULL:
+    """The memory of a structure with these fields, which stays where it is while the structure lives."""
     cdef Py_buffer memory
-    if not isinstance(counted, Structure):
-        raise TypeError(f"a structure is expected, not {type(counted).__name__}")
+    if not isinstance(counted, Structure) or tuple([name for name, *_ in counted._fields_]) != names:
+        raise TypeError(f"a structure of {names} is expected, not {type(counted).__name__}")
     PyObject_GetBuffer(counted, &memory, PyBUF_WRITABLE)
     PyBuffer_Release(&memory)
     if memory.len != size:
@@ -41,19 +41,20 @@ cdef void *fields_of(counted, Py_ssize_t size) except NULL:
 
 
 cdef kp_budget *budget_of(budget) except NULL:
-    return <kp_budget *>fields_of(budget, sizeof(kp_budget))
+    return <kp_budget *>fields_of(budget, ("held", "arriving", "limit"), sizeof(kp_budget))
 
 
 cdef kp_tally *tally_of(tally) except NULL:
-    return <kp_tally *>fields_of(tally, sizeof(kp_tally))
+    return <kp_tally *>fields_of(tally, ("received_bytes", "plain_produces"), sizeof(kp_tally))
 
 
 cdef kp_traffic *traffic_of(counts) except NULL:
-    return <kp_traffic *>fields_of(counts, sizeof(kp_traffic))
+    return <kp_traffic *>fields_of(counts, ("sent_bytes", "received_bytes"), sizeof(kp_traffic))
 
 
 cdef kp_use *use_of(use) except NULL:
-    return <kp_use *>fields_of(use, sizeof(kp_use))
+    names = "requests", "received_bytes", "sent_bytes", "partition", "partition_bytes", "lead", "is_over"
+    return <kp_use *>fields_of(use, names, sizeof(kp_use))
 
 
 cdef inline void kp_vote(kp_use *use, int64_t partition_index, int64_t nbytes):

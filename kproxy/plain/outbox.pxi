@@ -157,6 +157,8 @@ cdef class Outbox:
 
     cdef int add_span(self, view, Py_ssize_t start, Py_ssize_t end) except -1:
         """Like `put_span`, for a part of a message: `count` must follow with the size of all of it."""
+        if start == end:
+            return 0
         if view is self.view and start == self.end:
             self.end = end
         elif self.view is not None and end - start <= SMALL_BYTES:
@@ -258,6 +260,8 @@ cdef class Outbox:
         self.written_bytes += size
         view, self.view = self.view, None
         if not self.buffers:
+            if view is None or size != self.end - self.start:
+                raise ValueError("other bytes are put than are counted")
             if size <= COPY_BYTES:
                 message = PyBytes_FromStringAndSize(<char *>data_of(view) + self.start, size)
             else:

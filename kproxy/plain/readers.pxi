@@ -306,6 +306,8 @@ cdef class RequestReader:
         return 0
 
     def _forget_use(self, TimedOutbox outbox or None):
+        if self.use is not None and self.use.fields.is_over:
+            self.use = _KnownUse(self._use_of(self.user))
         self.count_sent(outbox)
         self.use = None
 

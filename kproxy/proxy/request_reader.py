@@ -194,6 +194,8 @@ class RequestReader:
 
     def _forget_use(self, outbox: PacedOutbox | None) -> None:
         """Count what is left, and find the client's use again with its next request."""
+        if self._use is not None and self._use.is_over:
+            self._use = self._use_of(self._user)
         self._count_sent(outbox)
         self._use = None
 

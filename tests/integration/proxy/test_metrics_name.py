@@ -274,6 +274,25 @@ async def test_busy_client_is_named(tmp_path: Path) -> None:
     assert sent["spark"] == 5 * sent["flink"] > 0
 
 
+@scene(HOLDS, clients=0)
+async def test_late_answer_of_forgotten_client_is_counted(s: Scene) -> None:
+    clock = Clock()
+    busiest = s.proxy.context.tally.clients = Busiest(("client_id", "principal"), 1, clock)
+    s.clients = [await s.proxy.client() for _ in range(2)]
+    for client in s.clients:
+        client.send(of_client(b"first" if client is s.client else b"other", produced_at("t", 0)))
+        late = await s.next()
+    for _ in range(2):
+        # Nothing is used between the two rankings.
+        clock.now += RANK_S
+        busiest.read()
+    late.answer()
+    sent = await s.clients[1].receive()
+    s.clients[1].close()
+    await s.until_sessions(1)
+    assert sum(use[2] for _, use in busiest.read()) == len(sent)
+
+
 async def test_names_are_not_counted_by_default(tmp_path: Path) -> None:
     async with served(tmp_path, ANSWERS) as s:
         await ask(s, produced_at("t", 0))

@@ -216,6 +216,7 @@ WRONG = [
     ("[limits]\nmax_connections = 0", {}, {}, ["limits.max_connections in", ">= 1"]),
     ("[limits]\nmax_connections = '5'", {}, {}, ["limits.max_connections in", "expected `int`"]),
     ("[limits]\nmax_connections = 1.5", {}, {}, ["limits.max_connections in", "expected `int`"]),
+    ("[limits]\nmax_open_requests = 9223372036854775808", {}, {}, ["limits.max_open_requests in", "<= 1000000"]),
     ("[limits]\ndrain_s = nan", {}, {}, ["limits.drain_s in"]),
     ("[limits]\ndrain_s = inf", {}, {}, ["limits.drain_s in"]),
     ("[listen]\nlisten = 9092", {}, {}, ["listen.listen in", "expected `str`"]),

@@ -9,11 +9,13 @@ import asyncio
 import os
 from array import array
 from collections.abc import Callable
+from ctypes import Structure
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kproxy.observe.busiest import Use
 from kproxy.observe.tally import BrokerCounts, Durations
 from kproxy.plain import compiled as built
 from kproxy.proxy.memory_budget import Budget
@@ -64,6 +66,23 @@ def counted_in(numbers: Any) -> Any:
     return compiled.TimedOutbox(loop, None, times, lambda: 0.0)
 
 
+def swapped(kind: type[Structure]) -> Structure:
+    """A structure with the same fields in reverse."""
+
+    class Swapped(Structure):
+        _fields_ = kind._fields_[::-1]
+
+    return Swapped()
+
+
+def miscounted() -> None:
+    transport = SimpleNamespace(is_closing=lambda: False, write=lambda data: None)
+    outbox = compiled.Outbox(asyncio.new_event_loop(), transport)
+    outbox.put_one(b"x" * 10)
+    outbox._bytes = 4_000
+    outbox.flush()
+
+
 def forwarded(size: int) -> None:
     class Ticket:
         expects_answer = False
@@ -92,12 +111,14 @@ CALLS: dict[str, Callable[[], object]] = {
     "a short request forwarded": lambda: forwarded(4),
     "a slot without an order": lambda: compiled.Slot(None, 1, 1, 0.0).fill([b""]),
     "a slot of another order": lambda: compiled.Slot(object(), 1, 1, 1.0),
+    "more bytes counted than put": miscounted,
     "a connection without counts": lambda: answer_reader(SimpleNamespace()),
     "a connection with other counts": lambda: answer_reader(Budget(1)),
     "a histogram without an end": lambda: counted_in(array("d", [0.0, 1.0, 0.0])),
     "a histogram of integers": lambda: counted_in(array("q", [0, 1, 0])),
     "a histogram without numbers": lambda: counted_in(None),
     "votes in other fields": lambda: compiled.vote(Budget(1), [(0, 1)]),
+    "votes in swapped fields": lambda: compiled.vote(swapped(Use), [(0, 1)]),
     "votes in bytes": lambda: compiled.vote(bytearray(56), [(0, 1)]),
 }
 

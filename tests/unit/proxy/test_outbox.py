@@ -112,6 +112,16 @@ async def test_large_answer_ends_with_no_small_write(twin: ModuleType, buffers: 
     assert min(sizes) > LAST_PART_BYTES - PART_BYTES
 
 
+@pytest.mark.parametrize("first", [memoryview(b""), b"head", bytes(9_000)])
+async def test_empty_view_costs_no_other_message(twin: ModuleType, first: bytes | memoryview) -> None:
+    transport = Transport()
+    outbox = twin.Outbox(asyncio.get_running_loop(), transport)
+    messages = [first, memoryview(b""), b"next", memoryview(bytearray(4))[4:], b"last"]
+    outbox.put(messages)
+    await asyncio.sleep(0)
+    assert b"".join(transport.written) == b"".join(messages)
+
+
 async def test_answers_are_timed_until_they_are_written(twin: ModuleType) -> None:
     """Those of a client that does not read wait here, each from when it was put, but for more than MOST_RUNS times."""
     now, writing, transport = 0.0, Durations((0.5, 1.5, 2.5, 3.5, 4.5, 6.5)), Transport()
