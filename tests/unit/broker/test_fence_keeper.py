@@ -186,6 +186,8 @@ async def test_bind_not_sent_to_etcd_is_told_apart(stage: Stage) -> None:
 
 async def test_time_limit_is_shared_by_all_partitions(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bind_fences, "FENCE_TIMEOUT_S", 0.2)
+    # Etcd itself gives up much later.
+    monkeypatch.setattr(simulated_etcd, "CALL_TIMEOUT_S", 600.0)
     fence = await stage.grant()
     assert await stage.bind(fence) == (0, fence)
     stage.client.link = Link.SLOW
@@ -276,6 +278,20 @@ async def test_bind_behind_a_higher_fence_is_refused_locally(stage: Stage) -> No
     stage.client.answer_pending(0)
     assert (await first, await second) == ((0, higher), (REFUSED, higher))
     assert not stage.client.pending
+
+
+async def test_known_fence_is_answered_while_another_waits(stage: Stage) -> None:
+    known, higher = await stage.grant(), await stage.grant()
+    assert await stage.bind(known) == (0, known)
+    stage.keeper._latest = higher
+    stage.client.link = Link.SLOW
+    waiting = asyncio.create_task(stage.bind(higher))
+    await eventually(lambda: len(stage.client.pending) == 1)
+    assert await stage.bind(known) == (0, known)
+    assert not waiting.done()
+    stage.client.apply_pending(0)
+    stage.client.answer_pending(0)
+    assert await waiting == (0, higher)
 
 
 async def test_abandoned_request_leaves_partition_to_the_next(stage: Stage) -> None:

@@ -23,7 +23,7 @@ from kproxy.proxy.metering import MOST_CLIENT_ID_BYTES, Meter, with_throttle
 from kproxy.proxy.outbox import PacedOutbox
 from kproxy.security import quotas as quotas_module
 from kproxy.security.principals import Principal
-from kproxy.security.quotas import PARTS, Account, Accounts, Bucket, Quotas
+from kproxy.security.quotas import LONGEST_WAIT_S, PARTS, Account, Accounts, Bucket, Quotas
 from kproxy_codec.api_keys import FETCH, LIST_OFFSETS, METADATA, PRODUCE
 from kproxy_codec.control import build_response, decode_response, encode_response
 from kproxy_codec.framing import client_id, frame_message, request_header, response_body_offset, response_header
@@ -68,6 +68,18 @@ def test_client_that_waits_as_told_keeps_rate() -> None:
             used += amount
             now += bucket.use(amount, now) + rng.choice([0, 0, rng.uniform(0, 0.1)])
         assert used <= rate * (now + 1) + largest
+
+
+def test_wait_is_bounded_and_late_clock_adds_nothing() -> None:
+    account = Account(None, None, 1.0)
+    assert account.use(10.0, produced=0, fetched=0) == 0
+    # Connections of a client share the account, and their events read the clock at slightly different times.
+    assert account.use(9.5, produced=0, fetched=0) == 1
+    waits = [account.use(9.5, produced=0, fetched=0) for _ in range(100)]
+    assert (max(waits), account.wait(9.5)) == (LONGEST_WAIT_S, LONGEST_WAIT_S)
+    assert account.requests is not None
+    account.requests.used = 0.0
+    assert [account.is_active(now) for now in (9.5, 111.0, 111.5)] == [True, True, False]
 
 
 def test_most_specific_quota_applies() -> None:
