@@ -488,7 +488,7 @@ async def test_second_answer_of_leader_is_rejected(tmp_path: Path) -> None:
         async with lied_to(tmp_path, liar):
             await eventually(lambda: liar.dialled >= 3)
     assert {each["reason"][:33] for each in logs if each["event"] == "leader not reachable"} == {
-        "the leader's answer matches no request"
+        "an answer that matches no request"
     }
 
 
