@@ -1,6 +1,6 @@
-"""The reference broker: one on-disk log per partition.
+"""The reference broker: it serves Kafka's protocol and keeps one log on disk for each replica of a partition.
 
-A partition is owned by a lease in etcd, and served over Kafka's protocol.
+The broker that leads a partition owns it by a key on its lease in etcd.
 
 Start at `server.py`. `connection.py` reads a request and `apis/registry.py` hands it to one file in `apis/`. Ownership:
 `broker_lease.py` (the lease and its fence), `election.py` (which broker takes a partition), `replica_manager.py`

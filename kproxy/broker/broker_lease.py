@@ -1,11 +1,11 @@
-"""The broker's lease in etcd, and the fence behind all that it owns.
+"""Get and keep the broker's lease in etcd, and the fence that says how long its ownerships are certain to last.
 
-The lease holds the key that makes this a live broker.
+The broker counts as live while its key is on the lease.
 
 States
   none    no lease; the broker may own nothing
   held    the lease exists as far as is known; the fence is live until its deadline
-  lost    etcd, or the watch on our own key, says that it is gone; the fence is broken for good
+  lost    etcd, or the watch on our own key, reports that the lease or the key is gone; the fence is broken for good
 
 Transitions
   none -> held   `establish`: no other process has the broker's key
@@ -14,11 +14,11 @@ Transitions
 
 Invariants
 1. The deadline is the send time of the last answered keepalive, plus the TTL in its answer, minus a margin. etcd counts
-   from a later moment, so no other broker can hold our keys before the deadline. Without answers from etcd our rights
-   end by themselves.
-2. A broken fence never lives again: everything owned behind it must be taken again.
-3. The broker's key is created only where it is absent: of two processes with one id, one owns. A new process does not
-   inherit its predecessor's keys; it waits until they are gone.
+   from a later moment, so no other broker can hold our keys before the deadline. Without answers from etcd our
+   ownerships end then.
+2. A broken fence is never live again: everything owned under it must be taken again.
+3. The broker's key is created only if it is absent: of two processes with one id, only one owns partitions. A new
+   process does not inherit its predecessor's keys; it waits until they are gone.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class BrokerLease:
         clock: Clock,
         on_claimed: Callable[[str, bytes, LeaseFence], None],
     ) -> None:
-        """`on_claimed` gets the broker's key, its value and the fence of each claim before any other code."""
+        """`on_claimed` gets the key, its value and the fence of each claim, before other code can see the claim."""
         self._client = client
         self._key = keys.broker(broker.node_id)
         self._value = encode_value(broker)
@@ -97,7 +97,7 @@ class BrokerLease:
             claimed = result.succeeded
         finally:
             if not claimed:
-                # Leave no trace of the transaction, whatever its outcome.
+                # Undo the transaction, whatever its outcome.
                 await self._client.lease_revoke(lease.lease_id)
         if not claimed:
             return None
@@ -132,7 +132,7 @@ class BrokerLease:
         return self._lost_reason
 
     def declare_lost(self, reason: str) -> None:
-        """Break the fence at once: the lease is known to be void."""
+        """Break the fence at once, because the lease or its key is known to be gone."""
         if self.fence is not None:
             self.fence.break_for_good()
         self._lost_reason = reason

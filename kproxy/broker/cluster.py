@@ -1,10 +1,10 @@
-"""The cluster as this broker knows it, mirrored from etcd.
+"""Hold this broker's view of the cluster, mirrored from etcd: live brokers, topics, lease keys and partition states.
 
-State: four tables, filled by a PrefixMirror and by this broker's own transactions, whichever comes first.
+State: four tables. A PrefixMirror and this broker's own transactions fill them, whichever comes first.
 
 Invariants
 1. An entry changes only to a higher mod_revision: events older than our own transaction are ignored.
-2. Subscribers are called for every change, after the tables have it. A snapshot is one change without a name.
+2. Subscribers are called for every change, after the tables have it. A snapshot is one change that names no entry.
 3. An unreadable value is logged and counts as absent; it never ends the mirror.
 """
 
@@ -260,7 +260,7 @@ class ClusterView:
     def apply_put(self, key: str, value: bytes, *, lease_id: int, revision: int) -> bool:
         """Apply a put that this broker made or read at `revision`.
 
-        False if that changes nothing: the mirror was first, perhaps with a newer value.
+        False if nothing changes: the mirror has already reported this value or a newer one.
         """
         change = self._apply(KeyValue(key, value, revision, revision, 1, lease_id), from_mirror=False)
         if change is not None:
@@ -276,7 +276,7 @@ class ClusterView:
             changed.set_result(None)
 
     def _apply(self, kv: KeyValue, *, deleted: bool = False, from_mirror: bool = True) -> Change | None:
-        # Among brokers, a key of any other kind is refused.
+        # The table of brokers refuses a key of any other kind.
         table = next((each for each in self._tables if kv.key.startswith(each.prefix)), self._brokers)
         try:
             applied = table.delete(kv) if deleted else table.put(kv, from_mirror=from_mirror)
@@ -304,7 +304,7 @@ def _parse_broker(node_id: int, kv: KeyValue) -> LiveBroker:
 def _parse_topic(name: str, kv: KeyValue) -> Topic:
     value = decode_value(kv.value, TopicValue)
     if not value.replicas or len(value.replicas) > MAX_PARTITIONS_PER_TOPIC or not all(value.replicas):
-        raise ValueError("a topic without partitions, or a partition without replicas")
+        raise ValueError("a topic needs a partition, and each partition a replica")
     configs = check_configs(value.configs)
     return Topic(name, value.topic_id, value.replicas, configs, kv.create_revision, kv.mod_revision)
 

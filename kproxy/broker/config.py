@@ -1,4 +1,4 @@
-"""The configuration of logs, of a broker and of topics.
+"""Define the configuration of a broker, of its logs and of topics, and check what a topic sets.
 
 A topic may set
 
@@ -9,7 +9,7 @@ A topic may set
 
 The ranges are Apache Kafka 4.3's. A `min.insync.replicas` above the replication factor means all replicas, as in Kafka.
 A few more names are accepted with their fixed value, because tools always send them. All others are refused, even if
-Kafka knows them: an accepted configuration without effect is worse than none.
+Kafka has them: an accepted configuration without effect would mislead.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ _REPLICAS_FOR_TWO_IN_SYNC = 3
 
 
 class InvalidConfig(ValueError):
-    """A configuration is refused; the message gives the reason in a sentence."""
+    """A configuration is refused; the message gives the reason."""
 
 
 def check_configs(asked: Mapping[str, str | None]) -> dict[str, str]:
@@ -148,14 +148,14 @@ def check_configs(asked: Mapping[str, str | None]) -> dict[str, str]:
 
 def _check(name: str, value: str | None) -> str:
     if value is None:
-        raise InvalidConfig(f"{name} has no value: leave it out for the default")
+        raise InvalidConfig(f"{name} has no value; omit it for the default")
     if name in _NUMBERS:
         return str(_number(name, value))
     if name not in FIXED_CONFIGS:
         known = ", ".join(sorted(_NUMBERS))
-        raise InvalidConfig(f"{name} cannot be set on a topic of this broker; {known} can")
+        raise InvalidConfig(f"{name} cannot be set on a topic; expected one of {known}")
     if value.strip() != FIXED_CONFIGS[name]:
-        raise InvalidConfig(f"{name}={value}: this broker offers only {name}={FIXED_CONFIGS[name]}")
+        raise InvalidConfig(f"invalid value {value} of {name}; expected {FIXED_CONFIGS[name]}")
     return value.strip()
 
 
@@ -164,7 +164,7 @@ def _number(name: str, value: str) -> int:
     text = value.strip()
     number = int(text) if _NUMBER.fullmatch(text) else None
     if number is None or not least <= number <= most:
-        raise InvalidConfig(f"{name}={value}: a whole number from {least} to {most} is required")
+        raise InvalidConfig(f"invalid value {value} of {name}; expected a whole number from {least} to {most}")
     return number
 
 

@@ -1,11 +1,11 @@
-"""One client's connection: requests in, answers out, in order.
+"""Serve one client's connection: read its requests, and write the answers in the same order.
 
 One request is served at a time, as in Kafka's own broker.
 
 States
   idle      no request is being served; a request that needs no wait is served within `buffer_updated`
   serving   one task works on a request that waits for something; requests behind it queue
-  closing   the transport is closed or closing; what is still being served is dropped
+  closing   the transport is closed or closing; the answer to a request still being served is dropped
 
 Transitions
   idle -> serving      a request needs to wait, or the client does not read its answers
@@ -59,8 +59,8 @@ class ClientConnection(asyncio.BufferedProtocol):
         explain: Callable[[CodecError], str] | None = None,
     ) -> None:
         """`on_opened` may return False: the connection is closed at once. `on_closed` is called once, when it is gone.
-        `on_queued` is called when a request arrives behind one that is being served. `explain` gives the reason to log
-        for malformed bytes; None: a client of another protocol is answered in that protocol.
+        `on_queued` is called when a request arrives behind one that is being served. `explain` returns the reason to
+        log for malformed bytes; if it is None, a client of another protocol is answered in that protocol.
         """
         self._serve = serve
         self._reader = FrameReader(max_frame_bytes, arena)

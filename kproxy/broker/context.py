@@ -1,4 +1,4 @@
-"""The context of API handlers: the broker, a request, its endings."""
+"""Define what an API handler gets: the broker's parts, the request, and the ways to answer it or to close."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A broker's data directory: lock, identity, and the logs' places.
+"""Manage a broker's data directory: lock it, check which broker it belongs to, and open and delete logs in it.
 
-  broker.json                 the node id that the directory belongs to, its log id, and the version of this layout, 2
+  broker.json                 the broker id, the directory's log id, and the version of this layout, 2
   .lock                       held by a running broker, against a second one
   {topic}-{partition}/        one log each; partition.json names the topic and its id
   log-ids/{topic id}-{partition}
@@ -8,9 +8,9 @@
   #deleted-…/                 a log being removed ('#' is in no topic's name)
   #stray-…/                   a log set aside, of a topic that was deleted and created again
 
-A log id names the contents of one disk (ReplicaKey). It is made with the data directory, so that a broker whose disk
-was replaced is another replica than before. A single log that is gone, or that lacks committed records, gets an id of
-its own when it is opened.
+A log id names the contents of one disk (ReplicaKey). It is made with the data directory, so that a broker with a
+replaced disk counts as another replica. A single log that is gone, or lacks committed records, gets an id of its own
+when it is opened.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class DataDir:
         try:
             return None if kept is None else uuid.UUID(str(kept.get("log_id")))
         except ValueError as error:
-            raise LogFailed(f"{path} is damaged: it says {kept}") from error
+            raise LogFailed(f"{path} is damaged: it holds no log id but {kept}") from error
 
     def _keep_id(self, topic_id: uuid.UUID, partition_index: int, log_id: uuid.UUID) -> None:
         try:
@@ -178,7 +178,7 @@ class DataDir:
         with self._rename_lock:
             found = read_json(directory / _PARTITION_FILE)
             if found is not None and found.get("topic") != identity["topic"]:
-                raise LogFailed(f"{directory} holds topic {found.get('topic')}: this file system ignores case")
+                raise LogFailed(f"{directory} holds topic {found.get('topic')}; use a case-sensitive file system")
             renamed = None
             if found is not None and str(found.get("topic_id")) in self._deleted_topics:
                 renamed = self._rename_deleted(directory)
@@ -210,11 +210,11 @@ class DataDir:
         return found
 
     def mark_deleted(self, topic_id: uuid.UUID) -> None:
-        """Note that the topic is deleted: its logs may be removed when they are in the way."""
+        """Note that the topic is deleted: its logs are removed if a topic of the same name needs their place."""
         self._deleted_topics.add(str(topic_id))
 
     def unmark_deleted(self, topic_id: uuid.UUID) -> None:
-        """Forget a deleted topic without remains."""
+        """Forget a deleted topic that has no more logs here."""
         self._deleted_topics.discard(str(topic_id))
 
     def _rename_deleted(self, directory: Path) -> Path:

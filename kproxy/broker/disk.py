@@ -1,4 +1,4 @@
-"""Access a disk: errors, directory names, JSON files, flush times."""
+"""Access the disk safely: name the disk in errors, flush names, replace files in one step, and time flushes."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def read_json(path: Path) -> dict[str, object] | None:
     except ValueError as error:
         raise OSError(f"{path} is damaged ({error})") from error
     if not isinstance(found, dict):
-        raise OSError(f"{path} is damaged")
+        raise OSError(f"{path} is damaged: it holds no JSON object")
     return found
 
 
@@ -118,7 +118,7 @@ def write_file(path: Path, content: bytes, replacing: AbstractContextManager[obj
         raise
 
 
-# As large as the largest batch: a disk without room for it does not work.
+# The size of the largest batch: a disk without room for one counts as failing.
 _PROBE_BYTES = 1 << 20
 
 

@@ -1,4 +1,4 @@
-"""Threads that wait for a disk, which may hang for ever.
+"""Run work that waits for a disk in threads, so that a disk that hangs for ever blocks nothing else.
 
 A disk that hangs holds at most the threads of the pool; further work waits, and is cancelled at shutdown. The threads
 are daemons: unlike those of a ThreadPoolExecutor, they do not keep the process from ending.

@@ -6,13 +6,13 @@ States of the disk
   failing   a probe has failed, or takes longer than half of the patience; probes follow until one succeeds
 
 A replica is in trouble (`Partition.disk_trouble`) while its writes or reads fail, one flush is under way, or its log
-has failed. That is a fault of this replica once it has lasted for the patience: one unreadable sector concerns one
-partition. While the disk is failing, it is a fault of all replicas.
+has failed. Trouble is a fault once it has lasted for the patience (`patience_s`), and only of this replica: one
+unreadable sector concerns one partition. While the disk is failing, all replicas have a fault.
 
 Invariants
 1. One probe runs at a time, in a thread of its own. So a disk that hangs holds one thread, and no code waits for it.
-2. A replica without trouble at one look has none: trouble that passes is not a fault, however often it comes.
-3. A broker that has given up a partition lets others take it for STANDS_BACK_S seconds, and while the disk is failing.
+2. A look without trouble ends a replica's trouble: short troubles are no fault, however often they come.
+3. A broker that has given up a partition leaves it to others for STANDS_BACK_S seconds, and while the disk is failing.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class DiskWatch:
             if trouble is not None:
                 known = before.get(replica)
                 self._troubles[replica] = known if known is not None and known[0] == trouble else (trouble, now)
-            # A reopened replica may bring along a failed read, which no look has seen.
+            # A reopened replica may still have a failed read, which no look has seen.
             is_mended |= failed and trouble is None
         if is_mended or any(each not in self._troubles and not trouble.flush for each, (trouble, _) in before.items()):
             self.on_mended()
@@ -94,12 +94,12 @@ class DiskWatch:
     def _fails(self, reason: str) -> None:
         if not self.failure:
             self._failing_since = asyncio.get_running_loop().time()
-            _logger.error("disk failing", reason=reason)
+            _logger.error("disk probe failed", reason=reason)
         self.failure = reason
 
     @property
     def has_faults(self) -> bool:
-        """Whether `fault_of` may find a fault in any replica."""
+        """Whether `fault_of` may find a fault in some replica."""
         return bool(self.failure or self._troubles)
 
     def fault_of(self, replica: Partition) -> str:

@@ -1,22 +1,22 @@
-"""Decide which broker leads: who takes a partition without an owner, and when leadership moves back.
+"""Decide which broker takes a partition without an owner, and when its leadership moves back to the preferred leader.
 
 The candidates are the members of the partition's ISR. They hold all records acknowledged with acks=all. A member is a
-log, not a broker: a broker that has opened another log is not a member, which the replica manager checks. Without a
-state there is no candidate: it is unknown which logs have the records.
+log, not a broker: the replica manager checks that a broker has opened that very log. A partition without a state has no
+candidate: it is unknown which logs have the records.
 
-The first candidate in the replica list takes the partition first, so that the preferred replica leads. The others
-follow with a delay, in case it cannot.
+The first candidate in the replica list takes the partition first, so that the preferred replica leads. The others wait,
+and take it if the first cannot.
 
 States of a partition in `ElectionQueue`
-  (none)    it is not waited for
+  (none)    this broker does not wait to take it
   queued    other candidates come first, or may start soon; a timer says when to look again
   due       the candidates before this broker have had their time
-A partition is orphaned if this broker saw its owner go.
+A partition is orphaned if this broker saw it lose its owner.
 
 Invariants
 1. The candidate at place n among the live ones waits n times CANDIDATE_DELAY_S; n times UNWRITTEN_DELAY_S for a
-   partition that was never led. So brokers that see the same try one at a time. A broker whose disk fails comes after
-   all others, _FAILING_DISK_PLACES later for each replica: it takes only what no other broker does.
+   partition that was never led. So brokers with the same view try one at a time. A broker whose disk fails comes after
+   all others, _FAILING_DISK_PLACES later for each replica: it takes only partitions that no other broker takes.
 2. For START_GRACE_S after a broker starts, dead candidates keep their places, so that a cluster that starts as a whole
    gets its leaders back where they were. Orphaned partitions are exempt: their owner is known to be gone.
 3. Each partition has at most one timer; `close` cancels them all.
@@ -151,7 +151,7 @@ _POLL_S = 0.01
 class LeaderRebalance:
     """Partitions that this broker leads, and since when. None is given up before `after_s` seconds.
 
-    Those for which it turns out to be the first replica are forgotten.
+    Partitions whose first replica is this broker are forgotten.
     """
 
     def __init__(

@@ -1,11 +1,9 @@
-"""Keep writers' fences in etcd.
+"""Keep writers' fences in etcd, where a partition's next leader reads which writers to refuse.
 
-The next leader reads them when it takes over.
-
-A bind or release of one partition
-  compared   with the fence in memory: this answers most requests without etcd
+Steps of a bind or release of one partition
+  compared   it is compared with the fence in memory; this answers most requests without etcd
   kept       a transaction has put it; it counts from then on, and is answered
-  unknown    the transaction has no answer: nothing is assumed, and the next request finds out
+  unknown    the transaction has no answer: nothing is assumed, and the next request finds out the result
 
 Invariants
 1. The transaction is guarded by the lease key's create revision, so that only the owner writes; by the topic's
@@ -14,7 +12,7 @@ Invariants
 2. Success is answered only by a partition that still leads and has the fence in memory.
 3. A fence above etcd's revision belongs to no grant: it comes from a lost history, and would lock out every current
    writer.
-4. One transaction of a partition runs at a time, and at most CONCURRENT_FENCES of all.
+4. At most one transaction runs for each partition, and at most CONCURRENT_FENCES for all.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ _logger = structlog.get_logger(__name__)
 class FenceKeeper:
     """Binds and releases the fences of the partitions that this broker leads.
 
-    `on_deposed` is called when etcd says that a partition's lease key is no longer ours.
+    `on_deposed` is called when etcd shows that a partition's lease key is no longer ours.
     """
 
     def __init__(self, client: EtcdClient, view: ClusterView, *, on_deposed: Callable[[Partition], None]) -> None:
@@ -122,7 +120,7 @@ class FenceKeeper:
         return _answer(partition, asked, error_codes.COORDINATOR_NOT_AVAILABLE)
 
     async def _keep(self, partition: Partition, asked: FenceBinding) -> int:
-        """Put the fence, or read the one in etcd; NONE: compare again. Raises EtcdError, ValueError."""
+        """Put the fence, or read etcd's; after NONE the caller compares again. Raises EtcdError, ValueError."""
         keys = self._view.keys
         place = partition.topic, partition.partition_index
         topic = self._view.topics.get(partition.topic)

@@ -1,12 +1,12 @@
-"""The replicas on this broker, led or not: open their logs, close them, point followers at their leaders.
+"""Open and close the logs of the replicas on this broker, and tell followers which leader to fetch from.
 
 States of a replica
   closed   its log is on the disk, or was never begun
-  open     in `hosted`: it follows a broker or nobody, or is led (kproxy.broker.replica_manager)
+  open     in `hosted`: it follows a broker or none, or leads (kproxy.broker.replica_manager)
 
 Invariants
-1. A replica's obeyed leadership and its failed read outlive its closing: when reopened, it obeys no lower epoch, and
-   does not count as readable.
+1. A replica's newest obeyed leadership and its failed read are kept when it is closed: once reopened, it obeys no lower
+   epoch, and does not count as readable.
 2. A follower follows the holder of the lease key, in the epoch of the stored state; it follows no broker while the key
    is absent or this broker's own.
 3. Each reason why a log cannot be opened is logged once, with the remedy.
@@ -44,7 +44,7 @@ _logger = structlog.get_logger(__name__)
 
 @dataclass(eq=False)
 class HostedReplicas:
-    """The open replicas, by (topic name as bytes, partition index): open, close, attach to their leaders.
+    """Opens and closes replicas, and points them at their leaders; keys are (topic name as bytes, index).
 
     `on_leaders_changed` is called when a follower gets another leader, and when a replica is opened or closed.
     """

@@ -1,10 +1,10 @@
-"""The broker's keys in etcd, and their values.
+"""Define the broker's keys in etcd, and encode and decode their values.
 
     {prefix}/brokers/{id}                               {"node_id": 1, "host": "…", "port": 9092, "replication_port": 9,
                                                          "log_id": uuid} on the broker's lease
     {prefix}/partition-leases/{topic}/{partition}       decimal broker id, on the broker's lease
     {prefix}/refbroker/topics/{topic}                   {"topic_id": uuid, "replicas": [[1, 2], …], "configs": {…}}
-    {prefix}/refbroker/creating/{topic}                 topic id: who puts the states of a topic that is being created
+    {prefix}/refbroker/creating/{topic}                 topic id of the creation that may put the topic's states
     {prefix}/refbroker/partitions/{topic}/{partition}   {"leader_epoch": n, "isr": [[id, log id], …], "topic_id": uuid,
                                                          "version": 2}
     {prefix}/refbroker/fences/{topic}/{partition}       {"fence": n, "is_owned": bool, "topic_id": uuid}
@@ -52,7 +52,7 @@ class ReplicaKey(NamedTuple):
         node_id, _, log_id = text.partition("/")
         key = cls(parse_node_id(node_id), uuid.UUID(log_id))
         if str(key) != text:
-            raise ValueError(f"{text[:60]!r} is not a broker id and a log id")
+            raise ValueError(f"invalid replica {text[:60]!r}; expected broker id/log id")
         return key
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ def node_ids(replicas: Iterable[ReplicaKey]) -> list[int]:
 
 
 class StateValue(msgspec.Struct, frozen=True):
-    """The state of a partition that outlives its owner. If absent, it is lost, and no broker may lead."""
+    """The state of a partition, whoever owns it. An absent state was lost, and no broker may lead."""
 
     leader_epoch: int
     isr: list[ReplicaKey]
@@ -101,7 +101,7 @@ def decode_value(data: bytes, kind: type[_Value]) -> _Value:
     except msgspec.MsgspecError as error:
         raise ValueError(str(error)) from error
     if isinstance(value, StateValue) and value.version != STATE_VERSION:
-        raise ValueError(f"it has version {value.version}; this release reads {STATE_VERSION}")
+        raise ValueError(f"unknown version {value.version}; expected {STATE_VERSION}")
     return value
 
 
@@ -155,15 +155,15 @@ def parse_partition(suffix: str) -> PartitionKey:
     """Parse the `{topic}/{partition}` that follows a prefix. Raises ValueError."""
     topic, slash, index = suffix.rpartition("/")
     if not topic or not slash or "/" in topic or not index.isascii() or not index.isdigit():
-        raise ValueError(f"{suffix!r} is not a topic and a partition")
+        raise ValueError(f"invalid key {suffix!r}; expected topic/partition")
     partition_index = int(index)
     if str(partition_index) != index or partition_index >= MAX_PARTITIONS_PER_TOPIC:
-        raise ValueError(f"{suffix!r} has no usable partition")
+        raise ValueError(f"invalid partition in {suffix!r}; expected less than {MAX_PARTITIONS_PER_TOPIC}")
     return PartitionKey(topic, partition_index)
 
 
 def parse_node_id(text: str) -> int:
     """Parse a decimal broker id. Raises ValueError."""
     if not text.isascii() or not text.isdigit() or len(text) > 10:
-        raise ValueError(f"{text!r} is not a broker id")
+        raise ValueError(f"invalid broker id {text!r}; expected a number")
     return int(text)

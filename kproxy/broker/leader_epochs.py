@@ -1,6 +1,6 @@
-"""Leader epochs of a log (KIP-101), and leaderships.
+"""Record which leader epoch wrote each part of a log (KIP-101), and compare leaderships.
 
-Replicas use them to find where their logs diverge.
+Replicas use the epochs to find where their logs diverge.
 
 State: entries (leader epoch, start offset), both rising. An epoch reaches from its start to the next entry's, the last
 one to the log's end.
@@ -64,7 +64,7 @@ class LeaderEpochs:
             return
         self.truncate_from_end(start_offset)
         if self.latest > leader_epoch:
-            raise ValueError(f"leader epoch {leader_epoch} at offset {start_offset}, behind epoch {self.latest}")
+            raise ValueError(f"leader epoch {leader_epoch} at offset {start_offset} is lower than {self.latest}")
         if self.latest < leader_epoch:
             self._epochs.append(leader_epoch)
             self._start_offsets.append(start_offset)

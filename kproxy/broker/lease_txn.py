@@ -1,4 +1,4 @@
-"""The etcd transactions that take and release a partition's lease key.
+"""Take and release a partition's lease key by etcd transactions.
 
 Take: if the lease key is absent, and the state and the topic are unchanged since the decision, put the lease key on the
 broker's lease, and the state with the next leader epoch and the same ISR. It is atomic: no partition has an owner

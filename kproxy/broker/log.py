@@ -1,12 +1,12 @@
-"""A partition's log: segments of record batches as received.
+"""Store a partition's record batches on disk, as received, in a log of segment files.
 
-It has the offsets from `log_start_offset` to `log_end_offset`.
+The log has the offsets from `log_start_offset` to `log_end_offset`.
 
 States
   open      appended to and read by one thread
   failed    a write failed and could not be undone, a flush failed, or the log was cut off and its producers could not
             be read again; every later call raises LogFailed
-  closed    nothing more
+  closed    the files are closed; offsets can still be read
 
 Invariants
 1. log_start_offset <= every offset in the log < log_end_offset; the next batch gets log_end_offset. There is no gap.
@@ -372,7 +372,7 @@ class Log:
         self._cut_off(self._last_append)
 
     def _outdate_snapshot(self) -> None:
-        """Let a stop write the snapshot again: truncation changes a file's modification time."""
+        """Mark the snapshot as outdated, for a stop to rewrite: truncation changes a file's modification time."""
         self._snapshot_at = (*self._snapshot_at[:2], -1)
 
     def _cut_off(self, offset: int) -> None:
@@ -554,7 +554,7 @@ class Log:
             self._snapshot_at = (index.base_offset, index.size_in_bytes, state.offset)
 
     def checkpoint(self, high_watermark: int, leadership: Leadership, state: LogState | None = None) -> None:
-        """Write both beside the log, and a snapshot of `state`; the leadership never goes back. Blocks.
+        """Write the two beside the log, and a snapshot of `state`. An older leadership is not written. Blocks.
 
         Everything below the high watermark is flushed first, except with the flush policy `never`: then the checkpoint
         is limited to the flushed part. Damage above the checkpoint counts as a power cut's. Raises OSError, LogFailed.
@@ -632,7 +632,7 @@ def _read_checkpoint(directory: Path) -> Checkpoint:
         return Checkpoint()
     version, *numbers = (found.get(name) for name in ("version", *Checkpoint._fields))
     if not all(isinstance(number, int) for number in (version, *numbers)):
-        raise LogFailed(f"{directory / _CHECKPOINT_FILE} is damaged: it says {found}")
+        raise LogFailed(f"{directory / _CHECKPOINT_FILE} is damaged: its content is {found}")
     if version != _CHECKPOINT_VERSION:
         raise LogFailed(
             f"{directory / _CHECKPOINT_FILE} has version {version}; this release reads {_CHECKPOINT_VERSION}"
@@ -650,8 +650,7 @@ def _removable_segments(segments: Sequence[Segment], options: LogOptions, now_ms
 
     None reaches above the high watermark. The rules are those of Kafka's retention.bytes and retention.ms with
     cleanup.policy=delete. By size: while the rest is at least `retention_bytes`, and never the last segment. By time:
-    while the largest timestamp is older than `retention_ms`. `now_ms` is milliseconds since the epoch, as timestamps
-    are.
+    while the largest timestamp is older than `retention_ms`. `now_ms` is milliseconds since the epoch.
     """
     left_bytes = sum(segment.size_in_bytes for segment in segments)
     count = 0

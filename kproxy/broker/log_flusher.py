@@ -1,4 +1,4 @@
-"""Flush one log in a thread as it is appended to (flush policy `always`).
+"""Flush one log in a thread after each append (flush policy `always`), and wake the code that waits for the disk.
 
 States
   idle      everything is on the disk, or the log has failed or is closed

@@ -1,13 +1,13 @@
 """Flush logs, write their checkpoints and apply retention periodically.
 
 A round of each kind ends before the next of that kind begins. Flushes and checkpoints wait for the disk, so they run in
-threads; retention runs on the event loop, between appends, and waits for no disk. A replica whose log is flushed and
-checkpoint written is put to rest (`Partition.is_at_rest`), and skipped until it changes.
+threads; retention runs on the event loop, between appends, and waits for no disk. A replica is at rest
+(`Partition.is_at_rest`) once its log is flushed and its checkpoint written; it is skipped until it changes.
 
 Invariants
 1. A log that is closed or removed meanwhile is skipped without an error, and never written again.
-2. A log's failure is logged once. A failed log is not flushed again, because the kernel may claim that bytes are
-   written which it could not write. Moving the partition to another broker is up to `replica_manager`.
+2. A log's failure is logged once. A failed log is not flushed again, because the kernel may report bytes as written
+   that it could not write. `replica_manager` moves the partition to another broker.
 3. A high watermark is written only once everything below it is on the disk (`Log.checkpoint`): a segment begins while
    the one before it is still being flushed, and nothing below a written high watermark is ever cut off.
 4. Work that fails for lack of room is retried in the next round; no round delays the others.
@@ -172,7 +172,7 @@ def _checkpoint(wanted: Sequence[_Wanted]) -> None:
         except OSError as error:
             refused.append(error)
         except LogFailed:
-            continue  # as above
+            continue  # closed meanwhile, or failed
     if refused:
         _logger.error("high watermarks not written", logs=len(refused), reason=str(refused[0]))
 

@@ -1,7 +1,7 @@
-"""The admin page of a broker: `/metrics`, `/livez`, `/readyz`, `/`, and `/partitions` of the cluster.
+"""Serve the admin page of a broker: `/metrics`, `/livez`, `/readyz`, `/`, and `/partitions` of the cluster.
 
 `/metrics` has totals over the broker's replicas, its lease and its disk as Prometheus families, made on request.
-docs/metrics.md explains each family. Single partitions are on a proxy's `/replication`, which `kproxy table` shows.
+docs/metrics.md explains each family. A proxy's `/replication` shows single partitions, and so does `kproxy table`.
 Replicas and leases are read on the event loop, in portions.
 """
 
@@ -93,7 +93,7 @@ class ReplicaTotals:
         self.under_min_isr += in_sync < replication.min_insync_replicas
         self.waiters += replication.waiting
         for told, _ in followers.values():
-            # The whole log before a follower's first report.
+            # Before a follower's first report, its lag is the whole log.
             self.max_lag = max(self.max_lag, log.log_end_offset - max(told, log.log_start_offset))
 
 

@@ -1,7 +1,7 @@
-"""One replica of a partition: log, writers, leader, waiting requests.
+"""Run one replica of a partition: append and read as leader, copy as follower, and wake the requests that wait.
 
-`replication.partition_replication` has the roles, their transitions and the high watermark; this module joins them with
-the log and the fence.
+`replication.partition_replication` decides about roles and the high watermark; this module applies that to the log,
+under the fence of the broker's lease.
 
 Invariants
 1. A batch is in a leader's log and acknowledged only if the fence was live before the write and after it. If it died in
@@ -11,7 +11,7 @@ Invariants
 4. An offset is assigned once: `append_as_leader` runs on one event loop and never awaits.
 5. A follower's log changes only by the answer to its last request, from the leader it follows, in the epoch it follows
    in; any other answer is late and dropped.
-6. A replica obeys no leadership older than its newest. `log_maintenance` writes that one beside the log, soon but not
+6. A replica obeys no leadership older than its newest. `log_maintenance` writes the newest beside the log, soon but not
    at once: the disk would be too slow when a broker fails and many partitions move.
 7. A writer that the partition's fence refuses (`writer_fence`) appends no batch, and not even its duplicates are
    answered.
@@ -19,7 +19,7 @@ Invariants
 9. With `--flush always` a replica reports no record before it is on the disk: not in an answer, not in the high
    watermark, not in the follower's next fetch. A thread waits for the disk (LogFlusher).
 10. A replica at rest (`is_at_rest`) has nothing to flush or to write beside its log, and no trouble with its disk. Any
-    change ends the rest. So thousands of idle replicas need no checks every second.
+    change ends this state. So thousands of idle replicas need no checks every second.
 """
 
 from __future__ import annotations
@@ -260,9 +260,10 @@ class Partition:
     ) -> AppendResult:
         """Append one checked batch; write its offset and epoch into `records`.
 
-        `bound` is the writer's fence. 5, 6, 19, 44, 56 and the producer's own errors mean that nothing was appended; 7
-        that this is uncertain: an invalid write could not be undone. Every answer, even a duplicate's, must wait for
-        `wait_for_isr(last_offset)` with acks=all, for `wait_for_disk(last_offset)` with acks=1.
+        `bound` is the writer's fence. Error codes 5, 6, 19, 44, 56 and the producer's own mean that nothing was
+        appended; 7 means that this is uncertain: an invalid write could not be undone. Every answer, even a
+        duplicate's, must wait for `wait_for_isr(last_offset)` with acks=all, for `wait_for_disk(last_offset)` with
+        acks=1.
         """
         replication, log = self.replication, self.log
         if replication.role is not Role.LEADER or not self._fence.is_live():
@@ -314,7 +315,7 @@ class Partition:
         try:
             self.log.undo_append()
         except LogFailed as error:
-            _logger.error("undo failed", **self.log_fields, reason=str(error))
+            _logger.error("append not undone", **self.log_fields, reason=str(error))
             return AppendResult(error_codes.REQUEST_TIMED_OUT)
         return _NOT_LEADER
 
@@ -342,8 +343,8 @@ class Partition:
     async def wait_for_disk(self, offset: int, timeout_s: float) -> int:
         """Wait until `offset` is on the disk; return the producer's error code.
 
-        Return at once if records need not be on the disk. 7 after the timeout or a disk error: the reopened log may
-        still have the record.
+        Return at once if records need not be on the disk. REQUEST_TIMED_OUT (7) after the timeout or a disk error: the
+        reopened log may still have the record.
         """
         is_there = await self._wait_until_flushed(offset, timeout_s) and self._fence.is_live()
         return error_codes.NONE if is_there else error_codes.REQUEST_TIMED_OUT
@@ -386,7 +387,7 @@ class Partition:
             return ReadResult(error_codes.KAFKA_STORAGE_ERROR)
 
     def read_whole(self, offset: int, max_bytes: int) -> ReadResult:
-        """Read batches from `offset` up to the log's end: a new leader's log is what will be committed."""
+        """Read batches from `offset` up to the log's end: a new leader commits its whole log."""
         return self._read_log(offset, max_bytes, None)
 
     def remove_before(self, offset: int) -> None:
@@ -400,7 +401,7 @@ class Partition:
         return self.high_watermark if self.high_watermark >= self.replication.epoch_start_offset else None
 
     def find_timestamp(self, timestamp: int) -> TimestampAndOffset | None:
-        """As `Log.find_timestamp`, below the high watermark. Raises OSError, LogFailed."""
+        """Like `Log.find_timestamp`, below the high watermark. Raises OSError, LogFailed."""
         found = self.log.find_timestamp(timestamp)
         return found if found is not None and found.offset < self.high_watermark else None
 
@@ -688,4 +689,4 @@ def reset_to_offset(log: Log, high_watermark: int, offset: int) -> None:
 def validate_consistency(log: Log, high_watermark: int) -> None:
     """Raise Inconsistent unless 0 <= high watermark <= log end offset."""
     if not 0 <= high_watermark <= log.log_end_offset:
-        raise Inconsistent(f"high watermark {high_watermark} outside of 0 to the log's end {log.log_end_offset}")
+        raise Inconsistent(f"invalid high watermark {high_watermark}; expected 0 to log end {log.log_end_offset}")

@@ -1,6 +1,6 @@
-"""The idempotent producers of a partition (KIP-98).
+"""Track the idempotent producers of a partition (KIP-98), and decide whether a batch is new, a resend or invalid.
 
-Their state identifies resends, so that these add no second record.
+Their state identifies resends, so that a resend adds no second record.
 
 State: per producer id its epoch, the time of its last write, and its last RETAINED_BATCHES batches, oldest first.
 Opening reads it from the log's snapshot and the batches after it; each append updates it.
@@ -14,8 +14,8 @@ Verdict on a batch of (producer_id, epoch, base_sequence .. last_sequence)
 
 Invariants
 1. A producer that has not written for EXPIRATION_MS (Kafka's producer.id.expiration.ms) is forgotten as others write.
-   An appended batch counts as written now; one read from the log, at its timestamp. Since producers choose timestamps,
-   nothing expires in the first GRACE_MS of states that are read (Kafka checks periodically too).
+   An appended batch counts as written now, a batch read from the log as written at its timestamp. Since producers
+   choose timestamps, nothing expires in the first GRACE_MS after states are read (Kafka checks periodically too).
 2. At most `max_producers` ids are remembered, to bound memory. Beyond that the one that wrote longest ago is dropped;
    if it had not expired, that is counted and logged, because its resend would become a second record.
 3. A verdict changes nothing; only `update`, called once a batch is in the log, does.

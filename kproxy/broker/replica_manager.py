@@ -1,4 +1,4 @@
-"""The partitions that this broker leads: take them, keep them, lose them.
+"""Take partitions for this broker to lead, hold their leases, and give them up.
 
 States of a partition
   absent      not hosted: another broker's, or not opened yet
@@ -13,9 +13,9 @@ Transitions
   working   -> led         Txn: lease key absent, state and topic unchanged -> lease key on our lease, leader epoch + 1
   working   -> following   the Txn succeeded but the log cannot begin an epoch: the key is released, for other brokers
                            or a retry after the next sweep
-  led       -> absent      our key is gone or another's, the lease is lost, the topic is deleted, the log has failed,
-                           its disk fails while another live replica is in sync (`disk_watch`), or the preferred
-                           replica is back and leads again; then as from absent
+  led       -> absent      our key is gone or belongs to another broker, the lease is lost, the topic is deleted, the
+                           log has failed, its disk fails while another live replica is in sync (`disk_watch`), or the
+                           preferred replica is back and leads again; then as from absent
 
 `election` decides which broker takes a partition, and when.
 
@@ -23,7 +23,7 @@ Invariants
 1. A partition is led only between a successful Txn and the first sign that its key is gone. State in memory is dropped
    with the leadership, and the log is reread first. So a lead that moves from A to B and back to A never reuses an
    offset.
-2. A key is ours if it is on our lease. Its value names a broker id, which a predecessor may share.
+2. A key is ours if it is on our lease. Its value, a broker id, does not prove this: a predecessor may have that id.
 3. A release deletes only our own key. A key of a deleted topic is released as soon as it is seen, whatever the outcome
    of earlier attempts: it would keep a new topic of that name from being led.
 4. At most one task works on a partition, and its log is open at most once: `HostedReplicas` opens and closes for that
@@ -155,7 +155,7 @@ class ReplicaManager:
             await asyncio.wait(tasks, timeout=timeout_s)
 
     def begin(self, fence: LeaseFence) -> None:
-        """Begin with a new lease: take the partitions that are this broker's to take."""
+        """Begin with a new lease: take the partitions that this broker may take."""
         self._fence = fence
         self._election.begin()
         self._check_identity()
@@ -355,7 +355,7 @@ class ReplicaManager:
         """
         state = self._view.state(topic, key.partition_index)
         if state is None:
-            return  # the next look finds the reason
+            return  # the next check finds the reason
         take_over = TakeOver(self._client, self._keys, self._node_id, key, topic)
         # The epochs in our own log also count: a restored etcd may hold an earlier epoch than one that was obeyed and
         # wrote no records. A replica that obeyed an epoch follows no lower one.

@@ -1,10 +1,10 @@
-"""One segment file of a log: consecutive record batches.
+"""Read and write one segment file of a log, which holds consecutive record batches.
 
 The file is named after the first offset that it may hold.
 
 States
-  open      batches are appended, read, cut off at the end
-  closed    the file descriptor is gone
+  open      batches can be appended, read, and cut off at the end
+  closed    the file descriptor is closed
 
 Invariants
 1. `size_in_bytes` is the file's length up to the last whole batch; bytes behind it are never read. A partial write is
@@ -75,7 +75,7 @@ class Segment:
         self._newest = _Place(base_offset, 0)
         # Whether `flush` has bytes to write to the disk.
         self.is_dirty = False
-        # Whether its index is in a file.
+        # Whether the segment's index is in a file.
         self.is_indexed = False
         # Held while the descriptor is closed or a flush takes it.
         self._close_lock = threading.Lock()

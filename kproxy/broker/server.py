@@ -1,17 +1,17 @@
-"""The broker as a process: start, serve, keep the lease, stop.
+"""Run the broker as a process: start, serve, keep the lease, stop.
 
 States
   starting   data directory locked, port bound, etcd reached, lease claimed, cluster read, own partitions taken
   serving    the ready line is printed; the lease is held, or lost and being claimed again
-  stopping   writes are refused with 6, running requests end, followers get the rest, logs go to the disk, then the
-             lease is revoked
+  stopping   writes are refused with 6, running requests end, followers get the rest of the logs, logs are flushed, then
+             the lease is revoked
 
 Invariants
-1. Whatever prevents the start is a StartupError within bounded time, and leaves nothing behind. If etcd does not
-   answer, the broker waits for it and reports so.
+1. A failed start raises StartupError within bounded time, and releases all resources. If etcd does not answer, the
+   broker waits for it and reports this.
 2. The lease is revoked last: before another broker may own a partition, acknowledged records are on the disk, and the
-   in-sync followers have the whole log. It waits for neither beyond the life of the lease: then it ends as after a kill
-   -9, so that a disk that hangs does not keep the process from ending.
+   in-sync followers have the whole log. This wait ends with the lease: then the process ends as after a kill -9, so
+   that a disk that hangs cannot keep it from ending.
 3. Every task is owned here or by the part that started it, and awaited before `run_broker` returns.
 """
 
@@ -251,7 +251,7 @@ class _Server:
         except EtcdMisused as error:
             raise StartupError(str(error)) from error
         except EtcdError as error:
-            raise StartupError(f"{str(error).rstrip('.')}; --etcd names it") from error
+            raise StartupError(f"{str(error).rstrip('.')}; see --etcd") from error
         await self._log_unknown_logs()
         await self._replication.start(self._broker)
         if lease.fence is not None:
@@ -413,7 +413,7 @@ class _Server:
 
     def _serve(self, request: Request) -> Answer:
         if self._broker is None:
-            raise RuntimeError("no connection is accepted before the broker is assembled")
+            raise RuntimeError("the broker is not assembled yet, and accepts no connection")
         return registry.serve(self._broker, request)
 
     def _on_change(self, change: Change) -> None:

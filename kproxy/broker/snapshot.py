@@ -1,19 +1,19 @@
-"""Files beside a log that spare its opening from reading most of it.
+"""Read and write index and snapshot files beside a log, so that opening the log need not read most of it.
 
   {base offset}.index   a whole segment that nothing is appended to: its index
   log.snapshot          what the log had up to an offset: the index of the segment that holds the offset, up to there,
                         leader epochs and producers
 
 Each file holds the result of reading the log up to there. Opening reads the log after the snapshot, and every earlier
-segment without an index. A snapshot is written as a log grows by INTERVAL_BYTES, and at the end by a stop.
+segment without an index. A snapshot is written whenever the log has grown by INTERVAL_BYTES, and at a stop.
 
 Invariants
 1. A file covers only batches below the high watermark in the checkpoint: these are on the disk and never removed from
-   the end, so that the file stays valid whenever the process ends. A file that covers more is not used: someone has
-   removed the checkpoint, to accept a loss of records.
-2. A file that is damaged, of another version or of another segment is not used: the segment is read. The segment has
-   the length and the modification time that it had, or has grown and the last batch that the index knows is there.
-3. An unused file is removed, and its name is gone from the disk, before the log is written to.
+   the end, so that the file stays valid whenever the process ends. A file that covers more is not used: then an
+   operator has removed the checkpoint, and so accepted a loss of records.
+2. A file that is damaged, of another version or of another segment is not used: the segment is read. A segment matches
+   if it has the same length and modification time, or has grown and still has the index's last batch.
+3. A file that is not used is removed, and its removal flushed, before the log is written to.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _write(
 
 
 def _read(path: Path) -> tuple[dict[str, Any], bytes] | None:
-    """Return the fields and the rest; None without a valid file of this version."""
+    """Return the fields of the file's head and the bytes after it; None without a valid file of this version."""
     found = read_file(path)
     if found is None or crc32c(found[_CRC_BYTES:]) != int.from_bytes(found[:_CRC_BYTES], "big"):
         return None

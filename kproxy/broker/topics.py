@@ -1,10 +1,10 @@
 """Create and delete topics in etcd.
 
-A topic record is put once, only where none exists, and never changed: it names the replicas and the configuration. The
-brokers that it names then take its partitions; the broker that created it waits for that as long as its client allows.
+A topic's record names its replicas and configuration. It is put once, only if the topic has none, and never changed.
+The named brokers then take its partitions; the broker that created it waits for that as long as its client allows.
 
-Each partition's state exists when the topic does: it never had a leader, and the logs of its replicas are in sync. So
-an etcd restored to any later time names the logs that may lead. A replaced disk is not among them, however old etcd's
+Each partition has a state when the topic exists: it never had a leader, and the logs of its replicas are in sync. So an
+etcd restored to any later time names the logs that may lead. A replaced disk is not among them, however old etcd's
 state is.
 
 Invariants of a creation

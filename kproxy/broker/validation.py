@@ -1,8 +1,7 @@
-"""Validate record batches before they are appended.
+"""Validate record batches before a broker appends them.
 
 A produced batch is checked by the rules of Kafka's LogValidator. A replicated one must only continue the log, because
-the leader has checked the rest. The records inside are not read: the CRC shows that they are unchanged, and no more is
-promised.
+the leader has checked the rest. The records inside are not read: the CRC only shows that they are unchanged.
 
 The error code matters: clients resend after CORRUPT_MESSAGE, and give up after INVALID_RECORD.
 `tests/contract/test_produce_oracle.py` lists where Apache Kafka itself answers otherwise.
@@ -94,10 +93,10 @@ def check_replicated(records: Buffer, log_end_offset: int, leader_epoch: int) ->
     position, next_offset = 0, log_end_offset
     while (batch := _whole_batch(records, position)) is not None:
         if batch.base_offset != next_offset or batch.last_offset_delta < 0:
-            raise ReplicatedBatchInvalid(f"offset {next_offset} is next here, the leader sent {batch.base_offset}")
+            raise ReplicatedBatchInvalid(f"the leader sent offset {batch.base_offset}; expected {next_offset}")
         if batch.partition_leader_epoch < leader_epoch:
             what = f"leader epoch {batch.partition_leader_epoch} at offset {batch.base_offset}"
-            raise ReplicatedBatchInvalid(f"{what} comes after epoch {leader_epoch}")
+            raise ReplicatedBatchInvalid(f"{what} is lower than {leader_epoch}")
         if not crc_is_valid(records, batch):
             raise ReplicatedBatchInvalid(f"the CRC of the batch at offset {batch.base_offset} does not match")
         batches.append(batch)

@@ -1,6 +1,6 @@
-"""The fence that decides which writers a partition accepts.
+"""Decide which writers a partition accepts, by a fence that rises with each grant to a client.
 
-It implements the wiki's "Single Reader/Writer".
+It implements the Kafka wiki's "Single Reader/Writer".
 
 A fence is the etcd revision at which a client was granted the partition; a release is the revision at which it gave the
 partition up. A connection is bound to the fence that it named, or to none.

@@ -1,13 +1,13 @@
-"""Acquire claims: decide them, put them into etcd, and wait until they are granted.
+"""Acquire claims for clients: decide each claim, put it into etcd, and wait until it is granted.
 
-A claim in etcd is granted under two conditions, after which no other client can be served
-  confirmed   every earlier member has acted upon the claim: it has severed the connections that lost something, and
-              none of their writes is in flight. A dead member has lost its own lease, and needs no wait.
+A claim in etcd is granted under two conditions. Once both are true, no other client can be served
+  confirmed   every earlier member has acted upon the claim: it has severed the connections that lost a resource, and
+              none of their writes is in flight. A dead member has lost its own lease, and is not waited for.
   bound       the leader of the partition knows the fence (kproxy.proxy.claims), if it supports fences at all
 
 Invariants
-1. A transaction carries out each decision, also a refusal, guarded by exactly the data of the decision, which is true
-   at that moment. If the transaction finds other data, the claim is decided again.
+1. A transaction carries out each decision, also a refusal. Its guard is exactly the data of the decision, so that the
+   decision is right at that moment. If the transaction finds other data, the claim is decided again.
 2. At most CONCURRENT_TRANSACTIONS claims are under way at a time, PER_REQUEST of them for one request, so that no
    request waits for all resources of another. Deletions have slots of their own, and delay no claim.
 3. A claim is granted when it is confirmed and bound, and while its connection and this process's lease live.
@@ -55,8 +55,8 @@ from kproxy_codec.own import WHOLE_GROUP, FenceBinding, OwnResource
 
 CONCURRENT_TRANSACTIONS: Final = 32
 PER_REQUEST: Final = 8
-# No new claim is made beyond this number: a claim that tables cannot hold would sever nobody. The rest of MAX_CLAIMS is
-# for claims that other processes are making.
+# No new claim is made beyond this number: a claim that tables cannot hold would sever no connection. The rest of
+# MAX_CLAIMS is for claims that other processes are making.
 FULL: Final = MAX_CLAIMS * 9 // 10
 # The longest wait for the table to show the claims that a transaction has found.
 CATCH_UP_S: Final = 0.5
@@ -175,7 +175,7 @@ class ClaimWriter:
             value = ClaimValue(*owner, decision.generation, connection.client, int(self.wall_clock() * 1_000))
             writes.append(put_op(key, encode_value(value), self.member.lease_id))
             if resource != WHOLE_GROUP and view.whole is not None and view.whole.owner != owner:
-                # The claimant of the whole group loses a part of the group, and is severed for that.
+                # The claimant of the whole group loses a part of the group, and is severed.
                 writes.append(delete_op(whole_key))
         result = await self.client.txn(compares, writes, [get_op(key), get_op(whole_key)])
         if not result.succeeded:
@@ -221,7 +221,7 @@ def _row_of(keys: OwnKeys, kv: KeyValue | None) -> TableRow | None:
     try:
         value = decode_claim(kv.value)
     except ValueError:
-        # An invalid value makes nobody a claimant; the next claim replaces it.
+        # An invalid value counts as no claim; the next claim replaces it.
         value = ClaimValue("", 0, 0)
     return TableRow(group, resource, Owner(value.proxy, value.connection), value.generation, kv.mod_revision)
 

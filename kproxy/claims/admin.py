@@ -153,7 +153,7 @@ def _decode_place(after: str) -> tuple[str, str]:
     try:
         return msgspec.msgpack.decode(urlsafe_b64decode(after), type=tuple[str, str])
     except ValueError as error:
-        raise ValueError("after must be the next of the previous page") from error
+        raise ValueError("after must be the value of next on the previous page") from error
 
 
 # Freeing

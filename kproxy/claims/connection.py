@@ -1,11 +1,11 @@
-"""The claims of one client connection.
+"""Hold the claims of one client connection, and decide which writes and reads they permit.
 
 States of a claim
   claimed   the claim is in etcd; another connection may still be served
   granted   every member has acted upon the claim, and so has the partition's leader if it knows fences
 
 Transitions
-  (none)  -> claimed   its transaction succeeded, as the answer says or, if that was lost, the mirror shows
+  (none)  -> claimed   its transaction succeeded, according to the answer or, if the answer was lost, the mirror
   claimed -> granted   confirmed
   granted -> claimed   the claim is raised or reset, which needs a new grant, with a new fence
   any     -> (none)    the connection ends; the loss of one claim severs it, and so ends all of its claims

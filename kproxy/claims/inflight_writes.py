@@ -1,8 +1,8 @@
 """Track writes of earlier claimants that may still reach a broker, through this process or through a dead one.
 
-Only brokers without fences need this. With these a claim is granted once no write of an earlier claimant is in flight,
-and the wait for an answer that can never come ends after a time. The wait is bounded, not safe: a broker that hangs for
-longer may still write requests it has read, and writes that bypass the proxies are not seen.
+Only brokers without fences need this. With such brokers a claim is granted once no write of an earlier claimant is in
+flight, and the wait for an answer that can never come ends after a time. The wait is bounded, not safe: a broker that
+hangs for longer may still write requests it has read, and writes that bypass the proxies are not seen.
 
 States of a partition of a gated topic
   settled     no writes are known to be in flight, except those of its claimant
@@ -47,7 +47,7 @@ EVERYTHING: Final[Place] = ("", ALL)
 
 
 def covers(listed: Collection[Place], topic: str, partition_index: int = ALL) -> bool:
-    """Whether `listed` names this partition or, with `ALL`, any of its topic."""
+    """Whether `listed` has the partition or, for `ALL`, any partition of the topic."""
     if (topic, partition_index) in listed or (topic, ALL) in listed or EVERYTHING in listed:
         return True
     return partition_index == ALL and any(each == topic for each, _ in listed)
@@ -90,7 +90,7 @@ class InflightWrites:
     """
 
     def __init__(self, writer_groups: Mapping[str, str], clock: Callable[[], float], *, unsettled_s: float) -> None:
-        # Topics as requests name them.
+        # Topics by their names as bytes, as in requests.
         self.topics = frozenset(topic.encode() for topic in writer_groups)
         self._writer_groups = writer_groups
         self._clock = clock
@@ -199,7 +199,7 @@ class LastWrites:
     def __init__(self, unsettled: InflightWrites | None) -> None:
         self._unsettled = unsettled
         self._holds: dict[int, list[Hold]] = {}
-        # Exists while `wait` waits.
+        # Set while `wait` is waiting.
         self._over: asyncio.Event | None = None
         self._is_hurried = False
 
@@ -223,7 +223,7 @@ class LastWrites:
                 self._unsettled.note_written_lost(topic.decode(), partition_index)
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait until nothing is held, at most for this time, and only until `stop_waiting` is called."""
+        """Wait until nothing is held, `timeout_s` has passed, or `stop_waiting` is called."""
         if self._holds and not self._is_hurried:
             self._over = asyncio.Event()
             with contextlib.suppress(TimeoutError):

@@ -1,4 +1,4 @@
-"""Keys and values in etcd of claims and of members, the processes that claim.
+"""Build and parse the keys and values in etcd of claims and of members (the processes that claim).
 
     {prefix}/kproxy/own/{group}/{resource}   {"proxy": id, "connection": n, "generation": n, "client": text, "since": n}
     {prefix}/kproxy/own/{group}/*            the same, for the whole group
@@ -87,7 +87,7 @@ class OwnKeys(NamedTuple):
         """Return the group and the resource, WHOLE_GROUP for all of them."""
         group, slash, resource = key.removeprefix(self.claims).partition("/")
         if not slash or not group or not resource:
-            raise ValueError(f"{key!r} names no group and resource")
+            raise ValueError(f"invalid key {key!r}; expected a group and a resource")
         found = _unquoted(group), WHOLE_GROUP if resource == _WHOLE else _unquoted(resource)
         if self.claim(*found) != key:
             raise ValueError(f"{key!r} is not the canonical key of its group and resource")
@@ -97,7 +97,7 @@ class OwnKeys(NamedTuple):
 def _unquoted(text: str) -> str:
     name = unquote(text, errors="strict")
     if len(name.encode()) > MAX_NAME_BYTES:
-        raise ValueError(f"a name of more than {MAX_NAME_BYTES} bytes")
+        raise ValueError(f"a name has more than {MAX_NAME_BYTES} bytes")
     return name
 
 
@@ -117,4 +117,4 @@ def _decode(value: bytes, kind: type[_Value]) -> _Value:
     try:
         return msgspec.json.decode(value, type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(f"no {kind.__name__}: {error}") from error
+        raise ValueError(f"invalid {kind.__name__}: {error}") from error

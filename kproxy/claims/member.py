@@ -1,6 +1,6 @@
-"""Keep this process a member: its lease, its entry, its published state, and the mark that members leave.
+"""Keep this process a member, one of the processes that may claim: keep its lease alive and publish its state.
 
-    {prefix}/kproxy/own-at-work   the mark, which is on no lease and so outlives its writers
+    {prefix}/kproxy/own-at-work   a mark (AtWorkMark) on no lease, which outlives its writers
 
 States
   out      no lease is certain to live, and no claim of this process counts
@@ -9,8 +9,7 @@ States
 Transitions
   out -> in    a lease is granted and the entry put on it
   in  -> out   the lease is no longer certain to live (its fence breaks, as when etcd is silent), or etcd does not know
-               the lease, or the entry was deleted. `on_lost` is called. A new lease is requested, on which nothing is
-               owned.
+               the lease, or the entry was deleted. `on_lost` is called. A new lease is requested, with no claim on it.
 
 Invariants
 1. `on_lost` is called before any other client can get claims that were on the lease, because the deadline is before the
@@ -18,7 +17,7 @@ Invariants
 2. The published values of `seen` on one lease only grow. Each put sends the newest; one put is under way at a time.
 3. The name of a member is the id of its lease, and is never used again.
 4. The mark exists before the first claim that no broker fences is granted, and while the granting process lives.
-5. Only a process that ends in order removes the mark, as the last member and with no write in flight. The first process
+5. Only a process that ends normally removes the mark, as the last member and with no write in flight. The first process
    that finds the mark treats every partition as it would after the death of its claimant's process.
 """
 
@@ -165,7 +164,7 @@ class OwnMember:
             self.on_lost(reason)
 
     async def _leave(self) -> None:
-        """Give everything up, then publish the places left unsettled, then revoke the lease."""
+        """Give up all claims, publish the places left unsettled, then revoke the lease."""
         self._give_up("the proxy has no lease in etcd")
         fence, self._fence = self._fence, None
         if fence is None:
@@ -184,7 +183,7 @@ def _name(fence: LeaseFence) -> str:
 
 
 class AtWorkMark:
-    """The mark in etcd that writers were at work when the last of all proxies died.
+    """The mark in etcd which shows that writers were active when the last of all proxies died.
 
     Their writes in flight are unknown then. This matters only with brokers without fences
     (kproxy.claims.inflight_writes). `table` must be loaded first.
@@ -204,7 +203,7 @@ class AtWorkMark:
             try:
                 if await self._client.get(self._key) is not None and not self._table.members:
                     log.warning(
-                        "earlier writes waited for", reason="all proxies ended at once: what they sent is waited for"
+                        "claims delayed", reason="all proxies ended at once, and their last writes may still arrive"
                     )
                     self._unsettled.note_all_gone()
                 return
@@ -219,7 +218,7 @@ class AtWorkMark:
             self._put_as = member
 
     async def remove(self) -> None:
-        """Remove the mark, as this process has ended in order, and is no longer a member."""
+        """Remove the mark, because this process ends normally and is no longer a member."""
         if not self._put_as or self._unsettled.places():
             return
         members = self._table.keys.members

@@ -4,8 +4,8 @@ Invariants
 1. Every claim in etcd of an ended connection of this process is deleted, even if it was put after that end. The
    deletion is guarded by the revision of the put, so it never removes a claim of another connection.
 2. At most CONCURRENT_DELETIONS run at a time.
-3. When a claim of a gated partition is gone, the partition is released at its leader with the revision of that change:
-   by the member that held the claim or, if that member is gone too, by the first living one.
+3. When a claim of a gated partition is gone, a member releases the partition at its leader, with the revision of that
+   change: the member that held the claim or, if it is gone too, the first living one.
 4. A process that is not a member defers such releases until it is one again, and drops those of partitions that are
    owned by then; at most MAX_DEFERRED wait.
 """
@@ -40,10 +40,10 @@ class Release(NamedTuple):
 
 
 class Brokers(Protocol):
-    """The brokers behind a proxy, as claims need them."""
+    """The interface through which claims use the brokers behind a proxy."""
 
     def have_fences(self) -> bool:
-        """Whether they know fences."""
+        """Whether the brokers support fences."""
 
     def partition_indexes(self, topic: str) -> Collection[int]:
         """Return the known partition indexes of a topic."""
@@ -76,7 +76,7 @@ class WriterGroups:
     """Topics that only claimants may write, with the group of each in `writer_groups`."""
 
     def __init__(self, writer_groups: Mapping[str, str], brokers: Brokers) -> None:
-        # Topics as requests name them.
+        # Topics by their names as bytes, as in requests.
         self.by_topic = {topic.encode(): group for topic, group in writer_groups.items()}
         self._brokers = brokers
 

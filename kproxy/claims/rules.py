@@ -1,10 +1,10 @@
-"""Decide claims: the table of the Kafka wiki's "Single Reader/Writer", as pure functions.
+"""Decide whether a claim succeeds, by the table of the Kafka wiki's "Single Reader/Writer", in pure functions.
 
 A claim of a whole group exists beside the claims of its resources and conflicts with each of them. Of two claims that
-conflict the later one, by fence, is in force. `in_force` drops claims that are not, and `latest` returns the claim that
-counts for a resource. This holds for two claims of one connection as well: a connection that has a whole group and
-resets one resource has that resource with generation 1 from then on. Each requested resource gets one decision;
-`acquire` carries it out.
+conflict, the one with the higher fence, the later one, is in force. `in_force` drops claims that are not in force, and
+`latest` returns the claim that counts for a resource. This holds for two claims of one connection as well: a connection
+that has a whole group and resets one resource has that resource with generation 1 from then on. Each requested resource
+gets one decision; `acquire` carries it out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Claim(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """With an `error_code` nothing changes. `is_new` False: the asker already has this claim and generation."""
+    """With an `error_code` nothing changes. `is_new` False: the claimant already has this claim and generation."""
 
     error_code: int
     generation: int = NO_GENERATION

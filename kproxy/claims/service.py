@@ -1,8 +1,8 @@
-"""Serve the Own API in one process: claim for its clients' connections, and act upon claims of others.
+"""Serve the Own API in one process: claim for its clients' connections, and act upon the claims of other processes.
 
 Each resource of a request takes these steps independently
   decided   by the rules, in a transaction (`acquire.ClaimWriter`)
-  granted   once nobody else is served (`acquire.ClaimGranter`)
+  granted   once no other client is served (`acquire.ClaimGranter`)
 
 Invariants
 1. A claim counts, for writing or reading, only when it is granted and while this process's lease is certain to live.
@@ -114,7 +114,7 @@ class OwnService(TableListener):
         )
         self._connections: dict[int, ClaimingConnection] = {}
         self._last_number = 0
-        # The fence of the latest claim, to be confirmed once the table has this revision; 0: none.
+        # The fence of the latest claim, confirmed once the table has this revision; 0: none.
         self._to_confirm = 0
         # The task of `run`; once it fails nothing can be claimed any more.
         self.running: asyncio.Task[None] | None = None
@@ -229,7 +229,7 @@ class OwnService(TableListener):
     # Changes of the table
 
     def claim_put(self, row: TableRow, before: TableRow | None) -> None:
-        """Sever connections that lost something by a claim (invariant 2)."""
+        """Sever connections that lost a resource by a claim (invariant 2)."""
         if row.owner.proxy == self._member.name:
             self._learn_own(row)
         else:

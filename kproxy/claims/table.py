@@ -1,12 +1,12 @@
-"""All claims and members as etcd has them, kept current by one mirror.
+"""Hold all claims and members in a table that one mirror of etcd keeps current.
 
-State: for each group its claims by resource, and that of the whole group; for each member its published state.
+State: for each group its claims by resource, and the claim of the whole group; for each member its published state.
 
 Invariants
 1. Changes of claims and members are reported in their order in etcd, because they share a prefix and so a watcher. A
    listener that gets a claim at revision R knows every member that existed at R.
 2. The listener gets a change after the table has it, and the end of each batch after all its changes.
-3. A snapshot is reported as the changes that lead to it. Earlier changes that left no trace are not reported.
+3. A snapshot is reported as the changes that lead to it. Changes that were undone before it are not reported.
 4. An invalid key or value is skipped, counted, and logged once per key. The table holds at most MAX_CLAIMS.
 """
 
@@ -62,22 +62,22 @@ class TableListener:
     """Acts upon changes, or ignores them. All calls come from the mirror's task and await nothing."""
 
     def claim_put(self, row: TableRow, before: TableRow | None) -> None:
-        """A claim was put; `before` is the claim that it replaced."""
+        """Handle a put claim; `before` is the claim that it replaced."""
 
     def claim_gone(self, row: TableRow, revision: int) -> None:
-        """A claim was deleted, at `revision`."""
+        """Handle the deletion of a claim, at `revision`."""
 
     def member_put(self, name: str, member: Member) -> None:
-        """A process is new, or published something new."""
+        """Handle the published state of a new or known process."""
 
     def member_gone(self, member: str, rows: Sequence[TableRow], revision: int) -> None:
-        """A process is not a member since `revision`; the `rows` that it held are gone or about to be."""
+        """Handle the end of a member at `revision`; the `rows` that it held are gone or about to be."""
 
     def batch_told(self) -> None:
-        """All changes up to the table's revision have been reported."""
+        """Handle the end of a batch: all changes up to the table's revision have been reported."""
 
     def restored(self) -> None:
-        """etcd was restored: earlier fences do not compare with later ones."""
+        """Handle a restored etcd: fences from before cannot be compared with later ones."""
 
 
 class OwnTable:
@@ -186,7 +186,7 @@ class OwnTable:
             return  # reported twice
         if before is None:
             if self.count >= MAX_CLAIMS:
-                raise ValueError(f"there are more than {MAX_CLAIMS} claims")
+                raise ValueError(f"the table is full: it holds {MAX_CLAIMS} claims")
             self.count += 1
         rows[resource] = row
         self.listener.claim_put(row, before)

@@ -1,4 +1,4 @@
-"""A small etcd client over grpc.aio: KV, transactions, leases, watches.
+"""A small etcd client over grpc.aio, with keys and values, transactions, leases and watches.
 
 No published client has all that kproxy needs: several members, require-leader, progress notifications, fragments, and
 errors that report an unknown outcome. Start at `client.py`; `mirror.py` keeps a local copy of a few prefixes current.

@@ -1,9 +1,9 @@
-"""The etcd client: calls and streams while a majority of members works.
+"""Call etcd and open streams to it, through any of its members, as long as a majority of them works.
 
 States: NEW --connect()--> OPEN --close()--> CLOSED. `connect` may be called again after a failure, not after `close`.
 
 Guarantees, with three members of which any one is killed, hangs, or is cut off
-- Another member answers a call that begins afterwards. Detection costs 2 s once (`members.py`, invariant 2).
+- A call that begins afterwards is answered by another member. Detection costs 2 s once (`members.py`, invariant 2).
 - A call in flight: a read goes to another member; a write fails as `maybe_applied` as soon as the failure of the member
   is detected, and at its deadline at the latest.
 - While another leader is elected, which takes etcd a second or two, the same holds for every call.

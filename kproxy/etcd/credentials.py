@@ -10,7 +10,7 @@ Invariants
    etcd spends a tenth of a second of CPU on each check. Meanwhile callers get the last refusal at once.
 3. A token newer than the refused one is kept: `refused` names the token that etcd did not accept.
 4. No log line, error or repr contains the password or the token.
-5. If certificates cannot be read any more, for example during an exchange, the last good ones stay in force.
+5. If certificates cannot be read any more, for example while they are replaced, the last valid ones are used.
 """
 
 from __future__ import annotations

@@ -43,13 +43,13 @@ class Endpoint(NamedTuple):
 
 
 def parse_endpoints(texts: Sequence[str]) -> tuple[Endpoint, ...]:
-    """Parse the members, each once. Raises EtcdMisused that names the fault."""
+    """Parse the members' addresses, without duplicates. Raises EtcdMisused, which names the fault."""
     if not texts:
         raise EtcdMisused("No etcd endpoint is configured: give at least one, such as http://127.0.0.1:2379.")
     endpoints = tuple(dict.fromkeys(parse_endpoint(text) for text in texts))
     if len({endpoint.tls for endpoint in endpoints}) > 1:
         listed = ", ".join(texts)
-        raise EtcdMisused(f"The etcd endpoints {listed} are not all of one kind: write https:// for each, or for none.")
+        raise EtcdMisused(f"The etcd endpoints {listed} mix TLS and plain text: write https:// for each, or for none.")
     return endpoints
 
 

@@ -1,4 +1,4 @@
-"""The errors of the etcd client, and the conversion of gRPC's errors."""
+"""Define the errors of the etcd client, and convert gRPC's errors to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Allocate unique numbers from one key, in blocks by compare-and-swap.
+"""Allocate unique numbers, such as producer ids, from one etcd key: take blocks of them by compare-and-swap.
 
 The key's value is, in decimal, the first number that is not taken. A process that advances the value by BLOCK owns the
 numbers in between. Numbers that the process has not used when it ends are lost, which costs nothing. Reference brokers

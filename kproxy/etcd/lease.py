@@ -1,4 +1,4 @@
-"""Keep a lease alive, and know how long it is certain to live.
+"""Keep an etcd lease alive, and compute how long it is certain to live.
 
 States of `lease_keep_alive`: OPENING (no stream) -> ASKING (one keepalive unanswered) -> RESTING -> ASKING …; any
 failure leads back to OPENING. It ends in LeaseLost, or when the caller cancels it.
@@ -8,11 +8,11 @@ Invariants
    moment, so the lease lives at least until sent_at + ttl_s (unless it is revoked).
 2. One keepalive is in flight at a time: answers carry no number, so only one request may await an answer. If the answer
    is late, the stream is dropped together with it.
-3. LeaseLost is raised only on etcd's own word (TTL 0). An unreachable etcd is asked again for ever: the caller stops at
+3. LeaseLost is raised only if etcd answers so (TTL 0). An unreachable etcd is asked again for ever: the caller stops at
    its own deadline.
 4. The deadline of a `LeaseFence` is the send time of the last answered keepalive, plus the TTL in its answer, minus a
    margin. As etcd counts from a later moment, no other process can have the lease's keys before that deadline. So the
-   holder's rights end when etcd falls silent; no message is needed.
+   holder's ownerships end when etcd falls silent; no message is needed.
 5. A broken fence is never valid again: everything held under it must be acquired again.
 """
 

@@ -1,4 +1,4 @@
-"""etcd's messages: protobuf classes, results as named tuples, and parts of transactions.
+"""Define etcd's messages: protobuf classes for requests, named tuples for results, and the parts of transactions.
 
 The descriptors are in a pool of their own: another library in the same process may have registered etcd's own .proto
 files under the same names.

@@ -1,4 +1,4 @@
-"""Keep a local copy of a few prefixes current: load them, then watch them without losing a change.
+"""Keep a local copy of a few etcd prefixes current: load them, then watch them without losing a change.
 
 Single keys can be mirrored too; every rule for a prefix applies to them. All prefixes share one watch stream, with a
 watcher each. So only one stream can break, fall silent and be replaced, and the loss of its connection is noticed at
@@ -130,7 +130,7 @@ class MirrorListener(Protocol):
     """The receiver of a mirror's changes, one call at a time. An exception from any call ends `run`."""
 
     def on_restored(self) -> None:
-        """etcd was restored: earlier revisions do not compare with later ones. A snapshot follows."""
+        """Handle a restored etcd: revisions from before cannot be compared with later ones. A snapshot follows."""
 
     def on_snapshot(self, snapshot: Snapshot) -> Awaitable[None] | None:
         """Replace the state by all keys of all prefixes at the snapshot's revision.
@@ -181,7 +181,7 @@ class PrefixMirror:
 
     def __post_init__(self) -> None:
         if not self.prefixes or len(set(self.prefixes)) != len(self.prefixes) or not all(self.prefixes):
-            raise ValueError("a mirror needs different prefixes, none of them empty")
+            raise ValueError("invalid prefixes; expected different ones, none of them empty")
         # The position is the watch id, which must be above 0 for etcd.
         watched = [*map(_Watched, self.prefixes), *(_Watched(key, exact=True) for key in self.keys)]
         self._watched = dict(enumerate(watched, start=1))
@@ -299,7 +299,7 @@ class PrefixMirror:
         if now.cluster_id != self._cluster_id or now.revision < seen:
             raise _Restored(
                 f"etcd was restored: cluster {now.cluster_id:x} at revision {now.revision}, "
-                f"where cluster {self._cluster_id:x} had reached {seen}"
+                f"but cluster {self._cluster_id:x} had reached {seen}"
             )
         self._confirmed_at = max(self._confirmed_at, asked_at)
 
@@ -313,7 +313,7 @@ class PrefixMirror:
         while True:
             message = await stream.read(self.progress_interval_s)
             if self._restored:
-                raise _Restored("etcd was restored, as another read has shown")
+                raise _Restored("etcd was restored: another read has shown it")
             if message is not None:
                 self._stream_heard_at = quiet_since = self.clock()
                 await self._take(message)

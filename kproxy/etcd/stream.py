@@ -1,4 +1,4 @@
-"""One bidirectional gRPC call (a watch or a keepalive), on a connection of its own.
+"""Run one bidirectional gRPC call (a watch or a keepalive) on a connection of its own.
 
 The connection of a silent stream may be dead. gRPC detects this after 9 s, about the TTL of a lease, and would put the
 next stream on the same connection. With a channel of its own, a stream is replaced together with its connection; and a
@@ -79,7 +79,7 @@ class EtcdStream:
         except TimeoutError:
             self._in_vain = True
             where = self._members.endpoints
-            raise EtcdUnavailable(f"etcd at {where} took no {self._method} within {timeout_s:g} s.") from None
+            raise EtcdUnavailable(f"etcd at {where} accepted no {self._method} within {timeout_s:g} s.") from None
 
     async def _open(self) -> None:
         self._token = await self._tokens.get()

@@ -1,9 +1,9 @@
 """Follow, join and leave the fleet of proxies that share an etcd.
 
 States
-  entered    this proxy knows the others or, while etcd does not answer, itself alone
-  joined     the others name this proxy, which is only while it serves clients
-  left       the others do not name this proxy, and so send it no clients; it takes no more
+  entered    this proxy knows the others or, while etcd does not answer, only itself
+  joined     the others name this proxy; this is so only while it serves clients
+  left       the others do not name this proxy, and so send it no clients; this proxy accepts no new clients
 
 Without an etcd, or if it is to be alone, this proxy names itself in all states. The membership has an etcd client of
 its own, as the routing table may come from elsewhere.

@@ -1,4 +1,4 @@
-"""Register this proxy in etcd, so that other proxies name it.
+"""Register this proxy in etcd, so that other proxies name it to their clients.
 
 The key is `{prefix}/kproxy/proxies/{id}`, on a lease of its own.
 
@@ -14,15 +14,15 @@ Transitions
   out -> registered           the lowest free id is claimed; or an existing entry with this address is taken over, whose
                               process has ended before its lease, or is a second one
   registered -> out           the lease is gone, or the entry was deleted
-  registered -> standing by   another process has taken the entry over: two live processes advertise one address
+  registered -> standing by   another process has taken over the entry: two live processes advertise one address
   standing by -> registered   the other's entry has gone
   any -> out                  `run` is cancelled: the lease is revoked, and so the entry removed, before `run` ends
 
 Invariants
 1. An entry is created only if there is none, and replaced only if unchanged since it was read (by mod_revision), with
    the same address. So an id belongs to one address as long as the entry exists, and two addresses never share an id.
-2. Of two live processes with one address the later one has the entry; the earlier never takes it back, so that they do
-   not fight. Both log this.
+2. Of two live processes with one address the later one has the entry; the earlier never takes it back, so that the
+   entry does not alternate. Both log this.
 3. After every claim the lease holds the entry or is revoked. A lease that cannot be revoked ends by itself, and the
    entry on it has this address.
 4. An unreachable etcd is asked again for ever.

@@ -1,4 +1,4 @@
-"""Keep a `Fleet` current with the proxies registered in etcd.
+"""Keep a proxy's list of all proxies (`Fleet`) current with the proxies registered in etcd.
 
 Their keys are under `{prefix}/kproxy/proxies/`.
 
@@ -14,7 +14,7 @@ Invariants
 2. A proxy that never had an id names the others. An empty fleet is this proxy alone, as `FIRST_NODE_ID`.
 3. An address is named once, under the lowest of its ids; at most MAX_PROXIES are named, those of the lowest ids.
 4. An invalid key or value is skipped, counted by reason, and logged once per key.
-5. Logged changes are about the other proxies.
+5. Changes of the other proxies are logged, those of this proxy are not.
 6. The fleet of a named listener has the proxies that have a listener of that name, under the same ids and with the
    addresses of those listeners. This proxy is one of them, unless it is leaving.
 """

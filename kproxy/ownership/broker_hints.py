@@ -1,6 +1,6 @@
 """Ask brokers for the leaders of partitions while etcd is silent.
 
-Reference brokers answer Metadata by the leases in etcd. A broker that has lost its own lease names no leader, and the
+Reference brokers answer Metadata from the leases in etcd. A broker that has lost its own lease names no leader, and the
 next one is asked. KafScale's brokers answer from their snapshot and ignore the leases: their answers are not used.
 
 An answer is only a hint (kproxy.routing.topology): the broker that it names checks its own lease before it appends, so
@@ -66,7 +66,7 @@ class BrokerHints:
         return answer is not None and await self._take(answer, asked, is_wanted)
 
     async def _answer(self, asked: dict[Partition, int]) -> MetadataReader | None:
-        """The first useful answer; None if there is none."""
+        """Return the first useful answer; None if there is none."""
         topics = [{"name": topic.decode("ascii")} for topic in dict.fromkeys(topic for topic, _ in asked)]
         in_doubt = {self._topology.owner(*partition) for partition in asked}
         # Owners in doubt last, others in random order, so that a broker cut off from etcd is not always first.
@@ -76,7 +76,7 @@ class BrokerHints:
             try:
                 connection = await open_any(untried, TIMEOUT_S, access=self._access)
             except BrokerUnreachable as error:
-                log.debug("no broker asked for owners", reason=str(error))
+                log.debug("brokers not asked for owners", reason=str(error))
                 return None
             untried.remove(connection.address)
             try:
@@ -85,7 +85,7 @@ class BrokerHints:
                     if any(topic.error_code == NONE for topic in answer.topics):
                         return answer
             except BrokerUnreachable as error:
-                log.debug("owners not learned", reason=str(error))
+                log.debug("owners not found", reason=str(error))
             finally:
                 connection.abort()
         return None

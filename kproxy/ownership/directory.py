@@ -50,7 +50,7 @@ Value = TypeVar("Value")
 
 
 class Overlay(Generic[Key, Value]):
-    """Values by key from two sources. `tell` is called with a key and its present value, None for none."""
+    """Values by key from two sources. `tell` is called with a key and its present value, or None."""
 
     def __init__(self, tell: Callable[[Key, Value | None], None]) -> None:
         self._tell = tell
@@ -117,7 +117,7 @@ class GroupLeases:
         self._leases: dict[str, GroupLease] = {}
 
     def holder(self, group: str) -> int | None:
-        """The id of the broker that coordinates the group; None for none."""
+        """The id of the broker that coordinates the group; None if it has no lease."""
         lease = self._leases.get(group)
         return None if lease is None else lease.broker_id
 

@@ -1,7 +1,7 @@
-"""One connection to a Kafka broker for small requests, one after another.
+"""Send small requests, one after another, on a connection to a Kafka broker.
 
-Every part of kproxy with requests of its own uses it: the proxy for owners and the trail's topic, the commands, and the
-audit, also on Spark's executors. So it needs only the standard library, kproxy_codec, kafka-python and scramp.
+Every part of kproxy that sends its own requests uses it: the proxy for owners and the trail's topic, the commands, and
+the audit, also on Spark's executors. So it needs only the standard library, kproxy_codec, kafka-python, scramp.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class KafkaConnection:
         try:
             session = await authenticating
         except AccessRefused as error:
-            raise BrokerRefused(f"{self.address} gives no access ({error})") from error
+            raise BrokerRefused(f"{self.address} refuses access ({error})") from error
         self._authenticate_version = session.authenticate_version
         now = asyncio.get_running_loop().time()
         self._renew_at = None if session.renew_after_s is None else now + session.renew_after_s
@@ -207,7 +207,7 @@ class KafkaConnection:
         theirs = self._versions.get(api_key)
         ours = version_range(api_key)
         if theirs is None or max(theirs[0], ours[0]) > min(theirs[1], ours[1], at_most):
-            raise UnsupportedVersion(f"no version of {keys.name_of(api_key)} in common")
+            raise UnsupportedVersion(f"kproxy and the broker share no version of {keys.name_of(api_key)}")
         return min(theirs[1], ours[1], at_most)
 
     def offered(self, api_key: int) -> tuple[int, int] | None:
@@ -258,7 +258,7 @@ async def open_any(
     if winner is None:
         is_final = failures and all(isinstance(each, BrokerRefused) for each in failures)
         kind = BrokerRefused if is_final else BrokerUnreachable
-        raise kind("; ".join(map(str, failures)) or "there is no broker to ask")
+        raise kind("; ".join(map(str, failures)) or "no broker is known")
     return winner
 
 

@@ -1,4 +1,4 @@
-"""Apply Metadata answers of a Kafka cluster to a topology, in portions.
+"""Apply Metadata answers of a Kafka cluster to the routing table (`Topology`), in portions.
 
 State: the cluster's id, and for each topic its id and the highest leader epoch of each partition.
 
@@ -77,7 +77,7 @@ class KafkaLeaders:
             self._topology.remove_broker(broker_id)
 
     def _work(self, answer: MetadataReader, whole: bool) -> Iterator[tuple[int, Iterator[None]]]:
-        """The steps of each topic, with its number of partitions."""
+        """Yield the work for each topic: its number of partitions, and the steps."""
         if whole:
             there = {topic.name for topic in answer.topics}
             for name in [name for name in self._known if name not in there]:
@@ -95,7 +95,7 @@ class KafkaLeaders:
             return
         if self._cluster_id is not None:
             log.error(
-                "kafka cluster changed", consequence="the table begins again", before=self._cluster_id, now=cluster_id
+                "kafka cluster changed", consequence="the table is emptied", before=self._cluster_id, now=cluster_id
             )
             self._known.clear()
             self._topology.begin_rebuild()

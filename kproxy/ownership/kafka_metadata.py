@@ -1,4 +1,4 @@
-"""Learn owners from a Kafka cluster's Metadata: decide when to ask, and which broker.
+"""Read partition leaders from a Kafka cluster's Metadata: decide when to ask, and which broker.
 
 States: EMPTY --first answer--> CURRENT <--> STALE (no answer for `stale_after_s`). A stale table still serves.
 
@@ -193,7 +193,7 @@ class KafkaMetadata:
             raise
         if not answer.brokers:
             await self._drop_connection()
-            raise BrokerUnreachable("a broker answered with no brokers: it is still starting")
+            raise BrokerUnreachable("a broker that is still starting named no brokers")
         for _ in self._leaders.take(answer, whole=whole):
             await asyncio.sleep(0)
         self._heard_at = self._clock()

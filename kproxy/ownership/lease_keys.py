@@ -1,4 +1,4 @@
-"""Parse the keys and values of ownership in etcd; report the invalid ones.
+"""Parse etcd's keys and values about owners, brokers and topics, and report invalid ones.
 
 An invalid key or value raises `InvalidEntry`. `SkippedKeys` counts them by reason and logs each key once.
 """

@@ -1,4 +1,4 @@
-"""Keep the owners in a `Topology` current from the leases in etcd.
+"""Keep the partitions' owners in the routing table (`Topology`) current with the leases in etcd.
 
 It mirrors `{prefix}/partition-leases/{topic}/{partition}` (value: a decimal broker id), and the keys of its
 `directory`: brokers' addresses, topic ids, group coordinators. The mirror (`kproxy.etcd.mirror`) stays current, and

@@ -1,4 +1,4 @@
-"""A rate limit for questions to brokers."""
+"""Limit the rate of questions to brokers."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 """Read the reference brokers' replicas and ISRs from etcd, on demand.
 
-No request is routed by them, so no mirror is needed. A read sees one state of etcd, at one revision:
+They route no request, so no mirror is needed. A read sees one state of etcd, at one revision:
 
     {prefix}/refbroker/topics/{topic}                   "topic_id", "replicas" by partition, "configs"
     {prefix}/refbroker/partitions/{topic}/{partition}   "leader_epoch", "isr", "topic_id"
     {prefix}/partition-leases/{topic}/{partition}       the leader
     {prefix}/brokers/{id}                               the live brokers
 
-A partition without a state has no row. Nor has a partition whose state is of an earlier topic of its name. If no topic
-has a key, as with KafScale's brokers, the rest is not read.
+A partition without a state, or with the state of an earlier topic of its name, has no row. If no topic has a key, as
+with KafScale's brokers, the rest is not read.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _min_insync_replicas(topic: _Topic, replicas: int) -> int:
 
 
 async def read_replication(client: EtcdClient, prefix: str) -> Replication:
-    """Read the present state. Skip invalid entries. Raises EtcdError."""
+    """Read the present replicas and ISRs. Skip invalid entries. Raises EtcdError."""
     root = prefix.rstrip("/")
     found = await client.get_prefix(f"{root}/refbroker/topics/")
     revision = found.revision

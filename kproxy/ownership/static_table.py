@@ -1,7 +1,7 @@
 """Take owners from a fixed table in the configuration: brokers by id, owners by topic and partition.
 
-It serves sidecars whose brokers seldom move, and measurements. A topic that the table does not name has no owner.
-A reload of the configuration brings another table (`load`).
+It is meant for sidecars whose brokers seldom move, and for measurements. A topic that the table does not name has no
+owner. A reload of the configuration replaces the table (`load`).
 
 Invariant: a revision is the number of the reading that changed an entry. Revisions only grow.
 """
@@ -55,6 +55,6 @@ class StaticTable:
         """Do nothing: the table does not change by itself."""
 
     async def reload(self) -> str:
-        """Return which table is in force, as `load` has taken it."""
+        """Describe the present table, which `load` has set."""
         partitions = sum(len(topic.owners) for topic in self._owners.topics)
         return f"{partitions} partitions and {len(self._owners.brokers)} brokers, from {self._owners.where}"

@@ -338,7 +338,7 @@ async def test_block_errors_and_outside_cancellation_are_not_hidden(owned_topics
 async def test_client_owns_in_one_block_at_once(owned_topics: OwnedTopics) -> None:
     topic = owned_topics.topic()
     async with producers(owned_topics, 1) as (producer,), own(producer, WRITERS, [f"{topic}/0"], 2) as ownership:
-        with pytest.raises(RuntimeError, match="owns something already"):
+        with pytest.raises(RuntimeError, match="already owns resources"):
             async with own(producer, WRITERS, [f"{topic}/1"], 2):
                 pytest.fail("it would share its connections")
         assert ownership.is_valid

@@ -271,7 +271,7 @@ def test_trail_goes_to_a_secured_cluster(secured: TlsKafka, client: Pair, tmp_pa
 TRAIL_REFUSED: dict[str, tuple[str, str, str]] = {
     "another authority": ("{ours}", "{theirs}", "not signed by the authorities in audit.tls.ca: set audit.tls.ca"),
     "another name": ("sasl.mechanism", 'tls.server_name = "other.test"\nsasl.mechanism', "for another name than other"),
-    "a wrong password": ("trail-secret", "wrong-secret", "gives no access .*invalid credentials"),
+    "a wrong password": ("trail-secret", "wrong-secret", "refuses access .*invalid credentials"),
     "no secret any more": ("trail-secret", "lost-secret", "audit.sasl.password_file .*lost-secret cannot be read"),
 }
 

@@ -14,7 +14,7 @@ NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=4
 # Characters with a meaning in keys, in paths and in percent-encoding, in any order.
 AWKWARD = st.text(st.sampled_from("*/%2Aa.~ \x00\nü\U0001f600"), min_size=1, max_size=12)
 ANY_NAME = NAMES | AWKWARD
-REFUSED = r"names no|a name of|not the canonical key|can't decode"
+REFUSED = r"expected a group|a name has more|not the canonical key|can't decode"
 NATURAL = st.integers(0, (1 << 63) - 1)
 
 
@@ -127,7 +127,7 @@ def test_values_survive_a_round_trip(claim: ClaimValue, member: MemberValue) -> 
     ],
 )
 def test_invalid_claim_is_refused(value: bytes) -> None:
-    with pytest.raises(ValueError, match="no ClaimValue"):
+    with pytest.raises(ValueError, match="invalid ClaimValue"):
         decode_claim(value)
 
 
@@ -146,5 +146,5 @@ def test_invalid_claim_is_refused(value: bytes) -> None:
     ],
 )
 def test_invalid_member_is_refused(value: bytes) -> None:
-    with pytest.raises(ValueError, match="no MemberValue"):
+    with pytest.raises(ValueError, match="invalid MemberValue"):
         decode_member(value)

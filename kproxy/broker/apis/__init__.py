@@ -1,4 +1,4 @@
-"""The APIs of the broker.
+"""Handlers of the Kafka APIs that the broker offers.
 
-Each file opens with its APIs' versions and behaviour; `registry` lists them all.
+The docstring of each file gives the versions and the behaviour of its APIs; `registry` lists all of them.
 """

@@ -1,15 +1,16 @@
-"""BindFences, version 0: this project's own API, used by proxies.
+"""Handle BindFences, version 0: this project's own API, by which proxies tell a broker which writers it may accept.
 
 kproxy_codec.own has its format.
 
 - A bound fence applies to all later writes on this connection, and etcd keeps it. Connections bound lower, or not at
   all, are refused with POLICY_VIOLATION until the fence is released with a higher one.
-- A fence lower than the known one: POLICY_VIOLATION, with the highest; and what is produced on the connection is
-  refused.
-- Not the owner: 6; the connection counts as bound if this broker leads by the time of its next requests. No such topic
-  or partition: 3. This broker first takes a partition that never had a leader, if it may.
-- etcd does not answer: 15 if nothing was done, 7 if that is unknown; the binding does not change.
-- A fence below 1, or above etcd's revision: INVALID_REQUEST; also for every partition of a request that names one
+- A fence below the known one gets POLICY_VIOLATION with the highest fence; then the connection may not write.
+- A partition that this broker does not lead gets NOT_LEADER_OR_FOLLOWER; the connection counts as bound if this broker
+  leads it by the time of its next requests. An unknown topic or partition gets UNKNOWN_TOPIC_OR_PARTITION. This broker
+  first takes a partition that never had a leader, if it may.
+- If etcd does not answer, the binding does not change: COORDINATOR_NOT_AVAILABLE if nothing was done, REQUEST_TIMED_OUT
+  if that is unknown.
+- A fence below 1 or above etcd's revision gets INVALID_REQUEST, as does every partition of a request that names one
   twice.
 """
 

@@ -1,21 +1,21 @@
-"""FindCoordinator and InitProducerId.
+"""Handle FindCoordinator and InitProducerId: name a group's coordinator, and assign producer ids.
 
 Consumer groups and idempotent producers are offered, transactions are not.
 
 FindCoordinator, versions 0-6
-- A group's coordinator is the leader of its partition of `__consumer_offsets`, which is created for the first request:
-  the answer waits a second for its leaders. Without a leader, without a lease here, or while the broker stops:
-  COORDINATOR_NOT_AVAILABLE.
+- A group's coordinator is the leader of its partition of `__consumer_offsets`. The first request creates this topic,
+  and its answer waits a second for the leaders.
+- COORDINATOR_NOT_AVAILABLE means that the partition has no leader, or that this broker has no lease or is stopping.
 - Other keys get an error and, from version 1, a sentence with the reason. With these codes clients fail at once and
   show the sentence (tried with librdkafka 2.16 and kafka-python 3.0): CLUSTER_AUTHORIZATION_FAILED for transactions,
   because librdkafka would retry INVALID_REQUEST for ever; INVALID_REQUEST for the rest.
 
 InitProducerId, versions 0-5
-- Without a transactional id: a producer id that was never assigned before, epoch 0. COORDINATOR_NOT_AVAILABLE, which
-  clients retry, if etcd gives none.
-- With one: TRANSACTIONAL_ID_AUTHORIZATION_FAILED, the one code that makes every client fail at once instead of asking
-  for ever. (Clients send FindCoordinator first, whose answer gives the reason.)
-- An empty transactional id, and a producer id without an epoch or the reverse: INVALID_REQUEST.
+- A request without a transactional id gets a producer id that was never assigned before, with epoch 0; or, if etcd
+  gives none, COORDINATOR_NOT_AVAILABLE, which clients retry.
+- A request with a transactional id gets TRANSACTIONAL_ID_AUTHORIZATION_FAILED, the one code that makes every client
+  fail at once instead of asking for ever. (Clients send FindCoordinator first, whose answer gives the reason.)
+- An empty transactional id, or a producer id and an epoch of which only one is given, gets INVALID_REQUEST.
 """
 
 from __future__ import annotations

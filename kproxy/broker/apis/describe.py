@@ -1,13 +1,12 @@
-"""Metadata, and the Describe APIs of the cluster, topics and configs.
+"""Handle Metadata, and the Describe APIs of the cluster, topics and configurations.
 
 DescribeCluster, versions 0-1 (KIP-700)
-- Endpoint type 1, brokers, is known. Controllers, type 2, get MISMATCHED_ENDPOINT_TYPE, any other
-  UNSUPPORTED_ENDPOINT_TYPE.
+- Endpoint type 1 (brokers) is offered; 2 (controllers) gets MISMATCHED_ENDPOINT_TYPE, others UNSUPPORTED_ENDPOINT_TYPE.
 
 DescribeConfigs, versions 1-4
 - Brokers and topics are described under Kafka's names, so that admin tools find them; all are read-only.
-- A topic that does not exist: UNKNOWN_TOPIC_OR_PARTITION, or INVALID_TOPIC_EXCEPTION for an illegal name. Another
-  broker, another resource type: INVALID_REQUEST.
+- A topic that does not exist gets UNKNOWN_TOPIC_OR_PARTITION, an illegal name INVALID_TOPIC_EXCEPTION. Another broker
+  or resource type gets INVALID_REQUEST.
 
 DescribeTopicPartitions, version 0 (KIP-966)
 - Topics come in order of name; a request that names none means all. No topic is created.
@@ -17,15 +16,15 @@ DescribeTopicPartitions, version 0 (KIP-966)
 While this broker has no lease, the Describe requests close the connection (`Broker.check_knows_cluster`).
 
 Metadata, versions 0-13
-- Leaders are the lease owners; a partition without one says LEADER_NOT_AVAILABLE and leader -1.
+- A partition's leader is the owner of its lease; a partition without one has LEADER_NOT_AVAILABLE and leader -1.
 - A topic that does not exist is created, with the broker's default numbers of partitions and replicas, if the request
-  (from version 4) and the broker allow it; the answer waits a few seconds for its leaders. Otherwise
+  (from version 4) and the broker allow it; the answer waits a few seconds for its leaders. Otherwise the topic gets
   UNKNOWN_TOPIC_OR_PARTITION.
-- While this broker has no lease it names the other brokers that it knew, LEADER_NOT_AVAILABLE for each topic, and a
-  mark that makes a proxy ask another broker. Where that cannot be said (all topics are asked for, no other broker is
-  known, or the version has no place for the mark) the connection is closed.
-- An illegal name: INVALID_TOPIC_EXCEPTION. By topic id from version 12; unknown: UNKNOWN_TOPIC_ID; in earlier versions
-  INVALID_REQUEST. A topic named twice is answered once.
+- While this broker has no lease, its answer has the other brokers that it knew, LEADER_NOT_AVAILABLE for each topic,
+  and a mark that makes a proxy ask another broker. It closes the connection if such an answer is impossible: all topics
+  are requested, no other broker is known, or the version has no place for the mark.
+- An illegal name gets INVALID_TOPIC_EXCEPTION. From version 12 topics may be named by id: an unknown id gets
+  UNKNOWN_TOPIC_ID, an id in an earlier version INVALID_REQUEST. A topic named twice is answered once.
 """
 
 from __future__ import annotations

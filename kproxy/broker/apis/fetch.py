@@ -1,27 +1,29 @@
-"""Fetch from clients, ListOffsets and OffsetForLeaderEpoch.
+"""Handle Fetch from clients, ListOffsets and OffsetForLeaderEpoch.
 
 Fetch, versions 4-18 (followers fetch in another way: `replication.open_fetches`)
-- Sessionless (KIP-227): every answer says session 0; a request that continues one gets FETCH_SESSION_ID_NOT_FOUND.
-- Waits up to max_wait_ms for min_bytes. An error in any partition ends the wait, and so does a diverging epoch. The
-  high watermark wakes it.
+- There are no sessions (KIP-227): every answer has session 0; a request that continues one gets
+  FETCH_SESSION_ID_NOT_FOUND.
+- The answer waits up to max_wait_ms for min_bytes. An error or a diverging epoch of any partition ends the wait. A move
+  of the high watermark causes another look.
 - The first batch of the answer is whole, however large; beyond that the limits of the request, of each partition and of
   this broker hold. The last batch may be partial.
-- Not the owner: 6. Outside the log: OFFSET_OUT_OF_RANGE. Another leader epoch: 74 or 75 (KIP-320). By topic id from
-  version 13; unknown: UNKNOWN_TOPIC_ID.
+- An offset outside the log gets OFFSET_OUT_OF_RANGE. From version 13 an unknown topic id gets UNKNOWN_TOPIC_ID.
 - A client with replica_id >= 0 is refused: it would move the high watermark.
 
 ListOffsets, versions 1-11
 - Timestamp -1: the high watermark, or OFFSET_NOT_AVAILABLE until it has reached the epoch of a new leader (KIP-207); -2
   and -4: the log's start; -3: the largest timestamp; -5, -6 (tiered storage): nothing. Any other below 0, and one that
-  Kafka knows only in later versions of the request: UNSUPPORTED_VERSION. From 0: the first batch with a record at or
+  Kafka has only in later versions of the request: UNSUPPORTED_VERSION. From 0: the first batch with a record at or
   after it, answered with the batch's own first timestamp and offset; records are not unpacked, so a client may get a
   few earlier records.
-- Nothing found: offset -1, timestamp -1, no error. Not the owner: 6. Another leader epoch: 74 or 75 (KIP-320).
-- A partition named twice: INVALID_REQUEST. A request from a replica is answered as a consumer's.
+- If nothing is found: offset -1, timestamp -1, no error.
+- A partition named twice gets INVALID_REQUEST. A request from a replica is answered like a consumer's.
 
 OffsetForLeaderEpoch, versions 2-4 (KIP-320: consumers check their position with it after the leader has changed)
-- The largest epoch up to the requested one, and its end; -1 and -1 for an epoch that is not known yet.
-- Not the owner: 6. Another leader epoch: 74 or 75.
+- The answer is the largest epoch up to the requested one, and its end; -1 and -1 for an epoch that is not known yet.
+
+All three answer 6 (NOT_LEADER_OR_FOLLOWER) for a partition that this broker does not lead, and 74 (FENCED_LEADER_EPOCH)
+or 75 (UNKNOWN_LEADER_EPOCH) for another leader epoch than the current one (KIP-320).
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ from kproxy_codec.primitives import Buffer
 
 
 class _Found(NamedTuple):
-    """The results by topic, as requested. `is_urgent`: a partition has an error or a diverging epoch."""
+    """The results by topic, in the order of the request. `is_urgent`: a partition has an error or a diverging epoch."""
 
     topics: list[list[PartitionFetched]]
     size_in_bytes: int
@@ -63,7 +65,7 @@ def handle(broker: Broker, request: Request) -> Answer:
     """Answer a client's fetch, at once if there is enough."""
     fetch = parse_fetch(request.frame, request.header)
     if fetch.replica_id >= 0:
-        raise CloseConnection(f"Fetch with replica_id {fetch.replica_id}: followers fetch on the replication listener")
+        raise CloseConnection(f"Fetch has replica_id {fetch.replica_id}: followers fetch on the replication listener")
     broker.name_topics(fetch)
     deadline = asyncio.get_running_loop().time() + min(fetch.max_wait_ms, MAX_WAIT_MS) / 1000
     wanted = [(topic.name, topic.partitions) for topic in fetch.topics]
@@ -87,7 +89,7 @@ def _is_enough(found: _Found, fetch: FetchRequest) -> bool:
 
 
 def _watch(broker: Broker, fetch: FetchRequest, news: asyncio.Event) -> list[Partition]:
-    """Return the partitions of a fetch, whose next change sets `news`."""
+    """Return the partitions of a fetch; the next change of any of them sets `news`."""
     led = (broker.led(topic.name, index) for topic in fetch.topics for index in topic.partitions)
     watched = [partition for partition in led if partition is not None]
     for partition in watched:

@@ -1,18 +1,21 @@
-"""Consumer groups: the APIs of the classic protocol, answered by a group's coordinator.
+"""Handle the APIs of consumer groups with the classic protocol, as the coordinator of a group.
 
 JoinGroup 0-9, SyncGroup 0-5, Heartbeat 0-4, LeaveGroup 0-5, OffsetCommit 2-10, OffsetFetch 1-10, OffsetDelete 0,
 ListGroups 0-5, DescribeGroups 0-6, DeleteGroups 0-2
-- Another broker's group: NOT_COORDINATOR; while its journal is read: COORDINATOR_LOAD_IN_PROGRESS. A journal with too
-  few in-sync replicas: COORDINATOR_NOT_AVAILABLE. An empty group id: INVALID_GROUP_ID; only offsets may have one.
-- JoinGroup from version 4 first gives out a member id (KIP-394); from version 9 a restarted static leader may skip the
+- A group of another coordinator gets NOT_COORDINATOR; a group whose journal is being read,
+  COORDINATOR_LOAD_IN_PROGRESS; a group whose journal has too few in-sync replicas, COORDINATOR_NOT_AVAILABLE. An empty
+  group id gets INVALID_GROUP_ID, except for offsets.
+- JoinGroup from version 4 first assigns a member id (KIP-394); from version 9 a restarted static leader may skip the
   assignment (KIP-814). `groups.group.Options` bounds a group's members and their metadata.
-- OffsetCommit: for a topic that does not exist UNKNOWN_TOPIC_OR_PARTITION; metadata above MAX_METADATA_LENGTH
-  OFFSET_METADATA_TOO_LARGE; too many offsets or groups INVALID_COMMIT_OFFSET_SIZE.
-- OffsetFetch: -1 for what is not committed; there are no transactions to wait for (`require_stable`).
-- From version 10 both name topics by id; unknown: UNKNOWN_TOPIC_ID. Offsets of all topics: of those that exist.
+- OffsetCommit refuses a topic that does not exist with UNKNOWN_TOPIC_OR_PARTITION, metadata above MAX_METADATA_LENGTH
+  with OFFSET_METADATA_TOO_LARGE, and too many offsets or groups with INVALID_COMMIT_OFFSET_SIZE.
+- OffsetFetch answers -1 for an offset that is not committed. It ignores `require_stable`: there are no transactions.
+- From version 10 OffsetCommit and OffsetFetch name topics by id; an unknown one gets UNKNOWN_TOPIC_ID. A fetch of all
+  offsets answers those of existing topics.
 - ListGroups lists the groups of the asked broker. DescribeGroups has no client hosts.
-- ConsumerGroupHeartbeat 0-1 (KIP-848): UNSUPPORTED_VERSION, as from a Kafka whose coordinator has no consumer protocol.
-  Were it not offered, librdkafka and Java would ask for ever and say nothing. Share groups are not offered.
+- ConsumerGroupHeartbeat 0-1 (KIP-848) gets UNSUPPORTED_VERSION, as from a Kafka whose coordinator lacks the consumer
+  protocol. If the API were missing, librdkafka and Java would retry for ever without error. Share groups are not
+  offered.
 """
 
 from __future__ import annotations
@@ -29,12 +32,12 @@ from kproxy_codec import control, error_codes
 from kproxy_codec.framing import client_id
 from kproxy_codec.primitives import INT16, INT32, encode_string
 
-# Kafka's offset.metadata.max.bytes, which are UTF-16's units.
+# Kafka's offset.metadata.max.bytes, counted in UTF-16 units.
 MAX_METADATA_LENGTH = 4096
 _NO_OFFSET = CommittedOffset(-1, -1, "", -1)
 _CLASSIC = "classic"
 _BY_ID_FROM = 10
-# Begins what stands for the name of a topic whose id is not known: no name contains it.
+# Begins the placeholder for the name of a topic with an unknown id: no topic name contains it.
 _NAMELESS = "\0"
 # No throttling; no member id, epoch, interval and assignment; no tags.
 _NO_CONSUMER_PROTOCOL = (
@@ -80,7 +83,7 @@ async def handle_join_group(broker: Broker, request: Request) -> Body:
 
 
 async def handle_sync_group(broker: Broker, request: Request) -> Body:
-    """Answer SyncGroup when the leader has assigned."""
+    """Answer SyncGroup when the group's leader has sent the assignments."""
     asked = request.message()
     version = asked.version
     synced = await broker.groups.sync(
@@ -161,7 +164,7 @@ async def handle_offset_commit(broker: Broker, request: Request) -> Body:
 
 
 def _name_topics(broker: Broker, topics: Iterable[Any], version: int) -> dict[str, UUID] | None:
-    """Put names in the place of the ids of a request's topics, and return the ids by name; None if it has no ids."""
+    """Replace the ids of a request's topics by names, and return the ids by name; None if it has no ids."""
     if version < _BY_ID_FROM:
         return None
     ids: dict[str, UUID] = {}
@@ -174,7 +177,7 @@ def _name_topics(broker: Broker, topics: Iterable[Any], version: int) -> dict[st
 
 
 def _identified(topics: list[dict[str, Any]], ids: Mapping[str, UUID] | None) -> list[dict[str, Any]]:
-    """Put ids in the place of the names in an answer, if its version has them; without its id a topic is omitted."""
+    """Replace the names in an answer by ids, if its version has ids; a topic without an id is omitted."""
     if ids is None:
         return topics
     named = [(topic.pop("name"), topic) for topic in topics]

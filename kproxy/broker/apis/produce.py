@@ -1,21 +1,21 @@
-"""Produce, versions 3-13.
+"""Handle Produce, versions 3-13: append each batch to its partition's log.
 
 - Offered from version 0, otherwise librdkafka silently drops compression; 0 to 2 close the connection.
-- One batch of magic 2 for each partition; it is appended as received, with its offset and leader epoch patched in.
-- Not the owner: 6, before anything is appended; from version 10 with the owner (KIP-951). No such topic or partition:
-  3.
-- From version 13 topics are named by id (KIP-516); an unknown one: UNKNOWN_TOPIC_ID.
-- An internal topic: INVALID_TOPIC_EXCEPTION.
-- A partition named twice: every partition gets INVALID_REQUEST. acks other than -1, 0, 1: INVALID_REQUIRED_ACKS.
+- Each partition gets one batch of magic 2; it is appended as received, with its offset and leader epoch patched in.
+- A partition that this broker does not lead gets 6 (NOT_LEADER_OR_FOLLOWER), before anything is appended; from version
+  10 with its leader (KIP-951). This broker first takes a partition that never had a leader, if it may.
+- An unknown topic or partition gets 3 (UNKNOWN_TOPIC_OR_PARTITION), an internal topic INVALID_TOPIC_EXCEPTION. From
+  version 13 topics are named by id (KIP-516); an unknown one gets UNKNOWN_TOPIC_ID.
+- If a partition is named twice, every partition gets INVALID_REQUEST. acks other than -1, 0, 1 get
+  INVALID_REQUIRED_ACKS, transactional batches INVALID_TXN_STATE.
 - acks=0 is not answered; after an error the connection is closed, as in Kafka, so that the client notices it.
-- A writer that the partition's fence refuses (BindFences): POLICY_VIOLATION, whatever it sent. If the connection's
-  fence is not yet kept for this topic, it is kept first; else LEADER_NOT_AVAILABLE.
-- With `--flush always` no answer is sent before the records are on the disk: 7 if the disk fails. Even acks=0 does not
-  wait for the disk.
-- acks=-1 is answered when every in-sync replica has the records, within the request's time: else 7, or 20 if too few
-  replicas stay in sync; 19, before the append, if there are too few already. Transactional batches get
-  INVALID_TXN_STATE.
-- This broker first takes a partition that never had a leader, if it may.
+- A writer that the partition's fence refuses (BindFences) gets POLICY_VIOLATION, whatever it sent. If the connection's
+  fence is not yet kept for this topic, it is kept first; if that fails, LEADER_NOT_AVAILABLE.
+- With `--flush always` no answer is sent before the records are on the disk; 7 (REQUEST_TIMED_OUT) if the disk fails.
+  Only acks=0 does not wait for the disk.
+- acks=-1 is answered when every in-sync replica has the records, within the request's time: else 7, or 20
+  (NOT_ENOUGH_REPLICAS_AFTER_APPEND) if too few replicas stay in sync; 19 (NOT_ENOUGH_REPLICAS), before the append, if
+  there are too few already.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def handle(broker: Broker, request: Request) -> Answer:
 class _Pending(NamedTuple):
     """A result that must wait before it is answered.
 
-    For every in-sync replica or, with acks=1, for the disk here. `at` is its index among the results.
+    It waits for every in-sync replica or, with acks=1, for this broker's disk. `at` is its index among the results.
     """
 
     at: int
@@ -193,7 +193,7 @@ def _entry(
         current_leader = broker.current_leader(topic.name.decode(), index)
         live = broker.view.brokers.get(current_leader[0])
         if live is None or live.node_id == broker.config.node_id:
-            current_leader = None  # no live owner, or this broker, which is stopping
+            current_leader = None  # There is no live owner, or it is this broker, which is stopping.
         else:
             leaders[live.node_id] = (live.host, live.port)
     return result_entry(

@@ -1,4 +1,4 @@
-"""The table of the APIs that the broker offers, and ApiVersions.
+"""Dispatch each request to the handler of its API, and handle ApiVersions, which lists the offered APIs.
 
 ApiVersions, versions 0-4
 - An unknown version is answered in version 0 with UNSUPPORTED_VERSION and the whole list (KIP-511).
@@ -72,7 +72,7 @@ def serve(broker: Broker, request: Request) -> Answer:
     api_key, version = request.header.api_key, request.header.api_version
     name = api_keys.name_of(api_key)
     if api_key not in _LARGE_APIS and len(request.frame) > MAX_CONTROL_BYTES:
-        raise CloseConnection(f"{name} of {len(request.frame)} bytes; at most {MAX_CONTROL_BYTES} are read")
+        raise CloseConnection(f"{name} has {len(request.frame)} bytes; expected at most {MAX_CONTROL_BYTES}")
     if api_key == api_keys.API_VERSIONS:
         return answer_api_versions(request, OFFERED)
     api = _APIS.get(api_key)
@@ -82,7 +82,7 @@ def serve(broker: Broker, request: Request) -> Answer:
     if api is None:
         raise CloseConnection(f"API key {api_key} version {version} is not offered")
     if not api.min_version <= version <= api.max_version:
-        served = f"versions {api.min_version} to {api.max_version} are"
+        served = f"expected {api.min_version} to {api.max_version}"
         raise CloseConnection(f"{name} v{version} is not offered; {served}")
     return api.handler(broker, request)
 

@@ -1,17 +1,16 @@
-"""CreateTopics and DeleteTopics.
+"""Handle CreateTopics and DeleteTopics.
 
 CreateTopics, versions 2-7
-- Any broker creates; the answer waits for the leaders, for the request's timeout but at most LEADERS_TIMEOUT_S.
+- Any broker creates topics; the answer waits for the leaders, for the request's timeout but at most LEADERS_TIMEOUT_S.
 - Replication factor -1 means as many replicas as the broker's default and the live brokers allow; any other number is
-  used exactly, or INVALID_REPLICATION_FACTOR. Partitions -1 means the broker's default. A request may instead assign
-  live brokers to each partition.
-- A configuration that cannot be set (`config`): INVALID_CONFIG.
-- From version 5 the answer describes the topic that was created, or with validate_only would be.
-- A topic that is named twice in a request: INVALID_REQUEST.
+  used exactly, or refused with INVALID_REPLICATION_FACTOR. Partitions -1 means the broker's default. A request may
+  instead assign live brokers to each partition.
+- A configuration that cannot be set (`config`) gets INVALID_CONFIG; a topic that is named twice, INVALID_REQUEST.
+- From version 5 the answer describes the topic that was created, or with validate_only would be created.
 
 DeleteTopics, versions 1-6
-- Any broker deletes, by name or, from version 6, by topic id. Owners give up the partitions and remove their logs when
-  they see the deletion; the answer does not wait for them.
+- Any broker deletes topics, by name or, from version 6, by topic id. Owners give up the partitions and remove their
+  logs when they see the deletion; the answer does not wait for them.
 """
 
 from __future__ import annotations

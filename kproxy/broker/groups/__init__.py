@@ -1,1 +1,1 @@
-"""Consumer groups: the state of one group, its journal, and the coordinator of many."""
+"""Coordinate consumer groups: `group` is the state of one, `journal` its records, `coordinator` serves all groups."""

@@ -1,7 +1,7 @@
-"""The groups of one broker: those of the partitions of `__consumer_offsets` that it leads.
+"""Coordinate the consumer groups of one broker: those in the partitions of `__consumer_offsets` that it leads.
 
 A group belongs to the partition that Kafka's hash of its id names, and its coordinator is that partition's leader. So
-its records have the leases, epochs, fences and in-sync replicas of any partition; nothing of a group is in etcd.
+its records have the lease, epochs, fence and in-sync replicas of that partition; etcd has nothing about a group.
 
 States of a shard, the groups of one partition
   absent    this broker does not lead the partition: NOT_COORDINATOR
@@ -11,13 +11,13 @@ States of a shard, the groups of one partition
 Transitions
   absent  -> loading   the partition is led (`leader_changed`)
   loading -> serving   the log is read up to its end, and sessions begin
-  any     -> absent    it is led no more, or the broker stops: waiting members are answered NOT_COORDINATOR
+  any     -> absent    this broker leads it no more, or stops: waiting members are answered NOT_COORDINATOR
 
 Invariants
-1. Memory changes only when the journal's append stands (`_run`): a failed append changes nothing. Memory goes with the
-   leadership, so that it never differs from the log.
-2. No success is answered before all in-sync replicas have the group's last record, and never without a live lease: what
-   a member was told outlives this broker.
+1. Memory changes only after a successful append to the journal (`_run`): a failed append changes nothing. Memory is
+   dropped with the leadership, so that it never differs from the log.
+2. No success is answered before all in-sync replicas have the group's last record, and never without a live lease: an
+   answer holds even if this broker dies.
 3. Appends, and what they change in memory, happen in one step of the event loop.
 """
 
@@ -62,10 +62,10 @@ _READ_BYTES = 1 << 20
 # A log up to this size is read on the event loop.
 _SMALL_BYTES = 64 << 10
 _RETRY_S = 1.0
-# As long as a member id may be with a client's id in it.
+# The characters of a client's id at the start of a member id.
 _MAX_CLIENT_ID = 200
 
-# What clients are told of a journal that does not take a record, as by Kafka: any other code is passed on.
+# The codes that clients get, as from Kafka, if the journal refuses a record; any other code is passed on.
 _APPEND_CODES = {
     error_codes.NOT_LEADER_OR_FOLLOWER: error_codes.NOT_COORDINATOR,
     error_codes.KAFKA_STORAGE_ERROR: error_codes.NOT_COORDINATOR,
@@ -86,7 +86,7 @@ def partition_for(group_id: str, partitions: int) -> int:
 
 
 class Commit(NamedTuple):
-    """An offset to commit; `error_code` is why it is not."""
+    """An offset to commit; `error_code` says why it cannot be, NONE if it can."""
 
     topic: str
     partition_index: int
@@ -95,7 +95,7 @@ class Commit(NamedTuple):
 
 
 class _Failed(NamedTuple):
-    """An answer of either kind that is only an error."""
+    """An answer to JoinGroup or SyncGroup that has only an error code."""
 
     error_code: int
 
@@ -105,7 +105,7 @@ _Answer = Joined | Synced | _Failed
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A group, what the journal has of it, the offset of its last record, and when the timer looks at it."""
+    """A group with its record in the journal, the offset of its last record, and the time of its next check."""
 
     group: Group
     last_offset: int = -1
@@ -174,7 +174,7 @@ class GroupCoordinator:
     # Shards
 
     def leader_changed(self, key: PartitionKey) -> None:
-        """Begin or end with a partition that this broker leads now, or no more."""
+        """Load the groups of a partition that this broker leads now, or drop those of one that it leads no more."""
         if key.topic != CONSUMER_OFFSETS or self._closed:
             return
         partition, shard = self.led(key.topic.encode(), key.partition_index), self._shards.get(key.partition_index)
@@ -193,7 +193,7 @@ class GroupCoordinator:
                 self._fail(token, error_codes.NOT_COORDINATOR)
 
     def close(self) -> None:
-        """Coordinate no group any more, and answer who waits."""
+        """Drop all groups, and answer the requests that wait."""
         self._closed = True
         for partition_index in list(self._shards):
             self._drop(partition_index)
@@ -238,7 +238,7 @@ class GroupCoordinator:
             offset = replay.feed(read.records) if is_small else await asyncio.to_thread(replay.feed, read.records)
 
     def _find(self, group_id: str, *, needs_name: bool = False) -> _Shard | int:
-        """Return the shard of a group, or why this broker does not serve it. Offsets need no name, as in Kafka."""
+        """Return a group's shard, or an error code. With `needs_name` an empty group id is invalid."""
         if needs_name and not group_id:
             return error_codes.INVALID_GROUP_ID
         topic = self.view.topics.get(CONSUMER_OFFSETS)
@@ -252,9 +252,9 @@ class GroupCoordinator:
     def _run(
         self, shard: _Shard, group_id: str, event: Callable[[Group], int | None], token: int = 0
     ) -> tuple[int, int]:
-        """Run an event on a group, which is made if need be; return an error code and the offset to wait for.
+        """Run an event on a group, created if needed; return an error code and the offset to wait for.
 
-        If the journal does not take the change, nothing has happened, and the event's own request gets an error.
+        If the append to the journal fails, nothing has changed, and the event's own request gets an error.
         """
         entry = shard.entries.get(group_id) or _Entry(Group(group_id, self.options))
         draft = entry.group.draft()
@@ -279,7 +279,7 @@ class GroupCoordinator:
         return result, last_offset
 
     def _answer(self, shard: _Shard, last_offset: int, answers: list[tuple[int, Joined | Synced]]) -> None:
-        """Answer requests when all in-sync replicas have what they are told; errors tell nothing."""
+        """Answer errors at once, and other requests when all in-sync replicas have `last_offset`."""
         told = [each for each in answers if each[1].error_code == error_codes.NONE]
         for token, answer in answers:
             if answer.error_code != error_codes.NONE:
@@ -315,7 +315,7 @@ class GroupCoordinator:
             answer = await future
         finally:
             self._waiting.pop(token, None)
-        # This task may run late: another broker may coordinate by now.
+        # This task may run late: another broker may be the coordinator by now.
         if answer.error_code == error_codes.NONE and not shard.partition.serves_reads():
             return _Failed(error_codes.NOT_COORDINATOR)
         return answer
@@ -328,7 +328,7 @@ class GroupCoordinator:
     # Requests of members
 
     async def join(self, group_id: str, asked: Join) -> Joined:
-        """Answer JoinGroup, perhaps when other members have joined."""
+        """Answer JoinGroup, at once or when the other members have joined."""
         shard = self._find(group_id, needs_name=True)
         if isinstance(shard, int):
             return Joined(shard, asked.member_id)
@@ -344,7 +344,7 @@ class GroupCoordinator:
         return answer if isinstance(answer, Joined) else Joined(answer.error_code, asked.member_id)
 
     async def sync(self, group_id: str, asked: Sync) -> Synced:
-        """Answer SyncGroup, perhaps when the leader has sent the assignments."""
+        """Answer SyncGroup, at once or when the group's leader has sent the assignments."""
         shard = self._find(group_id, needs_name=True)
         if isinstance(shard, int):
             return Synced(shard)
@@ -435,13 +435,13 @@ class GroupCoordinator:
         entry = shard.entries.get(group_id)
         offsets = entry.group.offsets if entry is not None else {}
         found = {key: offsets.get(key) for key in (offsets if wanted is None else wanted)}
-        # A group that is not there waits as well: its removal may still be on its way.
+        # An absent group's answer waits too: the removal may not be replicated yet.
         return await shard.settled(entry.last_offset if entry is not None else shard.last_offset), found
 
     async def delete_offsets(
         self, group_id: str, wanted: Sequence[tuple[str, int]]
     ) -> tuple[int, dict[tuple[str, int], int]]:
-        """Remove committed offsets of topics that no member reads; return error codes: the group's, each one's."""
+        """Remove committed offsets of topics that no member reads; return the group's error code and each offset's."""
         shard = self._find(group_id, needs_name=True)
         if isinstance(shard, int):
             return shard, {}
@@ -507,9 +507,9 @@ class GroupCoordinator:
         return error_code, last_offset
 
     def topic_deleted(self, topic: str) -> None:
-        """Remove the offsets of a topic, so that one of the same name begins without.
+        """Remove the offsets of a topic, so that a new topic of that name has none.
 
-        In one step, because later commits are of the next topic. What the journal does not take expires later.
+        In one step, because later commits belong to the next topic. Offsets whose removal fails expire later.
         """
         for shard in self._serving():
             for entry in list(shard.entries.values()):
@@ -527,7 +527,7 @@ class GroupCoordinator:
             self._wake.set()
 
     async def run(self) -> None:
-        """Let time-outs act, offsets expire and journals be rewritten, until cancelled."""
+        """Apply time-outs, expire offsets and rewrite journals, until cancelled."""
         expiry_at = self.clock() + EXPIRY_INTERVAL_S
         while True:
             wake_at = min(self._due[0][0] if self._due else NEVER, expiry_at)
@@ -548,7 +548,7 @@ class GroupCoordinator:
 
     def _tick(self, due_at: float, _: int, shard: _Shard, entry: _Entry, now: float) -> None:
         if due_at != entry.due_at:
-            return  # another look came before
+            return  # an earlier check has handled it
         entry.due_at = NEVER
         group_id = entry.group.group_id
         if shard.entries.get(group_id) is not entry or self._shards.get(shard.partition.partition_index) is not shard:
@@ -563,7 +563,7 @@ class GroupCoordinator:
             heapq.heappush(self._due, (entry.due_at, next(self._tokens), shard, entry))
 
     async def _expire(self) -> None:
-        """Remove offsets whose time is over, and groups that have nothing else."""
+        """Remove expired offsets, and groups that have nothing else."""
         for shard in self._serving():
             for entry in list(shard.entries.values()):
                 gone = entry.group.expired_offsets(wall_ms(), RETENTION_MS)

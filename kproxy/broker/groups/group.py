@@ -1,31 +1,31 @@
-"""One consumer group: members, generations, assignments, offsets.
+"""Run one consumer group: its members, generations, assignments and committed offsets.
 
 It has no clock, no I/O and no log: times are arguments, in seconds of one monotonic clock, and answers are returned.
 
 States (Kafka's)
-  EMPTY        no members; offsets may be there
+  EMPTY        no members; the group may have offsets
   PREPARING    members are asked to join again; their JoinGroup requests wait
   COMPLETING   a generation has begun; members that sent SyncGroup wait for the leader's assignment
   STABLE       all have an assignment
 
 Transitions
-  EMPTY, STABLE, COMPLETING -> PREPARING   a member joins, joins again with other metadata, leaves, or is not heard of
+  EMPTY, STABLE, COMPLETING -> PREPARING   a member joins, joins again with other metadata, leaves, or times out
   PREPARING  -> COMPLETING   all members have joined, or the rebalance timeout is over: the next generation
   PREPARING  -> EMPTY        as above, without members
   COMPLETING -> STABLE       the leader's SyncGroup
 
 A group that is forgotten was EMPTY and without offsets: that is Kafka's state Dead.
 
-Use: a request is run on a `draft`. If the draft says `is_changed`, it must be in the journal before it takes the
-group's place. Its `answers` are valid only then. A draft that is dropped has changed nothing.
+Use: a request is run on a `draft`. If the draft `is_changed`, it must be in the journal before it replaces the group.
+Its `answers` are valid only then. A dropped draft has changed nothing.
 
 Invariants
 1. A generation has one assignment for each member, from the leader of that generation, and it never changes.
 2. A generation, its members and its assignments are in the journal before an answer names them. So the next coordinator
-   continues with the same generation, and numbers none twice.
+   continues with the same generation, and uses no number twice.
 3. A request of another generation or of an unknown member changes nothing.
-4. One member id at a time speaks for a static member (KIP-345): the older one is fenced.
-5. At most one JoinGroup and one SyncGroup of a member wait.
+4. A static member (KIP-345) has one valid member id at a time: the older one is fenced.
+5. At most one JoinGroup and one SyncGroup wait for each member.
 6. Offsets are shared by drafts; only `apply_offset` changes them, for a record that is in the journal.
 """
 
@@ -49,7 +49,7 @@ CONSUMER_PROTOCOL = "consumer"
 
 
 class State(Enum):
-    """The states, by the names that ListGroups and DescribeGroups use."""
+    """The states of a group, under the names that ListGroups and DescribeGroups use."""
 
     EMPTY = "Empty"
     PREPARING = "PreparingRebalance"
@@ -58,7 +58,7 @@ class State(Enum):
 
 
 class Options(NamedTuple):
-    """Kafka's group.initial.rebalance.delay.ms, the limits of session timeouts, and bounds of one group."""
+    """Settings of groups: Kafka's group.initial.rebalance.delay.ms, limits of session timeouts, bounds of a group."""
 
     initial_delay_s: float = 3.0
     min_session_s: float = 6.0
@@ -73,7 +73,7 @@ class Options(NamedTuple):
 
 
 class Protocol(NamedTuple):
-    """A way to assign partitions that a member supports, with what it tells the leader."""
+    """A way to assign partitions that a member supports, with its metadata for the leader."""
 
     name: str
     metadata: bytes
@@ -127,7 +127,7 @@ class Synced(NamedTuple):
 
 
 class CommittedOffset(NamedTuple):
-    """A committed offset; times are milliseconds since the epoch, `expires_ms` -1 means by the group's rule."""
+    """A committed offset; times are milliseconds since the epoch, `expires_ms` -1 means the group's retention."""
 
     offset: int
     leader_epoch: int
@@ -163,7 +163,7 @@ class Member:
 
     @property
     def expires_at(self) -> float:
-        """When the member is removed unless it is heard of. One whose request waits here is there."""
+        """When the member is removed unless it sends a request. A member whose request waits here is not removed."""
         return NEVER if self.sync or (self.join and not self.is_new) else self.deadline
 
 
@@ -179,7 +179,7 @@ class Group:
         self.protocol: str | None = None
         self.leader = ""
         self.members: dict[str, Member] = {}
-        # Member ids that were given out (KIP-394), and until when they count.
+        # Member ids that were assigned but not used yet (KIP-394), and until when they are valid.
         self.pending: dict[str, float] = {}
         # Members that have not sent SyncGroup in this generation.
         self.unsynced: set[str] = set()
@@ -202,14 +202,14 @@ class Group:
         return draft
 
     def begin(self, now: float) -> None:
-        """Begin with what the journal says: sessions start anew."""
+        """Start anew from the journal's record: all sessions begin now."""
         self.members = {each.member_id: replace(each, deadline=now + each.session_s) for each in self.members.values()}
         if self.state is State.COMPLETING:
             self.unsynced, self.phase_ends_at = set(self.members), now + self._rebalance_s
 
     @property
     def is_forgettable(self) -> bool:
-        """Whether nothing is lost with the group."""
+        """Whether the group can be dropped without loss."""
         return self.state is State.EMPTY and not self.pending and not self.offsets
 
     @property
@@ -260,7 +260,7 @@ class Group:
         return error_codes.NONE
 
     def _supports(self, asked: Join) -> bool:
-        """Return whether some protocol suits all members, were this one among them."""
+        """Return whether some protocol would suit all members and this one."""
         if not asked.protocol_type or not asked.protocols:
             return False
         if not self.members:
@@ -315,7 +315,7 @@ class Group:
         self._prepare(now)
 
     def _replace_static(self, old: Member, asked: Join, token: int, new_id: str, now: float) -> None:
-        """Let a restarted static member have the place of its predecessor, without a rebalance if possible."""
+        """Replace a static member by its restarted process, without a rebalance if possible."""
         self._abandon(old, error_codes.FENCED_INSTANCE_ID)
         was_leader = self.leader == old.member_id
         if was_leader:
@@ -329,7 +329,7 @@ class Group:
             skips = was_leader and asked.can_skip
             joined = self._joined(new)
             if was_leader and not skips:
-                # The leader's assignment stands: the new one is told to be a follower.
+                # The leader's assignment stays valid: the new process is answered as a follower.
                 joined = joined._replace(leader=old.member_id, members=())
             self.answers.append((token, joined._replace(skip_assignment=skips)))
             return
@@ -337,7 +337,7 @@ class Group:
         self._prepare(now)
 
     def _abandon(self, member: Member, error_code: int) -> None:
-        """Answer what waits for a member whose place is taken, or who asks again."""
+        """Answer the waiting requests of a member that was replaced, or that has sent another one."""
         if member.join:
             self.answers.append((member.join, Joined(error_code, member.member_id)))
         if member.sync:
@@ -366,7 +366,7 @@ class Group:
         return max((each.rebalance_s for each in self.members.values()), default=0.0)
 
     def _prepare(self, now: float) -> None:
-        """Ask all members to join again, unless they are being asked."""
+        """Ask all members to join again, unless this is under way."""
         if self.state is not State.PREPARING:
             for member in self.members.values():
                 if member.sync:
@@ -384,7 +384,7 @@ class Group:
             self._complete(now)
 
     def _complete(self, now: float) -> None:
-        """Begin the next generation with those that joined, and static members that are away."""
+        """Begin the next generation with the members that joined, and the static members that are away."""
         joined = [each for each in self.members.values() if each.join]
         self.members = {key: each for key, each in self.members.items() if each.join or each.instance_id is not None}
         self._delay_left_s = -1.0
@@ -457,7 +457,7 @@ class Group:
     # Members
 
     def generation_error(self, member_id: str, instance_id: str | None, generation: int) -> int:
-        """Return why a member of this generation is not heard, if it is not."""
+        """Return the error code for a member of this generation; NONE if the request is valid."""
         error_code = self._member_error(member_id, instance_id)
         if error_code == error_codes.NONE and generation != self.generation:
             return error_codes.ILLEGAL_GENERATION
@@ -502,7 +502,7 @@ class Group:
             self._prepare(now)
 
     def tick(self, now: float) -> None:
-        """Remove who is not heard of, and end the phase if it is over."""
+        """Remove members whose session has ended, and end the phase if its time is over."""
         lapsed = [member_id for member_id, deadline in self.pending.items() if deadline <= now]
         gone = [each for each in self.members.values() if each.expires_at <= now]
         is_over = self.phase_ends_at <= now
@@ -529,7 +529,7 @@ class Group:
     # Offsets
 
     def commit_error(self, member_id: str, instance_id: str | None, generation: int, now: float) -> int:
-        """Return why a commit is refused, if it is; without a generation only groups without members take one."""
+        """Return the error code for a commit. A commit without a generation needs a group without members."""
         if generation < 0 and not self.members:
             return error_codes.NONE
         error_code = self.generation_error(member_id, instance_id, generation)
@@ -540,16 +540,16 @@ class Group:
         return error_code
 
     def apply_offset(self, topic: str, partition_index: int, committed: CommittedOffset | None) -> None:
-        """Take a record of the journal; None removes the offset."""
+        """Apply a record of the journal; None removes the offset."""
         if committed is None:
             self.offsets.pop((topic, partition_index), None)
         else:
             self.offsets[topic, partition_index] = committed
 
     def expired_offsets(self, now_ms: int, retention_ms: int) -> list[tuple[str, int]]:
-        """List offsets that are older than the retention, or their own limit, since nobody reads their topic.
+        """List offsets older than the retention, or their own limit, of topics that nobody reads.
 
-        As in Kafka these are all of a group without members, or else topics to which no consumer subscribes.
+        As in Kafka these are all offsets of a group without members, or those of topics to which no member subscribes.
         """
         is_settled = self.state is State.STABLE and self.protocol_type == CONSUMER_PROTOCOL
         if self.pending or (self.members and not is_settled):

@@ -1,11 +1,11 @@
-"""The records in which groups are kept: in the log of a partition of `__consumer_offsets`.
+"""Encode and decode the records that keep consumer groups in the log of a partition of `__consumer_offsets`.
 
     key                                                     value
     1 INT16, group STRING                                   version INT16 = 1, the group without its offsets
     2 INT16, group STRING, topic STRING, partition INT32    version INT16 = 1, a committed offset
 
-A later record of a key replaces the earlier one, and one without a value removes it, so any part of a log that has the
-latest record of every key restores the same groups. These are not Kafka's own records of that topic.
+A later record of a key replaces the earlier one, and a record without a value removes it. So any part of a log that has
+the latest record of every key restores the same groups. The format is not that of Kafka's own records in that topic.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _VERSION = 1
 def group_record(group: Group) -> Pair:
     """Encode a group that has changed, without its offsets."""
     if group.state is State.PREPARING:
-        raise ValueError("a rebalance is not kept: the next coordinator begins with the generation before")
+        raise ValueError("a group in a rebalance has no record; write the generation before it")
     value = bytearray(INT16.pack(_VERSION))
     value += INT64.pack(group.changed_ms) + INT32.pack(group.generation) + _string(group.protocol_type)
     value += _string(group.protocol) + _string(group.leader) + INT16.pack(group.state is State.STABLE)
@@ -42,12 +42,12 @@ def group_record(group: Group) -> Pair:
 
 
 def kept(group_id: str, value: bytes | None) -> list[Pair]:
-    """Return the record that a journal has of a group, if it has one."""
+    """Return a list with a group's record of this value; an empty list for None."""
     return [] if value is None else [(_group_key(group_id), value)]
 
 
 def removal(group_id: str) -> Pair:
-    """Encode the end of a group."""
+    """Encode the removal of a group."""
     return _group_key(group_id), None
 
 
@@ -74,7 +74,7 @@ class Replay:
         self._options = options
 
     def feed(self, records: Buffer) -> int:
-        """Take whole batches, of which the last may be cut short; return the next offset. Raises CodecError."""
+        """Apply whole batches, and skip a partial last one; return the next offset. Raises CodecError."""
         position, next_offset = 0, -1
         while position < len(records):
             try:
@@ -86,7 +86,7 @@ class Replay:
             self._take(decode_batch(records, batch))
             position, next_offset = batch.end, batch.last_offset + 1
         if next_offset < 0:
-            raise Truncated(f"no batch in {len(records)} bytes")
+            raise Truncated(f"{len(records)} bytes hold no whole batch")
         return next_offset
 
     def _take(self, pairs: Iterable[Pair]) -> None:
@@ -100,7 +100,7 @@ class Replay:
                 group = self.groups.get(group_id) or self.groups.setdefault(group_id, Group(group_id, self._options))
                 group.apply_offset(walk.text() or "", walk.fixed(INT32), None if body is None else _committed(body))
             else:
-                raise InvalidField(f"a record of kind {kind}; a later release has written it")
+                raise InvalidField(f"unknown record kind {kind}; a later release has written it")
 
     def _take_group(self, group_id: str, value: bytes | None, body: Walk | None) -> None:
         group = Group(group_id, self._options)
@@ -114,7 +114,7 @@ class Replay:
         self.groups[group_id] = group
 
     def restored(self) -> dict[str, Group]:
-        """Return the groups that are left."""
+        """Return the groups that were not removed."""
         return {key: group for key, group in self.groups.items() if group.changed_ms >= 0 or group.offsets}
 
 
@@ -124,7 +124,7 @@ def _body(value: bytes | None) -> Walk | None:
     walk = Walk(value, compact=False)
     version = walk.fixed(INT16)
     if version != _VERSION:
-        raise InvalidField(f"a record of version {version}; this release reads {_VERSION}")
+        raise InvalidField(f"unknown record version {version}; expected {_VERSION}")
     return walk
 
 

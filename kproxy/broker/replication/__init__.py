@@ -1,4 +1,4 @@
-"""Replication between reference brokers.
+"""Replicate partitions between reference brokers, with in-sync replicas and a high watermark.
 
-The StreamBus text's engine, with leader epochs for truncation.
+It follows the replication of the StreamBus text, but truncates logs by leader epochs.
 """

@@ -1,11 +1,9 @@
-"""Mutual authentication of brokers by SCRAM-SHA-256.
-
-RFC 5802 and RFC 7677, both ways.
+"""Authenticate both sides of a replication connection by SCRAM-SHA-256 (RFC 5802, RFC 7677).
 
 The secret is random and shared by the cluster. The first broker puts it into etcd, which every broker can read. A
-follower's name is its broker id and the log id of its data directory (as KIP-858's directory ids), so that a listener
-can tell it from an earlier one with that id. Neither side reveals the secret: a listener learns nothing from a follower
-at the wrong address, and a follower trusts no listener that has not proved its knowledge.
+follower's name is its broker id and the log id of its data directory (like KIP-858's directory ids), so that a listener
+can distinguish it from an earlier broker with that id. Neither side reveals the secret: a listener learns nothing from
+a follower at the wrong address, and a follower trusts no listener that has not proved its knowledge.
 
 States, of either handshake
   first     nothing was exchanged
@@ -32,7 +30,7 @@ from kproxy.etcd import EtcdClient
 from kproxy_codec.control import MOST_SCRAM_BYTES
 
 MECHANISM = "SCRAM-SHA-256"
-# A listener could demand so many rounds of hashing that they block its follower; ours demands 4,096.
+# A listener could demand so many iterations that they block its follower; ours demands 4,096.
 MAX_ITERATIONS = 16_384
 LEAST_CHARACTERS = 16
 
@@ -57,7 +55,7 @@ class Secret(NamedTuple):
     def of(cls, text: str) -> Secret:
         """Derive the keys of a secret. Raises ValueError for a guessable text, or one that SASL forbids."""
         if len(text) < LEAST_CHARACTERS:
-            raise ValueError(f"{len(text)} characters are too few")
+            raise ValueError(f"it has {len(text)} characters; expected at least {LEAST_CHARACTERS}")
         try:
             return cls(text, *ScramMechanism(MECHANISM).make_auth_info(text))
         except ScramException as error:
@@ -65,9 +63,9 @@ class Secret(NamedTuple):
 
 
 def _text(message: bytes) -> str:
-    """Return the secret as text. Raises ValueError."""
+    """Decode a message as text. Raises ValueError."""
     if len(message) > MOST_SCRAM_BYTES:
-        raise ValueError(f"a message of {len(message)} bytes is too long")
+        raise ValueError(f"a message has {len(message)} bytes; expected at most {MOST_SCRAM_BYTES}")
     return message.decode()
 
 
@@ -102,7 +100,7 @@ class ListenerHandshake:
 
 
 class FollowerHandshake:
-    """The follower's side, which begins."""
+    """The follower's side, which sends the first message."""
 
     def __init__(self, follower: ReplicaKey, secret: Secret) -> None:
         self._client = ScramClient([MECHANISM], str(follower), secret.text)
@@ -115,7 +113,7 @@ class FollowerHandshake:
         try:
             self._client.set_server_first(_text(message))
             if int(self._client.iterations) > MAX_ITERATIONS:
-                raise AuthenticationFailed(f"{self._client.iterations} iterations are more than {MAX_ITERATIONS}")
+                raise AuthenticationFailed(f"{self._client.iterations} iterations; expected at most {MAX_ITERATIONS}")
             return str(self._client.get_client_final()).encode()
         except (ScramException, ValueError) as error:
             raise AuthenticationFailed(str(error)) from error
@@ -139,7 +137,7 @@ class SharedSecret:
     @property
     def current(self) -> Secret:
         if self._secret is None:
-            raise RuntimeError("the replication secret is asked for before it has been loaded")
+            raise RuntimeError("the replication secret is not loaded; await load() first")
         return self._secret
 
     async def load(self) -> None:

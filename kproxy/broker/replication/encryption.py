@@ -1,12 +1,12 @@
-"""TLS between brokers: contexts for the listener and for dials, and reasons for failed connections.
+"""Encrypt replication between brokers with TLS, and explain failed connections.
 
 A broker with `--replication-tls-cert`, `--replication-tls-key` and `--replication-tls-ca` uses only TLS, as leader and
-as follower; one without uses only plain text. So all brokers of a cluster have TLS, or none.
+as follower; one without uses only plain text. So either all brokers of a cluster have TLS, or none.
 
 Invariants
-1. With TLS a broker neither sends nor accepts a byte of replication outside it, whatever etcd or the peer says.
-2. Both sides show a certificate that an authority of the CA file has signed. Names in it do not count: the
-   authentication inside (kproxy.broker.replication.authentication) names the broker.
+1. With TLS a broker neither sends nor accepts a byte of replication in plain text, whatever etcd or the peer says.
+2. Both sides present a certificate that an authority of the CA file has signed. Names in it are ignored: the SCRAM
+   authentication (kproxy.broker.replication.authentication) identifies the broker.
 """
 
 from __future__ import annotations

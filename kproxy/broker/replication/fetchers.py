@@ -1,4 +1,4 @@
-"""Fetch the partitions that this broker follows.
+"""Fetch the records of the partitions that this broker follows from their leaders.
 
 Each broker that leads a partition followed here has one task, a fetcher, and one connection.
 
@@ -20,31 +20,31 @@ Invariants of a connection
 
 States of a fetcher
   dialling   the leader is not reached yet; tried again with a growing pause
-  fetching   one Fetch is under way, with what was not asked yet; the leader keeps what it has not answered
-  resting    no partition is to be asked for, and none is open at the leader
-  ended      nothing is followed from this leader any more, or its address has changed
+  fetching   one Fetch is under way, with the new questions; the leader keeps those that it has not answered
+  resting    there is no partition to ask for, and none is open at the leader
+  ended      no partition is followed from this leader any more, or its address has changed
 
 Transitions
   dialling -> fetching   both sides are authenticated
-  fetching -> fetching   the answer is applied; the next request reports what is here, which the leader waits for
+  fetching -> fetching   the answer is applied; the next request reports the new log end, for which the leader waits
   fetching -> resting    there is nothing to ask;   resting -> fetching   a leadership changed, a pause is over
   fetching, resting -> dialling   the connection is lost, or the leader's answer is invalid
   any -> ended           `ReplicaFetchers` sees that leaderships or brokers changed
 
 Invariants of a fetcher
-1. A partition is asked for once, and again when it is answered, or what would be asked has changed: the leader keeps
-   the question open on this connection (`open_fetches`). So an answer always meets the log that it was asked for. A
-   partition that is followed no more, or whose log was opened again, is withdrawn: otherwise the leader would rely on
-   what the earlier log had.
+1. A partition is asked for once, and again when it is answered, or the question would now be another one: the leader
+   keeps the question open on this connection (`open_fetches`). So an answer always meets the log that it was asked for.
+   A partition that is followed no more, or whose log was opened again, is withdrawn: otherwise the leader would rely on
+   records of the earlier log.
 2. An answer has only partitions that are open, each once; otherwise nothing of it counts and the connection ends.
 3. A partition whose answer could not be applied waits PARTITION_PAUSE_S; the others are fetched meanwhile.
-4. A leader that waits for records is hurried when there is something to ask that was not in the request.
-5. A request names at most MAX_PARTITIONS partitions and asks for at most MAX_BYTES of records; the leader answers first
-   what had no room before.
+4. If there is a new question while the leader waits for records, a second request ends that wait.
+5. A request names at most MAX_PARTITIONS partitions and asks for at most MAX_BYTES of records; the leader first answers
+   partitions that had no room before.
 6. Nothing is requested without a live lease: another process may have the broker's id by then, and the leader would
-   count our reports as that one's.
-7. Where records must be on the disk, nothing behind them is asked for before they are (`Partition.next_fetch`). A
-   disk that is slow, or hangs, delays other partitions by at most FLUSH_PATIENCE_S.
+   take our reports for its reports.
+7. If records must be on the disk, later records are not requested before that (`Partition.next_fetch`). A disk that is
+   slow, or hangs, delays other partitions by at most FLUSH_PATIENCE_S.
 8. Replication leaves both sides time for clients, however many partitions are followed: see REST_S_PER_PARTITION.
 """
 
@@ -86,7 +86,7 @@ CONNECT_TIMEOUT_S = 5.0
 UNAUTHENTICATED_FRAME_BYTES = 64 << 10
 # Limit on a leader's message about a failed authentication.
 MAX_MESSAGE_CHARACTERS = 500
-# A request, and the one that hurries it.
+# One request, and a second one that ends its wait.
 MOST_AWAITED = 2
 _HANDSHAKE_VERSION = 1
 _AUTHENTICATE_VERSION = 2
@@ -150,7 +150,7 @@ class LeaderConnection(asyncio.BufferedProtocol):
         handshake = FollowerHandshake(self._follower, secret)
         agreed = await self._control(SASL_HANDSHAKE, _HANDSHAKE_VERSION, mechanism=MECHANISM)
         if agreed.error_code != error_codes.NONE:
-            raise AuthenticationFailed(f"{MECHANISM} is refused: {error_codes.name_of(agreed.error_code)}")
+            raise AuthenticationFailed(f"the leader refuses {MECHANISM}: {error_codes.name_of(agreed.error_code)}")
         handshake_answer = await self._prove(handshake.first())
         handshake.check(await self._prove(handshake.final(handshake_answer)))
 
@@ -260,7 +260,7 @@ MAX_WAIT_MS = 500
 MIN_BYTES = 1
 # Limit on the records of one answer, which is held in memory as a whole.
 MAX_BYTES = 4 << 20
-# Added to the wait time in the request.
+# The time for an answer beyond the wait time in the request.
 ANSWER_PATIENCE_S = 10.0
 PARTITION_PAUSE_S = 0.1
 LONGEST_STEP_S = 0.01
@@ -282,7 +282,7 @@ _Thing = TypeVar("_Thing")
 
 @dataclass(eq=False)
 class ReplicaFetchers:
-    """Begins and ends fetchers as leaderships change. The caller owns the coroutine `run`.
+    """Starts and stops fetchers as leaderships change. The caller owns the coroutine `run`.
 
     `replica` is this broker and its data directory. `hosted` is read again after each change, `secret` at each
     connection. `may_fetch`, called before each request, returns whether our lease is certain to live.
@@ -310,7 +310,7 @@ class ReplicaFetchers:
     def wake(self, key: PartitionKey | None = None) -> None:
         """Check a partition again, or all: it has another leader, none, or another epoch, or was opened or closed.
 
-        One is enough: thousands of changes come when a broker starts or dies.
+        One call for all is enough: thousands of changes come when a broker starts or dies.
         """
         if key is None:
             self._stale.update(self.hosted, self._followed)
@@ -449,7 +449,7 @@ class _Fetcher:
             self._withdrawn.add(_key(partition))
 
     def _begin_anew(self) -> None:
-        """Request everything: the leader forgets earlier connections."""
+        """Ask for every partition again: the leader drops the questions of earlier connections."""
         self._open.clear()
         self._withdrawn.clear()
         self._to_ask = {partition: None for partition in self._partitions if partition not in self._paused}
@@ -535,7 +535,7 @@ class _Fetcher:
         results = [(topic_id, fetched) for topic_id, fetches in answer.topics for fetched in fetches]
         named = [(topic_id, fetched.partition_index) for topic_id, fetched in results]
         if len(set(named)) < len(named) or not all(key in self._open or key in self._withdrawn for key in named):
-            raise LeaderLost("an answer that matches no request")
+            raise LeaderLost("the leader's answer matches no request")
         taken: list[Partition] = []
         began_at = time.monotonic()
         for key, (_, fetched) in zip(named, results, strict=True):
@@ -556,7 +556,7 @@ class _Fetcher:
     # Waiting
 
     async def _until_allowed(self) -> None:
-        # There is no signal that a lapsed lease was renewed after all, and it is rare.
+        # No event reports that a lapsed lease was renewed after all; this is rare, so poll.
         while not self._may_fetch():  # noqa: ASYNC110
             await asyncio.sleep(PARTITION_PAUSE_S)
 

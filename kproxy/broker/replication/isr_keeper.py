@@ -1,11 +1,11 @@
-"""Keep the in-sync replicas of led partitions in etcd, and detect followers that are gone.
+"""Keep the in-sync replicas of led partitions current in etcd, and detect followers that are gone.
 
 The next leader reads the in-sync replicas when it takes over.
 
 A change of one partition's ISR
-  wanted     ReplicationManager.wanted_isr says what it should be
-  proposed   noted in the partition, the transaction is under way: additions count from here on
-  settled    the transaction's answer says what etcd has: that counts from here on
+  wanted     ReplicationManager.wanted_isr returns the ISR that it should be
+  proposed   the partition has noted it, and the transaction is under way: additions count from here on
+  settled    the transaction's answer has etcd's ISR, which counts from here on
 
 Invariants
 1. The transaction is guarded by the lease key's create revision, so that only the owner writes, and by the state's
@@ -14,8 +14,8 @@ Invariants
    guard makes a second one harmless; and since it names logs, a broker that comes back with another disk does not
    change its meaning.
 3. At most one change of a partition is under way, at most CONCURRENT_CHANGES of all. A round continues where it had to
-   stop, so that no partition is looked at twice before every other one was.
-4. A round looks at the partitions whose ISR may have to change by now (`is_isr_due`), and at all when a broker comes or
+   stop, so that no partition is checked twice before every other one is.
+4. A round checks the partitions whose ISR may have to change by now (`is_isr_due`), and all when a broker comes or
    goes. So thousands of partitions with a full ISR cost almost nothing.
 """
 
@@ -52,10 +52,10 @@ class FollowerPresence:
     for it: it is in sync, but confirms nothing.
 
     States of a follower, by broker
-      unknown    it has never connected; nothing follows from that
+      unknown    it has never connected; this has no consequences
       present    it has a connection
-      broken     it has none, for less than the grace; most come back
-      gone       it has none, for longer; or it has been gone and is not back for long enough
+      broken     it has had none for less than the grace; most followers reconnect
+      gone       it has had none for longer; or it has reconnected, but not yet for long enough
 
     Transitions
       unknown, broken, gone -> present   it connects; from gone only after a time, see 2
@@ -66,7 +66,7 @@ class FollowerPresence:
     1. Only `gone` has consequences, and only those that the lease or the lag would have later as well.
     2. A follower that was gone counts as present only once it has been connected for a time. That time doubles from the
        grace with each time that it was gone, up to `longest_s`, and starts over when it has been present for that long.
-       So a follower that comes and goes changes the ISR ever more rarely.
+       So a follower whose connection breaks often changes the ISR more and more rarely.
     """
 
     def __init__(self, grace_s: float, longest_s: float) -> None:
@@ -130,7 +130,7 @@ _logger = structlog.get_logger(__name__)
 class IsrKeeper:
     """Keeps the ISR of the partitions led by this broker; the caller owns the coroutine `run`.
 
-    `presence` knows the broken connections. `on_deposed` is called when a partition's lease key is no longer ours
+    `presence` reports broken connections. `on_deposed` is called when a partition's lease key is no longer ours
     according to etcd.
     """
 

@@ -1,4 +1,4 @@
-"""The replication listener, for the followers on other brokers.
+"""Accept the followers of other brokers, authenticate them, and answer their fetches.
 
 States of a connection, with TLS once its handshake is finished (kproxy.security.tls_acceptor)
   new             ApiVersions and SaslHandshake are answered
@@ -17,9 +17,9 @@ Invariants
 1. Before a connection is authenticated nothing of the broker's state can be read or changed through it, and its frames
    are at most UNAUTHENTICATED_FRAME_BYTES long.
 2. At most MAX_UNAUTHENTICATED connections are not authenticated: one more closes the oldest. So strangers cannot lock
-   out brokers, which need only a few milliseconds. Each broker has at most one authenticated connection.
-3. A follower fetches under the id that it has proved, and no follower fetches with an earlier data directory of the
-   broker of that id: it would replace the present one's connection.
+   out brokers, which authenticate in a few milliseconds. Each broker has at most one authenticated connection.
+3. A follower fetches under its authenticated id. A broker with an earlier data directory of that id is refused: its
+   connection would replace that of the present broker.
 4. A request is refused by Kafka's own answer where there is one, and by closing the connection, with one log line.
 """
 
@@ -101,7 +101,7 @@ class ReplicationListener:
     async def start(self, broker: Broker) -> None:
         """Accept followers of the partitions that `broker` leads. Raises StartupError."""
         if self._server is None:
-            raise RuntimeError("the replication listener is started before it is bound")
+            raise RuntimeError("the replication listener is not bound; call bind() before start()")
         self._broker = broker
         if self._acceptor is not None:
             self._acceptor.open(self._server)
@@ -135,7 +135,7 @@ class ReplicationListener:
     @property
     def broker(self) -> Broker:
         if self._broker is None:
-            raise RuntimeError("no connection is accepted before the listener is started")
+            raise RuntimeError("the replication listener is not started; call start() first")
         return self._broker
 
     def opened(self, session: _Session) -> None:
@@ -219,22 +219,22 @@ class _Session:
         if api_key == SASL_AUTHENTICATE:
             return self._authenticate(request)
         if self._fetches is None:
-            raise CloseConnection(f"{name_of(api_key)} from an unauthenticated peer")
+            raise CloseConnection(f"an unauthenticated peer sent {name_of(api_key)}")
         return self._fetches.serve(self._listener.broker, request)
 
     def _agree_on_mechanism(self, request: Request) -> Body:
         if self._handshake is not None:
-            raise CloseConnection("SASL_HANDSHAKE twice on one connection")
+            raise CloseConnection("the peer sent SASL_HANDSHAKE twice on one connection")
         mechanism = request.message().mechanism
         if mechanism != MECHANISM:
             refused = request.answer(error_code=error_codes.UNSUPPORTED_SASL_MECHANISM, mechanisms=[MECHANISM])
-            raise CloseConnection(f"SASL mechanism {mechanism[:40]!r}; {MECHANISM} is spoken here", refused)
+            raise CloseConnection(f"unknown SASL mechanism {mechanism[:40]!r}; expected {MECHANISM}", refused)
         self._handshake = ListenerHandshake(self._listener.secret)
         return request.answer(error_code=error_codes.NONE, mechanisms=[MECHANISM])
 
     def _authenticate(self, request: Request) -> Body:
         if self._handshake is None or self._fetches is not None:
-            raise CloseConnection("SASL_AUTHENTICATE where none is expected")
+            raise CloseConnection("unexpected SASL_AUTHENTICATE: no handshake is under way")
         message = request.message()
         try:
             answer = self._handshake.answer(bytes(message.auth_bytes))

@@ -1,4 +1,4 @@
-"""The open questions of one follower's connection: the leader's side of its fetches.
+"""Answer the fetches of one follower's connection, as the leader: keep its questions open until there is news.
 
 A follower asks once for each partition. Its question stays open, over any number of requests and answers, until an
 answer names the partition; then the follower asks again. So a request names only new questions, an answer names only
@@ -8,21 +8,21 @@ States of a question
   ready   there may be something to answer: it is new; or records were appended, the high watermark or the log's start
           has moved, or the partition was closed
   idle    there was nothing to answer; the partition calls when there is
-  ended   answered, asked again or withdrawn; or the connection is closed
+  ended   it gets no more answers
 
 Transitions
-  (asked) -> ready   what it reports counts at once, whether it is answered soon or not
-  ready -> idle      a look found no news
-  idle -> ready      the partition called
-  ready, idle -> ended
+  (asked) -> ready       the follower's report counts at once, even if the question is answered later
+  ready -> idle          a look found no news
+  idle -> ready          the partition called
+  ready, idle -> ended   it is answered, asked again or withdrawn, or the connection has closed
 
 Invariants
 1. A question is answered at most once. Questions that do not fit into an answer stay ready, before any later ones.
-2. Nothing outlives the connection. A follower that reconnects asks for everything again, also after a restart of the
-   leader.
+2. No question outlives the connection. A follower that reconnects asks for everything again, also after a restart of
+   the leader.
 3. While a question is idle, the follower has the whole log. Its log changes only by our answer, so each of its requests
-   says so again, unless it withdraws the question: it has caught up as of its last request (FollowerContact). From the
-   next append on, the time of that request counts. A follower that is dead, frozen or cut off sends none.
+   confirms this again, unless it withdraws the question: it has caught up as of its last request (FollowerContact).
+   From the next append on, the time of that request counts. A follower that is dead, frozen or cut off sends none.
 4. Appends, errors and divergences are answered at once. A moved high watermark or log start waits for the next answer,
    at most as long as the request allows: the followers' own progress moves the high watermark, and would double the
    number of answers.
@@ -120,7 +120,7 @@ class OpenFetches:
         """Answer a Fetch, at once if a question is urgent. Raises CodecError, CloseConnection."""
         fetch = parse_fetch(request.frame, request.header)
         if fetch.replica_id != self._replica_id:
-            raise CloseConnection(f"Fetch with replica_id {fetch.replica_id} from broker {self._replica_id}")
+            raise CloseConnection(f"broker {self._replica_id} sent Fetch with replica_id {fetch.replica_id}")
         if fetch.session_epoch != OPEN_EPOCH:
             raise CloseConnection(f"broker {self._replica_id} runs another release: upgrade all brokers together")
         broker.name_topics(fetch)
@@ -146,7 +146,7 @@ class OpenFetches:
         return self._answer_later(max_bytes, deadline)
 
     def hurry(self) -> None:
-        """End a wait: the next request is here."""
+        """End a wait, because the next request has arrived."""
         self._is_hurried = True
         self._news.set()
 

@@ -1,18 +1,18 @@
-"""Replication state of one partition.
+"""Track the replication of one partition: the replica's role, its followers' progress, and the high watermark.
 
-Roles, in-sync replicas, the high watermark, and producers that wait for it.
+Producers with acks=all wait here until the high watermark has passed their records.
 
 States
   follower   copies from a leader, if one is known
   leader     tracks its followers' progress and moves the high watermark
-  resigned   a leader that gives up: followers catch up, writes are refused
-  closed     nothing more; every waiter has been answered
+  resigned   a leader that stops leading: followers catch up, writes are refused
+  closed     the state no longer changes; every waiter has been answered
 
 Transitions
   follower -> leader     `become_leader`: a take-over transaction named us, with its epoch and ISR
   follower -> follower   `become_follower`: another leader, or another epoch
-  leader   -> resigned   `resign`: the broker stops, or another is to lead
-  resigned -> leader     `resume`: the other one could not take over
+  leader   -> resigned   `resign`: the broker stops, or another broker is to lead
+  resigned -> leader     `resume`: the other broker could not take over
   any      -> closed     `close`. A leader never becomes a follower: its state in memory is dropped, and the log is
                          opened again. Any other change of role raises WrongRole and changes nothing.
 
@@ -24,8 +24,8 @@ Invariants
 3. A replica's progress counts only in the epoch in which it was reported, and only for the reported log: a broker that
    returns with another disk is another replica (ReplicaKey), and late reports of the old one do not count.
 4. A waiter is answered once: 0 when the high watermark has passed its offset; NOT_ENOUGH_REPLICAS_AFTER_APPEND when the
-   ISR has become too small; REQUEST_TIMED_OUT when its time is over or leadership ends. Never 6: its records are in the
-   log.
+   ISR has become too small; REQUEST_TIMED_OUT when its time is over or leadership ends. Never 6
+   (NOT_LEADER_OR_FOLLOWER): its records are in the log.
 5. No waiter is older than MAX_WAITER_AGE_S.
 6. A follower that waits at the log's end costs nothing until the log grows, and counts as caught up while its
    connection sends requests.
@@ -89,7 +89,7 @@ class FollowerContact:
 class _Progress:
     """A follower's progress, as its fetches report. Times are the clock's. `replica` is None before its first fetch.
 
-    `contact` is set while the follower has the whole log and waits for more: it has caught up whenever it is heard of.
+    `contact` is set while the follower has the whole log and waits: each of its requests shows that it has caught up.
     """
 
     __slots__ = ("_caught_up_at", "contact", "fetched_at", "leader_end_at_fetch", "log_end_offset", "replica")
@@ -175,7 +175,7 @@ class ReplicationManager:
     def check_follows(self) -> None:
         """Raise WrongRole unless the replica is a follower."""
         if self.role is not Role.FOLLOWER:
-            raise WrongRole(f"a {self.role.value} replica, of leader epoch {self.leader_epoch}, takes no other role")
+            raise WrongRole(f"a {self.role.value} replica of leader epoch {self.leader_epoch} cannot change its role")
 
     def become_leader(self, leader_epoch: int, epoch_start_offset: int, replicas: Iterable[int], isr: Isr) -> None:
         """Lead; the followers' progress is still unknown. Raises WrongRole."""
@@ -257,7 +257,7 @@ class ReplicationManager:
             progress.caught_up(contact.heard_at)
 
     def follower_answered(self, node_id: int, contact: FollowerContact) -> None:
-        """Note that a follower, last heard of through `contact`, is sent the records that it lacks."""
+        """Note that a follower, whose last request is that of `contact`, is sent the records that it lacks."""
         progress = self._followers.get(node_id)
         if progress is not None:
             progress.fetched_at, progress.leader_end_at_fetch = contact.heard_at, self._log_end()

@@ -1,8 +1,8 @@
-"""`own` for aiokafka: claim on the connections that its producers and consumers use.
+"""Implement `own` for aiokafka: claim on the connections that its producers and consumers use.
 
-They send requests through `AIOKafkaClient.send`, on one connection for each node. The first request opens the
-connection, and the next request after its end opens it again. This module uses internals of aiokafka 0.14, most of them
-private; the tests exercise them.
+Producers and consumers send requests through `AIOKafkaClient.send`, on one connection for each node. The first request
+opens the connection, and the next request after its end opens it again. This module uses internals of aiokafka 0.14,
+most of them private; the tests exercise them.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ class AioOwn:
         self._keeper: asyncio.Task[None]
 
     async def __aenter__(self) -> AioOwnership:
-        """Raises OwnRefused, OwnNotOffered and OwnError; nothing is claimed then."""
+        """Claim the resources. Raises OwnRefused, OwnNotOffered and OwnError; nothing is claimed then."""
         if self._kafka._sync_task is None:
             # A client that is not started never gets an answer to its request for metadata.
-            raise RuntimeError("this client is not running: start it before own(), and stop it after that")
+            raise RuntimeError("this client is not running: start it before own(), and stop it after the block")
         enter(self._kafka)
         try:
             await self._flush("before it can claim")

@@ -1,7 +1,7 @@
 """Claim resources and detect their loss, with any client library (`plan.Driver`).
 
 A claim belongs to a connection, so it is made on the connection on which the library produces or fetches. For
-`topic/partition` this is the connection to the leader in Metadata, which after the claim is the proxy that holds it.
+`topic/partition` this is the connection to the leader that Metadata names; after the claim, that is the claiming proxy.
 For any other resource, and for a whole group, it is a connection to any proxy.
 
 States and transitions:
@@ -19,8 +19,8 @@ Invariants:
     4. A refusal of one of several resources releases all of them before they are requested again.
     5. In LEFT every connection on which a resource was requested is closed.
 
-A first claim is granted with generation 1, whichever was requested (the Kafka wiki's "Single Reader/Writer"). A second
-request on the same connection raises it to the requested generation, before the resource counts as owned.
+A first claim is granted with generation 1, whatever generation was requested (the Kafka wiki's "Single Reader/Writer").
+A second request on the same connection raises it to the requested generation, before the resource counts as owned.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _distinct(connections: Iterable[ConnectionT]) -> list[ConnectionT]:
 
 
 class _Again(Exception):
-    """Try again or, if no time is left, raise `problem`."""
+    """Raised to try again or, if no time is left, to raise `problem`."""
 
     def __init__(self, problem: OwnError) -> None:
         super().__init__(str(problem))
@@ -140,7 +140,7 @@ class Claimant(Generic[ConnectionT]):
         await driver.refresh({topic for topic, _ in partitions.values()})
         nodes = {each: driver.leader(*partition) for each, partition in partitions.items()}
         if leaderless := [each for each, node in nodes.items() if node == NO_LEADER]:
-            raise _Again(OwnError(f"{', '.join(leaderless)} has no leader; look at the brokers and ask again."))
+            raise _Again(OwnError(f"{', '.join(leaderless)} has no leader; check the brokers, then claim again."))
         known = [node for node in nodes.values() if node is not None]
         somewhere = next(iter(known), None)
         if somewhere is None:
@@ -207,14 +207,14 @@ class Claimant(Generic[ConnectionT]):
                 break
             await self._driver.wait(_ASK_AGAIN_S)
         else:
-            raise _Again(OwnError(f"{self._described(self._elsewhere())} was claimed by somebody else meanwhile."))
+            raise _Again(OwnError(f"{self._described(self._elsewhere())} was claimed by another client meanwhile."))
         self._check_wanted()
         if gone := [each for each in resources if each not in self.held]:
-            raise ConnectionLost(f"the connection that {', '.join(gone)} was claimed on has closed")
+            raise ConnectionLost(f"the connection with the claim of {', '.join(gone)} has closed")
 
     def _check_wanted(self) -> None:
         if self.state is State.LEFT:
-            raise OwnError(f"{self._described(self.plan.resources)} is not wanted any more.")
+            raise OwnError(f"The claim of {self._described(self.plan.resources)} was released meanwhile.")
 
     def _topics(self, resources: Iterable[str]) -> set[str]:
         return {partition[0] for each in resources if (partition := resource_partition(each)) is not None}
@@ -395,7 +395,7 @@ _clients_in_use: WeakSet[Any] = WeakSet()
 def enter(kafka: object) -> None:
     """Refuse a second ownership on one client: both would share its connections, and the first to end closes them."""
     if kafka in _clients_in_use:
-        raise RuntimeError("this client owns something already: name all resources in one own(), or use another client")
+        raise RuntimeError("this client already owns resources; name all of them in one own(), or use another client")
     _clients_in_use.add(kafka)
 
 

@@ -1,4 +1,4 @@
-"""Errors of claims; their messages say what an application can do."""
+"""Define the errors that applications get from claims; each message says what the application can do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`own_sync` for kafka-python: claim on the connections that its producers and consumers use.
+"""Implement `own_sync` for kafka-python: claim on the connections that its producers and consumers use.
 
 The client's I/O runs on a thread of its own, and so does everything here except the context manager. Requests are sent
 through `KafkaConnectionManager.send`, on one connection for each node. The first request opens the connection, and the
@@ -83,7 +83,7 @@ class SyncOwn:
         self._gate = _Gate(self._manager, self._claimant)
 
     def __enter__(self) -> SyncOwnership:
-        """Raises OwnRefused, OwnNotOffered and OwnError; nothing is claimed then."""
+        """Claim the resources. Raises OwnRefused, OwnNotOffered and OwnError; nothing is claimed then."""
         enter(self._manager)
         try:
             self._flush("before it can claim")

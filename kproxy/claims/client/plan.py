@@ -1,4 +1,4 @@
-"""The resources that an application wants to own, and the interface to its client library."""
+"""Check the arguments of `own`, and define the interface (`Driver`) through which a client library is used."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def plan_of(
 ) -> ClaimPlan:
     """Check the arguments of `own`. Raises ValueError for invalid ones."""
     if isinstance(resources, str):
-        raise ValueError(f"resources is {resources!r}; give a list, such as [{resources!r}]")
+        raise ValueError(f"invalid resources {resources!r}; expected a list, such as [{resources!r}]")
     names = (WHOLE_GROUP,) if resources is None else tuple(map(_name_of, resources))
     if not names or len(names) > MAX_RESOURCES:
-        raise ValueError(f"{len(names)} resources; name 1 to {MAX_RESOURCES}, or None for the whole group")
+        raise ValueError(f"{len(names)} resources; expected 1 to {MAX_RESOURCES}, or None for the whole group")
     if resources is not None and "" in names:
         raise ValueError("a resource has an empty name; give None for the whole group")
     if len(set(names)) < len(names):
@@ -53,7 +53,7 @@ def plan_of(
     if not group:
         raise ValueError("the group has an empty name")
     if generation < 0:
-        raise ValueError(f"the generation is {generation}; it starts at 1, and 0 takes over from anybody")
+        raise ValueError(f"invalid generation {generation}; expected 1 or more, or 0 to take over from any client")
     if (stand_by or reclaim) and (generation <= FIRST_GENERATION or resources is None):
         raise ValueError(
             "stand_by and reclaim need named resources and a generation of 2 or more: they first ask with the "
@@ -71,11 +71,11 @@ class Driver(Protocol[ConnectionT]):
 
     def now(self) -> float: ...
     async def wait(self, seconds: float) -> None:
-        """Wait for this time, or until `wake` is called."""
+        """Wait for `seconds`, or until `wake` is called."""
 
     def wake(self) -> None: ...
     async def refresh(self, topics: Collection[str]) -> None:
-        """Learn the leaders of these topics."""
+        """Ask for the leaders of these topics."""
 
     def leader(self, topic: str, partition: int) -> int | None:
         """Return the known leader, NO_LEADER if there is none, or None if the topic is unknown."""

@@ -239,7 +239,7 @@ def test_deleted_topic_leaves_nothing_for_its_namesake(data_dir: DataDir, tmp_pa
 def test_topics_that_differ_in_case_stay_apart(data_dir: DataDir, tmp_path: Path) -> None:
     data_dir.open_log("Flights", 0, FIRST).close()
     (tmp_path / "Flights-0").rename(tmp_path / "flights-0")  # a case-insensitive file system would find it
-    with pytest.raises(LogFailed, match="ignores case"):
+    with pytest.raises(LogFailed, match="case-sensitive"):
         data_dir.open_log("flights", 0, SECOND)
 
 

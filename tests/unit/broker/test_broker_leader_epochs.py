@@ -59,7 +59,7 @@ def test_epoch_without_records_is_replaced() -> None:
 
 def test_epoch_behind_written_one_is_an_error() -> None:
     known = epochs((2, 0), (5, 10))
-    with pytest.raises(ValueError, match="leader epoch 4 at offset 20, behind epoch 5"):
+    with pytest.raises(ValueError, match="leader epoch 4 at offset 20 is lower than 5"):
         known.assign(4, 20)
     assert known.entries() == [(2, 0), (5, 10)]
 

@@ -76,17 +76,17 @@ def with_byte(data: bytearray, position: int, value: int) -> bytearray:
 @pytest.mark.parametrize(
     ("sent", "reason"),
     [
-        pytest.param(leader_batches(6, 1), "offset 5 is next here, the leader sent 6", id="gap"),
-        pytest.param(leader_batches(4, 1), "offset 5 is next here, the leader sent 4", id="overlap"),
+        pytest.param(leader_batches(6, 1), "the leader sent offset 6; expected 5", id="gap"),
+        pytest.param(leader_batches(4, 1), "the leader sent offset 4; expected 5", id="overlap"),
         pytest.param(
             leader_batches(5, 1, leader_epoch=3) + leader_batches(7, 1, leader_epoch=3),
-            "offset 6 is next here",
+            "expected 6",
             id="gap within",
         ),
-        pytest.param(leader_batches(5, 1, leader_epoch=2), "leader epoch 2 at offset 5 comes after", id="old epoch"),
+        pytest.param(leader_batches(5, 1, leader_epoch=2), "leader epoch 2 at offset 5 is lower than", id="old epoch"),
         pytest.param(
             leader_batches(5, 1, leader_epoch=4) + leader_batches(6, 1, leader_epoch=3),
-            "leader epoch 3 at offset 6 comes after epoch 4",
+            "leader epoch 3 at offset 6 is lower than 4",
             id="old epoch within",
         ),
         pytest.param(

@@ -43,13 +43,13 @@ def test_resources_may_be_given_in_any_form(changes: dict[str, Any], names: tupl
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"resources": "t/0"}, r"give a list, such as \['t/0'\]"),
-        ({"resources": []}, "0 resources; name 1 to 4096, or None for the whole group"),
+        ({"resources": "t/0"}, r"expected a list, such as \['t/0'\]"),
+        ({"resources": []}, "0 resources; expected 1 to 4096, or None for the whole group"),
         ({"resources": [""]}, "a resource has an empty name; give None for the whole group"),
         ({"resources": ["t/0", ("t", 0)]}, "a resource is named twice"),
         ({"resources": [f"t/{each}" for each in range(4097)]}, "4097 resources"),
         ({"group": ""}, "the group has an empty name"),
-        ({"generation": -1}, "the generation is -1; it starts at 1, and 0 takes over from anybody"),
+        ({"generation": -1}, "invalid generation -1; expected 1 or more, or 0 to take over from any client"),
         ({"generation": 1, "stand_by": True}, "need named resources and a generation of 2 or more"),
         ({"generation": 0, "reclaim": True}, "need named resources and a generation of 2 or more"),
         ({"resources": None, "reclaim": True}, "need named resources and a generation of 2 or more"),

@@ -61,7 +61,7 @@ def test_each_member_has_a_target_of_its_own(texts: list[str], targets: list[str
 
 
 @pytest.mark.parametrize(
-    ("texts", "says"), [([], "No etcd endpoint"), (["https://a", "b"], "https://a, b are not all of one kind")]
+    ("texts", "says"), [([], "No etcd endpoint"), (["https://a", "b"], "https://a, b mix TLS and plain text")]
 )
 def test_members_that_differ_in_tls_are_refused(texts: list[str], says: str) -> None:
     with pytest.raises(EtcdMisused, match=says):
