@@ -1,6 +1,6 @@
 """Run etcd as a child process, for `kproxy dev`, the demo and the tests.
 
-This is never for production.
+It is not for production.
 
 States: STOPPED --start()--> RUNNING --stop()--> STOPPED; RUNNING --the child ends--> ENDED (which `wait` reports)
 --stop()--> STOPPED. A stopped etcd may be started again, with the same data, and on the same ports so that clients find

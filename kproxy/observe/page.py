@@ -1,4 +1,4 @@
-"""The pages of a proxy besides the vital ones (kproxy.observe.http_page).
+"""Define the pages of a proxy besides those of every serving process (kproxy.observe.http_page).
 
 | page | answer |
 | --- | --- |
@@ -39,7 +39,7 @@ Place = tuple[str, int]
 
 
 class Unanswered(Exception):
-    """There is no answer at the moment; the text says why."""
+    """There is no answer at the moment; the message states the reason."""
 
 
 def replication_route(replicas: ReplicaPages) -> web.RouteDef:
@@ -103,7 +103,7 @@ class ReplicaPages:
             try:
                 known = (await self._reader.read()).rows
             except EtcdError:
-                # The last known ones are shown; the table's age tells that etcd is away.
+                # The last known ones are shown; the table's age shows that etcd does not answer.
                 known = list(self._rows.values())
             rows, lacking = {}, Counter[int]()
             async for row in in_portions(known, time.monotonic):

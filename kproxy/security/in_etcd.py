@@ -15,7 +15,7 @@ Transitions
   read   -> read    a change of a key; a later snapshot, which replaces everything
 
 Invariants
-1. In state read the copy stays as it is while etcd is away, however long.
+1. In state read the copy stays as it is while etcd does not answer, however long.
 2. An invalid value changes nothing: the last good value of its key stays, if this process has read one. The invalid
    value is counted, and logged once in one line with the key and the reason. Other keys are not affected.
 3. At most MOST_USERS users and MOST_ACLS rules are kept, with values of at most MOST_USER_BYTES and MOST_ACL_BYTES. A

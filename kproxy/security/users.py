@@ -41,7 +41,7 @@ _HASHES: Final = {SCRAM_256: "sha256", SCRAM_512: "sha512"}
 _FORM: Final = re.compile(
     r"(SCRAM-SHA-(?:256|512))\$([1-9]\d{3,6}):([A-Za-z0-9+/=]+)\$([A-Za-z0-9+/=]+):([A-Za-z0-9+/=]+)"
 )
-# Only the owner may write, and others may not read. A group may read, because Kubernetes mounts secrets so.
+# Only the owner may write, and others may not read. A group may read, because Kubernetes mounts secrets with that mode.
 _FORBIDDEN_MODE: Final = stat.S_IWGRP | stat.S_IRWXO
 
 
@@ -190,7 +190,7 @@ def read_users(file: Path) -> Users:
         raise StartupError(f"{str(error).rstrip('.')}: name a file that `kproxy user add` has written.") from None
     if set(content) - {"users"} or not isinstance(content.get("users", {}), dict):
         raise StartupError(
-            f"sasl.users {file} is not a file of users: its only table is [users], and `kproxy user add` writes it."
+            f"sasl.users {file} is not a file of users; expected the one table [users], as `kproxy user add` writes it."
         )
     return Users(_parse(content.get("users", {}), file))
 
