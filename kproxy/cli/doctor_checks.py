@@ -436,7 +436,7 @@ class _Probe:
         if not leaders:
             raise _Failed(f"none of the {partitions} of topic {self._topic} has a leader: see which brokers are down.")
         if len(leaders) < count:
-            text = f"topic {self._topic}: {count - len(leaders)} of {partitions} have no leader: see who is down."
+            text = f"topic {self._topic}: {count - len(leaders)} of {partitions} have no leader: start dead brokers."
             self._tell("warn", text, partitions=count, created=created)
         else:
             text = f"topic {self._topic}: {partitions}{', created just now' if created else ''}"

@@ -76,7 +76,7 @@ def _audit_access(
     of_access = [f"{section.prefix}{key}" for section in (given.tls, given.sasl) for key in given_keys(section)]
     if of_access and not is_elsewhere:
         raise StartupError(
-            f"{sources[of_access[0]]}: it applies only to a trail in another cluster: name that in audit.bootstrap. "
+            f"{sources[of_access[0]]} applies only to a trail in another cluster: name that in audit.bootstrap. "
             f"A trail that is shipped through the proxy itself uses broker_tls and broker_sasl."
         )
     tls = given.tls.checked(of_section(sources, "audit.tls"))

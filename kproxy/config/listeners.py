@@ -133,7 +133,7 @@ def _addresses_by_name(text: str, source: str) -> dict[str, Address]:
         name, equals, address = part.partition("=")
         if not equals:
             raise StartupError(
-                f"{source}: the listeners are in [[listeners]]: write NAME=HOST:PORT, for example "
+                f"{source}: the name of the listener is missing: write NAME=HOST:PORT, for example "
                 f"external=kafka.example.org:9093."
             )
         if name in addresses:

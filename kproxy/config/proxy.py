@@ -58,7 +58,7 @@ Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """The section `[limits]`: bounds of one listener, in the units of their names."""
+    """The section `[limits]`: bounds of the proxy, a listener or a connection, in the units of their names."""
 
     max_request_bytes: _Count = 100 << 20
     max_control_request_bytes: _Count = 1 << 20
@@ -130,7 +130,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class ListenSection(msgspec.Struct, kw_only=True):
-    """The section `[listen]`: the only listener. `workers` 0 stands for one for each CPU."""
+    """The section `[listen]`: addresses and processes. `workers` 0 stands for one for each CPU."""
 
     listen: str = DEFAULT_LISTEN
     advertise: str | None = None

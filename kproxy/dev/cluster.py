@@ -220,7 +220,7 @@ class DevCluster:
     async def start(self) -> None:
         """Start everything and return when the proxy serves."""
         if self._dir is not None:
-            raise RuntimeError("this cluster has been started and not stopped")
+            raise RuntimeError("this cluster already runs; stop it first")
         await check_free(self._listen, "--listen")
         if self._admin is not None:
             await check_free(self._admin, "--admin")

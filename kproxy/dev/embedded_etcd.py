@@ -117,7 +117,7 @@ class EmbeddedEtcd:
     async def start(self) -> None:
         """Start etcd and return when it answers."""
         if self._process is not None:
-            raise RuntimeError("this etcd has been started and not stopped")
+            raise RuntimeError("this etcd already runs; stop it first")
         binary = find_etcd()
         try:
             self._open_data_dir()

@@ -67,7 +67,7 @@ class ReplicaPages:
     async def page(self, query: TableQuery) -> bytes:
         """Return JSON of a ReplicationPage. Raises ValueError for an invalid query, Unanswered, NotOffered."""
         if self._reader is None:
-            raise NotOffered("replicas are not known here: reference brokers keep theirs in an etcd (--etcd URL)")
+            raise NotOffered("this proxy has no etcd, in which reference brokers keep their replicas: give --etcd URL")
         try:
             return msgspec.json.encode(replication_page(await self._reader.read(), query))
         except EtcdError as error:

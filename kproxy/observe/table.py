@@ -142,7 +142,7 @@ def parse_place(text: str) -> tuple[bytes, int]:
     """Parse `topic/partition`. Raises ValueError."""
     topic, slash, partition = text.rpartition("/")
     if not slash or not topic or not (partition.isascii() and partition.isdigit() and len(partition) <= 9):
-        raise ValueError("after must be topic/partition, the next of the previous page")
+        raise ValueError("after must be topic/partition, the `next` of the previous page")
     return topic.encode(), int(partition)
 
 

@@ -95,7 +95,7 @@ def parse_user_key(rest: str) -> str:
 def check_acl_id(acl_id: str) -> str:
     """Return the id of a rule. Raises ValueError for an invalid one."""
     if _ACL_ID.fullmatch(acl_id) is None:
-        raise ValueError("a rule's id has from 1 to 100 ASCII letters, digits, '.', '_' and '-'")
+        raise ValueError("a rule's id must have 1 to 100 ASCII letters, digits, '.', '_' and '-'")
     return acl_id
 
 
@@ -114,7 +114,7 @@ def decode_user(value: bytes) -> Credentials:
         texts = msgspec.json.decode(value, type=_UserValue).credentials
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         # The error is not chained, because its cause may show a part of the value.
-        raise ValueError('a user\'s value is JSON with one key, {"credentials": [...]}') from None
+        raise ValueError('a user\'s value must be JSON with one key, {"credentials": [...]}') from None
     return parse_credentials(texts)
 
 
@@ -130,7 +130,7 @@ def decode_acl(value: bytes) -> AclSection:
     try:
         return parse_acl(msgspec.json.decode(value), "the rule")
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError("a rule's value is JSON with the keys of [[acls]]") from error
+        raise ValueError("a rule's value must be JSON with the keys of [[acls]]") from error
     except StartupError as error:
         raise ValueError(str(error).rstrip(".")) from error
 

@@ -81,7 +81,7 @@ class Reloading(Generic[T]):
             self._failed(str(error), events)
             return False
         except Exception:  # the boundary: whatever the files hold, the process continues to serve
-            log.exception("changed files not loaded", what=self.named)
+            log.exception("files not loaded", what=self.named)
             self._failed("an internal error", events)
             return False
         await asyncio.to_thread(take(events))

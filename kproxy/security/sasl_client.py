@@ -163,7 +163,7 @@ def _check_iterations(server_first: str) -> None:
     if found is None or not LEAST_SCRAM_ITERATIONS <= int(found[1]) <= MAX_ITERATIONS:
         asked = "no valid number of" if found is None else found[1]
         bounds = f"from {LEAST_SCRAM_ITERATIONS} to {MAX_ITERATIONS}"
-        raise SaslRefused(f"it asks for {asked} iterations; it must be {bounds}")
+        raise SaslRefused(f"it asks for {asked} iterations; expected {bounds}")
 
 
 def mechanism(name: str, username: str, secret: str) -> Credential | Scram:

@@ -148,7 +148,7 @@ def parse_verifier(
     try:
         given = json.loads(content)["keys"]
         if not isinstance(given, list) or not 0 < len(given) <= MOST_KEYS:
-            raise ValueError(f"it has no list of from 1 to {MOST_KEYS} keys")
+            raise ValueError(f"`keys` is not a list of 1 to {MOST_KEYS} keys")
         keys: dict[str | None, Any] = {}
         for each in given:
             if each.get("use", "sig") != "sig":

@@ -171,5 +171,5 @@ def unpickled(body: bytes, kind: type[_Message]) -> _Message:
     """Unpickle only bytes that the parent process sent, over a socket that no other process ever held."""
     thing = pickle.loads(body)  # noqa: S301 -- see above
     if not isinstance(thing, kind):
-        raise ChannelMisused(f"{type(thing).__name__} where {kind.__name__} is expected")
+        raise ChannelMisused(f"received {type(thing).__name__}; expected {kind.__name__}")
     return thing

@@ -123,7 +123,7 @@ def test_credentials_are_those_of_the_standard() -> None:
 @pytest.mark.parametrize("password", ["", "\x07", "x" * 1_025, "\ud800"])
 def test_password_that_sasl_forbids_is_refused(password: str) -> None:
     assert make_credential("SCRAM-SHA-256", "x" * 1_024, 4_096, bytes(18))
-    with pytest.raises(ValueError, match="from 1 to 1024 bytes" if len(password) > 1 else "password"):
+    with pytest.raises(ValueError, match="1 to 1024 bytes" if len(password) > 1 else "password"):
         make_credential("SCRAM-SHA-256", password, 4_096, bytes(18))
 
 
