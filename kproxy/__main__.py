@@ -1,4 +1,4 @@
-"""`python -m kproxy`, and the command `kproxy`."""
+"""Run the command line, as `kproxy` or as `python -m kproxy`."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""A host and a port: where something listens, or is reached."""
+"""Represent the host and port at which a server listens or is reached."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Address(NamedTuple):
-    """`host` has no brackets, even for IPv6; the text has them. Port 0: any free one."""
+    """A host and a port. `host` has no brackets, even for IPv6; the text has them. Port 0 stands for any free port."""
 
     host: str
     port: int

@@ -1,4 +1,4 @@
-"""Errors that prevent a command from starting."""
+"""Define the error that prevents a command from starting."""
 
 
 class StartupError(Exception):

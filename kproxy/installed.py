@@ -1,4 +1,4 @@
-"""The installed version and commit, and the command to install an extra.
+"""Find the installed version and commit, and the command that installs an extra.
 
 The commit is written into wheels and source distributions when they are built (`hatch_build.py`); a checkout asks git.
 """
@@ -19,7 +19,7 @@ _GIT_PATIENCE_S = 5.0
 
 
 def version() -> str:
-    """The version in `pyproject.toml`.
+    """Return the version in `pyproject.toml`.
 
     "0" if the code is not installed, as on Spark's executors.
     """
@@ -30,7 +30,7 @@ def version() -> str:
 
 
 def commit() -> str:
-    """The commit that this was built from, with `-dirty` if files differ.
+    """Return the commit that this was built from, with `-dirty` if files differ.
 
     Empty if unknown.
     """
@@ -49,7 +49,7 @@ def commit() -> str:
 
 
 def install_command(extra: str) -> str:
-    """The command that installs kproxy with an extra, from the same origin."""
+    """Return the command that installs kproxy with an extra, from the same origin."""
     origin = _origin()
     if origin is None:
         return f"pip install '{DISTRIBUTION}[{extra}]'"

@@ -1,9 +1,9 @@
-"""The command line.
+"""Define the command line `kproxy`: its commands, its global options and its exit status.
 
 The module of a command is imported only when the command runs, so that `kproxy --help` loads no Spark.
 
-Exit status: 0 done, 1 failed on the way, 2 not started (a sentence on stderr names the remedy), 3 `kproxy own claim`
-lost its claims, 130 interrupted before there was anything to stop cleanly.
+Exit status: 0 done, 1 failed after the start, 2 not started (a sentence on stderr names the remedy), 3 `kproxy own
+claim` lost its claims, 130 interrupted before the command had started anything.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ COMMANDS = {
     "demo": ("kproxy.cli.demo", "Write real data through the proxy with Spark, read it back, check it."),
     "table": ("kproxy.cli.table", "Show which broker owns which partition."),
     "top": ("kproxy.cli.top", "Show brokers, partitions, clients and rates in the terminal, live."),
-    "pipeline": ("kproxy.cli.pipeline", "Run Spark jobs: ingest data, or audit acknowledged records."),
+    "pipeline": ("kproxy.cli.pipeline", "Ingest data with Spark, or audit acknowledged records."),
     "own": ("kproxy.cli.own", "Show, take and free claims of the Own API."),
     "user": ("kproxy.cli.user", "Add, list and remove users who authenticate by SASL."),
-    "acl": ("kproxy.cli.acl", "Try the rules of access, and write those in etcd."),
+    "acl": ("kproxy.cli.acl", "Test the rules of access, and change those in etcd."),
     "doctor": ("kproxy.cli.doctor", "Diagnose etcd, proxy and Kafka problems."),
     "check-config": ("kproxy.cli.check_config", "Check a configuration and show the values in force."),
     "completion": ("kproxy.cli:completion", "Print the completion script for bash, zsh or fish."),
 }
 # Commands started by other commands, not by users.
 INTERNAL = {"worker": "kproxy.cli.serve:worker"}
-# Commands that do not use `run_async`, and must stop something even if they are interrupted early.
+# Commands without `run_async` that must stop what they have started even if they are interrupted early.
 RUN_BY_THEMSELVES = ("demo", "pipeline")
-# Commands that SIGHUP never ends, as it has them read their configuration again.
+# Commands that read their configuration again on SIGHUP, which never ends them.
 RELOAD = ("serve", "worker")
 SHELLS = ("bash", "zsh", "fish")
 NEEDS_POSIX = ("serve", "broker", "dev", "demo", "pipeline")
@@ -126,8 +126,8 @@ def _show_version(context: click.Context, option: click.Parameter, wanted: bool)
 def cli(context: click.Context, debug: bool, log_level: str | None, log_format: str | None) -> None:
     """A Kafka-protocol produce proxy: one address before many brokers.
 
-    Any Kafka client uses the proxy as its only bootstrap server. The proxy learns from etcd which broker owns which
-    partition, splits produce requests by owner, and answers as one broker.
+    Any Kafka client uses the proxy as its only bootstrap server. The proxy learns from etcd, from Kafka or from a
+    table which broker owns which partition, splits produce requests by owner, and answers as one broker.
     """
     if context.invoked_subcommand in RUN_BY_THEMSELVES:
         interruptible()
@@ -208,7 +208,7 @@ def run_async(make: Callable[[], Coroutine[Any, Any, int | None]], *, uvloop_wan
         try:
             import uvloop
         except ImportError:
-            # uvloop does not support this platform; asyncio's own loop does the same, more slowly.
+            # uvloop does not support this platform; asyncio's own loop works too, but is slower.
             pass
         else:
             factory = uvloop.new_event_loop

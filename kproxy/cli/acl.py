@@ -1,4 +1,4 @@
-"""`kproxy acl`: the rules of access."""
+"""`kproxy acl`: test the access rules, and add, list and remove those in etcd."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _OPERATIONS = ("read", "write", "describe", "create", "delete", "alter", "own", 
 
 @click.group("acl")
 def command() -> None:
-    """Try the rules of access, and write those in etcd.
+    """Test the rules of access, and change those in etcd.
 
-    Rules are [[acls]] of the configuration file, and in etcd for all proxies together (access.acls_in_etcd). Both
-    count: an operation is allowed if some rule allows it and no rule denies it.
+    Rules are in [[acls]] of the configuration file, and in etcd for all proxies together (access.acls_in_etcd). Both
+    apply: an operation is allowed if some rule allows it and no rule denies it.
 
     \b
       kproxy acl check --config kproxy.toml --principal User:alice --operation write --topic orders
@@ -38,8 +38,8 @@ def command() -> None:
 
 @command.command("check", epilog="Exit status: 0 allowed, 1 denied, 2 wrong usage or a file that cannot be used.")
 @click.option("--config", metavar="FILE", type=click.Path(path_type=Path), help="The TOML file with [[acls]].")
-@etcd_place_flags("The etcd with rules, which count beside those of --config.")
-@click.option("--principal", metavar="User:NAME", required=True, help="Who asks.")
+@etcd_place_flags("The etcd with rules, which apply beside those of --config.")
+@click.option("--principal", metavar="User:NAME", required=True, help="The principal.")
 @click.option("--group", "groups", metavar="NAME", multiple=True, help="A group of the principal. May be repeated.")
 @click.option("--operation", type=click.Choice(_OPERATIONS), required=True, help="The operation.")
 @click.option("--topic", metavar="NAME", help="The topic.")
@@ -70,7 +70,7 @@ def check(
     from kproxy.security.principals import USER, Principal
 
     if not principal.startswith(USER) or principal == USER:
-        raise StartupError(f"--principal {principal[:100]}: write it as User:NAME.")
+        raise StartupError(f"invalid --principal {principal[:100]}; expected User:NAME.")
     asked = {
         Resource.TOPIC: topic,
         Resource.GROUP: consumer_group,
@@ -102,12 +102,12 @@ def _all_rules(
 
     place = etcd_place(etcd, check_prefix(prefix, "--prefix"), etcd_access)
     if config is None and place is None:
-        raise StartupError("rules are in a file, in etcd or in both: give --config FILE, --etcd URL or both.")
+        raise StartupError("the place of the rules is missing: give --config FILE, --etcd URL or both.")
     sections = [] if config is None else list(read_acls(config))
     if place is not None:
         run_async(lambda: _collect(place, sections))
     elif config is not None and has_acls_in_etcd(config):
-        click.echo("kproxy: the rules in etcd are left out: give --etcd URL as well.", err=True)
+        click.echo("kproxy: the rules in etcd are not checked: give --etcd URL as well.", err=True)
     return sections
 
 
@@ -139,7 +139,7 @@ async def _read(place: EtcdPlace) -> tuple[dict[str, AclSection], int]:
 
 @command.command("add")
 @_in_etcd
-@click.option("--principal", metavar="User:NAME|Group:NAME", required=True, help="Whom it is about; User:* everybody.")
+@click.option("--principal", metavar="User:NAME|Group:NAME", required=True, help="The principal; User:* is everybody.")
 @click.option(
     "--operation",
     "operations",
@@ -192,7 +192,7 @@ def add(
 
     place = _place(etcd, prefix, etcd_access)
     if not principal.startswith(("User:", "Group:")):
-        raise StartupError(f"--principal {principal[:100]}: write it as User:NAME or Group:NAME.")
+        raise StartupError(f"invalid --principal {principal[:100]}; expected User:NAME or Group:NAME.")
     resources = {"topics": topics, "groups": groups, "transactional_ids": transactional_ids}
     named = {key: list(names) for key, names in resources.items() if names}
     if not named and not cluster:
@@ -220,9 +220,9 @@ async def _put(place: EtcdPlace, acl_id: str, rule: AclSection, *, may_replace: 
             click.echo(f"{acl_id} is there already")
             return
         if found is not None and not may_replace:
-            raise StartupError(f"{key} has another rule: give this one an id of its own with --id.")
+            raise StartupError(f"{key} already has another rule: give the new rule another id with --id.")
         if found is None and len((await client.get_prefix(keys.acls)).kvs) >= MOST_ACLS:
-            raise StartupError(f"{keys.acls} has {MOST_ACLS} rules, the most allowed: use prefixes and groups.")
+            raise StartupError(f"{keys.acls} has {MOST_ACLS} rules, and no more are allowed: use prefixes and groups.")
         await client.put(key, value)
     click.echo(f"{'added' if found is None else 'changed'} {acl_id}")
 
@@ -261,5 +261,5 @@ async def _delete(place: EtcdPlace, acl_id: str) -> None:
     keys = AccessKeys(place.prefix)
     async with etcd_client(place) as client:
         if not await client.delete(keys.acl(acl_id)):
-            raise StartupError(f"there is no rule {acl_id[:100]!r} in {keys.acls}: `kproxy acl list` shows them.")
+            raise StartupError(f"unknown rule {acl_id[:100]!r} in {keys.acls}: `kproxy acl list` shows all rules.")
     click.echo(f"removed {acl_id}")

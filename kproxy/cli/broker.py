@@ -1,4 +1,4 @@
-"""`kproxy broker`: one reference broker."""
+"""`kproxy broker`: run one reference broker, for development and tests."""
 
 from __future__ import annotations
 

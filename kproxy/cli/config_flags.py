@@ -35,7 +35,7 @@ _TEXTS: Final = {
     "ownership.bootstrap": ("H:P[,H:P...]", "For --ownership kafka: some of the cluster's brokers."),
     "ownership.table": ("FILE", "For --ownership static: a TOML file with [brokers] and [[topics]]."),
     "fleet.alone": (None, "Name only this proxy to clients, not the others on the same etcd."),
-    "fleet.lease_ttl": ("SECONDS", "How long clients are still told of a proxy that died. [10]"),
+    "fleet.lease_ttl": ("SECONDS", "How long clients still see a proxy that died. [10]"),
     "listen.admin": ("H:P", "Where to serve the admin page: /table, /metrics, /livez, /readyz. [none]"),
     "produce.confirm_acks0": (
         None,
@@ -59,7 +59,7 @@ _TEXTS: Final = {
     ),
     "audit.interval_s": ("SECONDS", "The longest time until an acknowledgement is in the trail. [5]"),
     "metrics.topics": ("N", "How many of the busiest topics have series of their own on /metrics. [0]"),
-    "metrics.clients": ("N", "How many of the busiest clients have. [0]"),
+    "metrics.clients": ("N", "How many of the busiest clients have series of their own. [0]"),
     "tls.cert": ("FILE", "TLS for clients: the listener's certificate, with its chain. [none]"),
     "tls.key": ("FILE", "The private key of --tls-cert."),
     "tls.client_ca": ("FILE", "The CA certificates that sign clients' certificates. [none]"),

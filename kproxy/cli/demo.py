@@ -1,4 +1,4 @@
-"""`kproxy demo`: real data through the whole path."""
+"""`kproxy demo`: write real data through the proxy with Spark, read it back and check it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kproxy dev`: everything on this machine."""
+"""`kproxy dev`: run etcd, reference brokers and the proxy on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checks of `kproxy doctor`: etcd, a proxy, Kafka and replicas.
+"""Check etcd, a proxy, Kafka and replicas, for `kproxy doctor`.
 
 Each check returns findings and raises no error.
 """
@@ -65,7 +65,7 @@ STEP_S = 3.0
 PAUSE_S = 0.2
 # The timeout in a produce request.
 TIMEOUT_MS = 2_000
-# The most named brokers that are tried.
+# The most brokers of the metadata that are tried.
 MAX_NAMED = 64
 CLIENT_ID = b"kproxy-doctor"
 PROBE_KEY = b"kproxy-doctor"
@@ -168,12 +168,12 @@ async def _may_read(client: EtcdClient, prefix: str) -> bool:
 def _about_version(endpoint: str, version: str) -> list[Finding]:
     numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
     if numbers is None:
-        return [Finding("warn", f"{endpoint}: {version!r} is no version that is known here.", "etcd.version", endpoint)]
+        return [Finding("warn", f"{endpoint}: unknown version {version!r} of etcd.", "etcd.version", endpoint)]
     major, minor, patch = map(int, numbers.groups())
     if (major, minor) > max(FIT) or patch >= FIT.get((major, minor), patch + 1):
         return []
     wanted = " or ".join(f"{major}.{minor}.{patch}" for (major, minor), patch in FIT.items())
-    text = f"{endpoint}: etcd {version} has known faults in its leases, or in what its roles forbid: use {wanted}."
+    text = f"{endpoint}: etcd {version} has known faults in its leases or its roles: use {wanted}."
     return [Finding("warn", text, "etcd.version", endpoint)]
 
 
@@ -193,7 +193,7 @@ async def _about_clock(endpoint: str, options: EtcdOptions, clock: Callable[[], 
     if abs(ahead_s) <= CLOCK_TOLERANCE_S + CLOCK_GRAIN_S:
         return []
     which = "ahead of" if ahead_s > 0 else "behind"
-    text = f"{endpoint}: its clock is {abs(ahead_s):.0f} s {which} this machine's: certificates and logs go by it."
+    text = f"{endpoint}: the clock is {abs(ahead_s):.0f} s {which} this machine's: certificates and logs use it."
     return [Finding("warn", text, "etcd.clock", endpoint)]
 
 
@@ -205,7 +205,7 @@ _TROUBLES = {
 
 
 async def examine_proxy(place: AdminPlace) -> list[Finding]:
-    """Check a proxy's admin page, and the brokers that the proxy has trouble with."""
+    """Check a proxy's admin page, and the brokers that the proxy cannot reach or that do not answer it."""
     mark, text = await _about_page(place)
     ready = Finding(mark, text, "proxy.ready", str(place))
     return [ready] if mark == "FAIL" else [ready, *await _about_brokers(place)]
@@ -240,7 +240,7 @@ async def _about_page(place: AdminPlace) -> tuple[str, str]:
         return "ok" if said[0] == "ready" else "warn", f"the proxy at {place}: {said[0][:500]}"
     if status == 503:
         return "FAIL", f"the proxy at {place} is not ready: {said[0][:500]}"
-    return "FAIL", f"what answers at {place} is not an admin page of kproxy (status {status})."
+    return "FAIL", f"the server at {place} is not an admin page of kproxy (status {status})."
 
 
 async def examine_kafka(
@@ -303,7 +303,7 @@ async def _ask_who(stack: AsyncExitStack, address: Address, access: BrokerAuth) 
     try:
         answer = await connection.ask(keys.METADATA, ANY_VERSION, topics=[], allow_auto_topic_creation=False)
     except BrokerGone as error:
-        # Before a login a server answers the question for versions alone, and closes the connection at any other.
+        # Before a login a server answers only ApiVersions, and closes the connection on any other request.
         raise error if access.has_sasl else _LoginWanted(str(error)) from error
     brokers = {each.node_id: Address(each.host, each.port) for each in answer.brokers}
     return _Told(address, connection, brokers, getattr(answer, "cluster_id", None))
@@ -383,7 +383,7 @@ async def _about_one(address: Address, number: int, by: _Told, access: BrokerAut
 
 
 class _Failed(Exception):
-    """The probe has failed; a sentence says the reason and the remedy."""
+    """The probe has failed; the message states the reason and the remedy."""
 
 
 class _Probe:
@@ -397,7 +397,7 @@ class _Probe:
         self._mark = uuid.uuid4().hex
         self._connections = {told.address: told.connection}
         self._findings: list[Finding] = []
-        # The present check, and its address.
+        # The current check, and its address.
         self._check, self._at = "kafka.topic", told.address
 
     async def run(self) -> list[Finding]:
@@ -408,7 +408,7 @@ class _Probe:
         except _Failed as error:
             self._tell("FAIL", str(error))
         except BrokerUnreachable as error:
-            self._tell("FAIL", f"{error}: see its log, and whether it has too much to do.")
+            self._tell("FAIL", f"{error}: see its log, and whether it is overloaded.")
         return self._findings
 
     def _tell(self, mark: str, text: str, **facts: object) -> None:
@@ -436,7 +436,7 @@ class _Probe:
         if not leaders:
             raise _Failed(f"none of the {partitions} of topic {self._topic} has a leader: see which brokers are down.")
         if len(leaders) < count:
-            text = f"topic {self._topic}: {count - len(leaders)} of {partitions} without a leader: see who is down."
+            text = f"topic {self._topic}: {count - len(leaders)} of {partitions} have no leader: start dead brokers."
             self._tell("warn", text, partitions=count, created=created)
         else:
             text = f"topic {self._topic}: {partitions}{', created just now' if created else ''}"

@@ -1,7 +1,7 @@
-"""Options of several commands: addresses, etcd, access to brokers.
+"""Define the options that several commands share: addresses, etcd, and access to brokers.
 
 `--bootstrap` names Kafka addresses and `--admin` a proxy's admin page, in every command that needs one. Without the
-flag the variables KPROXY_BOOTSTRAP and KPROXY_ADMIN count, then the default. They are not configuration of `kproxy
+flag the variable KPROXY_BOOTSTRAP or KPROXY_ADMIN applies, then the default. They are not configuration of `kproxy
 serve`, whose own --bootstrap and --admin are keys of `kproxy.config.proxy`.
 """
 
@@ -51,7 +51,7 @@ _RANKS = (ParameterSource.DEFAULT, ParameterSource.ENVIRONMENT, ParameterSource.
 
 
 def flag(names: str, metavar: str | None, text: str, **more: Any) -> Callable[[F], F]:
-    """Make a flag; `names` has its names and its parameter's, with spaces. The help shows a default, and `multiple`."""
+    """Make a flag. `names` are its names and its parameter's, with spaces. The help shows a default and `multiple`."""
     if more.get("multiple"):
         text += " (repeatable)"
     more.setdefault("show_default", "default" in more)
@@ -75,7 +75,7 @@ class Asked(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """0 for the default, 1 for a variable, 2 for a flag."""
+        """The precedence: 0 for the default, 1 for a variable, 2 for a flag."""
         return _RANKS.index(self.given_by)
 
     def address(self) -> Address:
@@ -171,7 +171,7 @@ def admin_place(asked: Asked, flags: Mapping[str, object]) -> AdminPlace:
         first = next((key for key, value in given.items() if value is not None), None)
         if first is not None:
             flag = f"{ADMIN_FLAGS}{first}".replace("_", "-")
-            raise StartupError(f"{flag}: it applies only to a page with TLS: give --admin https://{address}.")
+            raise StartupError(f"{flag} applies only to a page with TLS: give --admin https://{address}.")
         return AdminPlace(address)
     sources, values = dict[str, str](), dict[str, Any]()
     for key, value in given.items():

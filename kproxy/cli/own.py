@@ -1,4 +1,4 @@
-"""`kproxy own`: show, claim and free by the Own API."""
+"""`kproxy own`: show, claim and free resources by the Own API."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def claim_command(
 
     wanted = parse_wanted(group, resources, whole)
     proxies = bootstrap.addresses()
-    # An admin page that is not named may belong to another proxy, which knows other claims.
+    # Without a flag the admin page may belong to another proxy, which has other claims.
     may_ask = where["etcd"] is not None or where["admin"].rank >= bootstrap.rank
     known = _claims(context, where) if may_ask else None
     try:

@@ -3,7 +3,7 @@
 States
   asking    some resources are neither granted nor refused; those not confirmed in time are requested again
   holding   some resource is granted; the proxy is asked for a sign of life every SIGN_OF_LIFE_S
-  severed   the proxy has closed the connection, or does not answer: all claims are lost
+  severed   the proxy has closed the connection or does not answer, so that all claims are lost
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ def parse_wanted(group: str, resources: Sequence[str], whole: bool) -> Wanted:
     for name in (group, *names):
         if not name or len(name.encode(errors="replace")) > MAX_NAME_BYTES:
             raise StartupError(
-                f"{name[:80]!r} is not a name: groups and resources have names of 1 to {MAX_NAME_BYTES} bytes."
+                f"invalid name {name[:80]!r}; expected 1 to {MAX_NAME_BYTES} bytes for a group or a resource."
             )
     for name in names:
         if names.count(name) > 1:
             raise StartupError(f"resource {name!r} is named twice: name it once.")
     if len(names) > MAX_RESOURCES:
-        raise StartupError(f"{len(names)} resources at once: at most {MAX_RESOURCES}, or --all for the whole group.")
+        raise StartupError(f"{len(names)} resources; expected at most {MAX_RESOURCES}, or --all for the whole group.")
     return Wanted(group, None if whole else claims)
 
 
@@ -85,8 +85,8 @@ def _parse_resource(text: str) -> OwnResource:
         return OwnResource(text, 1)
     if not (generation.isascii() and generation.isdigit() and len(generation) <= 18):
         raise StartupError(
-            f"{text!r}: {generation!r} is not a generation: write RESOURCE=GENERATION, a number from 0, for example "
-            f"orders/0=2."
+            f"invalid generation {generation!r} in {text!r}; expected RESOURCE=GENERATION, a number from 0, for "
+            f"example orders/0=2."
         )
     return OwnResource(resource, int(generation))
 

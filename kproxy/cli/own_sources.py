@@ -1,4 +1,4 @@
-"""Sources of `kproxy own`: claims and their changes, from a proxy or etcd."""
+"""Read claims and follow their changes, from a proxy or from etcd, for `kproxy own`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Kind = Literal["is owned", "claimed", "raised", "reset", "taken over", "freed"]
 
 
 class Change(msgspec.Struct, frozen=True):
-    """One change. `claim` is the present claim, or the freed one.
+    """One change. `claim` is the current claim, or the freed one.
 
-    `before` is the claim that was lost by the change.
+    `before` is the claim that `claim` replaces, if any.
 
-    If a resource was lost to a claim of the whole group, `claim` is that claim.
+    If a claim of the whole group has taken a resource over, `claim` is that claim.
     """
 
     change: Kind
@@ -91,7 +91,7 @@ class AdminClaims:
         return await asyncio.to_thread(self._ask, FreeOutcome, "/own/free", order=msgspec.json.encode(order))
 
     async def follow(self, group: str | None) -> AsyncGenerator[Told]:
-        """Yield all claims, and then each change, for ever: changes within WATCH_INTERVAL_S appear as one."""
+        """Yield all claims, and then each change, without end; changes within WATCH_INTERVAL_S appear as one."""
         before: ClaimsPage | None = None
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Print claims, boxed on a terminal, and a line for each change."""
+"""Print claims of the Own API in a table, boxed on a terminal, and each change in one line."""
 
 from __future__ import annotations
 

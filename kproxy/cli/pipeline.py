@@ -1,4 +1,4 @@
-"""`kproxy pipeline`: the group of the Spark jobs, the command `path`, and the flags of Spark.
+"""`kproxy pipeline`: group the jobs `ingest` and `audit`, define the command `path`, and check Spark's flags.
 
 The module of a job is imported only when the job runs.
 """
@@ -35,16 +35,16 @@ class _Jobs(LazyGroup):
 
 @click.command("pipeline", cls=_Jobs)
 def command() -> None:
-    """Run Spark jobs: ingest data, or audit acknowledged records.
+    """Ingest data with Spark, or audit acknowledged records.
 
-    They start a Spark of their own on this machine, or on a cluster with --master; or spark-submit starts them there:
+    Spark runs on this machine, or on a cluster with --master; or spark-submit starts the command there:
 
     \b
       kproxy pipeline audit --bootstrap 127.0.0.1:9092
       kproxy pipeline audit --bootstrap 127.0.0.1:9092 --master spark://spark:7077 --output /mnt/shared/audit
       spark-submit --master yarn $(kproxy pipeline path) audit --bootstrap 127.0.0.1:9092 --output hdfs:///audit
 
-    Need Java 17 or 21, and the extra `spark`: docs/install.md.
+    Ingest, and audit on Spark, need Java 17 or 21 and the extra `spark`: docs/install.md.
     """
 
 

@@ -1,4 +1,4 @@
-"""`kproxy pipeline audit`: compare the proxies' trails with the logs."""
+"""`kproxy pipeline audit`: compare the proxies' audit trails with the brokers' logs."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def command(
     if follow and spark.master is not None:
         raise StartupError("--follow runs in this process: leave --master out.")
     if state is not None and not follow:
-        raise StartupError("--state is for --follow: an audit without it reads everything again.")
+        raise StartupError("--state applies only with --follow: an audit without --follow reads everything.")
     try:
         if not follow:
             return run_audit_job(job, spark)

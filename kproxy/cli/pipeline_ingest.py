@@ -1,4 +1,4 @@
-"""`kproxy pipeline ingest`: write files, a topic or a counter to a topic."""
+"""`kproxy pipeline ingest`: write files, a topic or a counter to a topic, with Spark."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`kproxy serve`: the proxy.
+"""`kproxy serve`: run the proxy.
 
-`kproxy worker`: one process of `kproxy serve --workers N`, which starts it.
+`kproxy worker`: run one process of `kproxy serve --workers N`, which starts this command.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kproxy.runtime.process import PARENT_FD, ParentPipe, end_with_parent, raise
 @click.command(
     "serve",
     epilog="Prints one line when it serves: `ready kafka=H:P admin=H:P etcd=URL`. On SIGTERM and Ctrl-C it answers "
-    "what it has read and ends; with --drain-delay it serves on for that long before, unless it is told twice. On "
+    "what it has read and ends; with --drain-delay it first serves on for that long, or until a second signal. On "
     "SIGHUP it reads the file again; the log names keys that need a restart.",
 )
 @click.option("--config", metavar="FILE", type=click.Path(path_type=Path), help="The TOML file with options.")
@@ -88,7 +88,7 @@ def _private_directory() -> AbstractContextManager[str]:
     for place in (None, "/dev/shm"):  # noqa: S108 -- the directory's name is random, and its mode 0700
         with contextlib.suppress(OSError):
             return tempfile.TemporaryDirectory(prefix="kproxy-", dir=place, ignore_cleanup_errors=True)
-    raise StartupError("No directory can be written for the sockets of workers: name one in TMPDIR, or run 1 worker.")
+    raise StartupError("no directory is writable for the sockets of workers: name one in TMPDIR, or run 1 worker.")
 
 
 @click.command("worker")

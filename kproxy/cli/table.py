@@ -162,7 +162,7 @@ def describe_changes(before: TablePage, after: TablePage) -> list[str]:
             revision = new.revision if new else after.revision
             lines.append(f"{place[0]} {place[1]}: {_owner(owners[0])} -> {_owner(owners[1])} at revision {revision}")
         in_sync = (old.in_sync if old else None, new.in_sync if new else None)
-        # A complete ISR is worth a line only if it was incomplete before.
+        # A complete ISR gets a line only if it was incomplete before.
         if in_sync[1] and in_sync[0] != in_sync[1] and (in_sync[0] or in_sync[1].missing):
             lines.append(f"{place[0]} {place[1]}: in sync {in_sync[1]}")
     brokers_before, brokers_after = set(before.brokers), set(after.brokers)

@@ -1,4 +1,4 @@
-"""Sources of `kproxy table`: a proxy's admin page or etcd.
+"""Read the table of owners from a proxy's admin page or from etcd, for `kproxy table`.
 
 Each source yields a table at once, and then one every WATCH_INTERVAL_S.
 
@@ -55,14 +55,14 @@ TOKEN_VARIABLE = "KPROXY_ADMIN_TOKEN"  # noqa: S105 -- its name
 TOKEN_FILE_VARIABLE = "KPROXY_ADMIN_TOKEN_FILE"  # noqa: S105 -- its name
 
 
-# The most reads of a table, or of claims, that change between two of their pages.
+# The most readings of a table, or of claims, that a change between two of their pages ends.
 CONSISTENT_READS = 5
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _Page = TypeVar("_Page", TablePage, ClaimsPage)
 
 
 class NoAnswer(StartupError):
-    """There is no usable answer; a sentence says the reason and the remedy."""
+    """There is no usable answer; the message states the reason and the remedy."""
 
 
 def ask(
@@ -93,7 +93,7 @@ def ask(
                 source = TOKEN_FILE_VARIABLE if os.environ.get(TOKEN_FILE_VARIABLE) else TOKEN_VARIABLE
                 reason = f"the token of {source} is not the page's"
                 remedy = ": give the one of its admin.token_file"
-            raise NoAnswer(f"the admin page at {place} refuses this ({reason}){remedy}.")
+            raise NoAnswer(f"the admin page at {place} refuses the request ({reason}){remedy}.")
         body = answer.read(MAX_ANSWER_BYTES)
         if answer.status == 400 and body.decode(errors="replace").strip() == SPEAKS_TLS:
             raise NoAnswer(f"the admin page at {place} speaks TLS: give --admin https://{place}.")
@@ -103,7 +103,7 @@ def ask(
             has_ca, has_cert = place.tls.ca is not None, place.tls.cert is not None
             name = place.server_name or place.address.host
             failure = broker_failure(error, name=name, has_ca=has_ca, has_cert=has_cert, words=_WORDS)
-            raise NoAnswer(f"the admin page at {place} cannot be asked: {failure.text}.") from error
+            raise NoAnswer(f"the admin page at {place} cannot be queried: {failure.text}.") from error
         raise NoAnswer(
             f"no admin page answers at {place} ({_reason(error)}): start `kproxy dev`, or "
             f"`kproxy serve` with --admin {DEFAULT_ADMIN}; name a page with --admin H:P, or ask etcd with --etcd URL."
@@ -122,7 +122,7 @@ def _authorization() -> dict[str, str]:
 
 def not_ours(place: AdminPlace, what: object) -> NoAnswer:
     """Make the error for a server that is not kproxy; `what` describes its answer."""
-    return NoAnswer(f"what answers at {place} is not an admin page of kproxy ({what}): give another --admin.")
+    return NoAnswer(f"the server at {place} is not an admin page of kproxy ({what}): give another --admin.")
 
 
 def decoded(place: AdminPlace, answer: tuple[int, bytes], kind: type[_Struct]) -> _Struct:
@@ -156,7 +156,7 @@ WATCH_INTERVAL_S = 1.0
 
 
 class ReplicasUnknown(Exception):
-    """A proxy has no answer at the moment; the text says why."""
+    """A proxy cannot answer at the moment; the message states the reason."""
 
 
 _Answer = TypeVar("_Answer")
@@ -196,7 +196,7 @@ def _ask(place: AdminPlace, topic: str | None) -> TablePage:
     try:
         replicas = ask_replication(place, topic)
     except ReplicasUnknown:
-        # The table itself shows that etcd is away.
+        # The table itself shows that etcd does not answer.
         return table
     return with_replicas(table, [row for page in replicas for row in page.partitions])
 

@@ -1,4 +1,4 @@
-"""`kproxy top`: the admin page of a proxy or a reference broker in a terminal.
+"""`kproxy top`: show the admin page of a proxy or a reference broker in a terminal.
 
 It asks the page for the overview and for the first partitions or clients, once a second. On a terminal it redraws the
 screen and takes keys; otherwise it prints once, in plain columns.
@@ -41,7 +41,7 @@ from kproxy.observe.overview import (
 
 EVERY_S: Final = 1.0
 FRAME_LINES: Final = 8
-# Rows that are printed; characters of a filter; characters of a text that numbers do not take the room of.
+# The most printed rows, the most characters of a filter, and the most of a column of text that is not cut.
 PRINTED_ROWS: Final = 100
 MAX_SEARCH: Final = 200
 MAX_KEPT: Final = 24
@@ -183,7 +183,7 @@ NOT_COUNTED: Final = "requests and bytes of topics are not counted: start kproxy
 
 
 class Shown(NamedTuple):
-    """What the page said: the overview, and rows."""
+    """The page's answer: the overview, and rows."""
 
     view: str
     overview: Overview
@@ -198,7 +198,7 @@ class Shown(NamedTuple):
 
 
 class Screen:
-    """What is to be shown: a view, an order and a filter; `typed` is that of a filter that is being typed."""
+    """The state of the screen: a view, an order and a filter; `typed` is the filter that is being typed."""
 
     def __init__(self, view: str, order: str, search: str) -> None:
         self.view = view
@@ -245,7 +245,7 @@ class Screen:
 
     @property
     def _ordered(self) -> str:
-        """The order, as far as the view has it."""
+        """The order, if the view has one."""
         return self.order if self.order in ORDERS[self.view] else ORDERS[self.view][0]
 
     def read(self, place: AdminPlace, most: int) -> Shown:
@@ -335,7 +335,7 @@ def command(
 ) -> int:
     """Show brokers, topics, partitions, clients, what changed lately, and limits, as they are now.
 
-    It shows what the admin page shows, and the page says so beside each view. Without a terminal it prints once.
+    It shows the views of the admin page, which names this command beside each. Without a terminal it prints once.
 
     \b
       kproxy top
@@ -383,7 +383,7 @@ async def _follow(place: AdminPlace, screen: Screen) -> int:
 
 @contextlib.contextmanager
 def _raw_keys(keys: asyncio.Queue[str]) -> Iterator[None]:
-    """Put the keys that are pressed into the queue, which drops those that it has no room for."""
+    """Put pressed keys into the queue; a full queue drops them."""
     import termios
     import tty
 

@@ -1,4 +1,4 @@
-"""`kproxy user`: users in a file, or in etcd."""
+"""`kproxy user`: add, list and remove users, in a file or in etcd."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ async def _put(place: EtcdPlace, name: str, made: Credentials, told: Callable[[b
     async with etcd_client(place) as client:
         is_new = await client.get(keys.user(name)) is None
         if is_new and len((await client.get_prefix(keys.users)).kvs) >= MOST_USERS:
-            raise StartupError(f"{keys.users} has {MOST_USERS} users, the most allowed: remove some.")
+            raise StartupError(f"{keys.users} has {MOST_USERS} users, and no more are allowed: remove some.")
         await client.put(keys.user(name), encode_user(made))
     told(is_new)
 
@@ -188,7 +188,7 @@ async def _delete(place: EtcdPlace, name: str) -> None:
 
 
 def _unknown(name: str, where: object) -> StartupError:
-    return StartupError(f"there is no user {name[:100]!r} in {where}: `kproxy user list` shows them.")
+    return StartupError(f"unknown user {name[:100]!r} in {where}: `kproxy user list` shows all users.")
 
 
 def _read(file: Path, *, may_be_new: bool = False) -> Mapping[str, Credentials]:

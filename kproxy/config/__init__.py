@@ -1,4 +1,4 @@
-"""Configuration: parse and check options, addresses and static tables."""
+"""Parse and check the configuration: options, addresses and static tables."""
 
 from kproxy.config.audit import AuditOptions
 from kproxy.config.parsing import (

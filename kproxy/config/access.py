@@ -1,7 +1,7 @@
-"""Options of authorisation: `[access]`, and the rules, `[[acls]]`.
+"""Check the options of authorisation: `[access]`, and the rules, `[[acls]]`.
 
-Rules are in the configuration file, from which they are read again when it changes, and with `access.acls_in_etcd` also
-in etcd (kproxy.security.in_etcd). Neither the environment nor flags have rules.
+Rules are in the configuration file, and are read again when it changes. With `access.acls_in_etcd` they are also in
+etcd (kproxy.security.in_etcd). The environment and flags have no rules.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _TAKES: Final = {
 
 
 class AccessSection(msgspec.Struct, kw_only=True):
-    """`[access]`. `events` is the file of kproxy.security.events, which is written without rules, too."""
+    """The section `[access]`. `events` is the file of kproxy.security.events, which is written even without rules."""
 
     dry_run: bool = False
     acls_in_etcd: bool = False
@@ -57,7 +57,7 @@ class AccessSection(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True)
 class AccessOptions:
-    """`[access]` and `[[acls]]`, checked. `file` has the rules, if there are any, which are read again from it."""
+    """The checked options of `[access]` and `[[acls]]`. `file` has the rules, if any, and is read again."""
 
     dry_run: bool = False
     acls: tuple[AclSection, ...] = ()
@@ -68,10 +68,10 @@ class AccessOptions:
 def parse_acls(given: object, where: str) -> tuple[AclSection, ...]:
     """Check `[[acls]]`. Raises StartupError."""
     if not isinstance(given, list):
-        raise StartupError(f"acls in {where} are tables: write each as [[acls]].")
+        raise StartupError(f"invalid acls in {where}; expected tables, each written as [[acls]].")
     if len(given) > MOST_ACLS:
         raise StartupError(f"{where} has {len(given)} acls; at most {MOST_ACLS} are allowed: use prefixes and groups.")
-    return tuple(parse_acl(each, f"the {number}. of [[acls]] in {where}") for number, each in enumerate(given, 1))
+    return tuple(parse_acl(each, f"entry {number} of [[acls]] in {where}") for number, each in enumerate(given, 1))
 
 
 def parse_acl(given: object, named: str) -> AclSection:

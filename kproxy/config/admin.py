@@ -1,4 +1,4 @@
-"""Options of the admin page's protection and TLS: `[admin]`."""
+"""Check the options of the admin page's protection and TLS: `[admin]`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_TOKEN_BYTES = 4_096
 
 
 class AdminOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`[admin]`.
+    """The section `[admin]`.
 
     With neither `token` nor `token_file`, which is read again when it changes, no token is required. `token_for_all`:
     also `/livez`, `/readyz` and `/metrics` require the token. `hosts` are names under which the page is called, beside
@@ -42,13 +42,13 @@ class AdminOptions(msgspec.Struct, frozen=True, kw_only=True):
         self.tls.checked(of_section(sources, "tls"))
         for key in ("token_file", "token", "tls.cert"):
             if sources[key] != "default" and not has_page:
-                raise StartupError(f"{sources[key]}: there is no admin page: give its address with --admin H:P.")
+                raise StartupError(f"{sources[key]} needs an admin page: give its address with --admin H:P.")
         if self.token_file is not None:
             read_page_token(self.token_file, sources["token_file"])
         elif self.token is not None:
             _checked_token(self.token, sources["token"])
         elif self.token_for_all:
-            raise StartupError(f"{sources['token_for_all']}: there is no token: name its file in admin.token_file.")
+            raise StartupError(f"{sources['token_for_all']} needs a token: name its file in admin.token_file.")
 
 
 def parse_admin(text: str, source: str) -> Address:
@@ -66,7 +66,7 @@ def _checked_token(token: str, source: str, named: str = "the admin page's token
     if len(token) >= LEAST_TOKEN_CHARACTERS and token.isascii() and token.isprintable():
         return token
     raise StartupError(
-        f"{source}: {named} must have at least {LEAST_TOKEN_CHARACTERS} characters, printable ASCII: make one with "
+        f"{source}: {named} must have at least {LEAST_TOKEN_CHARACTERS} printable ASCII characters: make one with "
         f"`head -c 32 /dev/urandom | base64`."
     )
 

@@ -1,4 +1,4 @@
-"""The settings of the audit trail: the section `[audit]`.
+"""Check the options of the audit trail: `[audit]`.
 
 Every error is a StartupError that names the value's source.
 """
@@ -37,7 +37,7 @@ SinkKind = Literal["none", "topic", "json", "parquet"]
 
 
 class AuditSection(msgspec.Struct, kw_only=True):
-    """`[audit]`: `interval_s` in seconds, `max_bytes` in bytes; `tls` and `sasl` belong to `bootstrap`."""
+    """The section `[audit]`: `interval_s` in seconds, `max_bytes` in bytes; `tls` and `sasl` belong to `bootstrap`."""
 
     sink: str = "none"
     bootstrap: Texts | None = None
@@ -50,13 +50,13 @@ class AuditSection(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True)
 class AuditOptions:
-    """`[audit]`, checked.
+    """The checked options of `[audit]`.
 
-    `topic` is the topic of trails, even if this proxy ships its trail elsewhere or nowhere: writes to it are never in a
-    trail. `directory` is set for files only. With `bootstrap` empty the trail is shipped through this proxy itself;
-    otherwise `tls` and `sasl` are the access to that cluster, as `broker_tls` and `broker_sasl` of ProxyConfig. The row
-    of an acknowledgement is closed within `interval_s` seconds. At most `max_bytes` are kept while the sink accepts
-    nothing. `key` signs the rows.
+    `topic` is the topic of trails, even if this proxy ships none there: writes to it are never in a trail. `directory`
+    is set for files only. With `bootstrap` empty the trail is shipped through this proxy itself; otherwise `tls` and
+    `sasl` are the access to that cluster, as `broker_tls` and `broker_sasl` of ProxyConfig. The row of an
+    acknowledgement is closed within `interval_s` seconds. At most `max_bytes` are kept while the sink accepts nothing.
+    `key` signs the rows.
     """
 
     sink: SinkKind = "none"
@@ -76,8 +76,8 @@ def _audit_access(
     of_access = [f"{section.prefix}{key}" for section in (given.tls, given.sasl) for key in given_keys(section)]
     if of_access and not is_elsewhere:
         raise StartupError(
-            f"{sources[of_access[0]]}: it applies only to a trail in another cluster: name that in audit.bootstrap. "
-            f"Through the proxy itself the trail has the access of broker_tls and broker_sasl."
+            f"{sources[of_access[0]]} applies only to a trail in another cluster: name that in audit.bootstrap. "
+            f"A trail that is shipped through the proxy itself uses broker_tls and broker_sasl."
         )
     tls = given.tls.checked(of_section(sources, "audit.tls"))
     return tls, given.sasl.checked(of_section(sources, "audit.sasl"), with_tls=tls is not None)
@@ -88,7 +88,7 @@ def read_trail_key(file: Path, source: str) -> bytes:
     key = read_file(file, source, _MOST_KEY_BYTES, "that is not a key").strip()
     if len(key) < MIN_KEY_BYTES:
         raise StartupError(
-            f"{source}: the key in {file} has {len(key)} bytes, and needs {MIN_KEY_BYTES}: write a random one into it, "
+            f"{source}: the key in {file} has {len(key)} bytes; expected at least {MIN_KEY_BYTES}: write a random key, "
             f"as `openssl rand -hex 32` prints."
         )
     return key
@@ -108,12 +108,12 @@ def audit_options(given: AuditSection, sources: Mapping[str, str]) -> AuditOptio
         directory = Path(place)
     elif given.sink != "none":
         raise StartupError(
-            f"{source}: {given.sink[:300]!r} is not an audit sink: write none, topic, topic:NAME, "
+            f"{source}: unknown audit sink {given.sink[:300]!r}; expected none, topic, topic:NAME, "
             f"json:DIR or parquet:DIR."
         )
     if bootstrap and kind != "topic":
         raise StartupError(
-            f"{sources['audit.bootstrap']}: it belongs to an audit sink of kind topic; this is {given.sink}."
+            f"{sources['audit.bootstrap']} applies only to an audit sink of kind topic; audit.sink is {given.sink}."
         )
     tls, sasl = _audit_access(given, sources, is_elsewhere=bool(bootstrap))
     if kind == "parquet" and find_spec("pyarrow") is None:
@@ -125,7 +125,7 @@ def audit_options(given: AuditSection, sources: Mapping[str, str]) -> AuditOptio
     if given.key_file is not None:
         if kind not in ("topic", "json"):
             raise StartupError(
-                f"{sources['audit.key_file']}: it signs trails in a topic or in JSON files; audit.sink is {given.sink}."
+                f"{sources['audit.key_file']} applies only to topics and JSON files; audit.sink is {given.sink}."
             )
         key = read_trail_key(given.key_file, sources["audit.key_file"])
     return AuditOptions(
@@ -149,11 +149,11 @@ def refuse_unwritable_trail(
         return
     if audit.topic in writer_groups:
         raise StartupError(
-            f"{source}: only owners write to {audit.topic} by own.writer_group, but the audit trail has no owner: "
+            f"{source}: only owners write to {audit.topic} by own.writer_group, and the audit trail is not an owner: "
             f"name another topic."
         )
     if owners is not None and all(topic.name != audit.topic for topic in owners.topics):
         raise StartupError(
-            f"{source}: the static table has no owner for {audit.topic}: write it a [[topics]] of its own, or "
-            f"ship elsewhere with --audit-bootstrap HOST:PORT[,HOST:PORT...]."
+            f"{source}: the static table has no owner for {audit.topic}: add it as one of [[topics]], or "
+            f"ship the trail to another cluster with --audit-bootstrap HOST:PORT[,HOST:PORT...]."
         )

@@ -1,4 +1,4 @@
-"""Options of SASL with the proxy's own identity at brokers: `[broker_sasl]`, and `sasl` of `[audit]`.
+"""Check the options by which the proxy itself authenticates to brokers: `[broker_sasl]`, and `sasl` of `[audit]`.
 
 Secrets are never flags, never printed, and never part of an error.
 """
@@ -19,7 +19,7 @@ Mechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"]
 
 
 class BrokerSasl(msgspec.Struct, frozen=True):
-    """`[broker_sasl]`: a user with a password, or with OAUTHBEARER a file with a token.
+    """The section `[broker_sasl]`: a user with a password, or with OAUTHBEARER a file with a token.
 
     Errors name the options with `prefix`.
     """
@@ -35,7 +35,7 @@ class BrokerSasl(msgspec.Struct, frozen=True):
     allow_plain_text: bool = False
 
     def read_secret(self) -> str:
-        """Return the present password or token, reading its file again. Raises StartupError."""
+        """Return the current password or token, reading its file again. Raises StartupError."""
         kind = "token" if self.mechanism == "OAUTHBEARER" else "password"
         file, named = (self.token_file if kind == "token" else self.password_file), f"{self.prefix}{kind}_file"
         if file is None:
@@ -48,14 +48,14 @@ class BrokerSasl(msgspec.Struct, frozen=True):
         if self.mechanism is None:
             if given:
                 raise StartupError(
-                    f"{sources[given[0]]}: it needs a mechanism: set {self.prefix}mechanism to PLAIN, "
+                    f"{sources[given[0]]} needs a mechanism: set {self.prefix}mechanism to PLAIN, "
                     f"SCRAM-SHA-256, SCRAM-SHA-512 or OAUTHBEARER."
                 )
             return None
         takes = ("token_file",) if self.mechanism == "OAUTHBEARER" else ("username", "password", "password_file")
         for key in given:
             if key != "mechanism" and key not in takes:
-                raise StartupError(f"{sources[key]}: it is not for {self.mechanism}, which takes {', '.join(takes)}.")
+                raise StartupError(f"{sources[key]} does not fit {self.mechanism}, which takes {', '.join(takes)}.")
         source = sources["mechanism"]
         if self.mechanism == "OAUTHBEARER":
             if self.token_file is None:
@@ -77,7 +77,7 @@ class BrokerSasl(msgspec.Struct, frozen=True):
 
 
 class AuditSasl(BrokerSasl, frozen=True):
-    """`sasl` of `[audit]`."""
+    """The section `sasl` of `[audit]`."""
 
     prefix: ClassVar[str] = "audit.sasl."
     tls_prefix: ClassVar[str] = "audit.tls."

@@ -1,7 +1,7 @@
-"""Decide which options of a new configuration a serving proxy takes, and which need a restart. Pure.
+"""Decide which options of a new configuration a serving proxy takes and which need a restart, as pure functions.
 
-`RELOADED` has the sections and keys that a reload applies (kproxy.proxy.reload). Some of them it cannot apply together
-with another change, because the proxy is built for it: TLS of a listener, or rules, where there were none.
+`RELOADED` has the sections and keys that a reload applies (kproxy.proxy.reload). Some need a restart all the same:
+listeners if more than the files of their TLS changes, rules if there were none, owners if their source changes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _of(path: str, among: set[str] | frozenset[str]) -> bool:
 
 
 def _shape(config: ProxyConfig) -> list[tuple[ListenerConfig | None, bool]]:
-    """Return what listeners are built for: all but the options of their TLS."""
+    """Return the options of listeners that need a restart: all but the values of their TLS options."""
     listeners = config.listeners
     # The options of a listener without a name are keys of their own.
     return [(replace(each, tls=None) if each.name else None, each.tls is None) for each in listeners]

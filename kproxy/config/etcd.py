@@ -1,8 +1,6 @@
-"""Options of connections to etcd: TLS, a client certificate and a user.
+"""Check the options of connections to etcd: TLS, a client certificate and a user.
 
-They are in the section `[etcd]` and in the flags `--etcd-...`.
-
-The password is never a flag, never printed, and never part of an error.
+They are in `[etcd]` and in flags `--etcd-...`. The password is never a flag, never printed, never part of an error.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from kproxy.errors import StartupError
 
 
 class EtcdOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`[etcd]`.
+    """The section `[etcd]`.
 
     `ca` None stands for the authorities that this machine trusts. `server_name` is the name in every member's
     certificate, if that is not the host in the member's URL.

@@ -1,4 +1,4 @@
-"""Options of listeners: one by `[listen]` and `[tls]`, or several by `[[listeners]]` in the file."""
+"""Check the options of listeners: one by `[listen]` and `[tls]`, or several by `[[listeners]]` in the file."""
 
 from __future__ import annotations
 
@@ -93,21 +93,23 @@ def parse_listeners(given: object, where: str, advertise: str | None, source: st
     several proxies can have the same file. Raises StartupError.
     """
     if not isinstance(given, list) or not given or not all(isinstance(each, dict) for each in given):
-        raise StartupError(f"listeners in {where}: write each one as a table, [[listeners]].")
+        raise StartupError(f"invalid listeners in {where}; expected tables, each written as [[listeners]].")
     if len(given) > MAX_LISTENERS:
-        raise StartupError(f"listeners in {where}: there are {len(given)}, but at most {MAX_LISTENERS} are allowed.")
+        raise StartupError(f"{where} has {len(given)} listeners; at most {MAX_LISTENERS} are allowed.")
     told = {} if advertise is None else _addresses_by_name(advertise, source)
     listeners = tuple(_parse_one(each, number, where, told) for number, each in enumerate(given, 1))
     for name in told.keys() - {each.name for each in listeners}:
-        raise StartupError(f"{source}: there is no listener {name[:60]!r} in {where}.")
+        raise StartupError(f"{source}: unknown listener {name[:60]!r}; expected the name of one in {where}.")
     for what, values in (
-        ("the name", [each.name for each in listeners]),
-        ("the address", [str(each.listen) for each in listeners if each.listen.port]),
-        ("the advertised address", _advertised_by_family(listeners)),
+        ("name", [each.name for each in listeners]),
+        ("address", [str(each.listen) for each in listeners if each.listen.port]),
+        ("advertised address", _advertised_by_family(listeners)),
     ):
         twice = next((value for value in values if values.count(value) > 1), None)
         if twice is not None:
-            raise StartupError(f"listeners in {where}: two of them have {what} {twice}: give each its own.")
+            raise StartupError(
+                f"listeners in {where}: two have the same {what}, {twice}; expected a different one for each."
+            )
     taken = {each.listen.port for each in listeners if not each.has_ipv6} - {0}
     return tuple(replace(each, only_ipv6=each.has_ipv6 and each.listen.port in taken) for each in listeners)
 
@@ -131,7 +133,7 @@ def _addresses_by_name(text: str, source: str) -> dict[str, Address]:
         name, equals, address = part.partition("=")
         if not equals:
             raise StartupError(
-                f"{source}: the listeners are in [[listeners]]: write NAME=HOST:PORT, for example "
+                f"{source}: the name of the listener is missing: write NAME=HOST:PORT, for example "
                 f"external=kafka.example.org:9093."
             )
         if name in addresses:
@@ -146,11 +148,10 @@ def _parse_one(given: Mapping[str, object], number: int, where: str, told: Mappi
     section: ListenerSection = _parse_table(ListenerSection, given, "", title, where)
     if section.name is None or _NAME.fullmatch(section.name) is None:
         raise StartupError(
-            f"{title}: it needs a name of ASCII letters, digits, '_' and '-', at most 32, for example "
-            f'name = "external".'
+            f"{title} needs a name of ASCII letters, digits, '_' and '-', at most 32, for example name = \"external\"."
         )
     if section.listen is None:
-        raise StartupError(f'{title}: it needs an address, for example listen = "0.0.0.0:9093".')
+        raise StartupError(f'{title} needs an address, for example listen = "0.0.0.0:9093".')
     listen = parse_address(section.listen, f"listen of {title}")
     advertise = told.get(section.name)
     if advertise is None and section.advertise is not None:
@@ -197,16 +198,16 @@ def proxy_senders(texts: Texts | None, proxy_protocol: bool, source: str) -> tup
     if texts is None:
         return None
     if not proxy_protocol:
-        raise StartupError(f"{source}: it applies only to the PROXY protocol: set proxy_protocol = true as well.")
+        raise StartupError(f"{source} applies only to the PROXY protocol: set proxy_protocol = true as well.")
     if len(texts) > MAX_SENDERS:
-        raise StartupError(f"{source}: there are {len(texts)}, but at most {MAX_SENDERS} are allowed: name networks.")
+        raise StartupError(f"{source} has {len(texts)} entries; at most {MAX_SENDERS} are allowed: name networks.")
     networks: list[Network] = []
     for text in texts:
         try:
             networks.append(ipaddress.ip_network(text))
         except ValueError as error:
             raise StartupError(
-                f"{source}: {text[:60]!r} is neither an address nor a network ({str(error)[-60:]}): write for example "
+                f"{source}: {text[:60]!r} is no address and no network ({str(error)[-60:]}); expected, for example, "
                 f'"10.0.0.7", "10.0.0.0/8" or "fd00::/8".'
             ) from error
     return tuple(networks)

@@ -1,4 +1,4 @@
-"""`[metrics]`: what is counted by names that clients choose."""
+"""Define `[metrics]`: how many topics and clients have metrics by name."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def split_list(value: str | Sequence[str], source: str) -> tuple[str, ...]:
 def _parts(value: str | Sequence[str]) -> tuple[str, ...]:
     parts = tuple(part.strip() for part in (value.split(",") if isinstance(value, str) else value))
     if not any(parts):
-        raise ValueError("it is empty: give a value, or several separated by commas, or leave it out")
+        raise ValueError("the value is empty: give one, or several separated by commas, or omit the option")
     if not all(parts):
         raise ValueError(f"{str(value)[:200]!r} has an empty part: write values separated by commas")
     return parts
@@ -75,7 +75,7 @@ def broker_addresses(texts: Sequence[str] | None, source: str) -> tuple[Address,
     addresses = tuple(parse_address(each, source) for each in texts or ())
     for address in addresses:
         if address.port == 0:
-            raise StartupError(f"{source}: nobody listens on {address}: write a broker's own port.")
+            raise StartupError(f"{source}: no broker listens on {address}: give the broker's own port.")
     return addresses
 
 
@@ -258,7 +258,7 @@ def decode(kind: type[Any], given: object) -> Any:
     return kind(text)
 
 
-_EMPTY: Final = "it is empty: give a value, or leave it out"
+_EMPTY: Final = "the value is empty: give one, or omit the option"
 
 
 def keys_of(section: type[msgspec.Struct]) -> dict[str, tuple[Any, object]]:
@@ -280,7 +280,7 @@ def parse_value(kind: Any, given: object, source: str, *, strict: bool) -> Any:
         raise StartupError(f"{source}: {_EMPTY}.")
     if isinstance(given, str) and "\0" in given:
         # No file's name has a NUL, and PLAIN ends names with it.
-        raise StartupError(f"{source}: it contains a NUL (U+0000): write the value without it.")
+        raise StartupError(f"{source}: the value contains a NUL (U+0000): give one without it.")
     try:
         return msgspec.convert(given, kind, strict=strict, dec_hook=decode)
     except msgspec.ValidationError as error:

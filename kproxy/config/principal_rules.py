@@ -44,7 +44,7 @@ def parse_kinds(given: Iterable[str]) -> tuple[str, ...]:
     kinds = tuple(dict.fromkeys(given))
     for kind in kinds:
         if kind not in KINDS:
-            raise ValueError(f"{kind[:80]!r} is not a kind of name: give some of {', '.join(KINDS)}")
+            raise ValueError(f"unknown kind of name {kind[:80]!r}; expected some of {', '.join(KINDS)}")
     return kinds
 
 
@@ -53,7 +53,7 @@ def parse_rules(given: str | Iterable[str]) -> tuple[MappingRule, ...]:
     texts = [given] if isinstance(given, str) else given
     rules = [_compiled(match) for text in texts for match in _split(text)]
     if not 0 < len(rules) <= MOST_RULES:
-        raise ValueError(f"there are {len(rules)} rules; between 1 and {MOST_RULES} are allowed")
+        raise ValueError(f"{len(rules)} rules; expected 1 to {MOST_RULES}")
     return tuple(rules)
 
 
@@ -84,5 +84,5 @@ def _compiled(match: re.Match[str]) -> MappingRule:
         raise ValueError(f"{match[0][:200]!r} has no valid pattern ({error})") from error
     highest = max((int(number) for number in GROUP_IN_REPLACEMENT.findall(replacement)), default=0)
     if highest > compiled.groups:
-        raise ValueError(f"{match[0][:200]!r} names the group ${highest}, and its pattern has {compiled.groups}")
+        raise ValueError(f"{match[0][:200]!r} names the group ${highest}, but its pattern has only {compiled.groups}")
     return MappingRule(compiled, replacement, case)

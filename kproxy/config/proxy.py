@@ -4,7 +4,7 @@
 `build_proxy_config` checks the options against each other and makes the `ProxyConfig`. A key is the long flag with
 underscores: `--listen` is `listen` in the section `[listen]` and `KPROXY_LISTEN__LISTEN` in the environment. Flags
 override the environment, which overrides the file. An unknown key is an error that names the nearest known key;
-otherwise a misspelt limit would silently not hold. Environment variables without a double underscore (`KPROXY_DEBUG`)
+otherwise a misspelt limit would have no effect. Environment variables without a double underscore (`KPROXY_DEBUG`)
 are not configuration.
 
 Every error is a StartupError of one sentence that names the value's source.
@@ -59,13 +59,13 @@ Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """`[limits]`: bounds of one listener, in the units of their names."""
+    """The section `[limits]`: bounds of the proxy, a listener or a connection, in the units of their names."""
 
     max_request_bytes: _Count = 100 << 20
     max_control_request_bytes: _Count = 1 << 20
     max_answer_bytes: _Count = 128 << 20
     max_connections: _Count = 10_000
-    # 0 for any number.
+    # 0 stands for any number.
     max_connections_per_address: Annotated[int, Meta(ge=0)] = 0
     max_in_flight_bytes: _Count = 64 << 20
     max_in_flight_bytes_total: _Count = 512 << 20
@@ -83,7 +83,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     # The time from SIGTERM until clients are disconnected, in which they move by themselves (--drain-delay).
     drain_delay: Annotated[float, Meta(ge=0, le=3_600)] = 0.0
     drain_s: Seconds = 10.0
-    # The wait of claims for the writes of earlier claimants, in front of brokers without writer fences.
+    # How long a claim waits for the writes of earlier claimants, if brokers have no writer fences.
     own_unsettled_s: Seconds = 60.0
 
 
@@ -131,7 +131,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class ListenSection(msgspec.Struct, kw_only=True):
-    """`[listen]`; `workers` 0 stands for one for each CPU."""
+    """The section `[listen]`: addresses and processes. `workers` 0 stands for one for each CPU."""
 
     listen: str = DEFAULT_LISTEN
     advertise: str | None = None
@@ -142,7 +142,7 @@ class ListenSection(msgspec.Struct, kw_only=True):
 
 
 class OwnershipSection(msgspec.Struct, kw_only=True):
-    """`[ownership]`: the source of owners, and its options."""
+    """The section `[ownership]`: the source of owners, and its options."""
 
     ownership: str = "etcd"
     etcd: Texts | None = None
@@ -153,26 +153,26 @@ class OwnershipSection(msgspec.Struct, kw_only=True):
 
 
 class FleetSection(msgspec.Struct, kw_only=True):
-    """`[fleet]`: `lease_ttl` in seconds."""
+    """The section `[fleet]`: this proxy among others. `lease_ttl` is in seconds."""
 
     alone: bool = False
     lease_ttl: Annotated[int, Meta(ge=1, le=3_600)] = 10
 
 
 class LogSection(msgspec.Struct, kw_only=True):
-    """`[log]`."""
+    """The section `[log]`: options of the log."""
 
     level: LogLevel = "info"
 
 
 class ProduceSection(msgspec.Struct, kw_only=True):
-    """`[produce]`."""
+    """The section `[produce]`: options of Produce requests."""
 
     confirm_acks0: bool = True
 
 
 class OwnSection(msgspec.Struct, kw_only=True):
-    """`[own]`: the Own API."""
+    """The section `[own]`: options of the Own API."""
 
     writer_group: str | list[str] | None = None
 
@@ -397,7 +397,7 @@ def build_proxy_config(settings: Mapping[str, Setting]) -> ProxyConfig:
         ("access.acls_in_etcd", given.access.acls_in_etcd),
     ):
         if is_set and given.ownership.etcd is None:
-            raise StartupError(f"{sources[path]}: no etcd is named: give --etcd URL[,URL...] as well.")
+            raise StartupError(f"{sources[path]} requires an etcd: give --etcd URL[,URL...] as well.")
     listeners = _listeners(given, settings, sources)
     sasl = sasl_options(given.sasl, given.oauth, sources, listeners)
     to_brokers = given.broker_sasl.checked(of_section(sources, "broker_sasl"), with_tls=tls_to_brokers is not None)
@@ -469,7 +469,7 @@ def _access(
     if with_sasl or options.acls_in_etcd:
         return options
     if options.dry_run:
-        raise StartupError(f"{sources['access.dry_run']}: there are no rules to try: write [[acls]].")
+        raise StartupError(f"{sources['access.dry_run']} needs rules to try: write [[acls]].")
     return None
 
 
@@ -487,7 +487,7 @@ def _listeners(
         return (ListenerConfig("", listen, advertise, has_header, tls, proxy_protocol_from=senders),)
     for path in OF_ONE_LISTENER:
         if sources[path] != "default":
-            raise StartupError(f"{sources[path]}: the listeners are in [[listeners]]: set it there, or remove them.")
+            raise StartupError(f"{sources[path]} does not apply to [[listeners]]: set it there, or remove those.")
     where = several.source.rpartition(" in ")[2]
     return parse_listeners(several.value, where, given.listen.advertise, sources["listen.advertise"])
 
@@ -498,7 +498,7 @@ def _etcd(given: Options, sources: Mapping[str, str]) -> tuple[str, ...]:
         return given.ownership.etcd
     first = next((key for key in given.etcd.__struct_fields__ if getattr(given.etcd, key) is not None), None)
     if first is not None:
-        raise StartupError(f"{sources[f'etcd.{first}']}: requires an etcd: give --etcd URL[,URL...].")
+        raise StartupError(f"{sources[f'etcd.{first}']} requires an etcd: give --etcd URL[,URL...].")
     if given.ownership.ownership == "etcd":
         raise StartupError(
             "kproxy serve learns the owners from etcd: give its address with --etcd URL[,URL...], for example "
@@ -512,9 +512,7 @@ def _writer_groups(given: Options, source: str) -> Mapping[str, str]:
         return {}
     groups = parse_writer_groups(given.own.writer_group, source)
     if groups and given.ownership.etcd is None:
-        raise StartupError(
-            f"{source}: requires an etcd, which settles who may write: give --etcd URL[,URL...] as well."
-        )
+        raise StartupError(f"{source} requires an etcd, which settles who may write: give --etcd URL[,URL...] as well.")
     return groups
 
 
@@ -549,15 +547,15 @@ def _owners(table: Path | None, settings: Mapping[str, Setting], sources: Mappin
 def _refuse_what_does_not_fit(ownership: str, sources: Mapping[str, str]) -> None:
     if ownership not in OWNERSHIP_SOURCES:
         raise StartupError(
-            f"{sources['ownership.ownership']}: {ownership!r} is not an ownership source: there are "
+            f"{sources['ownership.ownership']}: unknown ownership source {ownership!r}; expected one of "
             f"{', '.join(OWNERSHIP_SOURCES)}."
         )
     for path, source in OF_ONE_SOURCE.items():
         if sources[path] != "default" and ownership != source:
-            raise StartupError(f"{sources[path]}: it belongs to --ownership {source}; this is {ownership}.")
+            raise StartupError(f"{sources[path]} applies only to --ownership {source}, not to {ownership}.")
     for section in STATIC_TABLE_SECTIONS:
         if section in sources and ownership != "static":
-            raise StartupError(f"{sources[section]}: it belongs to --ownership static; this is {ownership}.")
+            raise StartupError(f"{sources[section]} applies only to --ownership static, not to {ownership}.")
 
 
 def _setting(path: str, value: object, source: str, *, strict: bool) -> Setting:

@@ -1,4 +1,4 @@
-"""Options of quotas, `[[quotas]]`, which only the file has. Quotas are read again when the file changes."""
+"""Check the options of quotas, `[[quotas]]`, which only the file has. They are read again when the file changes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class QuotaOptions:
 def parse_quotas(given: object, where: str) -> tuple[QuotaSection, ...]:
     """Check `[[quotas]]`. Raises StartupError."""
     if not isinstance(given, list) or len(given) > MOST_QUOTAS:
-        raise StartupError(f"quotas in {where} are tables, at most {MOST_QUOTAS}: write each as [[quotas]].")
+        raise StartupError(f"invalid quotas in {where}; expected at most {MOST_QUOTAS} tables, each a [[quotas]].")
     quotas = tuple(_parse(number, each, where) for number, each in enumerate(given, 1))
     limits: dict[tuple[str, str | None, str], int] = {}
     for number, quota in enumerate(quotas, 1):
@@ -67,14 +67,14 @@ def parse_quotas(given: object, where: str) -> tuple[QuotaSection, ...]:
             first = limits.setdefault((quota.principal, quota.client_id, kind), number)
             if first != number:
                 raise StartupError(
-                    f"the {number}. of [[quotas]] in {where} limits {kind} of the same clients as the {first}.: only "
-                    "one of the two would count, so put their limits into one."
+                    f"entry {number} of [[quotas]] in {where} limits {kind} of the same clients as entry {first}, and "
+                    "only one of the two would apply: put their limits into one entry."
                 )
     return quotas
 
 
 def _parse(number: int, given: object, where: str) -> QuotaSection:
-    named = f"the {number}. of [[quotas]] in {where}"
+    named = f"entry {number} of [[quotas]] in {where}"
     quota = parse_entry(QuotaSection, given, named, _TAKES)
     if not (quota.has_rates or quota.connections):
         raise StartupError(f"{named} limits nothing: give a rate, or connections.")

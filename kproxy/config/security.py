@@ -1,7 +1,7 @@
-"""Options of authentication: `[sasl]` and `[oauth]`.
+"""Check the options of authentication: `[sasl]` and `[oauth]`.
 
-The options are in the file and in the environment, and have no flags. None of them is a secret: passwords and keys are
-in files that the options name.
+The options are in the file and in the environment, and have no flags. None of them is a secret, because passwords and
+keys are in files that the options name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CARRIED: Final = frozenset({PLAIN, OAUTHBEARER})
 
 
 class OauthOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`[oauth]`: the checks of an OAUTHBEARER token, and the claims that name its principal and groups.
+    """The section `[oauth]`: the checks of an OAUTHBEARER token, and the claims that name its principal and groups.
 
     `jwks` is a file or a URL, from which the keys are fetched again after `jwks_refresh_s`.
     """
@@ -46,7 +46,7 @@ class OauthOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SaslSection(msgspec.Struct, frozen=True, kw_only=True):
-    """`[sasl]`, with times in seconds; with `session_lifetime_s` 0 sessions do not end by themselves."""
+    """The section `[sasl]`, with times in seconds; with `session_lifetime_s` 0 sessions do not end by themselves."""
 
     mechanisms: Texts | None = None
     users: Path | None = None
@@ -59,7 +59,7 @@ class SaslSection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SaslOptions(SaslSection, frozen=True, kw_only=True):
-    """`[sasl]` and `[oauth]`, checked.
+    """The checked options of `[sasl]` and `[oauth]`.
 
     `users`, or `users_in_etcd`, and `oauth` are set if a mechanism needs them. Identities that are passed on to brokers
     need neither, as brokers alone judge them. `principal_claim` then names the principal of a token that a broker has
@@ -103,7 +103,7 @@ def sasl_options(
                 )
         for path in [f"sasl.{key}" for key in given_keys(given)] + [f"oauth.{key}" for key in given_keys(oauth)]:
             raise StartupError(
-                f"{sources[path]}: it has no effect without SASL: name mechanisms in sasl.mechanisms "
+                f"{sources[path]} has no effect without SASL: name mechanisms in sasl.mechanisms "
                 f"({', '.join(MECHANISMS)})."
             )
         return None
@@ -111,7 +111,7 @@ def sasl_options(
     mechanisms = Texts(dict.fromkeys(given.mechanisms))
     for name in mechanisms:
         if name not in MECHANISMS:
-            raise StartupError(f"{source}: {name[:80]!r} is not a mechanism: there are {', '.join(MECHANISMS)}.")
+            raise StartupError(f"{source}: unknown mechanism {name[:80]!r}; expected {', '.join(MECHANISMS)}.")
     values = {**msgspec.structs.asdict(given), "mechanisms": mechanisms}
     options = SaslOptions(**values, principal_claim=oauth.principal_claim)
     for listener in listeners:
@@ -124,7 +124,7 @@ def sasl_options(
     is_judged = OAUTHBEARER in judged or any(each is not None for each in (oauth.jwks, oauth.issuer, oauth.audience))
     if OAUTHBEARER not in mechanisms:
         for key in given_keys(oauth):
-            raise StartupError(f"{sources[f'oauth.{key}']}: it belongs to {OAUTHBEARER}, which is not offered.")
+            raise StartupError(f"{sources[f'oauth.{key}']} applies only to {OAUTHBEARER}, which is not offered.")
     elif is_judged:
         _refuse_incomplete_oauth(oauth, sources)
         return msgspec.structs.replace(options, oauth=oauth)
@@ -146,7 +146,7 @@ def _refuse_missing_or_useless_users(
             f"`kproxy user add`."
         )
     if mechanisms == (OAUTHBEARER,) and named:
-        raise StartupError(f"{named[0]}: {OAUTHBEARER} has no users: leave it out.")
+        raise StartupError(f"{named[0]} does not apply to {OAUTHBEARER}: leave the key out.")
 
 
 def _refuse_what_does_not_fit(options: SaslOptions, listener: ListenerConfig, source: str) -> None:
@@ -230,15 +230,15 @@ def is_url(jwks: str) -> bool:
 
 
 def _refuse_unsafe_url(given: str, source: str) -> None:
-    """Refuse an unsecured connection, on which another server could answer for the issuer and then make tokens."""
+    """Refuse an unsecured connection: another server could answer for the issuer, and then make valid tokens."""
     try:
         parts = urlsplit(given)
         is_safe = parts.scheme == "https" or (parts.scheme == "http" and _is_loopback(parts.hostname))
         is_whole = bool(parts.hostname) and parts.port != 0
     except ValueError as error:
-        raise StartupError(f"{source}: it is not a URL: {error}.") from error
+        raise StartupError(f"{source}: invalid URL: {error}.") from error
     if parts.username is not None or parts.password is not None:
-        raise StartupError(f"{source}: a URL of public keys has no password in it.")
+        raise StartupError(f"{source}: the URL contains a user or a password: remove it.")
     if not is_safe or not is_whole:
         raise StartupError(f"{source}: invalid value {given[:300]!r}: give a file, or a URL that begins with https://.")
 

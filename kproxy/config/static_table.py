@@ -62,7 +62,7 @@ def parse_owners(sections: Mapping[str, object], where: str) -> Owners:
         )
     for number, address in brokers.items():
         if address.port == 0:
-            raise StartupError(f"broker {number} in {where}: nobody listens on port 0: write the broker's own port.")
+            raise StartupError(f"broker {number} in {where}: no broker listens on port 0: give its own port.")
     names: set[str] = set()
     for topic in topics:
         if topic.name in names:
@@ -72,6 +72,6 @@ def parse_owners(sections: Mapping[str, object], where: str) -> Owners:
             if owner not in brokers:
                 raise StartupError(
                     f"topic {topic.name!r} in {where} gives partition {partition_index} to broker {owner}, which is "
-                    f"not in [brokers]: there are {', '.join(map(str, sorted(brokers)))}."
+                    f"not in [brokers]; expected one of {', '.join(map(str, sorted(brokers)))}."
                 )
     return Owners(brokers, topics, where)

@@ -1,4 +1,4 @@
-"""Options of TLS for listeners, the admin page and connections to brokers, and the contexts made from them.
+"""Check the options of TLS for listeners, the admin page and connections to brokers, and make TLS contexts from them.
 
 `[tls]` and `tls` of a `[[listeners]]` apply to clients, `[broker_tls]` to brokers, `tls` of `[admin]` to the admin
 page, `tls` of `[audit]` to the cluster that gets the audit trail, and `--replication-tls-...` to connections between
@@ -34,7 +34,7 @@ _VERSIONS = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}
 
 
 class PageTls(msgspec.Struct, frozen=True):
-    """`tls` of `[admin]`.
+    """The section `tls` of `[admin]`.
 
     Clients must show a certificate if `client_ca` is set, unless `client_auth` is `optional`. `client_crl_check` is by
     default `chain`, which needs the lists of all authorities from the client's to the root. `leaf` needs only the list
@@ -81,18 +81,16 @@ class PageTls(msgspec.Struct, frozen=True):
         for key in ("client_ca", "client_crl", "client_crl_check", "principal_from", "principal_mapping_rules"):
             if key in given and (self.client_ca is None or self.client_auth == "none"):
                 raise StartupError(
-                    f"{sources[key]}: it applies only to clients' certificates, but {self.prefix}client_auth is none."
+                    f"{sources[key]} applies only to clients' certificates, but {self.prefix}client_auth is none."
                 )
         if self.client_crl is None and self.client_crl_check is not None:
-            raise StartupError(
-                f"{sources['client_crl_check']}: there is no list to check with: set {self.prefix}client_crl."
-            )
+            raise StartupError(f"{sources['client_crl_check']} needs a revocation list: set {self.prefix}client_crl.")
         load_listener_tls(self)
         return self
 
 
 class ListenerTls(PageTls, frozen=True):
-    """`[tls]`, or `tls` of one of `[[listeners]]`.
+    """The section `[tls]`, or `tls` of one of `[[listeners]]`.
 
     `principal_...` map the names in a client's certificate to its principal's. With `strict_server_name` clients that
     ask for a name that the certificate does not have are refused.
@@ -128,7 +126,7 @@ class ListenerTls(PageTls, frozen=True):
 
 
 class BrokerTls(msgspec.Struct, frozen=True, kw_only=True):
-    """`[broker_tls]`.
+    """The section `[broker_tls]`.
 
     `ca` None stands for the authorities that this machine trusts. `server_name` is the name in every broker's
     certificate, if that is not the host that the broker advertises. `crl_check` is as in PageTls. Errors name the
@@ -157,15 +155,15 @@ class BrokerTls(msgspec.Struct, frozen=True, kw_only=True):
             return None
         if (self.cert is None) is not (self.key is None):
             alone, other = ("cert", "key") if self.key is None else ("key", "cert")
-            raise StartupError(f"{sources[alone]}: requires its other half: set {self.prefix}{other} as well.")
+            raise StartupError(f"{sources[alone]} requires its other half: set {self.prefix}{other} as well.")
         if self.crl is None and self.crl_check is not None:
-            raise StartupError(f"{sources['crl_check']}: there is no list to check with: set {self.prefix}crl.")
+            raise StartupError(f"{sources['crl_check']} needs a revocation list: set {self.prefix}crl.")
         load_broker_tls(self)
         return self
 
 
 class AuditTls(BrokerTls, frozen=True):
-    """`tls` of `[audit]`."""
+    """The section `tls` of `[audit]`."""
 
     prefix: ClassVar[str] = "audit.tls."
 
@@ -284,7 +282,7 @@ def _set_common(context: ssl.SSLContext, min_version: MinVersion) -> None:
 
 
 def _give_no_tickets(context: ssl.SSLContext) -> None:
-    """Keep clients from resuming sessions, where OpenSSL does not check certificates again, however old the ticket.
+    """Keep clients from resuming sessions, because OpenSSL then does not check their certificates again.
 
     With TLS 1.2 a client can still resume a session that this context remembers, for two hours at most; the acceptor
     checks the certificate of such a session.

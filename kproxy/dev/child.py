@@ -1,4 +1,4 @@
-"""One child process of `kproxy dev`: a kproxy command.
+"""Run one kproxy command as a child process of `kproxy dev`.
 
 The child prints `ready ...` on stdout and logs on stderr.
 
@@ -39,7 +39,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(eq=False)
 class Child:
-    """`name` is for people; `arguments` follow `python -m kproxy`. The child's stderr is written to `log_path`.
+    """A child process. `name` is for people; `arguments` follow `python -m kproxy`. Its stderr goes to `log_path`.
 
     `configuration` is for options without a flag: environment variables by name.
     """
@@ -142,7 +142,7 @@ class Child:
         await self.wait()
 
     def last_lines(self, count: int) -> list[str]:
-        """Return the last lines of its log, without colours."""
+        """Return the last lines of the child's log, without colours."""
         lines = _COLOURS.sub("", self._tail.decode("utf-8", "replace")).splitlines()
         return [line for line in lines if line.strip()][-count:]
 

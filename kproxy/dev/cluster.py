@@ -8,11 +8,11 @@ again (kproxy.dev.restarter).
 Invariants
 1. Start order is etcd, brokers, proxy; stop order is the reverse, so that a process with work left finds the servers it
    needs.
-2. The addresses for clients are tried before anything is started, so a taken port leaves no trace.
+2. The addresses for clients are tried before anything is started, so a taken port leaves no files or processes.
 3. Topics and records are in `data_dir` and survive a restart; ports may differ. The replication factor applies to new
    topics; an existing topic keeps its replicas.
 4. A broker is in `_brokers` while it is expected to run, and in `_down` from just before it is killed, or restarted
-   after an accident, until it is ready.
+   after it ended by itself, until it is ready.
 5. A part whose restart failed has no process.
 """
 
@@ -37,7 +37,7 @@ from kproxy.runtime.process import ParentPipe
 
 
 class Layout(msgspec.Struct):
-    """`cluster.json`: later starts must agree with it, since each broker has partitions of its own."""
+    """The file `cluster.json`: later starts must agree with it, since each broker has partitions of its own."""
 
     brokers: int
 
@@ -112,7 +112,7 @@ READY_TIMEOUT_S = 60.0
 # The proxy drains for up to 10 s and ships the rest of its audit trail for up to 5 s, a broker syncs its logs to the
 # disk; a process that takes longer hangs.
 STOP_TIMEOUT_S = 20.0
-# The interval is short, because users who try things out do not want to wait for the audit.
+# The interval is short, so that users who try the audit need not wait.
 AUDIT_INTERVAL_S = 1.0
 LAST_LINES = 10
 
@@ -174,11 +174,11 @@ class DevCluster:
         on_step: Callable[[str], None] | None = None,
     ) -> None:
         if not 1 <= brokers <= MAX_BROKERS:
-            raise StartupError(f"--brokers {brokers} is not possible: give a number from 1 to {MAX_BROKERS}.")
+            raise StartupError(f"invalid --brokers {brokers}; expected a number from 1 to {MAX_BROKERS}.")
         if replication_factor is not None and not 1 <= replication_factor <= brokers:
             raise StartupError(
-                f"--replication-factor {replication_factor} is not possible: each replica is on a broker of its own, "
-                f"so give a number from 1 to {brokers}, or more --brokers."
+                f"invalid --replication-factor {replication_factor}: each replica needs a broker of its own; expected "
+                f"a number from 1 to {brokers}, or more --brokers."
             )
         self.data_dir = Path(data_dir)
         self.replication_factor = replication_factor or min(DEFAULT_REPLICATION_FACTOR, brokers)
@@ -220,7 +220,7 @@ class DevCluster:
     async def start(self) -> None:
         """Start everything and return when the proxy serves."""
         if self._dir is not None:
-            raise RuntimeError("this cluster has been started and not stopped")
+            raise RuntimeError("this cluster already runs; stop it first")
         await check_free(self._listen, "--listen")
         if self._admin is not None:
             await check_free(self._admin, "--admin")
@@ -413,7 +413,7 @@ class DevCluster:
         if admin is not None:
             arguments += ["--admin", str(admin)]
             if self._proxy_config is None:
-                # So that the page shows what it can.
+                # With these counts the page shows all of its views.
                 arguments += ["--metrics-topics", str(NAMED_TOPICS)]
         if self._audit:
             arguments += ["--audit-sink", "topic", "--audit-interval-s", str(AUDIT_INTERVAL_S)]
@@ -435,7 +435,7 @@ async def check_free(address: Address, flag: str) -> None:
     try:
         found = await loop.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
-        raise StartupError(f"{flag} {address}: there is no such host here ({error.strerror}).") from error
+        raise StartupError(f"{flag} {address}: unknown host ({error.strerror}); expected a local one.") from error
     for family, kind, protocol, _, where in found[:1]:
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,6 +1,6 @@
 """Run etcd as a child process, for `kproxy dev`, the demo and the tests.
 
-This is never for production.
+It is not for production.
 
 States: STOPPED --start()--> RUNNING --stop()--> STOPPED; RUNNING --the child ends--> ENDED (which `wait` reports)
 --stop()--> STOPPED. A stopped etcd may be started again, with the same data, and on the same ports so that clients find
@@ -117,7 +117,7 @@ class EmbeddedEtcd:
     async def start(self) -> None:
         """Start etcd and return when it answers."""
         if self._process is not None:
-            raise RuntimeError("this etcd has been started and not stopped")
+            raise RuntimeError("this etcd already runs; stop it first")
         binary = find_etcd()
         try:
             self._open_data_dir()

@@ -1,4 +1,4 @@
-"""Restart and report each part of a development cluster that ends.
+"""Restart each part of a development cluster that ends, and report it.
 
 States of a part: etcd, each broker, the proxy
   running   the part has been ready, and its process exists

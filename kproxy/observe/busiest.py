@@ -4,9 +4,9 @@ Every name has a `Use` that requests add to. The page shows what was added since
 under OTHER. So each request counts once, at its time, and rates are right whichever names are shown.
 
 States of a name
-  unknown   it has no Use of its own: it was not used lately, or there are too many
-  tracked   it has one, and counts for OTHER
-  shown     it has a series of its own
+  unknown   it has no Use of its own: it was not used lately, or too many names are tracked
+  tracked   it has one, and counts as OTHER
+  shown     it has a series under its name
 
 Transitions
   unknown -> tracked   `find`
@@ -33,7 +33,7 @@ RANK_S: Final = 30.0
 TIMES: Final = 2
 # A request costs about as much as this many bytes.
 REQUEST_BYTES: Final = 1_024
-# Longer names cost readers of the page much time, and count for OTHER.
+# Longer names cost readers of the page much time, and count as OTHER.
 MOST_NAME_BYTES: Final = 255
 
 Name = tuple[bytes, ...]
@@ -42,8 +42,8 @@ Name = tuple[bytes, ...]
 class Use(Structure):
     """The use by one name. The compiled plain path has the same fields (kproxy/plain/counters.pxi).
 
-    Of a topic, `partition` is the one with more than half of its bytes since `lead` was 0, if there is one: a majority
-    vote, weighted with the bytes. It has at least `partition_bytes`; -1: none was written.
+    For a topic, `partition` is the one with more than half of the bytes since `lead` was 0, if any, by a majority vote
+    weighted with bytes; -1: none was written. It has at least `partition_bytes`.
     """
 
     requests: int

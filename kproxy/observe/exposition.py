@@ -1,11 +1,11 @@
 """Make Prometheus families, merge those of several processes, and render them as a page.
 
-Of several processes:
+Values of several processes are merged as follows:
 
-- counters, histograms and summaries are added. The sum must never shrink, or rates of it show a restart.
+- counters, histograms and summaries are added. A sum must never shrink: Prometheus would take it for a restart.
 - gauges of each process's own things (connections, bytes) are added.
-- gauges of shared things (the table, brokers) are folded to the worst, the highest or the lowest: `FOLDS`. So are
-  counters of what each process sees.
+- gauges of shared things (the table, brokers) have the worst, the highest or the lowest value (`FOLDS`). So do
+  counters of events that every process sees.
 """
 
 from __future__ import annotations

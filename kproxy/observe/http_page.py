@@ -1,4 +1,4 @@
-"""The HTTP pages of every serving process: metrics, liveness, readiness.
+"""Serve the HTTP pages that every serving process has: metrics, liveness, readiness.
 
 | page | answer |
 | --- | --- |
@@ -16,8 +16,8 @@ States of a connection
 
 Invariants
 1. A connection is new for at most REQUEST_S. A handler has the whole body of a request within BODY_S.
-2. At most MAX_CONNECTIONS are open, but for those on a unix socket. For one more, the connection that has been new or
-   idle for the longest time is closed; if all are answering, the additional one is. So idle clients keep nobody out.
+2. At most MAX_CONNECTIONS are open, besides those on a unix socket. When another one arrives, the connection that has
+   been new or idle for the longest time is closed, or the new one if all are answering. So idle clients block nobody.
 3. Connections that are closed by these bounds are counted and logged.
 """
 
@@ -118,7 +118,7 @@ class HttpPage:
             web.get("/livez", self._livez),
             web.get("/readyz", self._readyz),
         ]
-        # The files of the page are of no interest by themselves.
+        # The index does not list the files of the live page.
         own = ("/web/", "/login")
         self._paths = [each.path for each in routes if each.method == "GET" and not each.path.startswith(own)]
         self._visitors = _Visitors()

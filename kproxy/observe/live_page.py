@@ -62,7 +62,7 @@ def wants_html(request: web.Request) -> bool:
 
 
 class LivePage:
-    """`overview` makes what is shown, `sample` is called once a second. With `guard` None nobody logs in."""
+    """The page for browsers. `overview` returns its data, `sample` is called once a second; `guard` None: no login."""
 
     def __init__(
         self,
@@ -150,9 +150,7 @@ class LivePage:
                     sent = made
                 await news.wait()
         except (ConnectionError, TimeoutError) as error:
-            log.debug(
-                "stream of the admin page ended", client=str(request.remote), reason=str(error) or "it reads nothing"
-            )
+            log.debug("admin page stream ended", client=str(request.remote), reason=str(error) or "it reads nothing")
         finally:
             self._streams -= 1
         return response

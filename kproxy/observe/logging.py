@@ -88,7 +88,7 @@ class LogBound:
     def tell(self, *, at_once: bool = False) -> None:
         """Log how many lines were left out in minutes that are over.
 
-        `at_once`: also in minutes that are not over.
+        With `at_once` also in minutes that are not over.
         """
         due = []
         with self._lock:

@@ -386,9 +386,9 @@ _NO_COUNTS = BrokerCounts(BROKER_BOUNDS_S)
 
 
 def _shown(brokers: Iterable[int], counted: Iterable[int]) -> list[int]:
-    """Return the brokers that have series: those of the vitals, and what stands for several or none.
+    """Return the brokers that have series: those of the vitals, and the ids that stand for several or none.
 
-    The series of a broker end when it has left for long, with all that was counted of it.
+    The series of a broker, with all its counts, end some time after it has left the table.
     """
     return sorted(set(brokers).union(each for each in counted if each in (OTHER_BROKERS, NO_OWNER)))
 

@@ -1,7 +1,7 @@
-"""What the admin page shows of a process, as JSON: its state now, what changed lately, pages of topics and clients.
+"""Define the JSON of the admin page: the state of a process, its recent changes, and pages of topics and clients.
 
-One module for the proxy, its workers and the reference broker: what a process does not have is None, and left out. The
-fields are documented in docs/metrics.md. `fold` joins the overviews of several workers into one.
+The proxy, its workers and the reference broker share it. A field that a process does not have is None, and left out.
+The fields are documented in docs/metrics.md. `fold` joins the overviews of several workers into one.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Rates(msgspec.Struct, frozen=True):
 
 
 class Note(msgspec.Struct, frozen=True):
-    """Whom the verdict names besides brokers: a client, a principal, a topic or a partition, and what it `does`."""
+    """A part of the verdict: a client, a principal, a topic or a partition that it names, and what that `does`."""
 
     about: str
     does: str
@@ -183,7 +183,7 @@ class PartitionLine(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class PartitionsPage(msgspec.Struct, frozen=True):
-    """`next` is the `after` of the next page, None on the last."""
+    """A page of partitions. `next` is the `after` of the next page, None on the last."""
 
     partitions: list[PartitionLine]
     next: str | None = None
@@ -250,7 +250,7 @@ class TopicsPage(msgspec.Struct, frozen=True):
 
 
 class RowsQuery(msgspec.Struct, frozen=True):
-    """`limit` topics or clients after the first `skip`, which match `search`. Together at most MAX_ROWS."""
+    """A request for `limit` topics or clients that match `search`, after `skip`; both together at most MAX_ROWS."""
 
     order: str = "rate"
     search: str = ""
@@ -304,7 +304,7 @@ def _fold_topic(one: TopicLine, other: TopicLine) -> TopicLine:
         values = [value for line in (one, other) if (value := getattr(line, name)) is not None]
         return sum(values) if values else None
 
-    # As Use votes.
+    # The same vote as in Use.
     busiest = max(one, other, key=lambda line: line.busiest_bytes or 0.0)
     return msgspec.structs.replace(
         one,
@@ -395,7 +395,7 @@ def in_time(ms: float) -> str:
 
 
 def shown(brokers: Iterable[BrokerLine]) -> list[BrokerLine]:
-    """Return at most MAX_SHOWN brokers by id; those in trouble are not left out for others."""
+    """Return at most MAX_SHOWN brokers by id; those in trouble come before others."""
     lines = sorted(brokers, key=lambda line: (_TROUBLE[line.state], -(line.oldest_s or 0.0), line.id))[:MAX_SHOWN]
     return sorted(lines, key=lambda line: line.id)
 

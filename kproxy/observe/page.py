@@ -1,4 +1,4 @@
-"""The pages of a proxy besides the vital ones (kproxy.observe.http_page).
+"""Define the pages of a proxy besides those of every serving process (kproxy.observe.http_page).
 
 | page | answer |
 | --- | --- |
@@ -39,7 +39,7 @@ Place = tuple[str, int]
 
 
 class Unanswered(Exception):
-    """There is no answer at the moment; the text says why."""
+    """There is no answer at the moment; the message states the reason."""
 
 
 def replication_route(replicas: ReplicaPages) -> web.RouteDef:
@@ -67,7 +67,7 @@ class ReplicaPages:
     async def page(self, query: TableQuery) -> bytes:
         """Return JSON of a ReplicationPage. Raises ValueError for an invalid query, Unanswered, NotOffered."""
         if self._reader is None:
-            raise NotOffered("replicas are not known here: reference brokers keep theirs in an etcd (--etcd URL)")
+            raise NotOffered("this proxy has no etcd, in which reference brokers keep their replicas: give --etcd URL")
         try:
             return msgspec.json.encode(replication_page(await self._reader.read(), query))
         except EtcdError as error:
@@ -103,7 +103,7 @@ class ReplicaPages:
             try:
                 known = (await self._reader.read()).rows
             except EtcdError:
-                # The last known ones are shown; the table's age tells that etcd is away.
+                # The last known ones are shown; the table's age shows that etcd does not answer.
                 known = list(self._rows.values())
             rows, lacking = {}, Counter[int]()
             async for row in in_portions(known, time.monotonic):

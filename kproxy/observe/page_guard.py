@@ -8,7 +8,7 @@ not know. A request with the token needs no known name: a foreign page has no to
 
 A browser gives the token once (POST /login) and gets the cookie of a session, which only this host's pages send
 (SameSite=Strict) and no script can read (HttpOnly). Sessions are bounded in number and time, are kept as digests, and
-end when the token changes. The page itself and its files, which show nothing, are open: the login is on them.
+end when the token changes. The page itself and its files need no token: they have no data, and the login is on them.
 """
 
 from __future__ import annotations
@@ -168,12 +168,12 @@ class PageGuard:
         if not has_right and not (session and self._sessions.has(session, wanted)):
             return 401, "this page needs its token: Authorization: Bearer TOKEN"
         if not wanted and not (reading and path in VITAL_PATHS) and not self._is_known(host):
-            return 403, "this page is not called so: use its address, or name the host in admin.hosts"
+            return 403, "unknown host name: use the page's address, or add the name to admin.hosts"
         if reading:
             return None
         schemes = ("https",) if with_tls else ("http", "https")
         if origin is not None and origin.lower() not in [f"{scheme}://{host.lower()}" for scheme in schemes]:
-            return 403, "a page of another origin may change nothing here"
+            return 403, "a page of another origin must not change anything here"
         return None
 
     def _is_known(self, host: str) -> bool:

@@ -1,4 +1,4 @@
-"""The tables of the admin page, for JSON: routes, replicas of reference brokers, claims, orders to free.
+"""Make the tables of the admin page, for JSON: routes, replicas of reference brokers, claims, orders to free.
 
 A page is made in one step, and is therefore consistent at its `revision`. Readers of several pages compare revisions.
 """
@@ -80,7 +80,7 @@ class BrokerRow(msgspec.Struct, frozen=True):
 
 
 class TablePage(msgspec.Struct, frozen=True, kw_only=True):
-    """`next` is the `after` of the next page, None on the last.
+    """A page of partitions. `next` is the `after` of the next page, None on the last.
 
     `age_s` None: the source has not answered yet.
     """
@@ -142,7 +142,7 @@ def parse_place(text: str) -> tuple[bytes, int]:
     """Parse `topic/partition`. Raises ValueError."""
     topic, slash, partition = text.rpartition("/")
     if not slash or not topic or not (partition.isascii() and partition.isdigit() and len(partition) <= 9):
-        raise ValueError("after must be topic/partition, the next of the previous page")
+        raise ValueError("after must be topic/partition, the `next` of the previous page")
     return topic.encode(), int(partition)
 
 
@@ -200,7 +200,7 @@ class Replication(msgspec.Struct, frozen=True):
 
 
 class ReplicationPage(msgspec.Struct, frozen=True, kw_only=True):
-    """`next` is the `after` of the next page, None on the last.
+    """A page of replicas. `next` is the `after` of the next page, None on the last.
 
     `brokers` are the ids of live brokers.
     """
@@ -252,7 +252,7 @@ WHOLE_GROUP_TEXT = "(whole group)"
 
 
 class NotOffered(Exception):
-    """The Own API is not offered here; the text says why."""
+    """The Own API is not offered here; the message states the reason."""
 
 
 class ClaimRow(msgspec.Struct, frozen=True):

@@ -1,6 +1,6 @@
-"""Counts of served requests: plain numbers, one `Tally` per process.
+"""Count served requests in plain numbers, in one `Tally` per process.
 
-The path of a request only adds to fields and arrays here; `kproxy.observe.metrics` makes names and families when
+To serve a request only adds to fields and arrays here; `kproxy.observe.metrics` makes names and families when
 `/metrics` is requested. Rare events are counted by name in a separate `counters`.
 """
 
@@ -30,12 +30,12 @@ PRODUCE_BOUNDS_S: Final = (
 BROKER_BOUNDS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 """The same for the time that one broker takes; there are as many of these as brokers."""
 DELAY_BOUNDS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-"""The same for the delay of the event loop: the proxy's own share of a latency."""
+"""The same for the delay of the event loop, which the proxy itself adds to a latency."""
 BROKER_ERRORS: Final = ("access", "closed", "cut_off", "invalid", "refused", "timeout", "unreachable")
 """Kinds of errors of the connections to a broker.
 
-It refuses an identity or TLS, ends a connection with unanswered requests, nothing gets through, its answer is invalid,
-it refuses a dial, does not answer a dial or a request in time, or cannot be dialled for another reason.
+In this order: the broker refuses an identity or TLS, it ends a connection with unanswered requests, no packet arrives,
+its answer is invalid, it refuses a dial, it answers a dial or a request too late, a dial fails for another reason.
 """
 STAGES: Final = ("reading", "queue", "broker", "order", "writing")
 """The stages of a produce request: attributes of Tally."""

@@ -1,7 +1,7 @@
 """Limit the CPU time of work that has no bound of its own, such as matching an operator's pattern.
 
 A timer of the process's CPU time interrupts the work by a signal. Python's `re` checks for signals while it matches,
-but no thread or time-out of the event loop could stop it. Windows lacks such a timer, and so the limit.
+but no thread or time-out of the event loop could stop it. Windows has no such timer, so there is no limit there.
 
 Invariants
 1. TookTooLong is raised only inside `within`: a signal that arrives later does nothing.

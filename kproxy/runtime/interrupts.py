@@ -1,10 +1,10 @@
-"""Handle Ctrl-C before and after a command has something to stop.
+"""Handle Ctrl-C: end the process at once until a command has started something, then interrupt the command.
 
-While modules are imported, KeyboardInterrupt may be raised anywhere: in the first import it becomes a traceback, in a
-library another error, in a callback of the import system a warning. The command has started nothing by then, so the
-process just ends. `kproxy.__main__` imports this module first: it must import nothing that takes time.
+While modules are imported, KeyboardInterrupt may be raised anywhere: it becomes a traceback in the first import,
+another error in a library, a warning in a callback of the import system. The command has started nothing by then, so
+the process just ends. `kproxy.__main__` imports this module first, so it must import nothing that takes time.
 
-States: Python's own handler --`end_at_once`--> this one --`interruptible`--> Python's own. Any other handler is kept,
+States: Python's own handler --`end_at_once`--> `_end` --`interruptible`--> Python's own. Any other handler is kept,
 and so is an ignored SIGINT (a shell script's background job).
 """
 

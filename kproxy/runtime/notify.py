@@ -1,4 +1,4 @@
-"""Report readiness, waiting and stopping, also to the service manager.
+"""Report that the process is ready, waits or stops, to its user and to the service manager.
 
 The manager, such as systemd (sd_notify(3)), names a datagram socket in NOTIFY_SOCKET: a path, or an abstract name after
 `@`. Without NOTIFY_SOCKET nothing is sent. A failure to send is logged and has no other effect.

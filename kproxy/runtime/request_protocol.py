@@ -1,4 +1,4 @@
-"""An asyncio protocol for a connection to a broker that carries one request at a time (`exchange`).
+"""Exchange one request at a time with a broker (`exchange`), as an asyncio protocol.
 
 Every connection to a broker begins with this protocol, and connections for small requests keep it. The proxy's own
 traffic continues on kproxy.proxy.broker_connection.
@@ -27,7 +27,7 @@ class ConnectionEnded(ConnectionError):
 
 
 class RequestProtocol(asyncio.BufferedProtocol):
-    """`explain` makes errors of the connection readable; `needs_tls` is the advice for a server that speaks TLS.
+    """One connection. `explain` makes its errors readable; `needs_tls` is the advice for a server that speaks TLS.
 
     `ended` is set once the connection has ended.
     """

@@ -3,7 +3,7 @@
 The system's resolver blocks a thread, for half a minute if a name server does not answer. The event loop's own threads
 (uvloop has four) serve all names, and each dial of a slow name would take one. uvloop's own `create_connection` also
 waits for the resolver in a way that cannot be cancelled: the lookup of an abandoned dial fails later, in a future that
-nobody awaits, and asyncio complains on stderr. So names are resolved here before anything is dialled.
+nobody awaits, and asyncio reports it on stderr. So names are resolved here before anything is dialled.
 
 States of a name
   (none)      no lookup has been made; IP addresses need none

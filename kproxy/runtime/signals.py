@@ -1,4 +1,4 @@
-"""Signals that stop a serving process or make it reload."""
+"""Handle the signals that stop a serving process or make it reload its configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Listening ports, and TCP options and state of connections."""
+"""Bind listening ports, set TCP options of connections and read TCP's state of them."""
 
 from __future__ import annotations
 

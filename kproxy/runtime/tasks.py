@@ -1,4 +1,4 @@
-"""Share the event loop; cancel asyncio tasks, and wait for work that depends on them."""
+"""Divide the event loop's time among steps, cancel asyncio tasks, and wait for work that depends on tasks."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ Invariants
    rules, and the names in its arguments are not kept.
 2. The permissions of at most MOST_PRINCIPALS are kept; connections of one principal share theirs. They stay the same
    object if a change of rules does not concern them.
-3. Of two rules for the same name, operation and principal the denial counts, in any order and form.
+3. If two rules concern the same name, operation and principal, the denial applies, in any order and form.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Acl(NamedTuple):
         """Whether the rule's operations include this one."""
         if operation in self.operations or Operation.ADMIN in self.operations:
             return True
-        # A denial of reading does not deny describing, as in Kafka.
+        # As in Kafka, a rule that denies reading does not deny describing.
         return operation is Operation.DESCRIBE and not self.is_denial and not _DESCRIBING.isdisjoint(self.operations)
 
     def covers(self, name: str) -> bool:

@@ -50,7 +50,7 @@ Exchange = Callable[[int, int, bytes], Awaitable[memoryview]]
 
 
 class AccessRefused(ConnectionError):
-    """A broker and the proxy do not accept each other; the text says why, and has no secret."""
+    """A broker and the proxy do not accept each other; the message states the reason, without a secret."""
 
 
 class IdentityRefused(AccessRefused):
@@ -85,7 +85,7 @@ class Identity(Protocol):
 
     @property
     def credential(self) -> Credential | None:
-        """Return the present credential, or None once the client has gone."""
+        """Return the current credential, or None once the client has disconnected."""
         ...
 
     def refused(self, error: IdentityRefused) -> None:
@@ -106,7 +106,7 @@ class OwnIdentity(Protocol):
     def username(self) -> str | None: ...
 
     def read_secret(self) -> str:
-        """Return the present password or token. Raises StartupError."""
+        """Return the current password or token. Raises StartupError."""
         ...
 
 
@@ -127,7 +127,7 @@ class BrokerAuth:
         needs_tls: str = "set broker_tls",
     ) -> None:
         self._options = options
-        # What follows the files of TLS; None without TLS.
+        # Follows the files of TLS; None without TLS.
         self.tls = tls
         self._sasl = sasl
         self._identity = identity
@@ -178,7 +178,7 @@ class BrokerAuth:
         return None if certificate is None else certificate.expires_at
 
     def context(self) -> ssl.SSLContext | None:
-        """Return the present TLS context; None for plain text."""
+        """Return the current TLS context; None for plain text."""
         return None if self.tls is None else self.tls.current.context
 
     def server_name(self, host: str) -> str | None:

@@ -1,4 +1,4 @@
-"""The data for authentication and authorisation, read again when they change: files, keys from a URL, etcd."""
+"""Hold the data for authentication and authorisation, and read them again on changes: files, keys from a URL, etcd."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SecurityFiles:
     """The data of one process. Raises StartupError if a file cannot be used.
 
     `reloads` follows the files, and the caller that opens `in_etcd` follows etcd. Users are in a file or in etcd; rules
-    of both count together. `tells`: this process, and not another worker, logs that files are read again.
+    of both apply together. `tells`: this process, and not another worker, logs that files are read again.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class SecurityFiles:
         self.prepare(access, quotas)()
 
     def prepare(self, access: AccessOptions | None, quotas: QuotaOptions | None) -> Callable[[], None]:
-        """Read the files of rules and quotas, unless they are followed; return what follows them from now on.
+        """Read the files of rules and quotas, unless they are followed; return a function that starts to follow them.
 
         Raises StartupError.
         """
@@ -155,13 +155,13 @@ class SecurityFiles:
 
     @property
     def lacks_users(self) -> str | None:
-        """The advice if users are required and there are none, so that nobody can log in; None otherwise."""
+        """The advice if users are required and none exist, so that nobody can log in; None otherwise."""
         return self._add_users if self.users is not None and not self.users.by_name else None
 
     def tell_of_no_users(self) -> None:
         """Log a warning if users are required and there are none."""
         if self.lacks_users is not None and self._tells:
-            log.warning("no users", consequence="nobody can log in with a password", advice=self.lacks_users)
+            log.warning("user list is empty", consequence="nobody can log in with a password", advice=self.lacks_users)
 
     @property
     def tokens(self) -> TokenVerifier | None:

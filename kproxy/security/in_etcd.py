@@ -15,7 +15,7 @@ Transitions
   read   -> read    a change of a key; a later snapshot, which replaces everything
 
 Invariants
-1. In state read the copy stays as it is while etcd is away, however long.
+1. In state read the copy stays as it is while etcd does not answer, however long.
 2. An invalid value changes nothing: the last good value of its key stays, if this process has read one. The invalid
    value is counted, and logged once in one line with the key and the reason. Other keys are not affected.
 3. At most MOST_USERS users and MOST_ACLS rules are kept, with values of at most MOST_USER_BYTES and MOST_ACL_BYTES. A
@@ -95,7 +95,7 @@ def parse_user_key(rest: str) -> str:
 def check_acl_id(acl_id: str) -> str:
     """Return the id of a rule. Raises ValueError for an invalid one."""
     if _ACL_ID.fullmatch(acl_id) is None:
-        raise ValueError("a rule's id has from 1 to 100 ASCII letters, digits, '.', '_' and '-'")
+        raise ValueError("a rule's id must have 1 to 100 ASCII letters, digits, '.', '_' and '-'")
     return acl_id
 
 
@@ -114,7 +114,7 @@ def decode_user(value: bytes) -> Credentials:
         texts = msgspec.json.decode(value, type=_UserValue).credentials
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         # The error is not chained, because its cause may show a part of the value.
-        raise ValueError('a user\'s value is JSON with one key, {"credentials": [...]}') from None
+        raise ValueError('a user\'s value must be JSON with one key, {"credentials": [...]}') from None
     return parse_credentials(texts)
 
 
@@ -130,7 +130,7 @@ def decode_acl(value: bytes) -> AclSection:
     try:
         return parse_acl(msgspec.json.decode(value), "the rule")
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError("a rule's value is JSON with the keys of [[acls]]") from error
+        raise ValueError("a rule's value must be JSON with the keys of [[acls]]") from error
     except StartupError as error:
         raise ValueError(str(error).rstrip(".")) from error
 

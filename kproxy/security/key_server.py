@@ -99,13 +99,13 @@ class KeyServer:
                 self.current = await asyncio.to_thread(parse_verifier, content, self._url, self._options, self._want)
                 self._content = content
                 if self._tells:
-                    log.info("keys of tokens fetched", url=self._url)
+                    log.info("token keys fetched", url=self._url)
                 self._events.tell("reloaded", what=_NAMED)
         except (FetchFailed, StartupError) as error:
             self._failed(str(error))
             return False
         except Exception:  # the boundary: whatever the server sends, the process continues to serve
-            log.exception("keys of tokens not fetched")
+            log.exception("token keys not fetched")
             self._failed("an internal error")
             return False
         self._counters["oauth.fetches.done"] += 1
@@ -116,7 +116,7 @@ class KeyServer:
         self._counters["oauth.fetches.failed"] += 1
         if not self._is_failing and self._tells:
             what = "the keys fetched last stay in use" if self._content else "no token is accepted"
-            log.error("keys of tokens not fetched", consequence=what, url=self._url, reason=reason)
+            log.error("token keys not fetched", consequence=what, url=self._url, reason=reason)
             self._events.tell("not_reloaded", what=_NAMED, reason=reason)
         self._is_failing = True
 

@@ -1,4 +1,4 @@
-"""The server side of SASL's mechanisms. One object serves one exchange, and answers each message by another.
+"""Check the credentials of clients, as the server side of SASL's mechanisms. One object serves one exchange.
 
 | mechanism | messages of the client | source |
 | --- | --- | --- |
@@ -26,7 +26,7 @@ from kproxy_codec.control import MOST_SCRAM_BYTES
 
 
 class Refused(Exception):
-    """The client is refused. `to_client` is the text of Kafka's broker; the message is for the log, with no secret."""
+    """The client is refused. `to_client` is the text of Kafka's broker; the message, for the log, has no secret."""
 
     def __init__(self, reason: str, to_client: str) -> None:
         super().__init__(reason)
@@ -60,7 +60,7 @@ class Mechanism(Protocol):
 
 
 class Plain:
-    """PLAIN: a name and a password, in plain text. With `users` None brokers alone check them."""
+    """Checks PLAIN: a name and a password, in plain text. With `users` None brokers alone check them."""
 
     def __init__(self, users: Users | None) -> None:
         self._users = users
@@ -216,7 +216,7 @@ def servers(
         if unverified_claim is not None and name == PLAIN:
             return Plain(known)
         if known is None:
-            raise ValueError(f"nothing was configured to check {name} with")
+            raise ValueError(f"no users are configured to check {name}")
         return Scram(name, known) if name in SCRAM_MECHANISMS else Plain(known)
 
     return {name: lambda name=name: begin(name) for name in mechanisms}  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Principals: the names of authenticated clients, and how client certificates become names.
+"""Define principals, the names of authenticated clients, and derive them from client certificates.
 
 A principal is written `User:NAME`, as in Kafka. Its groups come from a token's claim or a certificate's attribute.
 
@@ -19,8 +19,8 @@ from kproxy.config.principal_rules import GROUP_IN_REPLACEMENT, SUBJECT, Mapping
 USER: Final = "User:"
 GROUP: Final = "Group:"
 EVERY_USER: Final = "User:*"
-# A certificate's names are at most as long as the certificate that a TLS handshake admits; those in logs and rules are
-# not.
+# Only the size of certificates in a TLS handshake bounds a certificate's names; names in logs and rules need a shorter
+# bound.
 MOST_NAME_CHARACTERS: Final = 1_000
 # The time of a rule's pattern may grow much faster than the names; kproxy.proxy.admission limits it too. Both bounds
 # are for the names of one kind together.
@@ -48,7 +48,7 @@ ANONYMOUS: Final = Principal("ANONYMOUS")
 
 
 class NoPrincipal(Exception):
-    """A certificate has no principal; the text says why, without a part of the certificate."""
+    """A certificate has no principal; the message states the reason, without a part of the certificate."""
 
 
 def map_name(of_certificate: str, rules: Sequence[MappingRule], *, has_escapes: bool = True) -> str | None:

@@ -1,4 +1,4 @@
-"""The PROXY protocol, version 2: the header in which a load balancer names the source of a connection.
+"""Read the header of the PROXY protocol, version 2, in which a load balancer names the source of a connection.
 
 Source: "The PROXY protocol, versions 1 & 2" of HAProxy. Version 1 is text and is not read. A header is read strictly: a
 connection without a correct header is closed, as its bytes may come from anybody.
@@ -42,7 +42,7 @@ _CHECKSUM: Final = struct.Struct(">I")
 
 
 class ProxyHeaderError(ValueError):
-    """The bytes are not an acceptable header; the text says why."""
+    """The bytes are not an acceptable header; the message states the reason."""
 
 
 class Source(NamedTuple):
@@ -76,7 +76,7 @@ class ProxyHeader:
     def receive(self, data: bytes) -> None:
         """Take at most `needed` bytes. Raises ProxyHeaderError; ValueError for more bytes than that."""
         if not 0 < len(data) <= self.needed:
-            raise ValueError(f"{len(data)} bytes where {self.needed} are needed")
+            raise ValueError(f"{len(data)} bytes; expected at most {self.needed}")
         self._received += data
         try:
             if self.state is State.SIGNATURE:
@@ -90,14 +90,14 @@ class ProxyHeader:
             raise
 
     def _look_at_signature(self) -> None:
-        # This is checked at once, so as not to wait for a client that speaks another protocol.
+        # These bytes are checked at once: a client of another protocol may send no more.
         if self._received[:12] != SIGNATURE[: len(self._received)]:
             raise ProxyHeaderError("the connection does not begin with a header of the PROXY protocol, version 2")
         if len(self._received) < _HEAD.size:
             return
         _, command, family, length = _HEAD.unpack(self._received)
         if command not in (_LOCAL, _PROXY):
-            raise ProxyHeaderError(f"version and command {command:#04x} of the PROXY protocol are not known")
+            raise ProxyHeaderError(f"unknown version and command {command:#04x} of the PROXY protocol")
         if family not in (_UNSPECIFIED, _TCP4, _TCP6):
             raise ProxyHeaderError(f"family {family:#04x} of the PROXY protocol is not TCP")
         if _HEAD.size + length > MAX_BYTES:
@@ -109,7 +109,7 @@ class ProxyHeader:
         rest = memoryview(self._received)[_HEAD.size :]
         layout = _OF_FAMILY.get(self._received[13])
         if layout is None:
-            # The balancer does not know the source either.
+            # The load balancer does not know the source either.
             self._check_extensions(rest, _HEAD.size)
             return None
         if len(rest) < layout.size:
@@ -133,7 +133,7 @@ class ProxyHeader:
 
     def _verify(self, at: int, length: int) -> None:
         if length != _CHECKSUM.size:
-            raise ProxyHeaderError("the checksum of a PROXY protocol header has not four bytes")
+            raise ProxyHeaderError("the checksum of a PROXY protocol header does not have four bytes")
         (said,) = _CHECKSUM.unpack(self._received[at : at + length])
         if crc32c.crc32c(self._received[:at] + bytes(length) + self._received[at + length :]) != said:
             raise ProxyHeaderError("the checksum of a PROXY protocol header is wrong")

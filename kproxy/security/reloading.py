@@ -38,9 +38,9 @@ LOOK_S: Final = 2.0
 
 T = TypeVar("T")
 Source = tuple[Sequence[Path], Callable[[], T]]
-"""Files, and what makes a value of them."""
+"""Files, and the function that makes a value of them."""
 Take = Callable[[SecurityEvents], Callable[[], None]]
-"""Takes a loaded value, on the event loop, and returns what tells of its changes, on any thread: it may take long."""
+"""Takes a loaded value, on the event loop. Returns a slow function that reports its changes, for any thread."""
 _Print = tuple[tuple[int, int, int] | None, ...]
 
 
@@ -88,7 +88,7 @@ class Reloading(Generic[T]):
         return True
 
     def prepare(self, source: Source[T] | None = None) -> Take:
-        """Load the files, or those of another `source` from now on, on any thread. Raises StartupError."""
+        """Load the files, or those of a new `source`, on any thread; return a Take. Raises StartupError."""
         files, load = source or (self.files, self.load)
         seen, value = _print_of(files), load()
 
@@ -157,7 +157,7 @@ class Reloads:
                 await value.reload(self.events)
 
     def prepare(self, changed: Mapping[Reloading[Any], Source[Any]]) -> Callable[[], Callable[[], None]]:
-        """Load all files, those of `changed` values from elsewhere from now on, on any thread; return as a Take.
+        """Load all files, for `changed` values those of a new source, on any thread; return a function like a Take.
 
         Raises StartupError, which names the value that cannot be loaded.
         """

@@ -1,4 +1,4 @@
-"""End SASL at the proxy: the state machine of one client connection, without I/O, clock or randomness.
+"""Authenticate one client connection to the proxy by SASL, as a state machine without I/O, clock or randomness.
 
 States
   handshake       the client must name a mechanism; ApiVersions is passed on
@@ -56,7 +56,7 @@ _LIFETIME_FROM: Final = 1
 
 
 class State(Enum):
-    """See the module's docstring."""
+    """The state of an exchange; the module's docstring explains each."""
 
     HANDSHAKE = "handshake"
     AUTHENTICATE = "authenticate"

@@ -17,8 +17,8 @@ Transitions
 Invariants
 1. No request is made in `authenticated` and `failed`.
 2. Only PLAIN and OAUTHBEARER send the secret, which is never part of an error.
-3. A broker cannot make this side work for long, as MAX_ITERATIONS bounds the work of SCRAM. Nor does it get a proof
-   from which the password is quickly guessed, as none is sent with fewer than LEAST_SCRAM_ITERATIONS.
+3. A broker cannot make this side work for long, as MAX_ITERATIONS bounds the work of SCRAM. It gets no proof from
+   which the password is quickly guessed, because none is sent with fewer than LEAST_SCRAM_ITERATIONS.
 
 Sources: KIP-43, KIP-84 (SCRAM), KIP-152 (SaslAuthenticate), KIP-255 and RFC 7628 (OAUTHBEARER), KIP-368 (lifetime).
 """
@@ -55,7 +55,7 @@ _MAX_AUTHENTICATE_VERSION: Final = 1
 
 
 class SaslRefused(Exception):
-    """The broker refuses the identity, or cannot be trusted; the text says why, without the secret.
+    """The broker refuses the identity, or cannot be trusted; the message states the reason, without the secret.
 
     `to_client`: the broker's message for the client with this identity, if it has judged the identity.
     """
@@ -121,7 +121,7 @@ class Credential:
 
 
 class Scram:
-    """RFC 5802; `name` is SCRAM-SHA-256 or SCRAM-SHA-512."""
+    """The messages of SCRAM (RFC 5802); `name` is SCRAM-SHA-256 or SCRAM-SHA-512."""
 
     is_slow = True
 
@@ -151,7 +151,7 @@ class Scram:
         except (ScramException, ValueError) as error:
             # The error is not chained, because a library's error may have the messages.
             why = "it does not know the password" if self._is_last and not isinstance(error, ValueError) else "no SCRAM"
-            raise SaslRefused(f"what it says in {self.name} is wrong ({why})") from None
+            raise SaslRefused(f"its {self.name} message is invalid ({why})") from None
 
     def shown(self, text: str) -> str:
         # The broker does not know the password.
@@ -163,7 +163,7 @@ def _check_iterations(server_first: str) -> None:
     if found is None or not LEAST_SCRAM_ITERATIONS <= int(found[1]) <= MAX_ITERATIONS:
         asked = "no valid number of" if found is None else found[1]
         bounds = f"from {LEAST_SCRAM_ITERATIONS} to {MAX_ITERATIONS}"
-        raise SaslRefused(f"it asks for {asked} iterations; it must be {bounds}")
+        raise SaslRefused(f"it asks for {asked} iterations; expected {bounds}")
 
 
 def mechanism(name: str, username: str, secret: str) -> Credential | Scram:
@@ -199,7 +199,7 @@ class SaslClient:
     def begin(self) -> Request:
         """Return the first request."""
         if self.state is not State.NEW:
-            raise RuntimeError("it has begun")
+            raise RuntimeError("the authentication has already begun")
         self.state = State.HANDSHAKE
         body = encode_request(build_request(keys.SASL_HANDSHAKE, _HANDSHAKE_VERSION, mechanism=self._mechanism.name))
         return Request(keys.SASL_HANDSHAKE, _HANDSHAKE_VERSION, body)

@@ -102,7 +102,7 @@ class _Pace:
         self._clock = clock
         self._turn = asyncio.Lock()
         self._free_at = 0.0
-        # The last step, and the part of `_free_at` for the next step, which has yet to be counted.
+        # The time of the last step, and the estimate for the next step in `_free_at`, until that step is counted.
         self._last_s = 0.0
         self._reserved_s = 0.0
 
@@ -400,7 +400,7 @@ class TlsAcceptor(Generic[Session]):
             # TimeoutError is an OSError.
             self._refused(client_failure(error, names=(), asked_for="", words=self.words), peer)
         except Exception:  # the boundary: an error with one connection must not end the listener
-            log.exception("handshake failed with an error", client=peer)
+            log.exception("client connection failed", client=peer)
         finally:
             # This does nothing if the event loop has taken the descriptor.
             connection.close()

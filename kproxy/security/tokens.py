@@ -1,7 +1,7 @@
 """Verify the tokens of OAUTHBEARER, which are JSON Web Tokens, by keys from a file or from the issuer's URL.
 
-A token counts if a key of the set has signed it by an asymmetric algorithm, if its issuer and its audience are the
-configured ones, and if it has an end in the future. Nothing in a token is trusted before these checks. Its header only
+A token is accepted if a key of the set has signed it by an asymmetric algorithm, if its issuer and its audience are the
+configured ones, and if it expires in the future. Nothing in a token is trusted before these checks. Its header only
 names a key: no key and no address of keys is taken from a token.
 """
 
@@ -33,7 +33,7 @@ LATEST_S: Final = 253_402_300_800
 
 
 class InvalidToken(Exception):
-    """A token is not accepted. The message says why, and has no part of the token."""
+    """A token is not accepted. The message states the reason, without a part of the token."""
 
 
 class Verified(NamedTuple):
@@ -55,7 +55,7 @@ class TokenOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenVerifier:
-    """Verifies tokens by `keys`, which are by id. None is the id of the only key, for tokens that name no key.
+    """Verifies tokens by `keys`, by id. The id None stands for the only key, for tokens that name no key.
 
     `on_unknown_key` is called, on any thread, if a token names another key.
     """
@@ -148,13 +148,13 @@ def parse_verifier(
     try:
         given = json.loads(content)["keys"]
         if not isinstance(given, list) or not 0 < len(given) <= MOST_KEYS:
-            raise ValueError(f"it has no list of from 1 to {MOST_KEYS} keys")
+            raise ValueError(f"`keys` is not a list of 1 to {MOST_KEYS} keys")
         keys: dict[str | None, Any] = {}
         for each in given:
             if each.get("use", "sig") != "sig":
                 continue
             if each.get("kty") not in ("RSA", "EC", "OKP"):
-                raise ValueError(f"a key of the type {str(each.get('kty'))[:20]} cannot verify tokens of others")
+                raise ValueError(f"a key of the type {str(each.get('kty'))[:20]} cannot verify the issuer's signatures")
             key = jwt.PyJWK.from_dict(each)
             if key.algorithm_name not in ALGORITHMS:
                 raise ValueError(f"a key is for {str(key.algorithm_name)[:20]}, which is not supported")

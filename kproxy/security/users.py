@@ -41,7 +41,7 @@ _HASHES: Final = {SCRAM_256: "sha256", SCRAM_512: "sha512"}
 _FORM: Final = re.compile(
     r"(SCRAM-SHA-(?:256|512))\$([1-9]\d{3,6}):([A-Za-z0-9+/=]+)\$([A-Za-z0-9+/=]+):([A-Za-z0-9+/=]+)"
 )
-# Only the owner may write, and others may not read. A group may read, because Kubernetes mounts secrets so.
+# Only the owner may write, and others may not read. A group may read, because Kubernetes mounts secrets with that mode.
 _FORBIDDEN_MODE: Final = stat.S_IWGRP | stat.S_IRWXO
 
 
@@ -65,7 +65,7 @@ class Credential(NamedTuple):
 def make_credential(mechanism: str, password: str, iterations: int, salt: bytes) -> Credential:
     """Salt and hash a password. Raises ValueError for one that SASL forbids, with no part of it in the message."""
     if not password or len(password.encode(errors="surrogatepass")) > MOST_PASSWORD_BYTES:
-        raise ValueError(f"a password has from 1 to {MOST_PASSWORD_BYTES} bytes")
+        raise ValueError(f"a password must have 1 to {MOST_PASSWORD_BYTES} bytes")
     try:
         return Credential(mechanism, *ScramMechanism(mechanism).make_auth_info(password, iterations, salt))
     except (ScramException, UnicodeError) as error:
@@ -76,14 +76,14 @@ def parse_credential(text: str) -> Credential:
     """Parse a credential. Raises ValueError, with no part of the text in the message."""
     match = _FORM.fullmatch(text)
     if match is None:
-        raise ValueError("a credential has the form SCRAM-SHA-256$ITERATIONS:SALT$STORED_KEY:SERVER_KEY")
+        raise ValueError("a credential must have the form SCRAM-SHA-256$ITERATIONS:SALT$STORED_KEY:SERVER_KEY")
     mechanism, iterations = match[1], int(match[2])
     salt, stored_key, server_key = (b64decode(each, validate=True) for each in match.groups()[2:])
     size = hashlib.new(_HASHES[mechanism]).digest_size
     if len(stored_key) != size or len(server_key) != size or len(salt) < 12:
-        raise ValueError(f"a key of {mechanism} has {size} bytes, and a salt at least 12")
+        raise ValueError(f"a key of {mechanism} must have {size} bytes, and a salt at least 12")
     if not LEAST_ITERATIONS <= iterations <= MOST_ITERATIONS:
-        raise ValueError(f"iterations are from {LEAST_ITERATIONS} to {MOST_ITERATIONS}")
+        raise ValueError(f"iterations must be from {LEAST_ITERATIONS} to {MOST_ITERATIONS}")
     return Credential(mechanism, salt, stored_key, server_key, iterations)
 
 
@@ -94,11 +94,11 @@ Credentials = Mapping[str, Credential]
 def parse_credentials(texts: object) -> Credentials:
     """Parse the list of one user. Raises ValueError, with no part of the texts in the message."""
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-        raise ValueError("a user has a list of credentials")
+        raise ValueError("a user must have a list of credentials")
     credentials = [parse_credential(text) for text in texts]
     by_mechanism = {each.mechanism: each for each in credentials}
     if len(by_mechanism) != len(credentials):
-        raise ValueError("a user has one credential for each mechanism")
+        raise ValueError("a user must have one credential for each mechanism")
     return by_mechanism
 
 
@@ -177,7 +177,7 @@ def _checked(credentials: Credentials) -> Credential:
 def check_name(name: str) -> str:
     """Return the name of a user. Raises ValueError for an invalid one."""
     if not name or len(name.encode(errors="surrogatepass")) > MOST_NAME_BYTES or not name.isprintable():
-        raise ValueError(f"a user's name is printable text of at most {MOST_NAME_BYTES} bytes")
+        raise ValueError(f"a user's name must be printable text of at most {MOST_NAME_BYTES} bytes")
     return name
 
 
@@ -190,7 +190,7 @@ def read_users(file: Path) -> Users:
         raise StartupError(f"{str(error).rstrip('.')}: name a file that `kproxy user add` has written.") from None
     if set(content) - {"users"} or not isinstance(content.get("users", {}), dict):
         raise StartupError(
-            f"sasl.users {file} is not a file of users: its only table is [users], and `kproxy user add` writes it."
+            f"sasl.users {file} is not a file of users; expected the one table [users], as `kproxy user add` writes it."
         )
     return Users(_parse(content.get("users", {}), file))
 

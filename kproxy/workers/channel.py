@@ -1,4 +1,4 @@
-"""Messages between a supervisor and one worker, over a socket pair that nobody else holds.
+"""Exchange messages between a supervisor and one worker, over a socket pair that no other process holds.
 
 The supervisor's first frame is an Assignment. The worker sends Waits at intervals and when the reason for its wait
 changes, and then Ready. Instead of any of these it may send Failed. Its admin page is on a socket of its own. If use is
@@ -53,7 +53,7 @@ class Assignment:
 
 
 class Waits(msgspec.Struct, frozen=True, tag=True):
-    """The worker cannot serve yet; `sentence` says why."""
+    """The worker cannot serve yet; `sentence` states the reason."""
 
     sentence: str
 
@@ -113,13 +113,13 @@ class Channel:
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             if length > limit:
-                raise ChannelMisused(f"a frame of {length} bytes where {limit} are allowed")
+                raise ChannelMisused(f"a frame of {length} bytes exceeds {limit}")
             return await self._reader.readexactly(length)
         except (OSError, asyncio.IncompleteReadError) as error:
-            raise ChannelClosed("the other side has gone") from error
+            raise ChannelClosed("the other side has closed the channel") from error
 
     def send(self, body: bytes) -> None:
-        """Send a frame without waiting. Only `receive` reports that the other side has gone."""
+        """Send a frame without waiting. Only `receive` reports that the other side has closed it."""
         self._writer.write(_LENGTH.pack(len(body)) + body)
 
     @property
@@ -171,5 +171,5 @@ def unpickled(body: bytes, kind: type[_Message]) -> _Message:
     """Unpickle only bytes that the parent process sent, over a socket that no other process ever held."""
     thing = pickle.loads(body)  # noqa: S301 -- see above
     if not isinstance(thing, kind):
-        raise ChannelMisused(f"{type(thing).__name__} where {kind.__name__} is expected")
+        raise ChannelMisused(f"received {type(thing).__name__}; expected {kind.__name__}")
     return thing

@@ -1,4 +1,4 @@
-"""The admin page of all workers, which combines the pages of each as if there were one process.
+"""Serve the admin page of all workers, which combines the pages of each as if there were one process.
 
 | page | of several workers |
 | --- | --- |
@@ -201,7 +201,7 @@ class WorkerPages:
         except ValueError as error:
             return _refused(400, str(error))
         if worker is not None and not 1 <= worker <= len(self.slots):
-            return _refused(400, f"there is no worker {worker}: there are 1 to {len(self.slots)}")
+            return _refused(400, f"unknown worker {worker}; expected 1 to {len(self.slots)}")
         answer = await self._pass_on(request, worker)
         if answer.status == 200 and isinstance(answer.body, bytes):
             page = msgspec.json.decode(answer.body, type=TablePage)

@@ -33,7 +33,7 @@ Invariants
 4. The counts in a process's last answer are kept after its end, so that a sum over workers never shrinks. Otherwise a
    rate over the sum would show the whole count at once.
 5. A process gets another configuration only once it serves, and if it has read its earlier messages.
-6. The ledger of shares learns of a process's end after it was reaped and its last message read, and before the next
+6. The ledger of shares is told of a process's end after it was reaped and its last message read, and before the next
    process starts.
 """
 
@@ -118,12 +118,12 @@ class Order:
 
 
 class NoAnswer(Exception):
-    """A worker does not answer; the text says why."""
+    """A worker does not answer; the message states the reason."""
 
 
 @dataclass(eq=False)
 class WorkerProcess:
-    """`on_wait` is called with the reason why the worker waits; `failure` is its reason for not starting.
+    """One process. `on_wait` is called with the reason why it waits; `failure` is its reason for not starting.
 
     `on_use` is called with the worker's reports of use.
     """
@@ -380,18 +380,18 @@ class Slot:
             self._process.tell(shares)
 
     def reload(self, config: ProxyConfig) -> None:
-        """Have the present process, by `follow`, and later ones take another configuration."""
+        """Give another configuration to later processes, and by `follow` to the current one."""
         self.assignment = dataclasses.replace(self.assignment, config=config)
 
     def follow(self, *, refused: bool = False) -> None:
-        """Send the process the latest configuration as soon as it takes it: call this often. `refused`: say so."""
+        """Send the process the latest configuration once it takes one, or that the file is `refused`; call often."""
         if self._process is not None:
             self._process.follow(None if refused else self.assignment.config)
 
     async def ask(self, page: str, order: Order | None = None) -> Answer:
         """Get `page`, or send it an `order`. Raises NoAnswer."""
         if self._process is None:
-            raise NoAnswer("it has ended and is started again")
+            raise NoAnswer("it has ended, and another is starting")
         return await self._process.ask(page, order)
 
     async def ask_counts(self) -> bool:
@@ -405,7 +405,7 @@ class Slot:
             except NoAnswer:
                 return False
             except ValueError as error:
-                log.error("metrics of a worker not read", worker=self.number, reason=str(error))
+                log.error("worker metrics not read", worker=self.number, reason=str(error))
                 return False
             if self._process is not process:
                 return False

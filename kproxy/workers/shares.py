@@ -1,4 +1,4 @@
-"""Share the rates of quotas among workers by their use, and count connections over all of them. Pure.
+"""Share the rates of quotas among workers by their use, and count connections over all of them, without I/O.
 
 The supervisor has one Ledger. A rate is a limit of one client's account (kproxy.security.quotas), known by its key; it
 is divided into PARTS for each worker. Every rate begins with the equal part PARTS at each worker. Workers report their
@@ -96,7 +96,7 @@ class _Rate:
 
 
 class Ledger:
-    """See the module's text; workers are numbered from 0."""
+    """The shares of all workers, which are numbered from 0; the module's docstring explains it."""
 
     def __init__(self, workers: int) -> None:
         self._workers = [_Worker() for _ in range(workers)]

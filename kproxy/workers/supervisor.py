@@ -161,7 +161,7 @@ class _Supervisor:
         ]
 
     def _prepare(self, config: ProxyConfig) -> list[Apply]:
-        """Check for all workers; return what hands the configuration to them. Raises StartupError."""
+        """Check the configuration for all workers; return the steps that apply it. Raises StartupError."""
         try_files(config)
         configs, take = self._divide(config), self._reloads.prepare({})
 

@@ -1,9 +1,9 @@
-"""A worker process: a proxy that shares its port and reports to its supervisor.
+"""Run a worker process: a proxy that shares its port and reports to its supervisor.
 
 Invariants
 1. It prints nothing on stdout, which belongs to the supervisor.
 2. Its admin page is on a unix socket in the supervisor's private directory, and stays until the worker has drained.
-3. Shares are in force before the supervisor learns of it. No report follows one that is still unread.
+3. Shares are in force before the supervisor is told so. No report is sent while an earlier one is unread.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ async def run_worker(channel_fd: int, page: Path | None) -> int:
         set_level(assignment.config.log_level)
         await run_proxy(assignment.config, WorkerHost(assignment, channel, page))
     except ChannelClosed:
-        # The supervisor has gone before it sent the assignment: nobody reads a message.
+        # The supervisor ended before it sent the assignment: nobody reads a message.
         return NOT_STARTED
     except StartupError as error:
         channel.send(encode(Failed(str(error))))
@@ -98,7 +98,7 @@ class WorkerHost(ProcessHost):
         return asyncio.create_task(self._report(accounts, connections), name="shares of rates")
 
     async def _report(self, accounts: Accounts, connections: OpenConnections) -> None:
-        """Report use every ROUND_S, and follow the supervisor, until it has gone. Raises ChannelMisused."""
+        """Report use every ROUND_S, and follow the supervisor, until it closes the channel. Raises ChannelMisused."""
         following = asyncio.create_task(self._follow(accounts, connections))
         last = Usage([], {})
         try:
@@ -125,7 +125,7 @@ class WorkerHost(ProcessHost):
                         self._config = config
                         self._handed.set()
         except ChannelClosed:
-            # The supervisor has gone, and this process will soon be ended.
+            # The supervisor has ended, and this process will soon be ended.
             return
 
     def configurations(self, hangup: asyncio.Event) -> tuple[asyncio.Event, Read]:
@@ -148,7 +148,7 @@ class WorkerHost(ProcessHost):
 
 
 class _WorkerStatus(ReloadStatus):
-    """Tells only that this worker could not take what its supervisor could; an empty reason: that refused the file."""
+    """Reports only a configuration that this worker cannot apply; the supervisor reports success and refused files."""
 
     def tell(self, reason: str, changed: Sequence[str], restart: Sequence[str]) -> None:
         if reason:

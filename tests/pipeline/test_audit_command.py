@@ -151,7 +151,7 @@ def test_large_audit_continues_on_spark(unended: AuditJob, monkeypatch: pytest.M
         (["--follow", "--engine", "spark"], "--follow runs in this process"),
         (["--follow", "--master", "local[1]"], "--follow runs in this process"),
         (["--follow", "--trail", "parquet:s3://x"], "--follow runs in this process"),
-        (["--state", "x"], "--state is for --follow"),
+        (["--state", "x"], "--state applies only with --follow"),
         (["--follow", "--trail", "json:EMPTY"], "needs files that are whole when they appear"),
     ],
 )

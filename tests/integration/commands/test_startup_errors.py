@@ -153,7 +153,7 @@ def test_server_that_is_not_etcd_is_named(tmp_path: Path, etcd: EmbeddedEtcd) ->
         (["own", "list", "--etcd-ca", "FILE"], "--etcd URL"),
         (["own", "claim", "g", "a", "--bootstrap", "127.0.0.1:1"], "with --bootstrap H:P"),
         (["doctor", "--topic", "t"], "--topic applies only with --bootstrap"),
-        (["own", "claim", "g", "a=b"], "'b' is not a generation"),
+        (["own", "claim", "g", "a=b"], "invalid generation 'b'"),
         (["own", "free", "g"], "--all"),
         (["demo", "--rows", "0"], "--rows"),
         (["demo", "--etcd", "a:1"], "--bootstrap"),

@@ -123,7 +123,7 @@ async def test_killed_worker_is_replaced_and_its_counters_stay(tmp_path: Path) -
         # A worker that is starting is neither reported as hung nor waited for.
         assert {text for _, text in said} <= {
             "ready\n",
-            "ready, degraded: worker 1: it has ended and is started again\n",
+            "ready, degraded: worker 1: it has ended, and another is starting\n",
             "ready, degraded: worker 1: it is starting\n",
             "ready, degraded: worker 1: starting: the routing table is not loaded yet\n",
         }
@@ -272,7 +272,7 @@ async def test_reloaded_table_reaches_present_and_later_workers(tmp_path: Path) 
         assert process.stderr().count("not in [brokers]") == 1
         assert await asyncio.to_thread(page, process.admin, "/table?worker=3") == (
             400,
-            "there is no worker 3: there are 1 to 2\n",
+            "unknown worker 3; expected 1 to 2\n",
         )
         shown_by_command = await asyncio.to_thread(run_kproxy, "table", "--admin", process.admin)
         assert "3 partitions owned" in shown_by_command.stdout

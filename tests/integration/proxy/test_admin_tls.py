@@ -223,14 +223,14 @@ def test_top_shows_a_page_with_tls_and_token(signer: Signer, tmp_path: Path, mon
 
         assert top(signer.ca) == (
             2,
-            f"kproxy: the admin page at https://{process.admin} refuses this (this page needs its token: "
+            f"kproxy: the admin page at https://{process.admin} refuses the request (this page needs its token: "
             f"Authorization: Bearer TOKEN): name the file with its token in KPROXY_ADMIN_TOKEN_FILE.\n",
         )
         monkeypatch.setenv("KPROXY_ADMIN_TOKEN_FILE", str(tokens[1]))
         assert top(signer.ca) == (
             2,
-            f"kproxy: the admin page at https://{process.admin} refuses this (the token of KPROXY_ADMIN_TOKEN_FILE is "
-            f"not the page's): give the one of its admin.token_file.\n",
+            f"kproxy: the admin page at https://{process.admin} refuses the request (the token of "
+            f"KPROXY_ADMIN_TOKEN_FILE is not the page's): give the one of its admin.token_file.\n",
         )
         monkeypatch.setenv("KPROXY_ADMIN_TOKEN_FILE", str(tokens[0]))
         status, said = top(theirs)
@@ -272,7 +272,7 @@ def test_page_without_an_address_has_no_tls(signer: Signer, tmp_path: Path) -> N
     pair = signer.issue("alone", "127.0.0.1")
     file = tmp_path / "kproxy.toml"
     for options, says in (
-        (rooms(pair), "there is no admin page"),
+        (rooms(pair), "needs an admin page"),
         (f'[listen]\nadmin = ":0"\n[admin]\ntls.cert = "{pair.cert}"\n', "set admin.tls.key"),
         (f'[listen]\nadmin = ":0"\n[admin]\ntls.kay = "{pair.key}"\n', "did you mean admin.tls.key"),
         ('[listen]\nadmin = ":0"\n[admin]\ntls.client_auth = "required"\n', "admin.tls.cert"),

@@ -200,7 +200,7 @@ async def test_invalid_value_changes_nothing_and_is_logged_once(site: Site, etcd
     lines = [line for line in site.proxy.stderr().splitlines() if "reload failed" in line]
     assert len(lines) == 2, lines
     assert site.keys.user("carol") in lines[0]
-    assert "a credential has the form" in lines[0]
+    assert "a credential must have the form" in lines[0]
     assert site.keys.acl("broken") in lines[1]
     assert "its last good value stays" in lines[0]
     assert "TOPSECRET" not in site.proxy.stderr()

@@ -157,7 +157,7 @@ def test_group_name_ends_at_first_equals_sign(tmp_path: Path) -> None:
 def test_writer_groups_work_for_every_source_with_etcd() -> None:
     kafka = {"ownership": "kafka", "bootstrap": "a:1", "writer_group": ["t=g"]}
     assert load(flags=kafka).writer_groups == {"t": "g"}
-    with pytest.raises(StartupError, match=r"^--writer-group: requires an etcd, .* --etcd URL"):
+    with pytest.raises(StartupError, match=r"^--writer-group requires an etcd, .* --etcd URL"):
         load(flags={**kafka, "etcd": None})
 
 
@@ -225,7 +225,7 @@ WRONG = [
     ("", {}, {"admin": "x:y"}, ["--admin", "port"]),
     ("", {}, {"prefix": "kafscale"}, ["--prefix", "/kafscale"]),
     ("", {}, {"listen": "0.0.0.0:9092"}, ["0.0.0.0", "--advertise"]),
-    ("", {}, {"ownership": "zookeeper"}, ["--ownership", "is not an ownership source", "etcd, kafka, static"]),
+    ("", {}, {"ownership": "zookeeper"}, ["--ownership", "unknown ownership source", "etcd, kafka, static"]),
     ("", {}, {"workers": -1}, ["--workers", ">= 0"]),
     ("", {}, {"workers": 257}, ["--workers", "<= 256"]),
     ("[limits]\nmax_connections = 3\n", {}, {"workers": 4}, ["limits.max_connections is 3", "4 workers"]),
@@ -254,7 +254,7 @@ WRONG = [
     ("[[topics]]\nname = 't'\nowners = [1]", {}, {"ownership": "static"}, ["has no brokers", "[brokers]"]),
     ("[brokers]\n1 = 'a:1'\n[[topics]]\nname = 't'", {}, {"ownership": "static"}, ["static table in", "`owners`"]),
     (f"{BROKER_AND_TOPIC}owner = [1]", {}, {"ownership": "static"}, ["static table in", "`owner`"]),
-    (f"{BROKER_AND_TOPIC}owners = [1, 2]", {}, {"ownership": "static"}, ["'t'", "partition 1", "broker 2", "are 1."]),
+    (f"{BROKER_AND_TOPIC}owners = [1, 2]", {}, {"ownership": "static"}, ["'t'", "partition 1", "broker 2", "of 1."]),
     (f"{BROKER_AND_TOPIC}owners = [1]\n[[topics]]\nname = 't'\nowners = []", {}, {"ownership": "static"}, ["twice"]),
     ("", {}, {"writer_group": ["t=g,t=h"]}, ["--writer-group", "'t' has two writer groups, 'g' and 'h'"]),
     ("", {}, {"writer_group": ["t=g", "t=h"]}, ["--writer-group", "'t' has two writer groups, 'g' and 'h'"]),

@@ -57,17 +57,17 @@ def test_trail_key_is_read_from_its_file(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("0123456789abcdef\n")
     assert load(KEY_FILE.format(sink="json:d", file=file), tmp_path).key == b"0123456789abcdef"
-    with pytest.raises(StartupError, match=r"audit.key_file .*in a topic or in JSON files; audit.sink is none"):
+    with pytest.raises(StartupError, match=r"audit.key_file .*only to topics and JSON files; audit.sink is none"):
         load(KEY_FILE.format(sink="none", file=file), tmp_path)
     file.write_text("0123456789abcde\n")
-    with pytest.raises(StartupError, match=r"audit.key_file .*has 15 bytes, and needs 16: .*openssl rand -hex 32"):
+    with pytest.raises(StartupError, match=r"audit.key_file .*has 15 bytes; expected at least 16: .*openssl rand"):
         load(KEY_FILE.format(sink="topic", file=file), tmp_path)
 
 
 WRONG = {
-    "no kind": ('[audit]\nsink = "kafka"\n', "'kafka' is not an audit sink: write none, topic"),
-    "no directory": ('[audit]\nsink = "json:"\n', "'json:' is not an audit sink"),
-    "no topic": ('[audit]\nsink = "topic:"\n', "'topic:' is not an audit sink"),
+    "no kind": ('[audit]\nsink = "kafka"\n', "unknown audit sink 'kafka'; expected none, topic"),
+    "no directory": ('[audit]\nsink = "json:"\n', "unknown audit sink 'json:'"),
+    "no topic": ('[audit]\nsink = "topic:"\n', "unknown audit sink 'topic:'"),
     "no topic's name": ('[audit]\nsink = "topic:a/b"\n', "'a/b' cannot be a topic"),
     "too seldom": ("[audit]\ninterval_s = 61\n", "audit.interval_s"),
     "too little": ("[audit]\nmax_bytes = 1000\n", "audit.max_bytes"),
@@ -86,7 +86,7 @@ WRONG = {
         "set audit.tls.enabled, or use a SCRAM mechanism",
     ),
     "no port": ('[audit]\nsink = "topic"\nbootstrap = "a"\n', "audit.bootstrap .* no port"),
-    "port 0": ('[audit]\nsink = "topic"\nbootstrap = "a:0"\n', "nobody listens on a:0"),
+    "port 0": ('[audit]\nsink = "topic"\nbootstrap = "a:0"\n', "no broker listens on a:0"),
     "misspelt": ('[audit]\nsinks = "topic"\n', r"audit.sinks .*did you mean audit.sink\?"),
     "an owner's topic": (
         '[audit]\nsink = "topic:t"\n[own]\nwriter_group = "t=g"\n',
@@ -102,7 +102,7 @@ def test_invalid_audit_option_is_refused(tmp_path: Path, toml: str, sentence: st
 
 
 def test_static_table_must_name_the_audit_topic(tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match="no owner for __kproxy_audit: write it a"):
+    with pytest.raises(StartupError, match="no owner for __kproxy_audit: add it as one"):
         load('[audit]\nsink = "topic"\n' + STATIC.format(topic="t"), tmp_path, flags={})
     assert load('[audit]\nsink = "topic"\n' + STATIC.format(topic="__kproxy_audit"), tmp_path, flags={}).sink == "topic"
     elsewhere = '[audit]\nsink = "topic"\nbootstrap = "a:1"\n'

@@ -85,8 +85,8 @@ def test_password_file_is_read_anew_without_line_end(files: dict[str, Path]) -> 
         ({"username": "text", "password_file": "missing"}, "password_file .* cannot be read"),
         ({"username": "text", "password_file": "empty"}, "password_file .* is empty"),
         ({"username": "text", "password_file": "bytes"}, "password_file .* is not UTF-8 text"),
-        ({"username": "text", "password": ""}, "etcd.password in .*: it is empty"),
-        ({"server_name": ""}, "etcd.server_name in .*: it is empty"),
+        ({"username": "text", "password": ""}, "etcd.password in .*: the value is empty"),
+        ({"server_name": ""}, "etcd.server_name in .*: the value is empty"),
         ({"pasword": "text"}, "did you mean etcd.password"),
         ({"password": 123456}, "etcd.password in .*: invalid value .expected"),
     ],
@@ -107,7 +107,7 @@ def test_conflicting_etcd_options_are_named(files: dict[str, Path], room: dict[s
 
 def test_etcd_options_without_etcd_are_refused() -> None:
     flags = {"ownership": "kafka", "bootstrap": "a:1", "etcd_ca": "ca.pem"}
-    with pytest.raises(StartupError, match="--etcd-ca: requires an etcd"):
+    with pytest.raises(StartupError, match="--etcd-ca requires an etcd"):
         load_proxy_config(None, flags=flags, environ={})
 
 

@@ -59,7 +59,7 @@ def test_missing_java_is_reported_before_any_start(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("bootstrap", ["9092", "host:", ":9092", "host:kafka", "host:65536", ""])
 def test_bootstrap_that_is_no_address_is_refused(bootstrap: str) -> None:
-    problem = f"--bootstrap: '{bootstrap}'" if bootstrap else "--bootstrap: it is empty"
+    problem = f"--bootstrap: '{bootstrap}'" if bootstrap else "--bootstrap: the value is empty"
     with pytest.raises(StartupError, match=problem):
         check_reachable(bootstrap, "--bootstrap")
 

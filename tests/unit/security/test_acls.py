@@ -173,7 +173,7 @@ def test_unaffected_permissions_keep_their_identity() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[[acls]]", ["1. of [[acls]]", "principal"]),
+        ("[[acls]]", ["entry 1 of [[acls]]", "principal"]),
         ('[[acls]]\nprincipal = "alice"\noperations = ["read"]\ntopics = ["t"]', ["principal", "User:NAME"]),
         ('[[acls]]\nprincipal = "User:a"\noperations = []\ntopics = ["t"]', ["operations"]),
         (

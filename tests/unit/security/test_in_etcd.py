@@ -51,7 +51,7 @@ def test_key_of_impossible_name_is_refused(rest: str) -> None:
 
 @pytest.mark.parametrize("value", [b"\xff", b'{"credentials": ["hunter2\xff"]}', b'{"hunter2\xff": []}'])
 def test_error_for_non_text_value_hides_it(value: bytes) -> None:
-    with pytest.raises(ValueError, match="a user's value is JSON with one key") as raised:
+    with pytest.raises(ValueError, match="a user's value must be JSON with one key") as raised:
         decode_user(value)
     assert "0xff" not in str(raised.value)
 

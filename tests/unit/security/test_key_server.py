@@ -84,10 +84,10 @@ async def test_last_good_keys_stay(monkeypatch: pytest.MonkeyPatch) -> None:
             assert not accepts(server, 0)
     told = [(each["event"], each.get("consequence")) for each in logs]
     assert told == [
-        ("keys of tokens not fetched", "no token is accepted"),
-        ("keys of tokens fetched", None),
-        ("keys of tokens not fetched", "the keys fetched last stay in use"),
-        ("keys of tokens fetched", None),
+        ("token keys not fetched", "no token is accepted"),
+        ("token keys fetched", None),
+        ("token keys not fetched", "the keys fetched last stay in use"),
+        ("token keys fetched", None),
     ]
 
 

@@ -77,7 +77,7 @@ def test_listeners_of_a_family_share_name(tmp_path: Path) -> None:
     config = load("".join([*named, f'{given[2]}advertise = "h:1"\n']), tmp_path)
     assert [each.only_ipv6 for each in config.listeners] == [False, True, False]
     other = f'{given[2]}advertise = "h:9092"\n'
-    assert "two of them have the advertised address h:9092" in error_of(named[0] + other, tmp_path)
+    assert "two have the same advertised address, h:9092" in error_of(named[0] + other, tmp_path)
 
 
 def test_option_advertises_listeners_by_name(tmp_path: Path) -> None:
@@ -92,9 +92,9 @@ def test_option_advertises_listeners_by_name(tmp_path: Path) -> None:
     for wrong, says in {
         "h:1": "write NAME=HOST:PORT",
         "in=h": "has no port",
-        "in=h:1,inn=h:2": "there is no listener 'inn'",
+        "in=h:1,inn=h:2": "unknown listener 'inn'",
         "in=h:1,in=h:2": "listener 'in' is listed twice",
-        "in=h:1,out=h:1": "two of them have the advertised address h:1",
+        "in=h:1,out=h:1": "two have the same advertised address, h:1",
         "in=0.0.0.0:1": "clients cannot connect to 0.0.0.0",
     }.items():
         assert says in error_of(text, tmp_path, KPROXY_LISTEN__ADVERTISE=wrong)
@@ -116,27 +116,27 @@ REFUSED = {
     "no address": ('[[listeners]]\nname = "a"\n', "needs an address"),
     "a wildcard": ('[[listeners]]\nname = "a"\nlisten = "0.0.0.0:1"\n', "set its advertise"),
     "a number": (ONE + "advertise = 5\n", "invalid value .5. .expected `str`"),
-    "two of a name": (ONE + '[[listeners]]\nname = "a"\nlisten = "127.0.0.1:2"\n', "two of them have the name a"),
-    "two of an address": (ONE + '[[listeners]]\nname = "b"\nlisten = "127.0.0.1:1"\n', "have the address 127.0.0.1:1"),
+    "two of a name": (ONE + '[[listeners]]\nname = "a"\nlisten = "127.0.0.1:2"\n', "two have the same name, a"),
+    "two of an address": (ONE + '[[listeners]]\nname = "b"\nlisten = "127.0.0.1:1"\n', "same address, 127.0.0.1:1"),
     "no table": ('listeners = "a"\n', "listeners in|unknown key"),
     "also the other one": (
         ONE + '[listen]\nlisten = "h:1"\n',
-        r"listen.listen in .*: the listeners are in \[\[listeners",
+        r"listen.listen in .* does not apply to \[\[listeners",
     ),
-    "also the other tls": (ONE + '[tls]\nmin_version = "1.3"\n', r"tls.min_version in .*: the listeners are in"),
+    "also the other tls": (ONE + '[tls]\nmin_version = "1.3"\n', r"tls.min_version in .* does not apply to"),
     "no key": ('[tls]\ncert = "x"\n', "tls.cert in .*: the certificate has no effect without its private key"),
     "no certificate": ('[tls]\nclient_ca = "x"\n', "tls.client_ca in .*: TLS needs the listener's certificate"),
     "an old version": ('[tls]\nmin_version = "1.1"\n', "min_version"),
     "half a pair": ('[broker_tls]\ncert = "x"\n', "set broker_tls.key as well"),
     "a check without a list": ('[broker_tls]\ncrl_check = "leaf"\n', "set broker_tls.crl"),
     "no such file": ('[broker_tls]\nca = "/nowhere.pem"\n', "broker_tls.ca /nowhere.pem cannot be read"),
-    "no mechanism": ('[broker_sasl]\nusername = "u"\n', "broker_sasl.username in .*: it needs a mechanism"),
+    "no mechanism": ('[broker_sasl]\nusername = "u"\n', "broker_sasl.username in .* needs a mechanism"),
     "another mechanism": ('[broker_sasl]\nmechanism = "GSSAPI"\n', "mechanism"),
     "no user": ('[broker_sasl]\nmechanism = "SCRAM-SHA-256"\n', "needs broker_sasl.username"),
     "no token": ('[broker_sasl]\nmechanism = "OAUTHBEARER"\n', "needs a token"),
     "a token for a user": (
         '[broker_sasl]\nmechanism = "PLAIN"\ntoken_file = "x"\n',
-        "broker_sasl.token_file in .*: it is not for PLAIN",
+        "broker_sasl.token_file in .* does not fit PLAIN",
     ),
     "in plain text": (
         '[broker_sasl]\nmechanism = "PLAIN"\nusername = "u"\npassword = "hunter2"\n',
@@ -249,11 +249,11 @@ def test_revoked_authority_is_noticed_in_chain(authorities: Authorities, tmp_pat
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ('proxy_protocol = true\nproxy_protocol_from = ["10.0.0.300"]', "'10.0.0.300' is neither an address nor"),
+        ('proxy_protocol = true\nproxy_protocol_from = ["10.0.0.300"]', "'10.0.0.300' is no address and no"),
         ('proxy_protocol = true\nproxy_protocol_from = ["10.0.0.1/8"]', "has host bits set"),
-        ('proxy_protocol = true\nproxy_protocol_from = ["balancer.test"]', "'balancer.test' is neither"),
+        ('proxy_protocol = true\nproxy_protocol_from = ["balancer.test"]', "'balancer.test' is no address"),
         ("proxy_protocol = true\nproxy_protocol_from = []", "proxy_protocol_from"),
-        (f"proxy_protocol = true\nproxy_protocol_from = {['10.0.0.1'] * 257}", "there are 257, but at most 256"),
+        (f"proxy_protocol = true\nproxy_protocol_from = {['10.0.0.1'] * 257}", "has 257 entries; at most 256"),
         ('proxy_protocol_from = ["10.0.0.1"]', "set proxy_protocol = true"),
     ],
 )

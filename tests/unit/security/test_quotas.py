@@ -208,14 +208,14 @@ def test_connections_are_limited_by_principal() -> None:
     [
         ("[quotas]", ["[[quotas]]"]),
         ("[[quotas]]", ["limits nothing"]),
-        ("[[quotas]]\nrequests_per_s = 0", ["the 1. of", "requests_per_s", "a number above 0", "no limit"]),
+        ("[[quotas]]\nrequests_per_s = 0", ["entry 1 of", "requests_per_s", "a number above 0", "no limit"]),
         ('[[quotas]]\nfetch_bytes_per_s = "9MB"', ["fetch_bytes_per_s", "a number above 0"]),
         ("[[quotas]]\nconnections = 0", ["connections", "at least 1"]),
         ("[[quotas]]\nrequest_per_s = 1", ["request_per_s", "requests_per_s"]),
         ('[[quotas]]\nclient_id = "a"\nconnections = 1', ["client_id"]),
         ('[[quotas]]\nprincipal = "alice"\nconnections = 1', ["principal", "User:NAME"]),
-        ("[[quotas]]\nrequests_per_s = 1\n[[quotas]]\nfetch_bytes_per_s = 1", ["the 2.", "as the 1.", "into one"]),
-        ("[[quotas]]\nconnections = 1\n[[quotas]]\nconnections = 1", ["the 2.", "as the 1.", "into one"]),
+        ("[[quotas]]\nrequests_per_s = 1\n[[quotas]]\nfetch_bytes_per_s = 1", ["entry 2", "as entry 1,", "into one"]),
+        ("[[quotas]]\nconnections = 1\n[[quotas]]\nconnections = 1", ["entry 2", "as entry 1,", "into one"]),
     ],
 )
 def test_invalid_quota_is_reported(tmp_path: Path, text: str, words: list[str]) -> None:
