@@ -124,7 +124,7 @@ def main() -> None:
             against(console, Path(checkout), max(2, arguments.rounds or ROUNDS), arguments.this_flags.split())
             continue
         if section not in sections:
-            parser.error(f"there is no section {section!r}: {', '.join(sections)}")
+            parser.error(f"unknown section {section!r}; expected one of {', '.join(sections)}")
         try:
             sections[section]()
         # Of tests' support code.

@@ -67,13 +67,13 @@ CHARGES: Final = 1_000
 LOOPS: Final = 500
 CLIENT_ID: Final = "bench"
 USER: Final = "bench"
-# Has a quota for its client id.
+# This client id has a quota.
 NAMED_USER: Final = "bench-by-client-id"
 PASSWORD: Final = "bench-secret"  # noqa: S105 -- of a user who lives for a minute
 
 
 class Way(NamedTuple):
-    """A column: the connections' user, and what is enforced."""
+    """A column of the table: the connections' user, and what is enforced."""
 
     title: str
     user: str
@@ -99,7 +99,7 @@ Costs = dict[Way, float]
 
 
 def access(console: Console, rounds: int | None = None) -> None:
-    """The tables of `make bench SECTION=access`."""
+    """Measure, and print the tables of `make bench SECTION=access`."""
     loads = list(map(shape_load, LOADS))
     found: dict[str, list[list[Costs]]] = {load.name: [] for load in loads}
     with scratch() as (stack, directory):
@@ -126,7 +126,7 @@ def access(console: Console, rounds: int | None = None) -> None:
 
 @contextlib.contextmanager
 def _proxy(table: Path, config: Path, core: set[int]) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """The proxy and its port."""
+    """Run the proxy; yield its process and port."""
     flags = ("--config", str(config))
     command = ("bench.switched_access", "--log-level", "error")
     with serving(table, *flags, command=command) as (process, port):
@@ -177,7 +177,7 @@ async def _take_turns(load: Load, process: subprocess.Popen[str], port: int, dra
 
 def _enforce(process: subprocess.Popen[str], state: str) -> None:
     if process.stdin is None:
-        raise RuntimeError("the proxy cannot be told what to enforce")
+        raise RuntimeError("the proxy has no pipe to its stdin")
     process.stdin.write(f"{state}\n")
     process.stdin.flush()
     if first_line(process) != state:
@@ -194,13 +194,13 @@ async def _connect(load: Load, port: int, user: str) -> Connection:
 
 
 def _ratio(way: Way, costs: Costs) -> float:
-    """A way's cost to that of its user's connections with nothing enforced."""
+    """Return a way's cost divided by that of the same connections with nothing enforced."""
     bases = [cost for base, cost in costs.items() if (base.user, base.state) == (way.user, OFF) and base is not way]
     return costs[way] / statistics.mean(bases)
 
 
 def _cell(rounds: Sequence[Sequence[float]]) -> str:
-    """The median of the ratios of all rounds, and its interval."""
+    """Return the median of the ratios of all rounds, and its interval."""
     draw = random.Random(0)  # noqa: S311 -- the same figures give the same interval
     drawn = [statistics.median(chain.from_iterable(draw.choices(rounds, k=len(rounds)))) for _ in range(DRAWS)]
     cuts = statistics.quantiles(drawn, n=40)
@@ -208,7 +208,7 @@ def _cell(rounds: Sequence[Sequence[float]]) -> str:
 
 
 def _charge_ns(client_id: str | None) -> float:
-    """The time to charge one request of 1 KiB, by a quota of its principal, or of this client id of it."""
+    """Return the ns to charge one request of 1 KiB, by a quota of its principal, or of this client id of it."""
     rates = {"produce_bytes_per_s": 1e15, "fetch_bytes_per_s": 1e15, "requests_per_s": 1e12}
     some = Quotas(parse_quotas([rates | ({"client_id": client_id} if client_id is not None else {})], "the benchmark"))
     context: Any = SimpleNamespace(clock=time.monotonic, tally=Tally(), budget=Budget(1 << 30))
@@ -233,7 +233,7 @@ def _exceed(frame: memoryview, first_byte_at: float, throttle_ms: int) -> None:
 
 
 def authenticate(client: socket.socket, user: str = USER) -> None:
-    """SASL PLAIN, as a client does it before anything else."""
+    """Authenticate by SASL PLAIN, as a client does first."""
     mechanism = b"PLAIN"
     _ask(client, api_keys.SASL_HANDSHAKE, INT16.pack(len(mechanism)) + mechanism)
     credentials = f"\0{user}\0{PASSWORD}".encode()
@@ -241,7 +241,7 @@ def authenticate(client: socket.socket, user: str = USER) -> None:
 
 
 def _ask(client: socket.socket, api_key: int, body: bytes) -> None:
-    """Raises SystemExit if the answer is an error."""
+    """Send a request. Raise SystemExit if the answer is an error."""
     message = request_header(api_key, 1, 0, b"bench") + body
     client.sendall(INT32.pack(len(message)) + message)
     size = INT32.unpack(_receive(client, INT32.size))[0]

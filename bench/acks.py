@@ -49,7 +49,7 @@ LAG_GOAL_MS = 100
 
 @dataclass
 class Found:
-    """The results of the runs of one kind: `acks` by a way."""
+    """The results of one kind of runs: one value of `acks`, by one way."""
 
     rates: list[float] = field(default_factory=list)
     tails_s: list[float] = field(default_factory=list)
@@ -96,7 +96,7 @@ class _Runs:
             self.missing += topic.missing()
 
     def _send(self, topic: Topic, acks: str, way: str, records: int, throughput: int = -1) -> tuple[float, float]:
-        """Records a second until the last was in its leader's log, and the delay until the followers had it."""
+        """Send records; return the rate up to the last in its leader's log, and the followers' delay in seconds."""
         run = self._cluster.java.run(
             self._cluster.bootstraps[way], topic.name, records, throughput=throughput, acks=acks
         )
@@ -135,7 +135,7 @@ class _Runs:
             self._settle(topic, LATENCY_RECORDS)
 
     def _lag(self, topic: Topic, acks: str) -> None:
-        """At half the rate that was reached through the proxy."""
+        """Measure the followers' lag at half the rate that was reached through the proxy."""
         rate = int(self.rate(acks, VIA_PROXY) / 2)
         with LagWatch(topic.replicas) as watch:
             self._send(topic, acks, VIA_PROXY, int(rate * LAG_S), throughput=rate)
@@ -146,7 +146,7 @@ class _Runs:
 
 
 def _turns(rounds: int) -> Iterator[str]:
-    """The proxy and the direct way in pairs; each pair reverses the order of the pair before."""
+    """Yield the proxy and the direct way in pairs; each pair reverses the order of the pair before."""
     for number in range(rounds):
         yield from (VIA_PROXY, DIRECT) if number % 2 == 0 else (DIRECT, VIA_PROXY)
 
@@ -241,7 +241,7 @@ async def _run(console: Console, replication_factor: int, partitions: int) -> No
 
 
 def acks(console: Console, replication_factor: int = REPLICATION_FACTOR, partitions: int = PARTITIONS) -> None:
-    """Measure, and print the tables. SystemExit if Java, etcd or one of Kafka's jars is missing."""
+    """Measure, and print the tables. Raise SystemExit if Java, etcd or one of Kafka's jars is missing."""
     try:
         asyncio.run(_run(console, replication_factor, partitions))
     except StartupError as error:

@@ -18,7 +18,7 @@ WAYS = {"as sent": "--no-confirm-acks0", "confirmed": "--confirm-acks0"}
 
 
 def acks0(console: Console) -> None:
-    """The table that is printed."""
+    """Measure, and print the table."""
     with scratch() as (stack, directory):
         ports = started(stack, *["null_broker"] * BROKERS)
         proxies = {way: stack.enter_context(kproxy(ports, directory, flag)) for way, flag in WAYS.items()}

@@ -1,4 +1,4 @@
-"""The setting of the section `acks`: three brokers, a proxy before them, Kafka's load tool, and topics."""
+"""Run what the section `acks` needs: three brokers, a proxy before them, Kafka's load tool, and topics."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Cluster(NamedTuple):
 
 @contextlib.contextmanager
 def cluster(etcd: EmbeddedEtcd, directory: Path) -> Iterator[Cluster]:
-    """Brokers, proxy and load. Raises StartupError."""
+    """Run brokers, proxy and load. Raise StartupError."""
     with contextlib.ExitStack() as stack:
         java = stack.enter_context(java_load(directory))
         addresses, broker_pids, data_dirs, _ = stack.enter_context(brokers(etcd, directory))
@@ -64,7 +64,7 @@ class Topic:
         deadline = time.monotonic() + ADMIN_TIMEOUT_S
         while _in_sync(partitions := self._partitions()) < self._replication_factor:
             if time.monotonic() > deadline:
-                raise SystemExit(f"{self.name}: the followers never came into sync")
+                raise SystemExit(f"{self.name}: some followers are not in sync")
             time.sleep(0.05)
         self.replicas = [self._places(index, found) for index, found in partitions.items()]
         return self
@@ -86,11 +86,11 @@ class Topic:
         return Replicas(leader, tuple(places.values()))
 
     def in_sync(self) -> int:
-        """The smallest number of replicas in sync; 0 if a partition has no leader."""
+        """Return the smallest number of replicas in sync; 0 if a partition has no leader."""
         return _in_sync(self._partitions())
 
     def missing(self) -> int:
-        """The number of records sent that a reader does not get; negative if there are more than were sent."""
+        """Return the number of sent records that a reader does not get; negative if there are more than were sent."""
         latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
         asked = {TopicPartition(self.name, index): latest for index in range(self._partition_count)}
         ends = self._cluster.admin.list_offsets(asked).values()

@@ -35,9 +35,9 @@ RUNS = 8
 
 
 def against(console: Console, checkout: Path, rounds: int = ROUNDS, flags: Sequence[str] = ()) -> None:
-    """The table that is printed; at least two rounds. `flags` are this proxy's, to measure what a feature costs.
+    """Measure at least two rounds, and print the table. `flags` are this proxy's, to measure the cost of a feature.
 
-    SystemExit if there is no kproxy in `checkout`.
+    Raise SystemExit if there is no kproxy in `checkout`.
     """
     checkouts = {"this": CHECKOUT, "other": checkout.resolve()}
     for each in checkouts.values():
@@ -73,7 +73,7 @@ def _by_round(this: Sequence[float], other: Sequence[float]) -> str:
 
 
 async def _take_turns(load: Load, proxies: Mapping[str, tuple[int, int]]) -> dict[str, float]:
-    """CPU µs for one request, the least of RUNS; the first run of each proxy only warms it up."""
+    """Return the CPU µs for one request, the least of RUNS; the first run of each proxy only warms it up."""
     requests = load.requests // (RUNS + 1)
     connections = {name: await load.open(port, 0) for name, (_, port) in proxies.items()}
     found: dict[str, list[float]] = {name: [] for name in proxies}
@@ -88,11 +88,11 @@ async def _take_turns(load: Load, proxies: Mapping[str, tuple[int, int]]) -> dic
 
 
 def _expect_own_code(checkout: Path) -> None:
-    """Without this check a checkout that lacks kproxy would be measured with the installed one."""
+    """Raise SystemExit if `checkout` lacks kproxy: the installed one would be measured instead."""
     environment = environment_of(checkout)
     command = [sys.executable, "-c", "import kproxy; print(kproxy.__file__)"]
     if checkout.is_dir():
         found = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)  # noqa: S603
         if Path(found.stdout.strip()).is_relative_to(checkout):
             return
-    raise SystemExit(f"{checkout} is no checkout of kproxy")
+    raise SystemExit(f"{checkout} is not a checkout of kproxy")

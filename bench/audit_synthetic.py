@@ -1,6 +1,6 @@
-"""A trail and its log of any size, generated inside Spark: for measuring the audit, and for its tests at scale.
+"""Generate a trail and its log of any size inside Spark, to measure the audit and to test it at scale.
 
-Everything is computed from row numbers, so the two agree, and a test that damages one knows what must be found.
+All rows come from row numbers, so trail and log agree, and a test that damages one knows the expected findings.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ _TRAIL: Final = {
 
 
 def _named(frame: DataFrame, columns: dict[str, Column], kinds: Mapping[str, Any]) -> DataFrame:
-    """`frame` with the columns of `kinds`; a column that `columns` does not have is null."""
+    """Return `frame` with the columns of `kinds`; a column that `columns` does not have is null."""
     nothing = F.lit(None)
     return frame.select(*(columns.get(name, nothing).cast(kind).alias(name) for name, kind in kinds.items()))
 
 
 def synthetic_trail(session: Any, shape: Shape) -> DataFrame:
-    """Rows of trails: for each proxy a whole trail, from its begin to its end."""
+    """Return rows of trails: for each proxy a whole trail, from its begin to its end."""
     i = F.col("id")
     log, nth = i % shape.logs, F.floor(i / shape.logs)
     block, producer = F.floor(nth / shape.producers), nth % shape.producers
@@ -112,7 +112,7 @@ def synthetic_trail(session: Any, shape: Shape) -> DataFrame:
 
 
 def synthetic_log(session: Any, shape: Shape) -> DataFrame:
-    """HEADERS: the batches that are acknowledged in the trail, each once."""
+    """Return HEADERS: the batches that are acknowledged in the trail, each once."""
     per_row = shape.spans * shape.batches
     i, part = F.floor(F.col("id") / per_row), F.col("id") % per_row
     log, nth = i % shape.logs, F.floor(i / shape.logs)
@@ -141,7 +141,7 @@ def synthetic_log(session: Any, shape: Shape) -> DataFrame:
 
 
 def synthetic_bounds(shape: Shape) -> dict[TopicPartition, Bounds]:
-    """Every log from offset 0 to an end behind everything in the trail."""
+    """Return bounds of every log, from offset 0 to an end behind everything in the trail."""
     blocks = math.ceil(math.ceil(shape.ranges / shape.logs) / shape.producers)
     end = blocks * (shape.producers * shape.spans * shape.batches * shape.records)
     return {
@@ -151,12 +151,12 @@ def synthetic_bounds(shape: Shape) -> dict[TopicPartition, Bounds]:
 
 
 def trail_rows(rows: Iterable[Any]) -> Iterator[TrailRow]:
-    """The frame's rows as an audit reads them."""
+    """Yield the frame's rows as an audit reads them."""
     return rows_of_files(row.asDict() for row in rows)
 
 
 def log_chunks(rows: Iterable[Any]) -> Iterator[Chunk]:
-    """The frame's batches as an audit reads them."""
+    """Yield the frame's batches as an audit reads them."""
     batches: dict[TopicPartition, list[Batch]] = defaultdict(list)
     for topic, partition, *header in rows:
         batches[TopicPartition(topic, partition)].append(Batch(*header))

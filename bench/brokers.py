@@ -1,4 +1,4 @@
-"""Three reference brokers, each a process of its own, on one etcd."""
+"""Run three reference brokers, each in a process of its own, on one etcd."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Brokers(NamedTuple):
 
     @contextlib.contextmanager
     def again(self, number: int) -> Iterator[None]:
-        """The broker of that id, whose process has ended, in another process."""
+        """Run the broker of that id, whose process has ended, in another process."""
         with child(*_command(self.endpoint, number, self.data_dirs[number])) as process:
             first_line(process)
             yield
@@ -38,7 +38,7 @@ def _command(endpoint: str, number: int, data_dir: Path) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def brokers(etcd: EmbeddedEtcd, directory: Path) -> Iterator[Brokers]:
-    """Running brokers with their data under `directory`."""
+    """Run brokers with their data under `directory`."""
     with contextlib.ExitStack() as stack:
         data_dirs = {number: directory / f"broker-{number}" for number in range(1, BROKERS + 1)}
         processes = [

@@ -43,7 +43,7 @@ PIECES: Final = Shape("100 × 1 KiB", 100, 1 << 10, 400)
 
 
 def connections(console: Console) -> None:
-    """Print the four tables. SystemExit if the limit of open files is too low."""
+    """Print the four tables. Raise SystemExit if the limit of open files is too low."""
     allow_files(FILES)
     with scratch() as (stack, directory):
         ports = started(stack, *["fast_broker"] * BROKERS)
@@ -51,12 +51,12 @@ def connections(console: Console) -> None:
         console.print(_many(proxy, ports[0], directory))
         console.print(_memory(ports, directory))
         console.print(_workers(proxy, stack.enter_context(_kproxy(ports, directory, "two", "--workers", "2"))))
-        # Of their own: a broker knows a request by its length and beginning, whatever its partitions are.
+        # Separate brokers: a broker recognizes a request by its length and beginning, whatever its partitions are.
         console.print(_pieces(started(stack, *["fast_broker"] * MANY_BROKERS), directory))
 
 
 def allow_files(count: int) -> None:
-    """Raise this process's limit of open files, which its children get. SystemExit if that is not allowed."""
+    """Raise this process's limit of open files, which its children get. Raise SystemExit if that is not allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < count:
         raise SystemExit(f"this section needs {count:,} open files, and the limit is {hard:,}: raise it (ulimit -n)")
@@ -73,12 +73,12 @@ def _kproxy(ports: Sequence[int], directory: Path, name: str, *flags: str) -> It
 
 
 def _cpu_of_all(pid: int) -> float:
-    """CPU seconds of a process and of its children."""
+    """Return the CPU seconds of a process and of its children."""
     return sum(cpu_seconds(each.pid) for each in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)])
 
 
 async def _cost(pid: int, opened: Sequence[Connection], requests: int) -> float:
-    """CPU µs for each of `requests` on each connection, with the trail's look at them."""
+    """Return CPU µs for each of `requests` on each connection, with the trail's look at them."""
     before = _cpu_of_all(pid)
     await send_again(opened, requests)
     await asyncio.sleep(LOOK_S)
@@ -142,7 +142,7 @@ def _memory(ports: Sequence[int], directory: Path) -> Table:
 
 
 async def _held(pid: int, port: int, partitions: int) -> float:
-    """Resident bytes that a connection adds after some requests of `partitions`."""
+    """Return the resident bytes that a connection adds after some requests of `partitions`."""
     load = shape_load(Shape("", max(1, partitions), 1 << 10, 1))
     first = await load.open(port, 0)
     await _one_each(first, 2)
@@ -206,6 +206,6 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def _ratio(values: Sequence[float], others: Sequence[float]) -> str:
-    """The median of the rounds' ratios, and the ratio of the least values."""
+    """Return the median of the rounds' ratios, and the ratio of the least values."""
     ratios = [value / other for value, other in zip(values, others, strict=True)]
     return f"{statistics.median(ratios):.2f}, of the least {min(values) / min(others):.2f}"

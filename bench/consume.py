@@ -1,9 +1,9 @@
-"""`make bench SECTION=consume`: what readers get through the proxy, beside a direct reader and haproxy.
+"""`make bench SECTION=consume`: what readers get through the proxy, compared with a direct reader and haproxy.
 
-Brokers of the section (bench.log_broker) let reads wait as Kafka's do. A reader has one fetch in flight on each of its
-connections: one for each broker if it reads directly, one through a proxy. haproxy has no more than one broker. The
-ways take turns in each round. Latency is from the birth of a record in its broker to its arrival in the reader, at ten
-records a second; fetches are those that brokers get meanwhile; the last column is the CPU that idle readers cost them.
+The brokers (`bench.log_broker`) let reads wait, as Kafka's do. A reader has one fetch in flight on each of its
+connections: one for each broker if it reads directly, one through a proxy. haproxy has only one broker. The ways take
+turns in each round. Latency is from a record's creation in its broker to its arrival in the reader, at ten records a
+second. `fetches` are those that brokers receive in that time. The last column is the CPU time for idle readers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PARTITION_BYTES = 1 * MIB
 
 
 class Way(NamedTuple):
-    """`endpoints`: the ports to read from, each with the partitions there. `pid`: the proxy."""
+    """A way to read. `endpoints`: the ports to read from, each with its partitions. `pid`: the proxy."""
 
     name: str
     endpoints: Sequence[tuple[int, Sequence[int]]]
@@ -47,7 +47,7 @@ class Way(NamedTuple):
 
 
 def fetch_frame(topic: bytes, offsets: dict[int, int], max_bytes: int) -> bytes:
-    """A fetch of these partitions."""
+    """Return a Fetch request of these partitions."""
     body = INT32.pack(-1) + INT32.pack(WAIT_MS) + INT32.pack(1) + INT32.pack(max_bytes) + b"\0" + INT32.pack(0)
     body += INT32.pack(-1) + INT32.pack(1) + len(topic).to_bytes(2, "big") + topic + INT32.pack(len(offsets))
     for index, offset in offsets.items():
@@ -69,7 +69,7 @@ class Reader:
         self.answers = 0
 
     async def run(self, seconds: float) -> None:
-        """Read for so long."""
+        """Read for `seconds`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds), asyncio.TaskGroup() as group:
                 for port, partitions in self._way.endpoints:
@@ -103,7 +103,7 @@ class Reader:
 
 
 async def fetches(ports: Sequence[int]) -> int:
-    """The fetches that brokers have got."""
+    """Return the number of fetches that brokers have received."""
     total = 0
     for port in ports:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -115,7 +115,7 @@ async def fetches(ports: Sequence[int]) -> int:
 
 @contextlib.contextmanager
 def setting(brokers: int, partitions: int, directory: Path) -> Iterator[tuple[list[Way], list[int], list[int]]]:
-    """The ways to read, the brokers' ports and their processes."""
+    """Run brokers and proxies; yield the ways to read, the brokers' ports and their processes."""
     with contextlib.ExitStack() as stack:
         owned = [[index for index in range(partitions) if index % brokers == n] for n in range(brokers)]
         processes = [
@@ -136,7 +136,7 @@ def setting(brokers: int, partitions: int, directory: Path) -> Iterator[tuple[li
 
 
 class Figures(NamedTuple):
-    """Of one round: the best of several counts, by its kind."""
+    """The figures of one round: the best of several counts, by kind."""
 
     mb_per_s: float
     ms_per_mb: float
@@ -147,7 +147,7 @@ class Figures(NamedTuple):
 
 
 async def measure(way: Way, ports: list[int], pids: list[int]) -> Figures:
-    """One round of a way."""
+    """Measure one round of a way."""
     full, slow = Reader(way, FULL), Reader(way, SLOW)
     cpu = cpu_seconds(way.pid) if way.pid else 0.0
     await full.run(FULL_S)
@@ -167,7 +167,7 @@ async def measure(way: Way, ports: list[int], pids: list[int]) -> Figures:
 
 
 def consume(console: Console) -> None:
-    """The tables that `make bench SECTION=consume` prints."""
+    """Measure, and print the tables of `make bench SECTION=consume`."""
     title = f"Latency at {RATE:.0f} records/s; CPU of {IDLE_READERS} readers"
     numbers = ("MB/s", "proxy\nms/MB", "p50 ms", "p99 ms", "fetches/s", "brokers'\nCPU")
     table = table_of(title, ["brokers, partitions", "way"], numbers)

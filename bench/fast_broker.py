@@ -1,4 +1,4 @@
-"""`python -m bench.fast_broker [PORT]`: a null broker that answers a known request without parsing it.
+"""`python -m bench.fast_broker [PORT]`: run a null broker that answers a known request without parsing it.
 
 A request is known by its length and its beginning, up to the first batch's header: `bench.load` repeats the same
 request, and the proxy makes the same parts of it. An answer to a known one takes two joins, even for a hundred
@@ -33,7 +33,7 @@ _RESPONSE_BODY = RESPONSE_CORRELATION_ID_OFFSET + 4
 
 
 class _Known(NamedTuple):
-    """`length` of the answer, encoded; `pieces` of it behind the correlation id, an offset between each two."""
+    """The answer to a known request: its encoded `length`, and its `pieces` between the correlation id and offsets."""
 
     length: bytes
     pieces: list[bytes]
@@ -41,7 +41,7 @@ class _Known(NamedTuple):
 
 
 class FastBroker(NullBroker):
-    """One connection."""
+    """One connection of the broker."""
 
     known: dict[bytes, _Known] = {}  # noqa: RUF012 -- shared by the process on purpose
     next_offset = 0

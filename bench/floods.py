@@ -2,8 +2,8 @@
 
 An authenticated client sends RATE requests a second. Its latency is taken without a flood and then under one, for each
 flood in turn, and with it the proxy's memory and the metrics that count the flood. A flood is a process of the lowest
-priority, since here it shares the machine's cores with the proxy, which it does not where it comes from elsewhere. It
-opens again what the proxy closes.
+priority, because here it shares the machine's cores with the proxy, unlike a flood from elsewhere. It reconnects when
+the proxy closes a connection.
 
 The control is a second proxy with brokers of its own, which is not flooded. The same client's latency through it, while
 the flood goes to the first proxy, is what the busy machine adds; only the rest is the flooded proxy's.
@@ -61,7 +61,7 @@ _COUNTED: Final = re.compile(
 
 
 def floods(console: Console) -> None:
-    """Print the table of all floods. SystemExit if the limit of open files is too low."""
+    """Print the table of all floods. Raise SystemExit if the limit of open files is too low."""
     allow_files(FILES)
     title = f"A client of {RATE} requests/s over TLS; ms, without a flood → under it (through the control)"
     table = Table(title=title, title_style="")
@@ -99,7 +99,7 @@ def floods(console: Console) -> None:
 
 
 def _started(stack: contextlib.ExitStack, directory: Path, config: Path) -> tuple[int, int, str]:
-    """(pid, port, ready line) of kproxy before brokers of its own; `directory` is made for its table."""
+    """Start kproxy before brokers of its own; return (pid, port, ready line). `directory` is made for its table."""
     directory.mkdir()
     table = write_table(started(stack, *["fast_broker"] * BROKERS), directory)
     return stack.enter_context(_proxy(table, "--config", str(config), "--admin", f"{LOCAL}:0"))
@@ -107,7 +107,7 @@ def _started(stack: contextlib.ExitStack, directory: Path, config: Path) -> tupl
 
 @contextlib.contextmanager
 def _proxy(table: Path, *flags: str) -> Iterator[tuple[int, int, str]]:
-    """(pid, port, ready line) of kproxy."""
+    """Run kproxy; yield (pid, port, ready line)."""
     ready: list[str] = []
     with serving(table, *flags, command=("kproxy", "--log-level", "error"), on_ready=ready.append) as served:
         yield served[0].pid, served[1], ready[0]
@@ -137,7 +137,7 @@ def _latencies(port: int, context: ssl.SSLContext, seconds: float) -> list[float
 
 
 def _client(port: int, context: ssl.SSLContext) -> ssl.SSLSocket:
-    """An authenticated connection."""
+    """Return an authenticated connection."""
     plain = socket.create_connection((LOCAL, port), 30.0)
     plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     client = context.wrap_socket(plain, server_hostname=NAME)
@@ -146,7 +146,7 @@ def _client(port: int, context: ssl.SSLContext) -> ssl.SSLSocket:
 
 
 def _counts(admin: str) -> Counter[str]:
-    """The metrics that count what is not let in, or is cut, by outcome."""
+    """Return the metrics of refused clients and ended connections, by outcome."""
     with urllib.request.urlopen(f"http://{admin}/metrics", timeout=30) as answer:
         text = answer.read().decode()
     counts: Counter[str] = Counter()
@@ -166,7 +166,7 @@ Flood = Callable[[int, ssl.SSLContext], Awaitable[None]]
 
 
 async def _slow(port: int, context: ssl.SSLContext) -> None:
-    """A byte of a handshake each second."""
+    """Send a byte of a handshake each second."""
     _, writer = await asyncio.open_connection(LOCAL, port)
     try:
         for byte in b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100):
@@ -178,7 +178,7 @@ async def _slow(port: int, context: ssl.SSLContext) -> None:
 
 
 async def _huge(port: int, context: ssl.SSLContext) -> None:
-    """A frame of 2 GiB is announced, after a handshake."""
+    """Announce a frame of 2 GiB after a handshake."""
     reader, writer = await asyncio.open_connection(LOCAL, port, ssl=context, server_hostname=NAME)
     try:
         writer.write(b"\x7f\xff\xff\xff" + bytes(1_000))
@@ -189,7 +189,7 @@ async def _huge(port: int, context: ssl.SSLContext) -> None:
 
 
 async def _half_open(port: int, context: ssl.SSLContext) -> None:
-    """A first message of TLS, and no second one."""
+    """Send the first message of TLS, but no second one."""
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = context.wrap_bio(incoming, outgoing, server_hostname=NAME)
     with contextlib.suppress(ssl.SSLWantReadError):
@@ -204,14 +204,14 @@ async def _half_open(port: int, context: ssl.SSLContext) -> None:
 
 
 async def _handshakes(port: int, context: ssl.SSLContext) -> None:
-    """A whole handshake, and the end."""
+    """Complete a handshake, and close the connection."""
     _, writer = await asyncio.open_connection(LOCAL, port, ssl=context, server_hostname=NAME)
     writer.close()
     await writer.wait_closed()
 
 
 async def _pipeline(port: int, context: ssl.SSLContext) -> None:
-    """Requests of an authenticated client that reads no answer, to another broker: what they cost one is not judged."""
+    """Send requests as an authenticated client that reads no answer, to a broker of its own."""
 
     def send() -> None:
         frame = produce_frame(SHAPES[0], first=1)
@@ -226,7 +226,7 @@ async def _pipeline(port: int, context: ssl.SSLContext) -> None:
 
 
 async def _message(mechanism: bytes, token: bytes, port: int, context: ssl.SSLContext) -> None:
-    """A first message of a mechanism, before authentication."""
+    """Send the first message of a mechanism, before authentication."""
     reader, writer = await asyncio.open_connection(LOCAL, port, ssl=context, server_hostname=NAME)
     try:
         for key, body in (

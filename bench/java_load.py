@@ -1,4 +1,4 @@
-"""Kafka's own ProducerPerformance tool as the load: one Java process that makes one run after another."""
+"""Run Kafka's own ProducerPerformance tool as the load: one Java process makes one run after another."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class JavaLoad:
     ) -> Run:
         """Send `records`, at most `throughput` a second; the figures leave out the first `warm_up` of them.
 
-        `settings` are the producer's, with _ for each dot. SystemExit if the run fails.
+        `settings` are the producer's, with _ for each dot. Raise SystemExit if the run fails.
         """
         arguments = ["--bootstrap-server", bootstrap, "--topic", topic, "--num-records", str(records)]
         arguments += ["--record-size", str(RECORD_BYTES), "--throughput", str(throughput)]
@@ -79,7 +79,7 @@ class JavaLoad:
 
 @contextlib.contextmanager
 def java_load(directory: Path) -> Iterator[JavaLoad]:
-    """The tool, ready to run; its stderr goes to a file in `directory`. Raises StartupError."""
+    """Start the tool; its stderr goes to a file in `directory`. Raise StartupError."""
     compiler = pyspark_jars("janino-*.jar", "commons-compiler-*.jar")
     classpath = f"{compiler}{os.pathsep}{kafka_classpath()}"
     stderr_path = directory / "java.stderr"

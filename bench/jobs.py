@@ -80,7 +80,7 @@ def _dev(directory: Path) -> Iterator[str]:
 
 
 def _produce(kafka: str, records: int) -> None:
-    """Write the records. SystemExit if some are not acknowledged."""
+    """Write the records. Raise SystemExit if some are not acknowledged."""
     producer = confluent_kafka.Producer({"bootstrap.servers": kafka, "linger.ms": 20, "enable.idempotence": True})
     for _ in range(records):
         while len(producer) > 50_000:

@@ -1,4 +1,4 @@
-"""Latency at a fixed rate: each request leaves when it is due, whether or not earlier ones are answered.
+"""Measure latency at a fixed rate: each request is sent when it is due, whether or not earlier ones are answered.
 
 One thread uses blocking sockets on CONNECTIONS connections, one after another. `select` waits for the next due time to
 the microsecond; an event loop's timers are exact to a millisecond. A latency is the time from the write of a request to
@@ -27,7 +27,7 @@ _LENGTH_BYTES = 4
 
 
 class TooSlow(Exception):
-    """The answers do not come at the rate of the requests."""
+    """The answers are slower than the requests."""
 
 
 class _Paced:
@@ -43,7 +43,7 @@ class _Paced:
         self.socket.sendall(frame)
 
     def take(self) -> list[float]:
-        """Read the bytes that are there; the latencies of whole answers in seconds. ConnectionError at the end."""
+        """Read the available bytes; return whole answers' latencies in seconds. Raise ConnectionError at the end."""
         read = self.socket.recv(READ_BYTES)
         while isinstance(self.socket, ssl.SSLSocket) and self.socket.pending():
             read += self.socket.recv(READ_BYTES)
@@ -62,7 +62,7 @@ class _Paced:
 
 
 def latencies(host: str, port: int, frame: bytes, rate: int, seconds: float) -> list[float]:
-    """The latency of each request in seconds, at `rate` requests a second. TooSlow if the answers do not keep up."""
+    """Return each request's latency in seconds, at `rate` requests a second. Raise TooSlow if answers are late."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_connection((host, port), PATIENCE_S)) for _ in range(CONNECTIONS)]
         for each in sockets:
@@ -71,7 +71,7 @@ def latencies(host: str, port: int, frame: bytes, rate: int, seconds: float) -> 
 
 
 def paced_latencies(sockets: Sequence[socket.socket], frame: bytes, rate: int, seconds: float) -> list[float]:
-    """The same on connected sockets, which may have TLS."""
+    """Do the same on connected sockets, which may have TLS."""
     paced = [_Paced(each) for each in sockets]
     with contextlib.ExitStack() as stack:
         gc.disable()

@@ -1,4 +1,4 @@
-"""A table of leases in etcd of any size: filled fast, changed at a steady rate or as fast as etcd accepts changes.
+"""Fill a table of leases of any size in etcd, and change owners at a steady rate or as fast as etcd accepts.
 
 `python -m bench.lease_keys ENDPOINT PREFIX TOPICS PARTITIONS RATE` changes owners at that rate until it is ended.
 """
@@ -54,7 +54,7 @@ def lease_key(prefix: str, topic: str, partition_index: int) -> str:
 
 
 async def put_all(client: EtcdClient, operations: Iterator[TxnOp]) -> int:
-    """Carry out all of them, in transactions as large as etcd allows, several at once; the highest revision."""
+    """Carry out all operations, in the largest transactions of etcd, several at once; return the highest revision."""
     highest = 0
 
     async def work() -> None:
@@ -69,7 +69,7 @@ async def put_all(client: EtcdClient, operations: Iterator[TxnOp]) -> int:
 
 
 async def fill(client: EtcdClient, prefix: str, shape: Shape, lease_id: int = 0) -> int:
-    """Assign an owner to every partition, on a lease if one is given; the revision of that."""
+    """Assign an owner to every partition, on a lease if one is given; return the revision."""
     return await put_all(
         client,
         (
@@ -80,7 +80,7 @@ async def fill(client: EtcdClient, prefix: str, shape: Shape, lease_id: int = 0)
 
 
 async def move(client: EtcdClient, prefix: str, shape: Shape, count: int) -> int:
-    """Make `count` changes of owners as fast as etcd accepts them; the revision of the last."""
+    """Make `count` changes of owners as fast as etcd accepts them; return the revision of the last."""
     return await put_all(
         client,
         (
@@ -99,7 +99,7 @@ async def name_brokers(client: EtcdClient, prefix: str, ports: list[int]) -> Non
 async def change_steadily(
     client: EtcdClient, prefix: str, shape: Shape, *, rate: float, count: int | None, first_owner: int
 ) -> list[float]:
-    """One put every 1/`rate` s, each with an owner of its own, counted up from `first_owner`; the send time of each."""
+    """Put a new owner every 1/`rate` s, with numbers from `first_owner` up; return the send time of each put."""
     sent: list[float] = []
     start = time.monotonic()
     async with asyncio.TaskGroup() as puts:

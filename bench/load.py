@@ -1,7 +1,7 @@
-"""Raw produce load: connections that each keep a number of requests in flight and count the answers.
+"""Send raw produce load: each connection keeps a number of requests in flight, and counts the answers.
 
-The requests are made once and sent as they are, or with a producer's sequence numbers put in. The proxy is measured, so
-the generator does little.
+The requests are made once, and are sent unchanged or with a producer's sequence numbers. The generator does little
+work, because the proxy is measured.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Shape:
 
     @property
     def records(self) -> int:
-        """In each batch."""
+        """The number of records in each batch."""
         return self.batch_bytes // RECORD_BYTES
 
 
@@ -67,12 +67,12 @@ MANY_PARTITIONS = (
 
 
 def produce_frame(shape: Shape, first: int = 0, acks: int = -1, topic: bytes = TOPIC) -> bytes:
-    """One produce request of this shape, to partitions from `first` on, length prefix included."""
+    """Return a produce request of this shape, to partitions from `first` on, with its length prefix."""
     return _frame(shape, first, acks, topic)[0]
 
 
 def _frame(shape: Shape, first: int, acks: int = -1, topic: bytes = TOPIC) -> tuple[bytes, list[int]]:
-    """The request, and the place of each batch in it."""
+    """Return the request, and the place of each batch in it."""
     tags = encode_tagged_fields([])
     body = encode_count(-1, compact=True) + INT16.pack(acks) + INT32.pack(30_000)
     body += encode_count(1, compact=True) + encode_count(len(topic), compact=True) + topic
@@ -88,7 +88,7 @@ def _frame(shape: Shape, first: int, acks: int = -1, topic: bytes = TOPIC) -> tu
 
 
 def batch_of(shape: Shape) -> bytes:
-    """A batch by its header. CRC and records are zeros, because nothing here reads them."""
+    """Return a batch by its header. CRC and records are zeros, because nothing here reads them."""
     records = shape.records
     length = shape.batch_bytes - LOG_OVERHEAD_BYTES
     times = _TIMESTAMP, _TIMESTAMP
@@ -114,7 +114,7 @@ class ProducerFrames:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One connection. It sends `opening`, if any, and `ready` returns its answer; then, from `start` on, the load."""
+    """A connection that sends `opening`, if any, whose answer `ready` returns, and from `start` on the load."""
 
     def __init__(self, frames: Frames, requests: int, arena: ReceiveArena, opening: bytes = b"") -> None:
         self._frames = frames
@@ -137,7 +137,7 @@ class Connection(asyncio.BufferedProtocol):
         self._send(IN_FLIGHT)
 
     def start_again(self, requests: int, frames: Frames | None = None) -> None:
-        """Send `requests` more, once every answer is there; from now on these `frames`."""
+        """Send `requests` more, once every answer has come. `frames` replace the requests."""
         if self._transport.is_closing():
             raise ConnectionError("the proxy has closed")
         if frames is not None:
@@ -171,7 +171,7 @@ class Connection(asyncio.BufferedProtocol):
         self._take(frames)
 
     def _take(self, frames: Sequence[memoryview]) -> None:
-        """Answers have come."""
+        """Count the answers, and send that many more requests."""
         answers = len(frames)
         self._to_come -= answers
         if self._to_come == 0:
@@ -194,7 +194,7 @@ async def open_all(
     kind: type[Connection] = Connection,
     host: str = "127.0.0.1",
 ) -> list[Connection]:
-    """A connection for each of `frames`, to send `requests`; each has the answer to its opening, if any."""
+    """Open a connection for each of `frames`, to send `requests`, and await the answer to its opening, if any."""
     loop = asyncio.get_running_loop()
     arena = ReceiveArena()
     connections = []
@@ -217,7 +217,7 @@ async def send(connections: Sequence[Connection]) -> None:
 async def send_again(
     connections: Sequence[Connection], requests: int, frames: Iterable[Frames | None] = repeat(None)
 ) -> None:
-    """Send `requests` more on each of connections that are open and have all their answers, or other `frames`."""
+    """Send `requests` more on each open connection, once it has all its answers; `frames` replace its requests."""
     for connection, other in zip(connections, frames, strict=False):
         connection.start_again(requests, other)
     await asyncio.gather(*(connection.done for connection in connections))
@@ -229,7 +229,7 @@ async def send_all(port: int, frame: bytes, requests: int, connections: int = CO
 
 
 class Load(NamedTuple):
-    """A row of a table: `requests` on each of `connections`, each with the frames that `frames` makes for it."""
+    """A row of a table: `requests` on each of `connections`, with the frames that `frames` returns for it."""
 
     name: str
     frames: Callable[[], Frames]
@@ -243,11 +243,11 @@ class Load(NamedTuple):
         return await open_all(port, frames, requests, kind=self.kind, host=host)
 
     async def send(self, port: int, requests: int) -> None:
-        """Send that many requests on each of new connections."""
+        """Open new connections, and send that many requests on each."""
         await send(await self.open(port, requests))
 
 
 def shape_load(shape: Shape) -> Load:
-    """The same request again and again."""
+    """Return a load that repeats the same request."""
     frame = produce_frame(shape)
     return Load(shape.name, lambda: frame, shape.requests, len(frame))

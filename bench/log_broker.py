@@ -1,9 +1,9 @@
-"""A broker for the section `consume`: it serves nothing but Fetch, and lets reads wait as Kafka's brokers do.
+"""Run a broker for the section `consume`: it serves only Fetch, and lets reads wait as Kafka's brokers do.
 
-`python -m bench.log_broker RATE PARTITION…` prints its port. Its partitions of the topic `slow` get RATE records a
-second, spread over all of them; a record is its own time of birth, on the clock of all processes of this machine.
-Those of the topic `full` have as many bytes as a read may get at any offset. A message of no bytes is answered with the
-number of fetches so far.
+`python -m bench.log_broker RATE PARTITION…` prints its port. The partitions of the topic `slow` get RATE records a
+second, spread over all of them; a record's value is its creation time, on the clock that all processes of this machine
+share. The partitions of the topic `full` have, at any offset, as many bytes as a read may get. An empty message is
+answered with the number of fetches so far.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class LogBroker:
 
 
 def _introduction(header: RequestHeader) -> bytes:
-    """The answer to the proxy's questions what it serves."""
+    """Return the answer to the proxy's ApiVersions request."""
     keys = [{"api_key": FETCH, "min_version": 4, "max_version": 12}]
     keys += [{"api_key": API_VERSIONS, "min_version": 0, "max_version": 3}]
     body = encode_response(build_response(API_VERSIONS, header.api_version, error_code=0, api_keys=keys))

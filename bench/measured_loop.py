@@ -18,7 +18,7 @@ from kproxy.__main__ import main
 
 
 class MeasuredLoop(asyncio.SelectorEventLoop):
-    """asyncio's own loop with its longest turn so far, in seconds of CPU time."""
+    """asyncio's own loop, which measures its longest turn, in seconds of CPU time."""
 
     longest = 0.0
 
@@ -41,7 +41,7 @@ class MeasuredLoop(asyncio.SelectorEventLoop):
         self.longest = max(self.longest, took)
 
     def measured(self) -> str:
-        """The line about all turns since the last one."""
+        """Return the line about all turns since the last one."""
         line, self.longest = f"{self.longest * 1000:.3f}", 0.0
         return line
 

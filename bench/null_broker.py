@@ -1,8 +1,8 @@
-"""A broker that stores nothing: it answers every produce request, except those with acks=0, at once with success.
+"""Run a broker that stores nothing: it answers each produce request, except acks=0, at once with success.
 
-The proxy's cost is measured in front of these, so that the brokers' own work does not add to it. Offsets go up by the
-number of records in a batch's header, because a proxy looks for offsets that are assigned twice. It accepts fences and
-does not keep them. One process each; prints its port.
+The proxy's cost is measured in front of such brokers, so that the brokers' own work does not add to it. Offsets rise by
+the number of records in a batch's header, because a proxy looks for offsets that are assigned twice. The broker accepts
+fences but does not keep them. Each runs in a process of its own and prints its port.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class NullBroker(asyncio.BufferedProtocol):
             self._transport.write(b"".join(answers))
 
     def answer(self, frame: memoryview) -> bytes | bytearray:
-        """Of one request; empty for none."""
+        """Return the answer to one request; empty for none."""
         header = parse_request_header(frame)
         if header.api_key == API_VERSIONS:
             return _versions(header)
@@ -95,7 +95,7 @@ class NullBroker(asyncio.BufferedProtocol):
 
 
 def _make(request: PartitionedRequest) -> Answer:
-    """The answer to requests of this shape."""
+    """Return the answer to requests of this shape."""
     none, all_ones = (encoded(request, base_offset) for base_offset in (0, -1))
     # All eight bytes of an offset differ, and no other byte does.
     differing = [place for place, (one, other) in enumerate(zip(none, all_ones, strict=True)) if one != other]
@@ -108,12 +108,12 @@ def _make(request: PartitionedRequest) -> Answer:
 
 
 def _answered(partitions: Sequence[int]) -> list[int]:
-    """Partitions in the order of an answer."""
+    """Return the partitions in the order of an answer."""
     return sorted(partitions, key=lambda index: index * 0x9E3779B1 & 0xFFFFFFFF)
 
 
 def encoded(request: PartitionedRequest, base_offset: int, error_code: int = NONE, correlation_id: int = 0) -> bytes:
-    """An answer with the same result for every partition, length prefix included.
+    """Return an answer with the same result for every partition, with its length prefix.
 
     Partitions are in the order of a hash table, as in answers of Apache Kafka's brokers, not in the request's.
     """

@@ -1,4 +1,4 @@
-"""Opening a log of small batches: without snapshots, after a stop, after kill -9.
+"""Measure how a broker opens a log of small batches: without snapshots, after a stop, and after kill -9.
 
 The segments are written directly. Child processes open the log, and stop or append as a broker does.
 """
@@ -35,7 +35,7 @@ _CRC = slice(17, ATTRIBUTES_OFFSET)
 
 
 def batches(base_offset: int, count: int) -> bytearray:
-    """Batches of one record each, as a leader of epoch 0 sends them."""
+    """Return batches of one record each, as a leader of epoch 0 sends them."""
     one = bytearray(batch_of(SHAPE))
     assign_offsets(one, parse_header(one), base_offset, leader_epoch=0)
     one[_CRC] = crc32c(one[ATTRIBUTES_OFFSET:]).to_bytes(4, "big")
@@ -59,7 +59,7 @@ def _write_segments(directory: Path, size_in_bytes: int) -> None:
 
 @dataclass
 class _Replica:
-    """All of its log is committed."""
+    """A replica whose whole log is committed."""
 
     log: Log
     topic: str = "bench"
@@ -81,13 +81,13 @@ def _maintenance(log: Log) -> LogMaintenance:
 
 
 def _bytes_read() -> int:
-    """How much this process has read; 0 if the system does not tell (only Linux does)."""
+    """Return the bytes that this process has read; 0 if the system does not report it (only Linux does)."""
     counters = Path("/proc/self/io")
     return int(counters.read_text().split()[1]) if counters.exists() else 0
 
 
 def _opened(directory: Path) -> Log:
-    """Open the log, and print how many seconds that took, how much CPU time, and how many bytes were read."""
+    """Open the log, and print the elapsed seconds, the CPU seconds, and the bytes read."""
     began, cpu, before = time.monotonic(), time.process_time(), _bytes_read()
     log = Log.open(directory, options=LogOptions(SEGMENT_BYTES))
     print(time.monotonic() - began, time.process_time() - cpu, _bytes_read() - before, flush=True)  # noqa: T201 -- for the parent
@@ -116,7 +116,7 @@ async def _append(directory: Path) -> None:
 
 
 def _open_in_child(directory: Path, then: str) -> str:
-    """Return what a child says about opening the log. It then stops in good order, or appends and is killed."""
+    """Open the log in a child, and return its output. The child then stops in order, or appends and is killed."""
     with child(sys.executable, "-m", "bench.opening", then, str(directory)) as process:
         opened = first_line(process)
         if then == "append":

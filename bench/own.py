@@ -69,7 +69,7 @@ OWNERS_GENERATION = 2
 
 @dataclass
 class _Case:
-    """Claims of one kind, that many at a time; the seconds that each took, by the number of proxies."""
+    """Claims of one kind, `at_once` at a time; the seconds of each, by the number of proxies."""
 
     what: str
     at_once: int
@@ -85,7 +85,7 @@ class _Claims:
         self._claims = OwnKeys(PREFIX).claims
 
     async def first(self, at_once: int, group: str = WRITERS) -> tuple[list[float], list[float]]:
-        """The times of claims of all partitions, and of the same claims repeated."""
+        """Return the times of claims of all partitions, and of the same claims repeated."""
         async with self._connections(at_once, self._ports) as connections:
             return await self._claim_all(connections, group), await self._claim_all(connections, group)
 
@@ -100,7 +100,7 @@ class _Claims:
 
     @contextlib.asynccontextmanager
     async def _connections(self, count: int, ports: Sequence[int]) -> AsyncIterator[list[OwnConnection]]:
-        """Connections spread over the proxies; at the end nothing is owned any more."""
+        """Open connections spread over the proxies; at the end release all their claims."""
         made = [await OwnConnection.connect(ports[number % len(ports)]) for number in range(count)]
         try:
             yield made
@@ -151,7 +151,7 @@ class _Proxies:
         self._stack = stack
 
     def start(self) -> tuple[Popen[str], int]:
-        """A proxy that serves, and its port."""
+        """Start a proxy; return its process and port."""
         flags = ("--writer-group", f"{TOPIC}={WRITERS}", "--lease-ttl", str(LEASE_TTL_S))
         process, port, _ = self._stack.enter_context(serve(self._endpoint, PREFIX, *flags))
         return process, port
@@ -159,7 +159,7 @@ class _Proxies:
 
 @contextlib.contextmanager
 def _owner(port: int, resource: str, generation: int) -> Iterator[Popen[str]]:
-    """A process that owns a partition."""
+    """Run a process that owns a partition."""
     arguments = (str(port), WRITERS, resource, str(generation))
     with child(sys.executable, "-m", "bench.own_client", *arguments) as process:
         first_line(process)
@@ -167,13 +167,13 @@ def _owner(port: int, resource: str, generation: int) -> Iterator[Popen[str]]:
 
 
 def _kill(process: Popen[str]) -> float:
-    """The time of kill -9."""
+    """Kill the process with kill -9; return the time."""
     os.kill(process.pid, signal.SIGKILL)
     return time.monotonic()
 
 
 async def _until_granted(successor_port: int, owner_port: int, victim: Popen[str] | None, generation: int) -> float:
-    """Seconds from kill -9 of the owner's process, or of its proxy `victim`, until a successor is granted.
+    """Return seconds from kill -9 of the owner's process, or of its proxy `victim`, until a successor is granted.
 
     A successor with a generation below the owner's, which asks all the time, is granted when the owner's claim is gone.
     """
@@ -195,7 +195,7 @@ async def _until_granted(successor_port: int, owner_port: int, victim: Popen[str
 
 
 async def _kills(proxies: _Proxies, fleet: list[tuple[Popen[str], int]], claims: _Claims) -> dict[str, list[float]]:
-    """Seconds without an owner, by what was killed; a proxy that was killed is replaced."""
+    """Return the seconds without an owner, by the killed process; a killed proxy is replaced."""
     found: dict[str, list[float]] = {OWNER_KILLED: [], PROXY_KILLED: [], PROXY_KILLED_TAKEN: []}
     waits, takes = OWNERS_GENERATION - 1, OWNERS_GENERATION
     for _ in range(OWNER_KILLS):
@@ -216,7 +216,7 @@ def _make_topic(running: Brokers) -> None:
     deadline = time.monotonic() + ADMIN_TIMEOUT_S
     while any(each.leader < 0 for each in admin.list_topics(TOPIC, ADMIN_TIMEOUT_S).topics[TOPIC].partitions.values()):
         if time.monotonic() > deadline:
-            raise SystemExit(f"{TOPIC}: not every partition came to have a leader")
+            raise SystemExit(f"{TOPIC}: some partitions have no leader")
         time.sleep(0.05)
 
 
@@ -273,5 +273,5 @@ async def _run(console: Console) -> None:
 
 
 def own(console: Console) -> None:
-    """Measure, and print the tables. Raises StartupError if there is no etcd."""
+    """Measure, and print the tables. Raise StartupError if there is no etcd."""
     asyncio.run(_run(console))

@@ -1,4 +1,4 @@
-"""A client of the Own API: one connection, one request at a time.
+"""Claim partitions with the Own API, on one connection, one request at a time.
 
 `python -m bench.own_client PORT GROUP RESOURCE GENERATION` runs one in a process of its own, which can be killed: it
 claims, prints the fence, and keeps the claim until its stdin ends.
@@ -31,13 +31,13 @@ ASK_AGAIN_S = 0.005
 
 
 def own_frame(group: str, *claims: tuple[str, int]) -> bytes:
-    """An Own request for resources and their generations, length prefix included."""
+    """Return an Own request for resources and their generations, with its length prefix."""
     body = encode_own_request(OwnRequest(group, tuple(OwnResource(*claim) for claim in claims)))
     return frame_message(request_header(OWN, OWN_MAX_VERSION, 0, b"bench"), body)
 
 
 class OwnConnection:
-    """`close` gives back everything that it owns."""
+    """A connection of the Own API; `close` releases all its claims."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -48,7 +48,7 @@ class OwnConnection:
         return cls(*await asyncio.open_connection(HOST, port))
 
     async def ask(self, group: str, resource: str, generation: int) -> OwnedResource:
-        """The outcome of one claim. SystemExit if the request as a whole was refused, or the connection was cut."""
+        """Return the outcome of one claim. Raise SystemExit if the request was refused or the connection was closed."""
         self._writer.write(own_frame(group, (resource, generation)))
         try:
             length = await self._reader.readexactly(LENGTH_BYTES)
@@ -61,7 +61,7 @@ class OwnConnection:
         return response.resources[0]
 
     async def claim(self, group: str, resource: str, generation: int = 1) -> float:
-        """Seconds until it was granted. SystemExit if it was not."""
+        """Return the seconds until the claim was granted. Raise SystemExit if it was not."""
         started = time.perf_counter()
         owned = await self.ask(group, resource, generation)
         took = time.perf_counter() - started
@@ -70,7 +70,7 @@ class OwnConnection:
         return took
 
     async def claim_when_possible(self, group: str, resource: str, generation: int, timeout_s: float) -> float:
-        """The time (time.monotonic) of the grant. SystemExit if it does not come in time."""
+        """Return the time (time.monotonic) of the grant. Raise SystemExit if it does not come in time."""
         deadline = time.monotonic() + timeout_s
         while (owned := await self.ask(group, resource, generation)).error_code != NONE:
             if owned.error_code not in NOT_YET or time.monotonic() > deadline:

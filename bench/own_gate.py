@@ -1,4 +1,4 @@
-"""The writer gate's cost for a produce request: CPU time of the proxy, in front of null brokers.
+"""Measure the writer gate's cost for a produce request: CPU time of the proxy, in front of null brokers.
 
 Proxies that differ in one thing take turns with the same load, and the least of their runs counts. Each connection
 writes to a partition of its own, which it claims first if the topic is gated.
@@ -57,7 +57,7 @@ def _proxies(etcd: EmbeddedEtcd, ports: list[int], directory: Path) -> Iterator[
 
 
 def _measure(proxy: _Proxy, shape: Shape, requests: int) -> float:
-    """CPU µs of the proxy for one request."""
+    """Return the CPU µs of the proxy for one request."""
 
     async def run() -> float:
         frames = [produce_frame(shape, number * shape.partitions) for number in range(CONNECTIONS)]
@@ -76,7 +76,7 @@ def _measure(proxy: _Proxy, shape: Shape, requests: int) -> float:
 
 
 async def gate(console: Console, etcd: EmbeddedEtcd, directory: Path) -> None:
-    """Print the table. Keys in etcd under other prefixes are not looked at."""
+    """Print the table. Keys in etcd under other prefixes are ignored."""
     with contextlib.ExitStack() as stack:
         ports = started(stack, *["null_broker"] * BROKERS)
         await _write_owners(etcd, ports)

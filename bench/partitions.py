@@ -1,9 +1,9 @@
-"""Many partitions on three reference brokers: how soon all are in sync, what they cost idle, how soon they fail over.
+"""Measure many partitions on three reference brokers: the time until all are in sync, the idle cost, and failover.
 
-Also how soon their first replicas lead again, and how soon brokers know of topics that are created meanwhile.
+It also measures when their first replicas lead again, and when brokers know topics that are created meanwhile.
 
-One topic of `--replicated-partitions` partitions and three replicas each, created and left alone. What the brokers have
-decided is read from etcd.
+There is one topic of `--replicated-partitions` partitions with three replicas each and no writers. The decisions of the
+brokers are read from etcd.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ REPLICATED_PARTITIONS = 5_000
 TOPIC = "many"
 IDLE_S = 20.0
 POLL_S = 0.5
-# Of topics created while the many partitions get their leaders and followers.
+# For topics created while the many partitions get their leaders and followers.
 OTHER_TOPICS_EVERY_S = 1.0
 OTHER_POLL_S = 0.02
 # The last version of Metadata that names topics by name alone.
@@ -49,37 +49,37 @@ HAND_BACK_TIMEOUT_S = 900.0
 
 
 class _Observed:
-    """What etcd has of the topic. Every read is of all its partitions."""
+    """The topic's state in etcd. Every read is of all partitions."""
 
     def __init__(self, client: EtcdClient) -> None:
         self._client = client
         self._keys = Keys(PREFIX)
 
     async def in_sync(self) -> int:
-        """The number of partitions whose ISR is full."""
+        """Return the number of partitions whose ISR is full."""
         found = await self._client.get_prefix(f"{self._keys.states}{TOPIC}/")
         states = [decode_value(kv.value, StateValue) for kv in found.kvs]
         return sum(state.leader_epoch >= 0 and len(state.isr) == BROKERS for state in states)
 
     async def owners(self) -> dict[int, int]:
-        """The broker that leads, by partition."""
+        """Return the broker that leads, by partition."""
         prefix = f"{self._keys.leases}{TOPIC}/"
         found = await self._client.get_prefix(prefix)
         return {int(kv.key.removeprefix(prefix)): int(kv.value) for kv in found.kvs}
 
     async def owned(self, *, without: int) -> int:
-        """The number of partitions that a broker other than `without` leads."""
+        """Return the number of partitions that a broker other than `without` leads."""
         return sum(owner != without for owner in (await self.owners()).values())
 
     async def preferred(self) -> int:
-        """The number of partitions that their first replica leads."""
+        """Return the number of partitions that their first replica leads."""
         found = await self._client.get(self._keys.topic(TOPIC))
         replicas = decode_value(found.value, TopicValue).replicas if found is not None else []
         return sum(replicas[index][0] == owner for index, owner in (await self.owners()).items())
 
 
 async def _seconds_until(count: Callable[[], Awaitable[int]], wanted: int, timeout_s: float) -> str:
-    """How long it takes; after `timeout_s`, how many there are."""
+    """Return the time until `count` reaches `wanted`; after `timeout_s`, the count that was reached."""
     began = time.monotonic()
     while (found := await count()) < wanted:
         if time.monotonic() - began > timeout_s:

@@ -12,8 +12,8 @@ requests pays for waking up:
                     NOT_LEADER_OR_FOLLOWER (`bench.refusing_broker`), so that nothing is under way behind it
   refused, behind   all to one partition; what is under way behind the refused batch is refused too, and sent again
 
-Batches that are refused are an idempotent producer's. Every answer has to be a success: a proxy that hands on a refusal
-does something else.
+The refused batches are an idempotent producer's. Every answer must be a success, because a proxy that passes a
+refusal on does not do the measured work.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _FIRSTS = [produce_frame(SHAPE, index, topic=FIRST) for index in range(FIRST_PAR
 
 
 class Successes(Connection):
-    """One connection, which fails with the first answer that is not a success."""
+    """A connection that fails at the first answer that is not a success."""
 
     def _take(self, frames: Sequence[memoryview]) -> None:
         for frame in frames:
@@ -70,18 +70,18 @@ class Successes(Connection):
 
 
 def first_batches() -> Frames:
-    """One for each partition."""
+    """Return one request for each partition."""
     return iter(_FIRSTS).__next__
 
 
 def refused_alone() -> Frames:
-    """Requests to each of TURNS partitions in rotation, as idempotent producers send them."""
+    """Return requests to each of TURNS partitions in rotation, as idempotent producers send them."""
     following = cycle([ProducerFrames(SHAPE, index, REFUSED) for index in range(TURNS)])
     return lambda: next(following)()
 
 
 def path_loads() -> list[Load]:
-    """The rows, for proxies in front of `path_table`."""
+    """Return the rows, for proxies in front of `path_table`."""
     plain = produce_frame(SHAPE)
 
     def row(name: str, frames: Callable[[], Frames], requests: int, connections: int) -> Load:
@@ -97,14 +97,14 @@ def path_loads() -> list[Load]:
 
 @contextlib.contextmanager
 def path_table(directory: Path) -> Iterator[Path]:
-    """A static table of all the topics used, and its brokers while it is in use: null ones and a refusing one."""
+    """Run null brokers and a refusing one; yield a static table of them and all topics."""
     with contextlib.ExitStack() as stack:
         ports = started(stack, *["null_broker"] * BROKERS, "refusing_broker")
         yield write_table(ports, directory, ALL_OWNERS)
 
 
 def paths(console: Console) -> None:
-    """The table that is printed."""
+    """Measure, and print the table."""
     with scratch() as (stack, directory):
         proxy = stack.enter_context(serve(stack.enter_context(path_table(directory))))
         title = f"CPU of the proxy process; {IN_FLIGHT} requests in flight"

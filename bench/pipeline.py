@@ -17,7 +17,7 @@ from bench.processes import scratch
 def pipeline(console: Console, ranges: int = RANGES) -> None:
     """Measure, and print the tables; `ranges` is the number of ranges for the audit.
 
-    Raises StartupError if Java, Spark, etcd or one of Kafka's jars is missing.
+    Raise StartupError if Java, Spark, etcd or one of Kafka's jars is missing.
     """
     trail(console)
     sink(console)

@@ -1,7 +1,7 @@
-"""The audit of ten million ranges, in Spark's local mode: its time and memory.
+"""Measure the time and memory of an audit of ten million ranges, in Spark's local mode.
 
-The trail and the logs' batch headers are generated inside Spark and written to files: reading them from a cluster is
-not part of the measurement. One batch is taken out of the log, to show whether the audit has looked at all of it.
+The trail and the logs' batch headers are generated inside Spark and written to files, because reading them from a
+cluster is not measured. One batch is removed from the log, to show whether the audit has read all of it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MIB = 1 << 20
 
 
 class _Found(NamedTuple):
-    """`missing` are the records that the audit reports as lost; `taken_out` are those that are."""
+    """The audit's result: `missing` records are reported as lost, `taken_out` records were removed."""
 
     shape: Shape
     made_s: float
@@ -55,7 +55,7 @@ class _Found(NamedTuple):
 
     @property
     def is_right(self) -> bool:
-        """Whether it has found the missing batch, and nothing else."""
+        """Whether the audit found the missing batch, and nothing else."""
         shape = self.shape
         acked = shape.ranges * shape.spans * shape.batches * shape.records
         return self.acked == acked and self.missing == [self.taken_out] and self.kinds == {LOST}
@@ -90,7 +90,7 @@ def _audit(session: Any, shape: Shape, directory: Path) -> _Found:
 
 
 def _made(session: Any, shape: Shape, engine: OnSpark) -> tuple[Bag, Bag, tuple[str, int, int, int]]:
-    """Trail and log, and the batch that is not in the log: topic, partition, offset and number of records."""
+    """Return trail, log, and the batch that the log lacks: topic, partition, offset and number of records."""
     log = synthetic_log(session, shape)
     middle = shape.ranges // shape.logs // 2 * shape.records
     is_it = f"topic = 'topic-1' and partition = 1 and base_offset = {middle}"
@@ -100,7 +100,7 @@ def _made(session: Any, shape: Shape, engine: OnSpark) -> tuple[Bag, Bag, tuple[
 
 
 def audit(console: Console, directory: Path, ranges: int = RANGES) -> None:
-    """Measure, and print the table. Raises StartupError if Java or Spark is missing."""
+    """Measure, and print the table. Raise StartupError if Java or Spark is missing."""
     with open_session(SessionOptions("kproxy bench", master="local[2]", memory=HEAP)) as spark:
         found = {
             name: _audit(spark.session, shape, directory / str(number))

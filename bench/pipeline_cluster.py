@@ -1,4 +1,4 @@
-"""The setting for Spark's sink: brokers of Apache Kafka, a proxy before them, Spark, and topics."""
+"""Run what the measurement of Spark's sink needs: brokers of Apache Kafka, a proxy before them, Spark, and topics."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Cluster(NamedTuple):
 
 @contextlib.contextmanager
 def cluster(directory: Path) -> Iterator[Cluster]:
-    """Raises StartupError if Spark is missing, and skips as a test if Java or one of Kafka's jars is."""
+    """Run everything. Raise StartupError if Spark is missing; skip, as a test, if Java or a jar of Kafka is."""
     with contextlib.ExitStack() as stack:
         kafka = stack.enter_context(start_real_kafka(directory / "kafka", BROKERS))
         command = (sys.executable, "-m", "kproxy", "--log-level", "error", "serve", "--ownership", "kafka")
@@ -62,7 +62,7 @@ class Topic:
         deadline = time.monotonic() + ADMIN_TIMEOUT_S
         while not self._kafka.takes_writes(self.name, PARTITIONS):
             if time.monotonic() > deadline:
-                raise SystemExit(f"{self.name}: not every partition came to have a leader")
+                raise SystemExit(f"{self.name}: some partitions have no leader")
             time.sleep(0.05)
         return self
 
@@ -70,5 +70,5 @@ class Topic:
         self._kafka.admin().delete_topics([self.name])[self.name].result(ADMIN_TIMEOUT_S)
 
     def records(self) -> int:
-        """The number of records that a reader gets. Raises KafkaException."""
+        """Return the number of records that a reader gets. Raise KafkaException."""
         return sum(self._kafka.end_offsets(self.name, PARTITIONS).values())

@@ -1,4 +1,4 @@
-"""Rows a second of Spark's Kafka sink: directly to the brokers, and through the proxy before the same brokers.
+"""Measure rows a second of Spark's Kafka sink: directly to brokers, and through the proxy before the same brokers.
 
 Three brokers of Apache Kafka, a proxy that learns the owners from them, and Spark in local mode, all on this machine.
 The rows are in Spark's memory: once as messages, so that a run is the sink and nothing else, and once as columns that
@@ -102,14 +102,14 @@ def _flights(session: Any, directory: Path) -> _Work:
 
 
 def _held(rows: Any) -> Any:
-    """In Spark's memory from now on."""
+    """Keep the rows in Spark's memory from now on."""
     held = rows.persist()
     held.count()
     return held
 
 
 def sink(console: Console) -> None:
-    """Measure, and print the tables. Raises StartupError if Java, Spark or one of Kafka's jars is missing."""
+    """Measure, and print the tables. Raise StartupError if Java, Spark or one of Kafka's jars is missing."""
     with scratch() as (_, directory), cluster(directory) as running:
         runs = _Runs(running, [_ready(running.session), _flights(running.session, directory / "flights")])
         runs.make()

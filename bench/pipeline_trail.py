@@ -57,12 +57,12 @@ MEASURED: Final = (*SHAPES, *MANY_PARTITIONS)
 LOOKS: Final = 9
 LEAST_CYCLES: Final = 3
 MOST_CYCLES: Final = 8
-# Of the sum, in percent.
+# The precision of the sum, in percent.
 PRECISION: Final = 1.0
 # A slice has this part of a shape's requests, and no fewer than so many on each connection.
 SLICES: Final = 80
 LEAST_REQUESTS: Final = 10
-# A sink has taken what a look offered.
+# The time by which a sink has taken what a look offered.
 SHIPPED_S: Final = 0.2
 DRAWS: Final = 2_000
 # Names of one length.
@@ -88,7 +88,7 @@ class _Cycle(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """Percent of a request's CPU without a trail."""
+    """The parts of the cost, in percent of a request's CPU without a trail."""
 
     noting: float
     judging: float
@@ -107,9 +107,9 @@ class _Proxy:
         return cpu_seconds(self._process.pid)
 
     def obey(self, line: str) -> tuple[float, float]:
-        """CPU seconds of the whole, and of closing rows."""
+        """Return the CPU seconds of the whole look, and of closing rows."""
         if self._process.stdin is None:
-            raise RuntimeError("the proxy cannot be told when to look")
+            raise RuntimeError("the proxy has no pipe to its stdin")
         self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
         whole, closing = map(int, first_line(self._process).split())
@@ -174,7 +174,7 @@ async def _measure(proxy: _Proxy, shape: Shape, draw: random.Random, number: int
 
 
 async def _rest(proxy: _Proxy) -> float:
-    """CPU seconds of a pause."""
+    """Return the CPU seconds of the proxy in a pause."""
     before = proxy.cpu()
     await asyncio.sleep(SHIPPED_S)
     return proxy.cpu() - before
@@ -192,7 +192,7 @@ def _parts(cycles: Sequence[_Cycle]) -> _Parts:
 
 
 def _intervals(cycles: Sequence[_Cycle]) -> list[tuple[float, float]]:
-    """Of each part."""
+    """Return the interval of each part of the cost."""
     draw = random.Random(0)  # noqa: S311 -- the same figures give the same interval
     drawn = [_parts(draw.choices(cycles, k=len(cycles))) for _ in range(DRAWS)]
     cuts = [statistics.quantiles(each, n=40) for each in zip(*drawn, strict=True)]
@@ -212,7 +212,7 @@ def _measure_all(proxy: _Proxy, shape: Shape) -> list[_Cycle]:
 
 
 def trail(console: Console) -> None:
-    """Measure, and print the table. Raises StartupError if there is no etcd for the cluster that has the topic."""
+    """Measure, and print the table. Raise StartupError if there is no etcd for the cluster that has the topic."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
     with tempfile.TemporaryDirectory(prefix="kproxy-bench-") as directory:
         asyncio.run(_with_etcd(console, Path(directory)))

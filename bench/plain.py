@@ -74,7 +74,7 @@ LOCAL = "127.0.0.1"
 
 
 class Way(NamedTuple):
-    """To the brokers: through the process `pid`."""
+    """A way to the brokers: through the process `pid`."""
 
     host: str
     port: int
@@ -89,7 +89,7 @@ def plain(
     json_file: Path | None = None,
     svg_directory: Path | None = None,
 ) -> None:
-    """Measure, print the tables, and write JSON and plots. SystemExit if a contestant does not serve."""
+    """Measure, print the tables, and write JSON and plots. Raise SystemExit if a contestant does not serve."""
     console.width = max(console.width, MIN_WIDTH)
     loads = [shape_load(shape) for shape in MEASURED]
     figures = Figures(
@@ -163,7 +163,7 @@ def _round(
 
 
 async def _take_turns(load: Load, ways: Mapping[str, Way]) -> dict[str, tuple[float, float]]:
-    """CPU µs for a request, and requests per second, of each contestant: the cheapest of its RUNS."""
+    """Return the CPU µs for a request and requests per second of each contestant, in the cheapest of its RUNS."""
     connections = {}
     for name, way in ways.items():
         with _naming(name, way):
@@ -188,7 +188,7 @@ async def _take_turns(load: Load, ways: Mapping[str, Way]) -> dict[str, tuple[fl
 
 @contextlib.contextmanager
 def _naming(name: str, way: Way) -> Iterator[None]:
-    """Name the contestant that has failed."""
+    """Raise the block's errors as SystemExit that names the contestant."""
     try:
         yield
     except OSError as error:
@@ -203,14 +203,14 @@ def _latencies(name: str, host: str, port: int, frame: bytes) -> list[float]:
 
 
 def _longest_turn(process: subprocess.Popen[str]) -> float:
-    """The longest turn in ms since the last such question."""
+    """Return the longest turn in ms since the last such question."""
     process.send_signal(signal.SIGUSR1)
     return float(first_line(process))
 
 
 @contextlib.contextmanager
 def _kproxy(table: Path, directory: Path, module: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """With everything on: metrics are served, limits hold, the trail is shipped."""
+    """Run kproxy with metrics, limits and a shipped trail."""
     trail = directory / "trail" / module
     flags = ("--admin", f"{LOCAL}:0", "--audit-sink", f"json:{trail}")
     with serving(table, *flags, command=(module, "--log-level", "error")) as served:
@@ -219,7 +219,7 @@ def _kproxy(table: Path, directory: Path, module: str) -> Iterator[tuple[subproc
 
 @contextlib.contextmanager
 def _brokers(first_port: int) -> Iterator[list[int]]:
-    """The ports of running brokers: from `first_port` on, or any free ones if it is 0."""
+    """Run brokers; yield their ports: from `first_port` on, or any free ones if it is 0."""
     with contextlib.ExitStack() as stack:
         asked = [first_port + number if first_port else 0 for number in range(BROKERS)]
         command = (sys.executable, "-m", "bench.fast_broker")
@@ -228,7 +228,7 @@ def _brokers(first_port: int) -> Iterator[list[int]]:
 
 
 def _expect_peer(peer: Peer) -> None:
-    """SystemExit unless it listens, within START_TIMEOUT_S, and its process exists."""
+    """Raise SystemExit unless the peer listens, within START_TIMEOUT_S, and its process exists."""
     if not psutil.pid_exists(peer.pid):
         raise SystemExit(f"there is no process {peer.pid}, which --peer names for {peer.name}")
     deadline = time.monotonic() + START_TIMEOUT_S
@@ -243,7 +243,7 @@ def _expect_peer(peer: Peer) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """The machine and the programs of the measurement."""
+    """Return facts about the machine and the programs of the measurement."""
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
@@ -266,7 +266,7 @@ def _cpu_model() -> str:
 
 
 def _first_output(*command: str) -> str:
-    """The first line that a command prints; empty if there is no such command, or it fails."""
+    """Return the first line that a command prints; empty if there is no such command, or it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=CHECKOUT)  # noqa: S603
     except (OSError, subprocess.CalledProcessError):

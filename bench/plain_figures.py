@@ -1,4 +1,4 @@
-"""The evaluation of `bench.plain`: statistics, a fit, tables and JSON. Nothing here measures.
+"""Evaluate the measurements of `bench.plain`: statistics, a fit, tables and JSON. Nothing here measures.
 
 Two figures per contestant and shape stand for all rounds: the least CPU time of a request, which is the least
 disturbed, and the median. A ratio is taken within a round, because both contestants have the same neighbours on the
@@ -35,13 +35,13 @@ class Peer(NamedTuple):
 
 
 def parse_peer(text: str) -> Peer:
-    """Read `name=host:port,pid`. Raises ValueError with one sentence for anything else."""
+    """Read `name=host:port,pid`. Raise ValueError with one sentence for anything else."""
     name, _, rest = text.partition("=")
     address, _, pid = rest.rpartition(",")
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not (name and host and _within(port, 1 << 16) and _within(pid, 1 << 31)):
-        raise ValueError(f"a peer is given as name=host:port,pid, not as {text!r}")
+        raise ValueError(f"invalid peer {text!r}; expected name=host:port,pid")
     if name in (DIRECT, HAPROXY, KPROXY):
         raise ValueError(f"a peer cannot have the name {name!r}, which this table uses itself")
     return Peer(name, host, int(port), int(pid))
@@ -61,26 +61,26 @@ class Ratio(NamedTuple):
 
 
 def ratio(costs: Sequence[float], floor: Sequence[float]) -> Ratio:
-    """The ratio of two contestants in the same rounds."""
+    """Return the ratio of two contestants in the same rounds."""
     by_round = [one / other for one, other in zip(costs, floor, strict=True)]
     return Ratio(min(costs) / min(floor), min(by_round), statistics.median(by_round), max(by_round))
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """The least value that at least this percentage of the values do not exceed."""
+    """Return the least value that at least this percentage of the values do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]
 
 
 @dataclass
 class Latency:
-    """Of one contestant, by round: percentiles in µs."""
+    """The latency of one contestant, by round: percentiles in µs."""
 
     p50: list[float] = field(default_factory=list)
     p99: list[float] = field(default_factory=list)
 
     def add(self, latencies_s: Sequence[float]) -> None:
-        """One round's."""
+        """Add the percentiles of one round."""
         self.p50.append(percentile(latencies_s, 50) * 1e6)
         self.p99.append(percentile(latencies_s, 99) * 1e6)
 
@@ -105,7 +105,7 @@ class Fit(NamedTuple):
 
 
 def fit(shapes: Sequence[Shape], request_bytes: Sequence[int], brokers: Sequence[int], costs: Sequence[float]) -> Fit:
-    """The least squares of the errors relative to the measured times, so that all shapes count the same."""
+    """Fit by least squares of the errors relative to the measured times, so that all shapes count the same."""
     import numpy
 
     rows = [
@@ -146,28 +146,28 @@ class Figures:
         return list(self.cpu)
 
     def add_run(self, contestant: str, shape: str, cpu_us: float, per_second: float) -> None:
-        """One round's."""
+        """Add the figures of one round."""
         self.cpu.setdefault(contestant, {}).setdefault(shape, []).append(cpu_us)
         self.per_second.setdefault(contestant, {}).setdefault(shape, []).append(per_second)
 
     def ratios(self, contestant: str) -> dict[str, Ratio]:
-        """The ratios to haproxy, by shape; empty if haproxy was not measured."""
+        """Return the ratios to haproxy, by shape; empty if haproxy was not measured."""
         floor = self.cpu.get(HAPROXY, {})
         return {shape: ratio(self.cpu[contestant][shape], costs) for shape, costs in floor.items()}
 
     def added(self, contestant: str, percent: int) -> list[float]:
-        """The difference to the latency without a proxy in the same round, in µs."""
+        """Return the difference to the latency without a proxy in the same round, in µs."""
         beside = zip(self.latency[contestant].of(percent), self.latency[DIRECT].of(percent), strict=True)
         return [one - direct for one, direct in beside]
 
     def fit(self) -> Fit:
-        """Of kproxy's least times."""
+        """Return the fit of kproxy's least times."""
         costs = [min(self.cpu[KPROXY][shape.name]) for shape in self.shapes]
         return fit(self.shapes, self.request_bytes, self.brokers, costs)
 
 
 def as_json(figures: Figures) -> dict[str, Any]:
-    """Every figure of every round, and the content of the tables; times are µs unless the name says ms."""
+    """Return every figure of every round, and the tables' content; times are µs unless the name says ms."""
     contestants = {}
     for name in figures.contestants:
         ratios = figures.ratios(name)
@@ -208,17 +208,17 @@ def as_json(figures: Figures) -> dict[str, Any]:
 
 
 def number(value: float, digits: int) -> str:
-    """Without decimal places from a thousand on."""
+    """Format a number; one from a thousand on has no decimal places."""
     return f"{value:,.{digits if abs(value) < 1000 else 0}f}"
 
 
 def spread(values: Sequence[float], digits: int) -> str:
-    """The median, and in brackets the lowest and the highest."""
+    """Return the median, and in brackets the lowest and the highest."""
     return f"{number(statistics.median(values), digits)}\n({number(min(values), digits)}–{number(max(values), digits)})"
 
 
 def ratio_cell(found: Ratio) -> str:
-    """The median, in brackets the lowest and the highest, and the ratio of the least times."""
+    """Return the median, in brackets the lowest and the highest, and the ratio of the least times."""
     return f"{found.median:.2f}\n({found.lowest:.2f}–{found.highest:.2f})\n{found.of_least:.2f}"
 
 
@@ -230,7 +230,7 @@ def _table(first: str, columns: Sequence[str]) -> Table:
 
 
 def tables(figures: Figures) -> list[tuple[str, Table]]:
-    """The tables to print, each with its heading."""
+    """Return the tables to print, each with its heading."""
     cpu = (
         "CPU time of the proxy for a request, µs: the median of the rounds (lowest–highest);\n"
         f"partitions × batch; {CONNECTIONS} connections, {IN_FLIGHT} requests in flight on each"
@@ -258,7 +258,7 @@ def cpu_table(figures: Figures) -> Table:
 
 
 def ratio_table(figures: Figures) -> Table:
-    """A row for each contestant but haproxy."""
+    """Return a table with a row for each contestant but haproxy."""
     table = _table("× haproxy", [shape.name for shape in figures.shapes])
     for name in figures.contestants:
         if name != HAPROXY:
@@ -285,7 +285,7 @@ def turns_table(figures: Figures) -> Table:
 
 
 def fit_text(found: Fit) -> str:
-    """The fitted rule, and its errors."""
+    """Return the fitted rule and its errors as text."""
     worst = max(map(abs, found.errors))
     average = statistics.fmean(map(abs, found.errors))
     return (

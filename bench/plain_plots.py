@@ -1,4 +1,4 @@
-"""Plots of `bench.plain` as SVG files, in the colours of the audit's report, for light and dark pages."""
+"""Draw the plots of `bench.plain` as SVG files, in the colours of the audit's report, for light and dark pages."""
 
 from __future__ import annotations
 

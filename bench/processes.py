@@ -1,4 +1,4 @@
-"""Child processes of a measurement, and the system's figures about them."""
+"""Run the child processes of a measurement, and read the system's figures about them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from bench.load import send_all
 def child(
     *command: str, stderr: IO[str] | None = None, cwd: Path | None = None, env: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[str]]:
-    """A child process that is ended, whatever happens."""
+    """Run a child process, and end it with the block."""
     process = subprocess.Popen(  # noqa: S603 -- our own commands
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=cwd, env=env
     )
@@ -41,19 +41,19 @@ def child(
 
 @contextlib.contextmanager
 def scratch() -> Iterator[tuple[contextlib.ExitStack, Path]]:
-    """A stack of what runs, and a directory, which both end with the block."""
+    """Yield a stack of resources and a directory, which both end with the block."""
     with tempfile.TemporaryDirectory(prefix="kproxy-bench-") as directory, contextlib.ExitStack() as stack:
         yield stack, Path(directory)
 
 
 def started(stack: contextlib.ExitStack, *modules: str) -> list[int]:
-    """The ports of brokers, one for each module of `bench`; they end with `stack`."""
+    """Start a broker for each module of `bench`; return their ports. They end with `stack`."""
     brokers = [stack.enter_context(child(sys.executable, "-m", f"bench.{module}", "0")) for module in modules]
     return [int(first_line(broker)) for broker in brokers]
 
 
 def first_line(process: subprocess.Popen[str]) -> str:
-    """The next line of a child's output. SystemExit if there is none."""
+    """Return the next line of a child's output. Raise SystemExit if there is none."""
     if process.stdout is None:
         raise RuntimeError("the child's output is not read")
     line = process.stdout.readline().strip()
@@ -64,7 +64,7 @@ def first_line(process: subprocess.Popen[str]) -> str:
 
 @contextlib.contextmanager
 def core_of_the_proxy() -> Iterator[set[int]]:
-    """A core that nothing else here runs on; none where there is only one, or the system cannot do that."""
+    """Yield a core that nothing else here runs on; none if there is only one, or the system cannot reserve one."""
     if sys.platform != "linux" or len(cores := sorted(os.sched_getaffinity(0))) < 2:
         yield set()
         return
@@ -76,7 +76,7 @@ def core_of_the_proxy() -> Iterator[set[int]]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time. On Linux to the nanosecond, by the process's own clock; elsewhere as the system counts."""
+    """Return user and system time: on Linux to the ns, by the process's own clock; elsewhere as the system counts."""
     if sys.platform == "linux":
         # As clock_getcpuclockid(3) makes it.
         return time.clock_gettime(~pid << 3 | 2)
@@ -89,14 +89,14 @@ def resident_bytes(pid: int) -> int:
 
 
 def peak_resident_bytes(pid: int) -> int | None:
-    """The largest memory it ever had; None if the system does not report it (only Linux does)."""
+    """Return the largest memory it ever had; None if the system does not report it (only Linux does)."""
     status = Path(f"/proc/{pid}/status")
     found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
     return int(found[1]) * 1024 if found else None
 
 
 def table_of(title: str, texts: Sequence[str], numbers: Iterable[str]) -> Table:
-    """An empty table with columns of texts, and then of numbers."""
+    """Return an empty table with columns of texts, and then of numbers."""
     table = Table(title=title, title_style="")
     for heading in texts:
         table.add_column(heading)
@@ -106,12 +106,12 @@ def table_of(title: str, texts: Sequence[str], numbers: Iterable[str]) -> Table:
 
 
 def measure(pid: int, port: int, frame: bytes, requests: int) -> tuple[float, float]:
-    """CPU seconds of the proxy and elapsed seconds for one run of the load."""
+    """Return the proxy's CPU seconds and the elapsed seconds for one run of the load."""
     return measure_run(pid, send_all(port, frame, requests))
 
 
 def measure_run(pid: int, run: Coroutine[object, object, None]) -> tuple[float, float]:
-    """The same for any work."""
+    """Return the same for any work."""
     before, started = cpu_seconds(pid), time.monotonic()
     uvloop.run(run)
     return cpu_seconds(pid) - before, time.monotonic() - started

@@ -1,4 +1,4 @@
-"""The proxy's cost per request and per megabyte, compared with haproxy, in about a minute.
+"""Measure the proxy's cost per request and per megabyte, compared with haproxy, in about a minute.
 
 The figure is the CPU time of the proxy process, user and system, over runs of the same load in front of three null
 brokers. kproxy and haproxy take turns, and the least of their runs counts: on a shared machine the least is the least
@@ -38,7 +38,7 @@ OWNERS = {TOPIC: [index % BROKERS + 1 for index in range(PARTITIONS)]}
 
 
 def write_table(ports: Sequence[int], directory: Path, owners: Mapping[bytes, Sequence[int]] = OWNERS) -> Path:
-    """A static table of brokers at these ports, 1 and up, and of topics: the owner of each partition."""
+    """Write a static table of brokers at these ports, numbered from 1, and of topics: the owner of each partition."""
     lines = ["[brokers]", *(f'{number} = "127.0.0.1:{port}"' for number, port in enumerate(ports, 1))]
     for topic, brokers in owners.items():
         lines += ["[[topics]]", f'name = "{topic.decode()}"', f"owners = {list(brokers)}"]
@@ -49,13 +49,13 @@ def write_table(ports: Sequence[int], directory: Path, owners: Mapping[bytes, Se
 
 @contextlib.contextmanager
 def kproxy(ports: list[int], directory: Path, *flags: str) -> Iterator[tuple[int, int]]:
-    """(pid, port) of kproxy in front of the brokers."""
+    """Run kproxy in front of the brokers; yield (pid, port)."""
     with serve(write_table(ports, directory), *flags) as proxy:
         yield proxy
 
 
 def environment_of(checkout: Path) -> dict[str, str]:
-    """This environment, in which Python finds a checkout's packages."""
+    """Return this environment, in which Python finds a checkout's packages."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(checkout), str(checkout / "codec")])}
 
 
@@ -63,7 +63,7 @@ def environment_of(checkout: Path) -> dict[str, str]:
 def serve(
     table: Path, *flags: str, checkout: Path = CHECKOUT, environ: Mapping[str, str] = NO_CHANGES
 ) -> Iterator[tuple[int, int]]:
-    """(pid, port) of a checkout's kproxy before the brokers of a static table."""
+    """Run a checkout's kproxy before the brokers of a static table; yield (pid, port)."""
     with serving(table, *flags, checkout=checkout, environ=environ) as (process, port):
         yield process.pid, port
 
@@ -77,7 +77,7 @@ def serving(
     on_ready: Callable[[str], object] = lambda line: None,
     environ: Mapping[str, str] = NO_CHANGES,
 ) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """The same with the process. `command`: the module, and options before `serve`. `on_ready` gets the ready line."""
+    """As `serve`, but yield the process. `command`: the command up to `serve`. `on_ready` gets the ready line."""
     arguments = ("--ownership", "static", "--table", str(table), "--listen", "127.0.0.1:0", *flags)
     # `python -m` looks in the working directory first, and elsewhere for modules that it does not have.
     environment = {**environment_of(checkout), **environ}
@@ -90,7 +90,7 @@ def serving(
 
 @contextlib.contextmanager
 def haproxy(port: int, directory: Path, certificate: Path | None = None) -> Iterator[tuple[int, int] | None]:
-    """(pid, port) of haproxy in TCP mode in front of one broker, with TLS by `certificate`; None if not installed."""
+    """Run haproxy in TCP mode before a broker, with TLS by `certificate`; yield (pid, port), None if not installed."""
     binary = shutil.which("haproxy")
     if binary is None:
         yield None
@@ -113,7 +113,7 @@ def haproxy(port: int, directory: Path, certificate: Path | None = None) -> Iter
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
+    """Return a port that was free a moment ago."""
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -122,14 +122,14 @@ def free_port() -> int:
 
 
 class Cost(NamedTuple):
-    """For one run: CPU seconds of the proxy, and elapsed seconds."""
+    """The cost of one run: CPU seconds of the proxy, and elapsed seconds."""
 
     cpu: float
     elapsed: float
 
 
 def take_turns(load: Load, proxies: Mapping[str, tuple[int, int]], rounds: int) -> dict[str, Cost]:
-    """The least of each proxy's runs, after one that warms it up."""
+    """Return the least cost of each proxy's runs, after one that warms it up."""
     best: dict[str, Cost] = {}
     warm_up = min(WARM_UP_REQUESTS * CONNECTIONS // load.connections, load.requests)
     for pid, port in proxies.values():
@@ -142,7 +142,7 @@ def take_turns(load: Load, proxies: Mapping[str, tuple[int, int]], rounds: int) 
 
 
 def per_request(load: Load, cost: Cost) -> tuple[float, float, float]:
-    """CPU µs per request, CPU ms per MB, requests per second."""
+    """Return CPU µs per request, CPU ms per MB, requests per second."""
     requests = load.requests * load.connections
     return (
         cost.cpu / requests * 1e6,
@@ -152,12 +152,12 @@ def per_request(load: Load, cost: Cost) -> tuple[float, float, float]:
 
 
 def cells(load: Load, cost: Cost) -> list[str]:
-    """The same as a row of a table, below UNITS."""
+    """Return the same as a row of a table, below UNITS."""
     return [f"{value:,.{digits}f}" for value, digits in zip(per_request(load, cost), (1, 3, 0), strict=True)]
 
 
 def quick(console: Console) -> None:
-    """The table that `make bench-quick` prints."""
+    """Measure, and print the table of `make bench-quick`."""
     with scratch() as (stack, directory):
         ports = started(stack, *["null_broker"] * BROKERS)
         proxies = {"kproxy": stack.enter_context(kproxy(ports, directory))}

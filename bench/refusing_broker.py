@@ -1,8 +1,8 @@
-"""A null broker that refuses each tenth batch with NOT_LEADER_OR_FOLLOWER, and accepts it when it is sent again.
+"""Run a null broker that refuses each tenth batch with NOT_LEADER_OR_FOLLOWER, until it is sent again.
 
-Until then it refuses everything else for that partition, as a broker that does not lead it would. It counts each
-connection by itself, from different numbers on, so that not all are refused at once. It identifies batches by their
-producer's sequence numbers. Requests are for one partition. One process each; prints its port.
+Until then it refuses all other batches for that partition, like a broker that is not the leader. It counts on each
+connection separately, from different numbers on, so that not all are refused at once. It identifies batches by their
+producer's sequence numbers. Requests are for one partition. Each runs in a process of its own and prints its port.
 """
 
 from __future__ import annotations

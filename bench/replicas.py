@@ -1,7 +1,7 @@
-"""Replication as the disk shows it: the log files of a topic's replicas, seen from outside the brokers.
+"""Measure replication by the log files of a topic's replicas, without asking the brokers.
 
-A follower's file holds the same bytes as its leader's, so a follower has caught up with the leader's log at a given
-time when its file is as long as the leader's was then. Nothing that a broker reports is used here.
+A follower's file holds the same bytes as its leader's. So a follower has caught up with the leader's log of a given
+time when its file is as long as the leader's was then.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Replicas(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """The time of the last growth (time.monotonic): of any leader's log, of any follower's."""
+    """The times (time.monotonic) of the last growth of any leader's log, and of any follower's."""
 
     leaders: float
     followers: float
@@ -37,7 +37,7 @@ def log_bytes(directory: Path) -> int:
 
 
 def wait_settled(partitions: list[Replicas]) -> Settled:
-    """Wait until the leaders' logs are at rest and every follower has all of them. SystemExit if that never happens."""
+    """Wait until the leaders' logs are at rest and every follower has all of them. Raise SystemExit if they do not."""
     deadline = time.monotonic() + SETTLE_TIMEOUT_S
     leaders_at = followers_at = time.monotonic()
     before: tuple[int, int] | None = None
@@ -73,7 +73,7 @@ class Lags:
                 growths.append((length, now))
 
     def is_behind(self, follower: int) -> bool:
-        """Whether the follower, by its index, lacks bytes that the leader has."""
+        """Return whether the follower, by its index, lacks bytes that the leader has."""
         return bool(self._open_growths[follower])
 
     def follower_has(self, follower: int, length: int, now: float) -> Iterator[float]:
@@ -84,7 +84,7 @@ class Lags:
 
 
 class LagWatch:
-    """While it is entered: the lags of the followers of these partitions.
+    """Measures the lags of these partitions' followers while it is entered.
 
     `lags` are seconds, accurate to about twice the poll interval: a thread polls the lengths of the files. Each topic's
     logs must be one segment each, as they are below 1 GiB.

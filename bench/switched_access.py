@@ -1,4 +1,4 @@
-"""`python -m bench.switched_access serve …`: kproxy that enforces more or less for its open connections, as it is told.
+"""`python -m bench.switched_access serve …`: run kproxy, and change what it enforces for its open connections.
 
 Each line on stdin is the name of a state; the same line on stdout says that it is in force. Ways that are compared are
 states of the same connections of one process: two processes of one program do not cost the same, nor do two connections
@@ -46,7 +46,7 @@ def _enforce(state: str) -> None:
             for present, kept in zip((session._gate, session._access, session._meter), _sessions[session], strict=True)
         )
         if None in own:
-            raise RuntimeError("the configuration does not have all that is to be measured")
+            raise RuntimeError("the configuration lacks SASL, ACLs or quotas")
         gate, access, meter = own
         session._gate = gate if at >= STATES.index(SASL) else None
         session._access = access if at >= STATES.index(ACLS) else None

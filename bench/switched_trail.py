@@ -1,6 +1,6 @@
-"""`python -m bench.switched_trail serve …`: kproxy whose trail looks, and leaves topics out, as it is told.
+"""`python -m bench.switched_trail serve …`: run kproxy, and tell its trail when to look and which topics to leave out.
 
-Each line on stdin is a list of topics separated by commas them, or `look`. After the first, later connections' writes
+Each line on stdin is a list of topics separated by commas, or `look`. After the first, later connections' writes
 to these topics are not noted. `look` is one look, as if half a second had passed since the last one. Each line is
 answered by one on stdout: the CPU nanoseconds of the look, and how many of them closed rows.
 """
@@ -32,7 +32,7 @@ def _timed(work: Callable[..., _Result]) -> Callable[..., _Result]:
 
 
 async def _obey(trail: Trail) -> None:
-    """Instead of `Trail.keep_looking`."""
+    """Execute the lines on stdin; this replaces `Trail.keep_looking`."""
     loop = asyncio.get_running_loop()
     lines = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)

@@ -56,7 +56,7 @@ IDLE_S = 5.0
 
 
 class Report:
-    """The lines of the table that is printed at the end."""
+    """The table that is printed at the end."""
 
     def __init__(self, shape: Shape) -> None:
         self.table = table_of(f"A table of {shape.count:,} partitions ({shape})", ["what"], ["goal", "measured"])
@@ -80,7 +80,7 @@ def judged(text: str, *, met: bool) -> str:
 
 @contextlib.asynccontextmanager
 async def etcd_with(shape: Shape) -> AsyncIterator[tuple[EmbeddedEtcd, EtcdClient, float]]:
-    """An etcd that holds a table of this shape, a client of it, and the seconds it took to fill."""
+    """Run an etcd that holds a table of this shape; yield it, a client of it, and the seconds it took to fill."""
     with tempfile.TemporaryDirectory(prefix="kproxy-bench-") as directory:
         async with EmbeddedEtcd(Path(directory), extra_arguments=ETCD_FLAGS) as server:
             client = EtcdClient([server.endpoint], timeout_s=WRITE_TIMEOUT_S)
@@ -95,7 +95,7 @@ async def etcd_with(shape: Shape) -> AsyncIterator[tuple[EmbeddedEtcd, EtcdClien
 
 @contextlib.contextmanager
 def serve(endpoint: str, prefix: str, *more: str) -> Any:
-    """(process, Kafka port, admin port) of a real proxy that has loaded its table; `more` are additional flags."""
+    """Run a real proxy that has loaded its table; yield (process, Kafka port, admin port). `more` are more flags."""
     arguments = ("--ownership", "etcd", "--etcd", endpoint, "--prefix", prefix, *more)
     addresses = ("--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0")
     with child(sys.executable, "-m", "kproxy", "--log-level", "error", "serve", *arguments, *addresses) as process:
@@ -122,7 +122,7 @@ class _Follower:
 
 
 async def serving(report: Report, server: EmbeddedEtcd, shape: Shape, *, pages: bool) -> None:
-    """The cost of a proxy with this table at rest, compared with one without."""
+    """Measure the cost of a proxy with this table at rest, compared with one without."""
     with serve(server.endpoint, NO_KEYS) as (empty, _, _):
         empty_bytes = resident_bytes(empty.pid)
     started = time.monotonic()
@@ -155,7 +155,7 @@ def _pages(report: Report, shape: Shape, admin: int) -> None:
 
 
 async def _read_alone(report: Report, server: EmbeddedEtcd, client: EtcdClient) -> None:
-    """etcd's cost of sending the whole prefix to a reader that ignores it."""
+    """Measure etcd's cost of sending the whole prefix to a reader that ignores it."""
     started, cpu = time.monotonic(), cpu_seconds(server.pid)
     await client.get_prefix(f"{PREFIX}/partition-leases/")
     elapsed, cpu = time.monotonic() - started, cpu_seconds(server.pid) - cpu
@@ -182,7 +182,7 @@ async def following(report: Report, server: EmbeddedEtcd, client: EtcdClient, sh
 
 
 async def _flood(report: Report, client: EtcdClient, follower: _Follower, shape: Shape) -> None:
-    """Changes made while the follower is stopped, so that the speed of writing to etcd is not measured."""
+    """Measure changes made while the follower is stopped, so that the speed of writing to etcd does not count."""
     await asyncio.sleep(1.0)
     await follower.ask("stall")
     cpu = await follower.ask("cpu")
@@ -204,7 +204,7 @@ async def _flood(report: Report, client: EtcdClient, follower: _Follower, shape:
 
 
 async def _lease_end(report: Report, client: EtcdClient, follower: _Follower) -> None:
-    """A broker with many partitions ends: they all lose their owner at one revision."""
+    """Measure the end of a broker with many partitions, which all lose their owner at one revision."""
     lease = await client.lease_grant(600)
     shape = Shape(100, LEASE_KEYS // 100, topic="leased")
     await fill(client, PREFIX, shape, lease.lease_id)
@@ -231,14 +231,14 @@ async def _routes(report: Report, client: EtcdClient, follower: _Follower, shape
         await asyncio.sleep(0.1)
     took = [(there - then) * 1e3 for then, there in zip(sent, came, strict=True) if there is not None]
     if len(took) < CHANGES:
-        raise SystemExit(f"{CHANGES - len(took)} of {CHANGES} changes never came")
+        raise SystemExit(f"{CHANGES - len(took)} of {CHANGES} changes did not arrive")
     cuts = statistics.quantiles(took, n=100)
     report.at_most(f"put → route at {CHANGES_PER_S:,} changes/s, p99", 100, cuts[98], "ms")
     report.line("   p50, longest", f"{cuts[49]:.1f} ms, {max(took):.1f} ms")
 
 
 async def producing(report: Report, server: EmbeddedEtcd, client: EtcdClient, shape: Shape) -> None:
-    """The cost of 1,000 changes a second, of partitions without writers, for the writers of others."""
+    """Measure what 1,000 changes a second, of partitions without writers, cost the writers of other partitions."""
     with contextlib.ExitStack() as stack:
         await name_brokers(client, PREFIX, started(stack, *["null_broker"] * 3))
         await client.txn(
@@ -261,7 +261,7 @@ async def producing(report: Report, server: EmbeddedEtcd, client: EtcdClient, sh
 
 
 async def _cpu_of_requests(pid: int, port: int) -> dict[str, float]:
-    """µs of the proxy for one request of each shape, its other work included; the least of several rounds."""
+    """Return CPU µs of the proxy, with its other work, for a request of each shape; the least of several rounds."""
     found: dict[str, float] = {}
     for shape in PRODUCED:
         frame = produce_frame(shape)

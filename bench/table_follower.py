@@ -1,4 +1,4 @@
-"""A lease table alone in its process, so that its cost is its own: follows etcd and reports what it saw.
+"""Run a lease table alone in a process, to measure its cost: it follows etcd and reports what it saw.
 
 `python -m bench.table_follower ENDPOINT PREFIX TOPICS PARTITIONS`. Reads a command per line on standard input, writes
 an answer in JSON per line on standard output. Times are on the monotonic clock, which all processes of a machine share.
@@ -32,7 +32,7 @@ LOOK_AHEAD = 64
 
 
 class _Table(LeaseTable):
-    """Calls `changed` after each message of the watch."""
+    """A lease table that calls `changed` after each message of the watch."""
 
     changed: Callable[[], None]
 
@@ -118,7 +118,7 @@ class Follower:
         return {"seconds": seconds, "stall": self._longest_stall, "partitions": self._topology.owned_count}
 
     def _lookups(self) -> float:
-        """Lookups per second of CPU time, the loop around them included."""
+        """Return lookups per second of CPU time, with the loop around them."""
         places = [(topic.encode(), index) for topic, index in map(self._shape.far_apart, range(CALLS // 10))]
         owner = self._topology.owner
         started = time.process_time()
@@ -128,7 +128,7 @@ class Follower:
         return CALLS / (time.process_time() - started)
 
     def _events(self) -> float:
-        """Events per second of CPU time that the table applies, decoded and in portions as the mirror passes them."""
+        """Return the decoded events per second of CPU time that the table applies, in portions of the mirror's size."""
         revision = self._topology.revision
         numbers = (range(start, start + EVENTS_AT_ONCE) for start in range(0, CALLS // 5, EVENTS_AT_ONCE))
         portions = [[self._event(number, revision + 1 + number) for number in portion] for portion in numbers]

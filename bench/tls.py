@@ -1,7 +1,7 @@
-"""The cost of TLS with clients: the same load in plain text and over TLS, through kproxy and through haproxy.
+"""Measure the cost of TLS with clients: the same load in plain text and over TLS, through kproxy and haproxy.
 
-The brokers are null brokers, one thread each. TLS 1.3 with the cipher that both sides choose, an ECDSA certificate.
-Handshakes are measured by themselves: connections that are opened and closed.
+The brokers are null brokers, one thread each. Connections use TLS 1.3, the cipher that both sides choose, and an ECDSA
+certificate. Handshakes are measured separately, by connections that are opened and closed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OVER_TLS: Final = ", TLS"
 
 
 class Way(NamedTuple):
-    """A proxy to send through; `context` None: in plain text."""
+    """A proxy to send through, with TLS by `context`; None means plain text."""
 
     pid: int
     port: int
@@ -39,7 +39,7 @@ class Way(NamedTuple):
 
 
 def tls(console: Console, rounds: int | None = None) -> None:
-    """The tables of `make bench SECTION=tls`."""
+    """Measure, and print the tables of `make bench SECTION=tls`."""
     with scratch() as (stack, directory):
         ways = _ways(stack, directory)
         table = table_of("CPU of the proxy, µs a request (ms a MB); least of the rounds", ["request"], ways)
@@ -64,7 +64,7 @@ def tls(console: Console, rounds: int | None = None) -> None:
 
 
 def _added(proxy: str, loads: Sequence[Load], found: Sequence[Mapping[str, Cost]]) -> tuple[float, float]:
-    """What TLS adds: µs for each request, and ms for each MB, by the smallest request and the largest."""
+    """Return what TLS adds: µs for each request, and ms for each MB, by the smallest request and the largest."""
     (small, least), (large, most) = (
         (load.request_bytes, per_request(load, costs[proxy + OVER_TLS])[0] - per_request(load, costs[proxy])[0])
         for load, costs in ((loads[0], found[0]), (loads[-1], found[-1]))

@@ -1,19 +1,19 @@
-"""Two writers of one partition, of which never more than one gets through.
+"""Run two writers of one partition, of which only one at a time can write.
 
-Start it in two terminals with the same arguments. One becomes active and writes numbered records, one after another.
-The other stands by: it asks for the partition again and again and takes nothing from the active one. When the active
-one ends, or is killed (kill -9), the other becomes active, looks where the log ends and goes on with the next number.
-When the active one stands still (kill -STOP) it stays the owner, as it may wake up (kill -CONT) at any time: start a
-third with --take-over, which claims with a higher generation. Whatever the one that stood still then tries to write is
-refused; it says so and stands by.
+Start this program in two terminals with the same arguments. One becomes active and writes numbered records. The other
+stands by: it asks for the partition again and again, without disturbing the active one. When the active one ends or is
+killed (kill -9), the other becomes active, finds the end of the log, and continues with the next number. A writer that
+is stopped (kill -STOP) stays the owner, because it may continue (kill -CONT) at any time. To replace it, start a third
+one with --take-over, which claims with a higher generation. Later writes of the stopped one are refused; it reports
+that and stands by.
 
     kproxy dev --writer-group orders=writers
     python examples/active_standby.py --name A          # terminal 1
     python examples/active_standby.py --name B          # terminal 2
     python examples/active_standby.py --name C --take-over
 
-What each record says is {"writer": name, "fence": fence, "number": n}. In the log the numbers rise one by one, and the
-fences never fall: that is the whole point.
+A record is {"writer": name, "fence": fence, "number": n}. In the log the numbers rise one by one, and the fences never
+fall: this shows that only one writer at a time got through.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from aiokafka.errors import KafkaError
 
 from kproxy.claims.client import OwnError, own
 
-# Those who stand by ask with one less, those who take over with one more.
+# A writer that stands by asks with one less, a writer that takes over asks with one more.
 GENERATION = 2
 LOOK_BACK = 100
 
@@ -51,7 +51,7 @@ class Settings:
 
 
 async def run(settings: Settings) -> None:
-    """Be active, or stand by, until it is cancelled."""
+    """Be active or stand by until cancelled."""
     takes_over = settings.takes_over
     while True:
         try:
@@ -64,7 +64,7 @@ async def run(settings: Settings) -> None:
 
 async def be_active(settings: Settings, *, takes_over: bool) -> None:
     """Claim the partition, now or when it is free, and write until it is lost."""
-    # A producer that has lost what it owned is of no use any more: each time there is a new one.
+    # A producer that has lost its claim cannot be used again, so each claim has a new one.
     producer = AIOKafkaProducer(
         bootstrap_servers=settings.bootstrap, client_id=settings.name, acks="all", enable_idempotence=True
     )
@@ -84,7 +84,7 @@ async def be_active(settings: Settings, *, takes_over: bool) -> None:
 
 
 async def write(settings: Settings, producer: AIOKafkaProducer, fence: int) -> None:
-    # Nobody else's records can come any more. When this one is acknowledged all of theirs can be read, too.
+    # No earlier writer can write any more. Once this record is acknowledged, all of theirs can be read, too.
     begins_at = await send(settings, producer, {"writer": settings.name, "fence": fence, "number": None})
     last = await last_number(settings, begins_at)
     say(settings, f"ACTIVE with fence {fence}, going on after number {last}")
@@ -102,7 +102,7 @@ async def send(settings: Settings, producer: AIOKafkaProducer, record: dict[str,
 
 
 async def last_number(settings: Settings, end: int) -> int:
-    """The highest number before that offset; 0 where there is none, as where other programs wrote before."""
+    """Return the highest number before that offset; 0 if there is none."""
     consumer = AIOKafkaConsumer(bootstrap_servers=settings.bootstrap, enable_auto_commit=False)
     await consumer.start()
     try:
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=0.5, help="seconds between records")
     parser.add_argument("--take-over", action="store_true", help="take the partition from whoever is active")
     given = parser.parse_args()
-    # What the client library has to say about connections that end is said here in one sentence.
+    # The client library's logs of ended connections are left out: `say` reports them in one sentence.
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
     settings = Settings(
         given.bootstrap, given.topic, given.partition, given.group, given.name, given.every, given.take_over

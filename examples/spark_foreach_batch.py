@@ -1,26 +1,26 @@
-"""Spark Structured Streaming that writes each row once, by owning the partitions it writes to.
+"""Write each row of a Spark Structured Streaming query once, by owning the partitions that its tasks write to.
 
-Spark's foreachBatch may run a batch again: a task that failed, an executor that was taken for dead, a driver that was
-started anew. The one before may not be dead at all, and write on. Here each task claims the partitions that it writes
-to, looks where their logs end, and writes what is missing:
+Spark's foreachBatch may run a batch again: after a failed task, a lost executor, or a restart of the driver. The
+earlier attempt may still be running and writing. Here each task claims the partitions that it writes to, finds the end
+of their logs, and writes the missing rows:
 
-  - Once they are claimed nobody else gets anything in: neither an executor that wakes up, nor what of it is still under
-    way. So what the log says when it is looked at stays true while this task writes.
-  - The generation is the batch's number (plus one, as 0 takes over from anybody). A later batch takes over from an
-    earlier one, and another attempt from an attempt at the same batch; who comes late with an earlier batch is refused
-    with "is owned with a generation above ...".
-  - Each record carries its batch and its row, which Spark counts alike in every attempt. A task that finds the last row
-    of its batch in the log has nothing to do; one that finds a later batch there comes late and writes nothing either.
+  - Once a task has claimed its partitions, no other writer can write to them, and no earlier request of another writer
+    is appended. So the end of the log that the task finds stays the end until it writes.
+  - The generation is the batch's number plus one, because generation 0 takes over from anybody. A later batch takes
+    over from an earlier one, and another attempt from an attempt at the same batch. A late task of an earlier batch is
+    refused with "is owned with a generation above ...".
+  - Each record has its batch and its row number, which is the same in every attempt. A task that finds the last row of
+    its batch in the log has nothing to write. A task that finds a later batch there is late and writes nothing either.
 
-So a restarted query needs its checkpoint, as any, and a source that can be read again (here rows are counted; files and
-Kafka will do). Speculative execution has two attempts take over from each other until Spark gives up: leave it off.
+A restarted query needs its checkpoint, and a source that can be read again (here rows are counted; files and Kafka also
+work). With speculative execution two attempts take over from each other until Spark gives up: leave it off.
 
     kproxy dev --writer-group orders=writers
     pip install '.[demo]'
     python examples/spark_foreach_batch.py --checkpoint /tmp/orders-checkpoint
 
-Kill it at any moment (kill -9), start it again with the same checkpoint, and read the topic: in each partition the rows
-stand one after another, none twice. kproxy has to be installed where Spark's executors run, too.
+Kill it at any moment (kill -9), start it again with the same checkpoint, and read the topic: each partition has all
+rows in order, and none twice. kproxy must also be installed on Spark's executors.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class Sink:
-    """Where the rows go."""
+    """The destination of the rows."""
 
     bootstrap: str
     topic: str
@@ -60,7 +60,7 @@ class Sink:
 
 
 def foreach_batch(sink: Sink) -> Callable[[DataFrame, int], None]:
-    """What DataStreamWriter.foreachBatch takes. `value` is what a row is; where it goes follows from it."""
+    """Return the function for DataStreamWriter.foreachBatch. A row's `value` determines its partition."""
 
     def write_batch(rows: DataFrame, batch: int) -> None:
         placed = rows.withColumn("partition", F.pmod(F.hash("value"), F.lit(sink.partitions)))
@@ -71,7 +71,7 @@ def foreach_batch(sink: Sink) -> Callable[[DataFrame, int], None]:
 
 
 def write_rows(sink: Sink, batch: int, rows: Iterable[Row]) -> None:
-    """One task of a batch: all rows of some partitions. Runs in an executor, and maybe more than once."""
+    """Run one task of a batch: write all rows of some partitions. An executor may run it more than once."""
     rows_of = defaultdict(list)
     for row in rows:
         rows_of[row["partition"]].append(row["value"])
@@ -89,7 +89,7 @@ def write_rows(sink: Sink, batch: int, rows: Iterable[Row]) -> None:
 
 
 def write_missing(sink: Sink, producer: KafkaProducer, partition: int, batch: int, values: list[Any]) -> None:
-    # When this one is acknowledged all that was written before can be read.
+    # Once this record is acknowledged, all earlier ones can be read.
     claimed = send(sink, producer, partition, {"claimed_for": batch}).get(ACK_TIMEOUT_S)
     last = last_place(sink, partition, claimed.offset)
     sent = [
@@ -97,7 +97,7 @@ def write_missing(sink: Sink, producer: KafkaProducer, partition: int, batch: in
         for row, value in enumerate(values)
         if (batch, row) > last
     ]
-    # A row that was not acknowledged fails the task, and Spark runs it again.
+    # A row that is not acknowledged fails the task, and Spark runs the task again.
     for each in sent:
         each.get(ACK_TIMEOUT_S)
 
@@ -107,7 +107,7 @@ def send(sink: Sink, producer: KafkaProducer, partition: int, record: dict[str, 
 
 
 def last_place(sink: Sink, partition: int, end: int) -> Place:
-    """Of the last row before that offset; (-1, -1) where there is none."""
+    """Return the place of the last row before that offset; (-1, -1) if there is none."""
     consumer = KafkaConsumer(bootstrap_servers=sink.bootstrap, enable_auto_commit=False, group_id=None)
     try:
         where = TopicPartition(sink.topic, partition)
@@ -125,7 +125,7 @@ def last_place(sink: Sink, partition: int, end: int) -> Place:
 
 
 def read(consumer: KafkaConsumer, start: int, end: int) -> list[dict[str, Any]]:
-    """The records from one offset to before another."""
+    """Return the records from offset `start` to before `end`."""
     records: list[dict[str, Any]] = []
     while start < end:
         fetched = [each for some in consumer.poll(timeout_ms=int(ACK_TIMEOUT_S * 1000)).values() for each in some]
@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--rows-per-batch", type=int, default=1_000)
     given = parser.parse_args()
     sink = Sink(given.bootstrap, given.topic, given.partitions, given.group)
-    # Executors on this machine have kproxy where this script has it.
+    # Executors on this machine import kproxy from the same place as this script.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     session = SparkSession.builder.appName("foreachBatch that owns").getOrCreate()
     session.sparkContext.setLogLevel("ERROR")

@@ -1,10 +1,10 @@
-"""kproxy's jobs and sources for programs on Spark: write rows to topics, audit them, read logs and trails as tables.
+"""Use kproxy in programs on Spark: write rows to topics, audit them, and read logs and trails as tables.
 
     kproxy_spark.start(rows, topic="orders", bootstrap_servers="127.0.0.1:9092", key="id", checkpoint="/data/ck")
     kproxy_spark.audit(bootstrap_servers="127.0.0.1:9092").verdict
     kproxy_spark.register(spark)
 
-Errors are StartupError where the caller can mend it, else SparkFailed or LogReadFailed; each is one sentence.
+Errors are StartupError if the caller can fix the cause, otherwise SparkFailed or LogReadFailed; each is one sentence.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def start(
 ) -> StreamingQuery | BatchDone:
     """Write `rows` as `kproxy pipeline ingest` writes those of its sources. The options are its flags.
 
-    A stream needs a `checkpoint`; return its query, which has begun. By default it ends with what is available now;
-    with `trigger="10s"` it goes on. `on_batch` is called after each micro-batch, on another thread. Rows that are no
-    stream are written once; return their counts. `value_schema` is the schema's text, or `latest`.
+    For a stream, which needs a `checkpoint`, return the running query. By default it ends after the available rows;
+    with `trigger="10s"` it continues. `on_batch` is called after each micro-batch, on another thread. Rows that are not
+    a stream are written once; return their counts. `value_schema` is the schema's text, or `latest`.
     """
     if not hasattr(rows, "_jdf"):
         raise StartupError("kproxy_spark.start needs a session with its own driver, not Spark Connect.")
@@ -122,7 +122,7 @@ def _names(given: str | Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """What an audit says. `exit_status` is that of the command: 0 proven, 1 faults, 3 unproven.
+    """The result of an audit. `exit_status` is that of the command: 0 proven, 1 faults, 3 unproven.
 
     `counts` include everything. `findings` and `partitions` begin with the worst; there are at most 50 findings,
     `findings_not_listed` more, and at most MOST_PARTITIONS partitions. `about` names the inputs.

@@ -1,7 +1,7 @@
 """Keep the code from growing unnoticed: compare its sizes with `budgets.toml`; `make budgets` lowers the numbers there.
 
-A package's size is its lines of code, docstrings and blanks. Beside them stand counts that should fall as well. A size
-above its number fails, and so does one below it: the number is lowered in the same commit. Numbers are raised by hand,
+A package's size is its lines of code, docstrings and blanks. The file also has counts that should fall. A size above
+its number fails, and so does one below it: the number is lowered in the same commit. Numbers are raised by hand,
 in a commit whose message says which feature needs the lines, and what pays for them elsewhere.
 
 Exit status: 0 if all sizes are as in the file, 1 otherwise.
@@ -62,13 +62,13 @@ def _sources(root: Path) -> Iterator[Path]:
 
 
 def _package(file: Path) -> str:
-    """The folder below `kproxy` or `tests`; other folders are one package each."""
+    """Return the folder below `kproxy` or `tests`; other folders are one package each."""
     parts = file.parts[:-1]
     return "/".join(parts[:2]) if parts[0] in ("kproxy", "tests") else parts[0]
 
 
 def judge(sizes: Sizes, budgets: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """A sentence for each size that differs from its budget."""
+    """Return a sentence for each size that differs from its budget."""
     found = []
     for kind in (LINES, COUNTS):
         given = budgets.get(kind, {})
@@ -86,7 +86,7 @@ def judge(sizes: Sizes, budgets: Mapping[str, Mapping[str, int]]) -> list[str]:
 
 
 def lowered(sizes: Sizes, budgets: Mapping[str, Mapping[str, int]]) -> Sizes:
-    """The budgets, none of them above its size; a package that has gone is left out."""
+    """Return the budgets, none of them above its size; packages that no longer exist are left out."""
     return {
         kind: {name: min(most, sizes[kind][name]) for name, most in given.items() if name in sizes[kind]}
         for kind, given in budgets.items()

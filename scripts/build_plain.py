@@ -28,7 +28,7 @@ class NotBuilt(Exception):
 
 
 def write_c(directory: Path) -> Path:
-    """Write the C file into `directory`, or copy that of a source distribution or an earlier build. Raises NotBuilt."""
+    """Write the C file into `directory`, or copy that of a source distribution or an earlier build. Raise NotBuilt."""
     file = directory / "_plain.c"
     brought = SOURCE.with_suffix(".c")
     try:
@@ -53,7 +53,7 @@ def write_c(directory: Path) -> Path:
 
 
 def _is_current(file: Path, cython_version: str) -> bool:
-    """Whether this Cython has written the file, and since the last change of its sources."""
+    """Return whether this Cython wrote the file after the last change of its sources."""
     if not file.is_file():
         return False
     with file.open() as text:
@@ -64,7 +64,7 @@ def _is_current(file: Path, cython_version: str) -> bool:
 
 
 def build(directory: Path) -> Path:
-    """Build the extension into `directory`, with the options in CFLAGS; return its file. Raises NotBuilt."""
+    """Build the extension into `directory`, with the options in CFLAGS; return its file. Raise NotBuilt."""
     compiler = shlex.split(os.environ.get("CC", "") or sysconfig.get_config_var("CC") or "cc")
     if shutil.which(compiler[0]) is None:
         compiler = ["cc"]

@@ -57,7 +57,7 @@ class Value(NamedTuple):
 
 
 def values(lines: list[str]) -> Iterator[Value]:
-    """The described values of values.yaml, in its order. Raises ValueError for a value without a description."""
+    """Yield the described values of values.yaml, in order. Raise ValueError for a value without a description."""
     comment: list[str] = []
     open_keys: list[tuple[int, str]] = []
     described_at: int | None = None
@@ -88,7 +88,7 @@ def _described(path: str, value: str, comment: list[str]) -> Value:
 
 
 def readme(before: str, table: list[Value]) -> str:
-    """README.md with that table between its marks."""
+    """Return README.md with that table between its marks."""
     head, _, rest = before.partition(_BEGIN)
     _, _, tail = rest.partition(_END)
     rows = [f"| `{path}` | {default} | {description} |\n" for path, default, description in table]
@@ -96,7 +96,7 @@ def readme(before: str, table: list[Value]) -> str:
 
 
 def schema(before: str) -> str:
-    """values.schema.json with the options of `kproxy serve` as `config`."""
+    """Return values.schema.json with the options of `kproxy serve` as `config`."""
     whole: dict[str, Any] = json.loads(before)
     config = {}
     for name, kind in {**SECTIONS, **TABLE_KINDS}.items():
@@ -108,7 +108,7 @@ def schema(before: str) -> str:
 
 
 def _inlined(name: str, found: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a key with what it refers to in its place. TOML has no null."""
+    """Return the schema of a key, with its references resolved, without null, which TOML lacks."""
     kinds = [each for each in found.get("anyOf", ()) if each != {"type": "null"}]
     found = kinds[0] if len(kinds) == 1 else {"anyOf": kinds} if kinds else found
     if name == "jwks" or found == _FILE:

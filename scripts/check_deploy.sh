@@ -31,7 +31,7 @@ template() {
     "$HELM" template kproxy "$chart" --namespace kproxy --kube-version 1.34.0 "$@"
 }
 
-# What must not render, each with a word of what is said.
+# Values that must not render, each with a word of the error.
 refuses() {
     said=$1
     shift
@@ -42,7 +42,7 @@ refuses() {
     grep -q -- "$said" "$work/refused" || { cat "$work/refused"; return 1; }
 }
 
-# What must render, each with a word of it.
+# Values that must render, each with a word of the output.
 shows() {
     said=$1
     shift
@@ -85,7 +85,7 @@ for file in deploy/compose/kafka.yaml deploy/compose/reference.yaml; do
     checked "Compose: ${file##*/}" docker docker compose -f "$file" config --quiet
 done
 
-# systemd wants to see the program; where kproxy is installed elsewhere, another one stands for it.
+# systemd checks that the program exists; if kproxy is installed elsewhere, another program replaces it.
 mkdir "$work/units"
 for unit in kproxy.service kproxy-broker@.service; do
     sed -e "s#/opt/kproxy/bin/kproxy#$(command -v true)#" -e '/^Documentation=/d' "deploy/systemd/$unit" >"$work/units/$unit"

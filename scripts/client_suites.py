@@ -5,7 +5,7 @@
 CLONES is a directory with Git clones of the clients, each named NAME or OWNER+NAME; what is built for them, and the
 output of the runs, goes there too. SUITE is a table of `client_suites.toml`. Each side has a cluster of three
 brokers, or N, and both run at once. A test whose outcome differs, and has no reason in the table, is run again alone,
-direct and then proxied. What differs then is printed.
+direct and then proxied. The remaining differences are printed.
 
 Needs Java and what the suite needs. Exit status: 1 if a test without a reason fails only through the proxy.
 """
@@ -72,7 +72,7 @@ class Side(NamedTuple):
 
 
 def outcomes(output: Path) -> Iterator[tuple[str, str]]:
-    """What a run has written: by the pytest plugin, by `go test -json`, or reports of librdkafka's tests."""
+    """Yield a run's outcomes, from the pytest plugin, `go test -json`, or reports of librdkafka's tests."""
     if (output / "outcomes").exists():
         for line in (output / "outcomes").read_text().splitlines():
             test, _, outcome = line.rpartition("\t")
@@ -93,7 +93,7 @@ def outcomes(output: Path) -> Iterator[tuple[str, str]]:
 
 
 def write_tools(directory: Path) -> None:
-    """Kafka's command line tools by the names that its distribution has."""
+    """Write Kafka's command line tools, with the names in its distribution."""
     directory.mkdir(parents=True)
     for tool, (command, *_) in commands().items():
         script = directory / f"{tool}.sh"

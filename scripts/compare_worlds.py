@@ -2,8 +2,8 @@
 
     scripts/compare_worlds.py OTHER_CHECKOUT --worlds 1000 --seed 1
 
-Both runs use this checkout's simulation, and each checkout's own `kproxy` and `codec`. A world differs when anything
-does: a byte on any connection, its simulated time, a row of the audit trail, a counter. For the first worlds that
+Both runs use this checkout's simulation, and each checkout's own `kproxy` and `codec`. A world differs if a byte
+on a connection, its simulated time, a row of the audit trail, or a counter differs. For the first worlds that
 differ, the first difference is shown. The exit status is 1 if there are any.
 """
 
@@ -32,7 +32,7 @@ class Side(NamedTuple):
 
     @classmethod
     def of(cls, name: str, checkout: Path, directory: Path) -> Side:
-        """Lay it out in `directory`."""
+        """Link the checkout's code and this simulation into `directory`."""
         directory.mkdir()
         for package, where in (("kproxy", checkout), ("codec", checkout), ("tests", HERE)):
             if not (where / package).is_dir():
@@ -55,13 +55,13 @@ class Side(NamedTuple):
         )
 
     def transcript(self, seed: str) -> list[str]:
-        """All of one world, line by line."""
+        """Return all events of one world, line by line."""
         output, _ = self.start("--transcript", "--seed", seed).communicate()
         return output.splitlines()
 
 
 def compare(sides: tuple[Side, Side], arguments: list[str]) -> Iterator[str]:
-    """The seeds of the worlds that differ."""
+    """Yield the seeds of the worlds that differ."""
     processes = [side.start("--digests", *arguments) for side in sides]
     try:
         one, other = (_lines(process) for process in processes)
@@ -75,7 +75,7 @@ def compare(sides: tuple[Side, Side], arguments: list[str]) -> Iterator[str]:
 
 
 def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
-    """The output of a process. A process that fails ends the comparison."""
+    """Yield the output of a process. A process that fails ends the comparison."""
     if process.stdout is not None:
         yield from process.stdout
     if process.wait():
@@ -83,7 +83,7 @@ def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
 
 
 def first_difference(sides: tuple[Side, Side], seed: str) -> Iterator[str]:
-    """The first difference of two transcripts in simulated time, in readable form."""
+    """Yield the first difference of two transcripts in simulated time, in readable form."""
     sys.path.insert(0, str(HERE))
     from tests.simulation.reading import by_heading, readable, time_of
 

@@ -36,7 +36,7 @@ def _drop_json_names(message: Any) -> None:
 
 
 def descriptor_set(proto: Path = PROTO) -> bytes:
-    """The serialized FileDescriptorSet of `proto`. Raises GenerateError if it does not compile."""
+    """Return the serialized FileDescriptorSet of `proto`. Raise GenerateError if it does not compile."""
     if importlib.util.find_spec("grpc_tools") is None:
         raise GenerateError("grpcio-tools is not installed: run `make install`, which brings what development needs.")
     with tempfile.TemporaryDirectory() as directory:

@@ -1,4 +1,4 @@
-"""Write the figures of docs/deploy.md from those of docs/performance.md: `make docs`; --check reports stale ones."""
+"""Copy the figures of docs/performance.md into docs/deploy.md: `make docs`; --check reports stale ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MEMORY = re.compile(
 
 
 def cpu_times(source: str) -> dict[str, float]:
-    """CPU µs of kproxy for a request, by its shape: the first table with these columns."""
+    """Return CPU µs of kproxy for a request, by its shape: the first table with these columns."""
     lines = source.splitlines()
     at = next(number for number, line in enumerate(lines) if line.startswith("| |") and SHAPES[0] in line)
     shapes, kproxy = (
@@ -37,7 +37,7 @@ def cpu_table(source: str) -> str:
     for shape in SHAPES:
         match = _SHAPE.fullmatch(shape)
         if match is None:
-            raise ValueError(f"{shape} is no shape")
+            raise ValueError(f"{shape} is not a shape")
         batches, size = int(match[1]), int(match[2]) * _UNITS[match[3]]
         cpus = times[shape] * 1e-6 * 100e6 / (batches * size)
         rows.append(f"| {shape} | {times[shape]:.0f} | {cpus:.2f} |\n")
@@ -47,12 +47,12 @@ def cpu_table(source: str) -> str:
 def memory_sentence(source: str) -> str:
     match = _MEMORY.search(" ".join(source.split()))
     if match is None:
-        raise ValueError("performance.md: it does not say what a quiet client connection holds")
+        raise ValueError("performance.md does not state the memory of a quiet client connection")
     return textwrap.fill(f"{match[0]}.", 120) + "\n"
 
 
 def written(target: str, source: str) -> str:
-    """docs/deploy.md with both parts between their marks."""
+    """Return docs/deploy.md with both parts between their marks."""
     for name, part in (("CPU times", cpu_table(source)), ("memory", memory_sentence(source))):
         begin, end = _BEGIN.format(name), _END.format(name)
         head, _, rest = target.partition(begin)

@@ -1,4 +1,4 @@
-"""Fuzz kproxy/plain/wire.h: `python -m scripts.fuzz FRAMES [SEED]` (`make fuzz`)."""
+"""Fuzz kproxy/plain/wire.h with random frames: `python -m scripts.fuzz FRAMES [SEED]` (`make fuzz`)."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ render() {
 
 gateway=$work/helm/kproxy
 for source in kafka kafscale reference; do
-    # Whoever has Prometheus' operator has Helm.
+    # Users of Prometheus' operator have Helm.
     render "gateway-$source.yaml" kproxy kproxy "$gateway" -f "$gateway/examples/$source.yaml" --set monitoring.enabled=false
 done
 "$HELM" dependency update "$work/helm/examples/sidecar" >/dev/null

@@ -17,7 +17,7 @@ AS_IT_STANDS = "\b"
 
 
 def commands(command: click.Command, context: click.Context) -> Iterator[click.Context]:
-    """Every visible command, from the top."""
+    """Yield every visible command, from the top."""
     yield context
     if isinstance(command, click.Group):
         for name in command.list_commands(context):
@@ -27,7 +27,7 @@ def commands(command: click.Command, context: click.Context) -> Iterator[click.C
 
 
 def escaped(text: str) -> str:
-    """One line of roff with exactly this text."""
+    """Return one line of roff with exactly this text."""
     line = text.replace("\\", "\\e").replace("-", "\\-")
     return f"\\&{line}" if line.startswith((".", "'")) else line
 
@@ -42,7 +42,7 @@ def paragraphs(text: str) -> Iterator[str]:
 
 
 def page(context: click.Context) -> str:
-    """The man page of one command."""
+    """Return the man page of one command."""
     command, path = context.command, context.command_path
     usage = " ".join(command.collect_usage_pieces(context))
     help_text = command.help or ""

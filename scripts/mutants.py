@@ -65,14 +65,14 @@ _FAILED: Final = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 
 def modules_of(package: str) -> list[str]:
-    """The package's files that have a statement of their own."""
+    """Return the package's files that have a statement of their own."""
     folder = REPOSITORY / (package if package in ("codec", "kproxy") else f"kproxy/{package}")
     found = folder.glob("*.py") if package == "kproxy" else folder.rglob("*.py")
     return sorted(str(file.relative_to(REPOSITORY)) for file in found if file.stat().st_size)
 
 
 def stages_of(package: str, *, integration: bool = False) -> dict[str, list[list[str]]]:
-    """The tests of each module: those that import it and little else first."""
+    """Return the tests of each module: first those that import it and little else."""
     folders = FOLDERS.get(package, (package,))
     units = {str(file.relative_to(REPOSITORY)): imports_of(file) for file in _tests("unit/*", "property")}
     mine = [path for path in units if path.split("/")[2] in folders]
@@ -94,13 +94,13 @@ def _tests(*folders: str) -> list[Path]:
 
 
 def dotted(path: str) -> str:
-    """The name that a module is imported by."""
+    """Return the name that a module is imported by."""
     return path.removeprefix("codec/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 @functools.cache
 def imports_of(file: Path) -> frozenset[str]:
-    """What a file imports, by dotted names; a package's name for a thing counts as the module that defines it."""
+    """Return a file's imports, by dotted names; a package's name for a thing counts as the module that defines it."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -115,7 +115,7 @@ def imports_of(file: Path) -> frozenset[str]:
 
 
 def _by_models(names: frozenset[str]) -> frozenset[str]:
-    """These imports, and those of the models and simulations among them."""
+    """Return these imports, and those of the models and simulations among them."""
     own = (name for name in names if name.startswith(("tests.support.models.", "tests.simulation.")))
     files = (REPOSITORY / f"{name.replace('.', '/')}.py" for name in own)
     more = names.union(*(imports_of(file) for file in files if file.exists()))
@@ -133,7 +133,7 @@ class Fault(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """`killed_by` is empty for a survivor; `tests` are those that failed, if pytest ran them."""
+    """The result of a fault. `killed_by` is empty for a survivor; `tests` are those that failed, if pytest ran them."""
 
     fault: Fault
     killed_by: str
@@ -148,7 +148,7 @@ def drawn_fault(mutant: Mutant, source: bytes) -> Fault:
 
 
 def patch_fault(patch: Path, repository: Path) -> Fault:
-    """Raises ValueError if the patch does not apply to the checkout."""
+    """Return the fault of a patch. Raise ValueError if the patch does not apply to the checkout."""
     patch = patch.resolve()
     try:
         _git_apply(patch, repository, "--check")
@@ -179,7 +179,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _forget_bytecode(path: Path) -> None:
-    """Bytecode is identified by its source's size and seconds: two mutants may have both in common."""
+    """Remove the bytecode: it is identified by its source's size and seconds, which two mutants may share."""
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
         compiled.unlink()
 
@@ -206,7 +206,7 @@ class Runner:
         self.timeout_s = BASELINE_TIMEOUT_S
 
     async def check(self) -> None:
-        """Run the tests without a fault; their time sets the limit for mutants. Raises ValueError if they fail."""
+        """Run the tests without a fault; their time sets the limit for mutants. Raise ValueError if they fail."""
         tree = self._copy("unchanged")
         began = time.monotonic()
         killed_by, _ = await self._run(tree, self._command)
@@ -216,7 +216,7 @@ class Runner:
         self.timeout_s = max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * (time.monotonic() - began))
 
     async def run(self, faults: Sequence[Fault], report: Callable[[Outcome], None]) -> list[Outcome]:
-        """The outcome of every fault, in order; `report` gets each when it is known."""
+        """Return the outcome of every fault, in order; `report` gets each when it is known."""
         waiting = iter(enumerate(faults))
         outcomes: dict[int, Outcome] = {}
 
@@ -259,7 +259,7 @@ class Runner:
         return Outcome(fault, "")
 
     async def _run(self, tree: Path, command: Sequence[str]) -> tuple[str, Sequence[str]]:
-        """How the tests failed, empty if they passed, and which."""
+        """Return how the tests failed, empty if they passed, and which."""
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), str(tree / "codec")])}
         bounded = ("sh", "-c", f'ulimit -d {MAX_MEMORY_KIB}; exec "$@"', "sh", *command)
         said = tree.parent / f"{tree.name}.out"
@@ -283,7 +283,7 @@ class Runner:
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """Survivors with their diffs, the number killed for each file and for all, and the files of tests that killed."""
+    """Return survivors with diffs, the number killed for each file and for all, and the files of tests that killed."""
     survivors = [each.fault for each in outcomes if not each.killed_by]
     timed_out = sum(each.killed_by.startswith("time-out") for each in outcomes)
     killed = len(outcomes) - len(survivors)
@@ -303,7 +303,7 @@ def summary(outcomes: Sequence[Outcome]) -> str:
 
 
 def passes(outcomes: Sequence[Outcome]) -> bool:
-    """Whether enough faults are killed, and every patch."""
+    """Return whether enough faults are killed, and every patch."""
     survivors = [each.fault for each in outcomes if not each.killed_by]
     killed = len(outcomes) - len(survivors)
     return killed >= PASS_SHARE * len(outcomes) and not any(fault.is_patch for fault in survivors)
@@ -329,7 +329,7 @@ async def judge(
     jobs: int,
     record: Path | None,
 ) -> list[Outcome]:
-    """Every fault's outcome, and a line for each as it comes. Raises ValueError if the tests fail without a fault."""
+    """Return every fault's outcome; print a line for each. Raise ValueError if the tests fail without a fault."""
     with tempfile.TemporaryDirectory(prefix="kproxy-mutants-") as directory:
         runner = Runner(REPOSITORY, Path(directory), command, jobs, stages)
         await runner.check()
@@ -337,7 +337,7 @@ async def judge(
 
 
 def run_set(name: str, arguments: argparse.Namespace, seed: int) -> list[Outcome]:
-    """Judge one package. Raises ValueError if its tests fail without a fault, and if there is nothing to run."""
+    """Judge one package. Raise ValueError if its tests fail without a fault, and if there is nothing to run."""
     of_modules = stages_of(name, integration=arguments.integration)
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     pytest += ["--tb=no"] if arguments.record else ["-x"]

@@ -1,4 +1,4 @@
-"""The small faults that a module can have, and a draw of them by a seed.
+"""Find the small faults (mutants) that a module can have, and draw some of them by a seed.
 
 A mutant is a module with one change of its syntax tree; `_Finder` defines the changes. All mutants are equally likely
 to be drawn.
@@ -131,16 +131,16 @@ class _Finder(ast.NodeVisitor):
     # Left alone, or in part.
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        """Text."""
+        """Skip text."""
 
     def visit_Assert(self, node: ast.Assert) -> None:
-        """It narrows a type."""
+        """Skip assertions, which narrow types."""
 
     def visit_arg(self, node: ast.arg) -> None:
-        """An annotation."""
+        """Skip annotations."""
 
     def visit_MatchValue(self, node: ast.MatchValue) -> None:
-        """A pattern takes no expression in parentheses."""
+        """Skip patterns, which take no expression in parentheses."""
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         outer, self._function = self._function, None
@@ -203,7 +203,7 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _has_value_before(self, target: ast.expr) -> bool:
-        """Whether the names of an assignment have a value at the place where it is removed."""
+        """Return whether the names of an assignment have a value at the place where it is removed."""
         if self._function is None:
             return False
         if isinstance(target, ast.Name):
@@ -370,27 +370,27 @@ class _Finder(ast.NodeVisitor):
             self._drop("element dropped", node, element, other)
 
     def _drop(self, operator: str, node: ast.expr, element: ast.expr, other: ast.expr) -> None:
-        """`other` in place of the whole, at the line of the element that it lacks."""
+        """Replace the whole by `other`, at the line of the element that it lacks."""
         start, end = self._start(node), self._end(node)
         self.found.append(Mutant(self._path, element.lineno, start, end, operator, _in_parentheses(other)))
 
 
 def _name(node: ast.expr) -> str:
-    """The last of a dotted name; empty for anything else."""
+    """Return the last part of a dotted name; empty for anything else."""
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def _in_parentheses(node: ast.expr) -> str:
-    """An expression's text, in parentheses if its surroundings bind more closely than its own operators."""
+    """Return an expression's text, in parentheses if its surroundings bind more closely than its own operators."""
     text = ast.unparse(node)
     is_closed = isinstance(node, ast.Tuple | ast.List | ast.Set | ast.Dict | ast.Name) or text.isdigit()
     return text if is_closed else f"({text})"
 
 
 def _is_bare(node: ast.expr) -> bool:
-    """Whether it is a default or a truth value, which has a mutant of its own."""
+    """Return whether it is a default or a truth value, which has a mutant of its own."""
     if isinstance(node, ast.Constant):
         return isinstance(node.value, bool) or not node.value
     return isinstance(node, ast.Tuple | ast.List) and not node.elts
@@ -406,14 +406,14 @@ def _defaults(returns: ast.expr | None) -> Sequence[str]:
 
 
 def mutants_of(path: str, source: bytes) -> list[Mutant]:
-    """Every mutant of one module, in the order of the file."""
+    """Return every mutant of one module, in the order of the file."""
     finder = _Finder(path, source)
     finder.visit(ast.parse(source))
     return sorted(finder.found, key=lambda mutant: mutant[2:])
 
 
 def draw(sources: dict[str, bytes], count: int, seed: int) -> list[Mutant]:
-    """`count` mutants of these modules, or all that there are, drawn by a seed.
+    """Return `count` mutants of these modules, or all that there are, drawn by a seed.
 
     Each one has a syntax tree that neither its module nor another of them has.
     """
@@ -436,6 +436,6 @@ def _shape(path: str, source: bytes) -> tuple[str, str]:
 
 
 def diff(mutant: Mutant, source: bytes) -> str:
-    """The mutant as a unified diff that `--patch` takes."""
+    """Return the mutant as a unified diff that `--patch` takes."""
     before, after = (text.decode().splitlines(keepends=True) for text in (source, mutant.apply(source)))
     return "".join(difflib.unified_diff(before, after, f"a/{mutant.path}", f"b/{mutant.path}"))

@@ -36,7 +36,7 @@ CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 
 
 def instruction(name: str) -> str:
-    """The arguments of an instruction of the Dockerfile, the last of that name."""
+    """Return the arguments of the last instruction of that name in the Dockerfile."""
     text = re.sub(r"\\\n\s*", " ", DOCKERFILE)
     return re.findall(rf"^{name} (.*)$", text, re.MULTILINE)[-1]
 
@@ -59,7 +59,7 @@ def debian(root: Path, *packages: str) -> None:
 
 
 def copy_context(target: Path) -> None:
-    """The files that .dockerignore lets through."""
+    """Copy the files that .dockerignore lets through."""
     for line in IGNORED.splitlines():
         if line.startswith("!"):
             name = line[1:]
@@ -83,7 +83,7 @@ def build(root: Path) -> None:
 
 @contextlib.contextmanager
 def read_only(root: Path) -> Iterator[None]:
-    """The root file system, mounted on itself; only /var/lib/kproxy is writable."""
+    """Mount the root file system on itself, read-only except /var/lib/kproxy."""
     data = root / "var/lib/kproxy"
     data.mkdir()
     run("mount", "--bind", root, root)
@@ -96,7 +96,7 @@ def read_only(root: Path) -> Iterator[None]:
 
 
 def inside(root: Path, command: Sequence[str], more: Sequence[str] = ()) -> list[str]:
-    """The command line to run a command in `root` as the image's user; `more` is for unshare."""
+    """Return the command line to run a command in `root` as the image's user; `more` is for unshare."""
     return ["unshare", "--mount", *more, "chroot", f"--userspec={USER}", str(root), *command]
 
 

@@ -1,4 +1,4 @@
-"""Fixtures and settings of all tests."""
+"""Define the fixtures and settings of all tests."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def command(
     spark = session_options("kproxy audit", **spark_flags_given, kafka=False)
     check_master(spark)
     if follow and spark.master is not None:
-        raise StartupError("--follow runs in this process: leave --master out.")
+        raise StartupError("--follow reads files of this machine in this process: omit --master.")
     if state is not None and not follow:
         raise StartupError("--state applies only with --follow: an audit without --follow reads everything.")
     try:

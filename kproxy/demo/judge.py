@@ -1,4 +1,4 @@
-"""Compare the records read back with the rows sent. Pure.
+"""Compare the records that the demo read back with the rows that it sent. This module does no I/O.
 
 State: for each row number whether it was seen; for each non-null key its Kafka partition and the highest `n` seen; for
 each Kafka partition its last offset. `see` gets every record in the order of Kafka's offsets and never sorts: sorting

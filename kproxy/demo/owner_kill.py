@@ -1,6 +1,6 @@
 """Kill -9 an owner in mid-stream (`--kill-owner`) and measure how long its partitions have no owner.
 
-The broker that owns most partitions is killed, and started again.
+The killed broker is the one that owns most partitions. It is started again.
 
 States
   waiting      the first micro-batch is being written
@@ -11,7 +11,7 @@ States
 Invariants
 1. The kill is in mid-stream: after the first micro-batch is written, before the last begins. If the stream is too fast,
    its last micro-batch waits for the kill.
-2. One clock gives all times, which are those at which etcd shows the owners, asked every POLL_S.
+2. All times are of one clock: when etcd, which is asked every POLL_S, shows the owners.
 3. When `kill_owner` returns or raises, the stream does not wait for it.
 """
 

@@ -1,4 +1,4 @@
-"""Report a finished demo: the rows, owners, killed broker, and audit."""
+"""Print the result of a finished demo: the rows, the owners, the killed broker, and the audit."""
 
 from __future__ import annotations
 

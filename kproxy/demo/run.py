@@ -65,11 +65,11 @@ if TYPE_CHECKING:
 PARTITIONS: Final = 12
 # The driver and its tasks share the machine with the cluster they write to.
 LOCAL_MASTER: Final = "local[2]"
-# There are few, as Spark plans each micro-batch for about a second here, and several, as order must hold across them.
+# Few, because Spark plans each micro-batch for about a second here; several, because order must hold across them.
 MICRO_BATCHES: Final = 5
 BROKERS: Final = 3
-# The TTL with `kill_owner` is short, as no broker may take over before the killed broker's lease ends, but long enough
-# for renewals on a machine that Spark keeps busy.
+# With `kill_owner` the TTL is short, because no broker takes over before the killed broker's lease ends. It is long
+# enough for renewals on a machine that Spark keeps busy.
 KILL_LEASE_TTL_S: Final = 4
 # With fewer rows the stream could end before the loss of a broker has any effect.
 LEAST_ROWS_TO_KILL: Final = 1_000
@@ -158,7 +158,7 @@ def _check(options: DemoOptions) -> Path:
     if sys.platform == "win32":
         raise StartupError("kproxy demo runs on Linux and macOS: on Windows run it in WSL.")
     if options.rows is not None and not 1 <= options.rows <= flights.TOTAL_ROWS:
-        raise StartupError(f"--rows {options.rows} is not possible: take 1 to {flights.TOTAL_ROWS} of the flights.")
+        raise StartupError(f"Invalid --rows {options.rows}; expected 1 to {flights.TOTAL_ROWS}.")
     if options.etcd and options.bootstrap is None:
         raise StartupError("--etcd only goes with --bootstrap: without it the demo starts its own etcd.")
     if options.kill_owner and options.bootstrap is not None:
@@ -192,7 +192,7 @@ def _make_work_dir(parent: Path | None) -> Path:
     except OSError as error:
         where = parent or tempfile.gettempdir()
         raise StartupError(
-            f"No directory can be made in {where} ({error.strerror}): give another --data-dir."
+            f"No directory can be created in {where} ({error.strerror}): give another --data-dir."
         ) from error
 
 
@@ -396,7 +396,7 @@ class _Run:
 
 
 async def _while(running: Coroutine[object, object, object] | None, work: Coroutine[object, object, T]) -> T:
-    """Return the result of `work`; if `running` fails meanwhile, end it and raise that error."""
+    """Return the result of `work`; if `running` fails first, cancel `work` and raise that error."""
     if running is None:
         return await work
     task = asyncio.ensure_future(running)
@@ -422,7 +422,7 @@ TRAIL_POLL_S: Final = 2.0
 
 
 def audit_when_proven(job: AuditJob, timeout_s: float = TRAIL_TIMEOUT_S) -> Facts | None:
-    """Audit again until something is acknowledged and all is proven, or the time is up; return the last facts.
+    """Repeat the audit until it has acknowledgements and no unproven time, or `timeout_s` is over; return its facts.
 
     None if there is no trail. Blocks. Raise LogReadFailed.
     """

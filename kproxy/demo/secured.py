@@ -1,4 +1,4 @@
-"""TLS and SASL for the demo's own proxy: certificates and a user, made for one run."""
+"""Make the certificates and the user for a demo whose own proxy requires TLS and SASL; they are for one run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo's Spark jobs: CSV files to Kafka by the product's own ingest, and Kafka to the judge."""
+"""Run the demo's Spark jobs: ingest the CSV files into Kafka, and pass the topic's records to the judge."""
 
 from __future__ import annotations
 

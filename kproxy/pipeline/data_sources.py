@@ -1,13 +1,14 @@
-"""Logs and trails as sources of Spark: `kproxy_log`, a row for each batch, and `kproxy_trail`, the rows of trails.
+"""Give Spark two data sources: `kproxy_log`, a row for each batch of a log, and `kproxy_trail`, the rows of trails.
 
 Both read a cluster by Fetch, with `LogClient`. Spark calls them in Python workers: the driver's asks for offsets and
-plans, an executor's task reads one piece. An offset of a stream is the end of each partition, by topic and number.
+plans pieces, an executor's task reads one piece. An offset of a stream is the end of each partition, by topic and
+number.
 
 Invariants
 1. A log is read up to the high watermark at planning. A stream's next micro-batch begins where the last one ended.
 2. A batch is in the piece with its base offset, so it is read once.
 3. A partition that cannot be read fails the query: a table without it would look complete.
-4. With `maxOffsetsPerTrigger` each partition that is behind comes forward in each micro-batch.
+4. With `maxOffsetsPerTrigger` each micro-batch reads from every partition that is behind.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class _Reader:
     most: int | None = None
 
     def __init__(self, options: Mapping[str, str], topics: str | None) -> None:
-        """Raise LogReadFailed for options that are missing or not known."""
+        """Read the options. Raise LogReadFailed if one is missing, unknown or invalid."""
         given = {name.lower(): value for name, value in options.items()}
         kafka = {name.removeprefix(_KAFKAS): value for name, value in given.items() if name.startswith(_KAFKAS)}
         self._bootstrap = kafka.pop(_BOOTSTRAP, "")
@@ -76,9 +77,9 @@ class _Reader:
         if not self._bootstrap or not self._topics:
             raise LogReadFailed("The options kafka.bootstrap.servers (HOST:PORT) and subscribe (TOPIC) are needed.")
         if unknown:
-            raise LogReadFailed(f"The option {unknown[0]} is not known: there are {_KNOWN}.")
+            raise LogReadFailed(f"Unknown option {unknown[0]}; expected one of {_KNOWN}.")
         if most and not self.most_a_trigger:
-            raise LogReadFailed(f"maxOffsetsPerTrigger is a number from 1 on, not {most}.")
+            raise LogReadFailed(f"Invalid maxOffsetsPerTrigger {most}; expected a number of at least 1.")
         if most and ReadMaxRows is None:
             raise LogReadFailed("maxOffsetsPerTrigger needs Spark 4.2: leave it out, or install a later pyspark.")
 
@@ -86,12 +87,12 @@ class _Reader:
         return LogClient(self._bootstrap, self._kafka)
 
     def _pieces(self, starts: Offsets, ends: Offsets) -> list[Piece]:
-        """Plan the reading; `starts` lacks the partitions that are read from their beginning."""
+        """Return the pieces to read. `starts` lacks partitions to read from their beginning. Raise LogReadFailed."""
         for which, start in starts.items():
             if ends.get(which, start) < start:
                 raise LogReadFailed(
-                    f"{which} ends at offset {ends[which]} and was read up to {start}: it was cut off, or the topic "
-                    "was created again; begin anew with another checkpointLocation."
+                    f"{which} ends at offset {ends[which]} but was read up to {start}: the log was truncated, or "
+                    "the topic was recreated; start again with another checkpointLocation."
                 )
         with self._client() as client:
             begins = client.list_offsets([which for which in ends if which not in starts], EARLIEST)
@@ -105,7 +106,7 @@ class _Reader:
         return self._pieces(_offsets(start), _offsets(end)) or [Piece(())]
 
     def first(self) -> Ends:
-        """Return where a stream begins."""
+        """Return the end offsets at which a stream begins."""
         return self.last() if self._starts_late else {}
 
     def last(self) -> Ends:
@@ -113,14 +114,14 @@ class _Reader:
             return _as_json(ends_of(client, self._topics))
 
     def within(self, start: Ends, end: Ends, most: int) -> Ends:
-        """Return an offset about `most` offsets after `start`, and not after `end`: each partition has its share."""
+        """Return an offset about `most` offsets after `start` but not after `end`; partitions share `most`."""
         starts, ends = _offsets(start), _offsets(end)
         with self._client() as client:
             starts = client.list_offsets([which for which in ends if which not in starts], EARLIEST) | starts
         return _as_json(shared(starts, ends, most))
 
     def read(self, partition: Piece) -> Iterator[Any]:
-        """Yield Arrow batches. Raise LogReadFailed."""
+        """Yield the rows of a piece in Arrow batches. Raise LogReadFailed."""
         with self._client() as client:
             for wanted in partition.ranges:
                 yield from self._read(client, wanted)
@@ -184,7 +185,7 @@ class _Stream(DataSourceStreamReader, SupportsTriggerAvailableNow or object):  #
 
 
 def shared(starts: Offsets, ends: Offsets, most: int) -> Offsets:
-    """Return the ends of a micro-batch of about `most` offsets, which partitions share by how far each is behind."""
+    """Return the ends of a micro-batch of about `most` offsets; a partition's share is by how far it is behind."""
     behind = {which: max(0, end - starts[which]) for which, end in ends.items()}
     total = sum(behind.values())
     if total <= most:
@@ -205,7 +206,7 @@ def _offsets(ends: Ends) -> dict[TopicPartition, int]:
 
 
 class KproxyLog(DataSource):  # type: ignore[misc]
-    """`kproxy_log`: the headers of the batches of topics. The module says more."""
+    """`kproxy_log`: a data source of the headers of topics' batches."""
 
     kind: type[_Reader] = _LogReader
     arrow: Any = LOG_SCHEMA
@@ -226,7 +227,7 @@ class KproxyLog(DataSource):  # type: ignore[misc]
 
 
 class KproxyTrail(KproxyLog):
-    """`kproxy_trail`: the rows of the proxies' trails in a topic."""
+    """`kproxy_trail`: a data source of the rows of the proxies' trails in a topic."""
 
     kind = _TrailReader
     arrow = TRAIL_SCHEMA

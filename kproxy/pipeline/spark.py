@@ -33,7 +33,7 @@ def pyspark_home(extra: str = "spark") -> Path:
 
 
 def kafka_connector() -> str:
-    """Return the Maven coordinates of Spark's Kafka connector for our pyspark, which spark-submit may bring."""
+    """Return the Maven coordinates of the Kafka connector for the installed pyspark, which may be spark-submit's."""
     import pyspark
 
     return f"org.apache.spark:spark-sql-kafka-0-10_2.13:{pyspark.__version__}"
@@ -44,12 +44,12 @@ def on_this_machine(master: str) -> bool:
 
 
 def in_one_process(master: str) -> bool:
-    """Whether the driver's JVM is also the executor, so that tasks find the driver's files and packages."""
+    """Return whether the driver's JVM is also the executor, so that tasks find the driver's files and packages."""
     return master == "local" or master.startswith("local[")
 
 
 def cloned(session: Any) -> Any:
-    """Return a session of the same Spark whose settings are its own."""
+    """Return a new session of the same Spark, with its own settings."""
     from pyspark.sql import SparkSession
 
     return SparkSession(session.sparkContext, session._jsparkSession.cloneSession())

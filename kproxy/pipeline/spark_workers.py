@@ -1,9 +1,8 @@
 """Start the Python workers of a Spark on this machine, so that a small task costs little.
 
-Spark's workers import pyspark from a zip, and they have one of Spark's jars in their path too. At the beginning of each
-task Python 3.11 reads the directories of both again, once for each package that it has imported from them: 0.2 s of
-CPU. This module is Spark's `spark.python.daemon.module`. It makes the workers import the installed pyspark, which is
-the same.
+Spark's workers import pyspark from a zip, and their path also has one of Spark's jars. At the beginning of each task
+Python 3.11 reads the directories of both again, once for each package imported from them: 0.2 s of CPU. This module is
+Spark's `spark.python.daemon.module`. It makes the workers import the installed pyspark, which has the same content.
 """
 
 import os

@@ -1,10 +1,10 @@
-"""Write the trail to files in a directory: their names, and JSON lines.
+"""Write the trail to files of JSON lines in a directory, and name the files.
 
-`parquet_sink` has Parquet.
+`parquet_sink` writes Parquet files.
 
 Names are `kproxy-audit-{begin}-{incarnation}-{number}.{kind}`, with the start time of the process in milliseconds and
-its files counted from 0, both with leading zeros: sorted by name they are sorted by time, and no two processes write to
-one file.
+the number of the file from 0 on, both with leading zeros. So files sorted by name are sorted by time, and no two
+processes write to one file.
 
 `JsonSink` writes one file until it is large, then the next.
 States: no file --a page--> one open --a failure, or `file_bytes` written--> no file.
@@ -66,20 +66,20 @@ class TrailFiles:
 
 
 def check_directory(directory: Path) -> None:
-    """Check that the directory is writable or can be created. Raises StartupError."""
+    """Check that the directory is writable or can be created. Raise StartupError."""
     found = next(each for each in (directory, *directory.absolute().parents) if each.exists())
     if not found.is_dir() or not os.access(found, os.W_OK | os.X_OK):
-        at = "" if found == directory else f": {found} is where it would be made"
-        raise StartupError(f"audit.sink: {directory} cannot be written to{at}: name another, or grant the right.")
+        at = "" if found == directory else f": it would be created in {found}"
+        raise StartupError(f"audit.sink: {directory} is not writable{at}: name another directory, or make it writable.")
 
 
 def prepare(directory: Path) -> None:
-    """Create the directory and check that it is writable. Raises StartupError."""
+    """Create the directory and check that it is writable. Raise StartupError."""
     try:
         directory.mkdir(_DIRECTORY_MODE, parents=True, exist_ok=True)
     except OSError as error:
         raise StartupError(
-            f"audit.sink: the directory {directory} cannot be made ({error.strerror}): name one that can be written to."
+            f"audit.sink: the directory {directory} cannot be created ({error.strerror}): name a writable one."
         ) from error
     check_directory(directory)
 
@@ -87,7 +87,7 @@ def prepare(directory: Path) -> None:
 def remove_left_behind(directory: Path, now_ms: int) -> None:
     """Remove unfinished files of killed processes: no one else does."""
     for path in directory.glob(f"{PREFIX}*{UNFINISHED}"):
-        # Another process may be quicker, or own the file; then it may stay.
+        # Another process may have removed the file, or own it; then it may stay.
         with contextlib.suppress(OSError):
             if path.stat().st_mtime < now_ms / 1000 - LEFT_BEHIND_S:
                 path.unlink()

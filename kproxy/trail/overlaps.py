@@ -1,6 +1,4 @@
-"""Detect offsets of a partition that were assigned twice.
-
-The detector knows the offsets that this process has seen acknowledged.
+"""Detect offsets of a partition that brokers have assigned twice, among those that this process saw acknowledged.
 
 The cause is two owners of one partition (split brain), or a new owner that lacks records acknowledged by an earlier
 one. An idempotent batch that is sent again gets its first offset again; that is not an overlap.
@@ -44,7 +42,7 @@ _SEQUENCES = 1 << 31
 
 
 class Origin(NamedTuple):
-    """The broker that assigned offsets, its revision, the client's connection."""
+    """The broker that assigned offsets, the revision of its ownership, and the client's connection."""
 
     owner: int
     revision: int
@@ -63,7 +61,7 @@ class PartitionKey(NamedTuple):
 class Overlap(NamedTuple):
     """Offsets from `first_offset` to `last_offset` that were assigned before.
 
-    `earlier` None: the broker is no longer known.
+    `earlier`: the first origin; None if it is no longer known.
     """
 
     topic: str
@@ -119,12 +117,12 @@ class _LastWrites:
         return len(self.writes) > self.most or (self._spans > MAX_SPANS_TOGETHER and self.count() > MAX_SPANS_TOGETHER)
 
     def count(self) -> int:
-        """The number of spans."""
+        """Return the number of spans."""
         self._spans = sum(chunk.span_count for _, chunk in self.writes)
         return self._spans
 
     def _last(self, writer: Writer, chunk: Chunk) -> Chunk | None:
-        """The last write of the chunk's producer by this writer."""
+        """Return the last write of the chunk's producer by this writer."""
         producer = _producer(chunk)
         if writer.place < len(self.writes):
             origin, last = self.writes[writer.place]
@@ -138,7 +136,7 @@ class _LastWrites:
         return None
 
     def first_origin(self, offset: int, now: Chunk) -> Origin | None:
-        """The first origin of the offset; None if it was the batch `now` itself, _NOBODY if it is forgotten."""
+        """Return the first origin of the offset; None if it was the batch `now`, _NOBODY if it is forgotten."""
         holders = [write for write in self.writes if _covers(write[1], offset)]
         shift = _shift(now, offset)
         if shift is not None:
@@ -151,7 +149,7 @@ class _LastWrites:
     def forget_excess(self) -> None:
         """Forget the spans beyond the limits.
 
-        Half of MAX_SPANS_TOGETHER is left. If there is not enough for all producers, those that wrote last get it.
+        Half of MAX_SPANS_TOGETHER is left. If that is not enough for all producers, those that wrote last keep theirs.
         """
         newest_first: dict[Hashable, list[tuple[int, _Write]]] = {}
         for age, write in enumerate(reversed(self.writes)):
@@ -197,7 +195,7 @@ class OverlapDetector:
             found = writer.partition = self._begin(writer.key)
         if not found.added:
             self.added.append(found)
-            # Now it is the last partition written to.
+            # Move it to the end: it is the last partition written to.
             del self.partitions[writer.key]
             self.partitions[writer.key] = found
         found.added.append((writer, chunk))
@@ -250,9 +248,9 @@ class _Partition:
         self._last_writes = _LastWrites()
 
     def is_recreated(self, chunk: Chunk) -> bool:
-        """Whether a chunk that begins with offset 0 is in another topic of the same name.
+        """Return whether a chunk that begins with offset 0 is in another topic of the same name.
 
-        It is not if its first batch is remembered at that offset: that is a resend.
+        If its first batch is remembered at offset 0 it is a resend, in the same topic.
         """
         if self.key.topic_id is not None or not self.intervals.high:
             return False
@@ -295,7 +293,7 @@ class _Partition:
         return overlaps
 
     def _known(self, starts: list[int], ends: list[int], first: int, end: int) -> list[tuple[int, int]]:
-        """The parts of an interval that were assigned before, split where their origins differ."""
+        """Return the parts of an interval that were assigned before, split where their origins differ."""
         low = bisect_right(ends, first)
         high = bisect_left(starts, end)
         pairs = zip(starts[low:high], ends[low:high], strict=True)
@@ -333,7 +331,7 @@ def _producer(chunk: Chunk) -> tuple[int, int]:
 
 
 def _shift(chunk: Chunk, offset: int) -> int | None:
-    """Offset minus sequence number, which is the same for a batch and its resend. None without a producer id."""
+    """Return offset minus sequence number, equal for a batch and its resend; None without a producer id."""
     if chunk.producer_id == NO_PRODUCER_ID:
         return None
     sequence = chunk.first_sequence

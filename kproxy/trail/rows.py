@@ -1,4 +1,4 @@
-"""The rows of an audit trail and their JSON: the acknowledged records.
+"""Define the rows of an audit trail, which list the acknowledged records, and encode them as JSON.
 
 Each serving process has one trail. Its rows have a `sequence` from 0 on, one more with every row of any kind, so a row
 that was never written, or is lost, leaves a gap. A row is one line of JSON, which ends in the digest of the row before
@@ -146,6 +146,6 @@ def encode_page(rows: Iterable[Row]) -> bytes:
 def decode_page(page: bytes) -> list[Row]:
     """Decode the rows of a page.
 
-    Raises msgspec.DecodeError, of which msgspec.ValidationError is one.
+    Raise msgspec.DecodeError, of which msgspec.ValidationError is one.
     """
     return _DECODER.decode_lines(page)

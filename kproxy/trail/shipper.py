@@ -128,7 +128,7 @@ class Shipper:
             lost = sum(page.rows for page in self._queue)
             # A process whose shipper never started has served no client.
             if lost and self._task is not None:
-                log.error("audit trail not shipped to its end", consequence="its last rows are lost", rows=lost)
+                log.error("audit trail not shipped completely", consequence="its last rows are lost", rows=lost)
                 self._counters["audit.pages_dropped"] += len(self._queue)
                 self._counters["audit.rows_dropped"] += lost
             self._queue.clear()
@@ -175,7 +175,7 @@ class Shipper:
                 continue
 
     def _next_pages(self) -> list[_Page]:
-        """The first pages of the queue, as many as the sink accepts at once; at least one."""
+        """Return the first pages of the queue, as many as the sink accepts at once; at least one."""
         pages: list[_Page] = []
         room = self._sink.preference.bytes
         for page in self._queue:

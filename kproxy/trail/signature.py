@@ -1,13 +1,13 @@
 """Chain the rows of a trail, and sign them.
 
 A row names the row before it by its digest (`previous`): the first DIGEST_BYTES of the SHA-256 of that whole line, in
-hexadecimal. So an audit sees that one was altered later, unless all rows behind it were made anew.
+hexadecimal. So an audit sees that a row was altered later, unless all rows after it were rewritten.
 
 With a key, an audit can tell rows of proxies from rows that somebody else wrote to the same place.
 
 A signed row ends in its `mac`: the first MAC_BYTES of the HMAC-SHA256 of the row without it, in hexadecimal. The row
 names its proxy, incarnation and sequence number, so that it counts once and nowhere else, and a removed one leaves a
-gap. Proxies and audits share the key: who has it can write any trail.
+gap. Proxies and audits share the key: whoever has it can write any trail.
 """
 
 from __future__ import annotations

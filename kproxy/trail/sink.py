@@ -1,4 +1,4 @@
-"""The interface of audit sinks, and the sink that a configuration names."""
+"""Define the interface of audit sinks, and create the sink that a configuration names."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class BatchPreference(NamedTuple):
 
 
 class Sink(Protocol):
-    """Takes pages, one call at a time."""
+    """Writes pages; it is called once at a time."""
 
     preference: BatchPreference
 
     async def write(self, pages: Sequence[bytes]) -> None:
         """Write pages; return when they are durable.
 
-        Raises SinkFailed, after which the next call begins again.
+        Raise SinkFailed, after which the next call begins again.
         """
         ...
 
@@ -88,10 +88,10 @@ def make_sink(
     dial: Callable[[], socket.socket],
     access: BrokerAuth | None = None,
 ) -> Sink | None:
-    """The configured sink; None if nothing is shipped. Raises StartupError.
+    """Create the configured sink; None if nothing is shipped. Raise StartupError.
 
-    `dial` connects to this proxy itself; `access` is that to another cluster, None: plain text. Each sink imports its
-    libraries only if it is the one.
+    `dial` connects to this proxy itself. `access`: how to authenticate at another cluster; None for plain text. Only
+    the libraries of the configured sink are imported.
     """
     if options.sink == "topic":
         from kproxy.trail.topic_sink import TopicSink

@@ -1,4 +1,4 @@
-"""Runs of acknowledged offsets, grouped by producer, and the rows being built from them.
+"""Keep runs of acknowledged offsets, grouped by producer, and build the trail's rows from them.
 
 Spans are a first offset and a number of records, alternating, in an array of 64-bit integers. Where many connections
 write to a partition, nearly every batch is a span of its own.
@@ -36,12 +36,12 @@ _OF_CHUNK: Final = (
 
 
 def spans_of(numbers: Iterable[int] = ()) -> Spans:
-    """Spans by first offsets and numbers of records, alternating."""
+    """Return spans made of `numbers`: first offsets and numbers of records, alternating."""
     return array("q", numbers)
 
 
 def record_count(spans: Spans) -> int:
-    """The number of records in all spans; 0 if one of them has none."""
+    """Return the number of records in all spans; 0 if one of them has none."""
     counts = spans[1::2]
     return sum(counts) if min(counts) > 0 else 0
 
@@ -131,7 +131,7 @@ class _Chunk:
         return len(self.spans) // 2
 
     def spans_as_json(self) -> bytes:
-        """The numbers of the spans in JSON, separated by commas them."""
+        """Return the numbers of the spans in JSON, separated by commas."""
         return msgspec.json.encode(self.spans.tolist())[1:-1]
 
     @property
@@ -175,7 +175,7 @@ class OpenRow:
             self.latency_us.append(round(latency_s * _MICROS))
 
     def as_json(self) -> bytes:
-        """The fields of `rows.Range` from `producer_id` on, as JSON without blanks."""
+        """Return the fields of `rows.Range` from `producer_id` on, as JSON without blanks."""
         fields = {name: getattr(self.chunk, name) for name in _OF_CHUNK} | {
             "first_acked_at": self.first_acked_at,
             "last_acked_at": self.last_acked_at,

@@ -1,4 +1,4 @@
-"""Write the trail to a topic, as an idempotent producer with one batch under way.
+"""Write the trail to a topic, as an idempotent producer with one batch in flight.
 
 Messages have the process's incarnation as key, so one partition has all of its trail in order. By default the sink
 reaches the cluster through this proxy itself, on a connection that never leaves the process: `dial` makes it, and it
@@ -45,7 +45,7 @@ from kproxy_codec.records import encode_batch
 T = TypeVar("T")
 
 PARTITIONS: Final = 3
-# Of pages in one batch: brokers take 1 MiB by default.
+# The most bytes of pages in one batch: brokers accept 1 MiB by default.
 BATCH_BYTES: Final = 1 << 20
 _TOO_LARGE: Final = (codes.MESSAGE_TOO_LARGE, codes.RECORD_LIST_TOO_LARGE)
 CLIENT_ID: Final = b"kproxy-audit"
@@ -58,7 +58,7 @@ OPEN_S = 10.0
 DELIVERY_S: Final = 20.0
 PAUSE_S: Final = 0.1
 MAX_PAUSE_S: Final = 1.0
-# Of a reason in the log, in characters: it has a broker's words.
+# The most characters of a reason in the log: a broker wrote part of it.
 MOST_REASON: Final = 1_000
 
 
@@ -74,7 +74,7 @@ class _Refused(Exception):
 
 @dataclass(slots=True)
 class _Producer:
-    """`sequence` is that of the next record."""
+    """An idempotent producer; `sequence` is the sequence number of the next record."""
 
     partition: int
     producer_id: int
@@ -83,7 +83,7 @@ class _Producer:
 
 
 class TopicSink:
-    """`bootstrap` are brokers, or `dial` is given: it connects to all of them, or raises OSError.
+    """The sink to a topic, at the brokers `bootstrap` or by `dial`, which reaches every broker or raises OSError.
 
     `access`: TLS and SASL towards `bootstrap`; None: neither.
     """
@@ -104,9 +104,9 @@ class TopicSink:
         self._dial = dial
         self._access = access or PLAIN_ACCESS
         self._producer: _Producer | None = None
-        # With a producer: to the leader of its partition.
+        # If there is a producer, this connection is to the leader of its partition.
         self._connection: KafkaConnection | None = None
-        # The leaders of partitions; None: it has none at present.
+        # The leaders by partition; None if a partition has no leader now.
         self._leaders: dict[int, Address | None] = {}
         # Why the topic could not be created, in case it is missing.
         self._not_made = ""
@@ -145,7 +145,7 @@ class TopicSink:
         self._disconnect()
 
     async def _repeat(self, attempt: Callable[[], Awaitable[T]], seconds: float) -> T:
-        """Repeat `attempt`, while another one may succeed, for `seconds`. Raises what the last one raises."""
+        """Repeat `attempt` for `seconds`, while another one may succeed. Raise the last error."""
         now, pause_s = asyncio.get_running_loop().time, PAUSE_S
         until = now() + seconds
         while True:
@@ -173,7 +173,7 @@ class TopicSink:
         if answer.error_code != codes.NONE:
             raise _Refused(keys.INIT_PRODUCER_ID, answer)
         self._disconnect()
-        # As Kafka's producers choose it.
+        # Kafka's producers choose the partition in the same way.
         partition = (murmur2(self._key) & 0x7FFF_FFFF) % len(self._leaders)
         return _Producer(partition, answer.producer_id, answer.producer_epoch)
 
@@ -183,7 +183,7 @@ class TopicSink:
             connection = await self._connect()
             await self._ask_leaders(connection)
             leader = self._leaders.get(partition)
-            # Without a leader the broker asked says why.
+            # If there is no leader, this broker's answer has the reason.
             if self._dial is None and leader not in (None, connection.address):
                 connection = await self._connect(leader)
         written = [{"name": self._topic, "partition_data": [{"index": partition, "records": batch}]}]
@@ -200,7 +200,7 @@ class TopicSink:
             if each.error_code in (codes.NONE, codes.DUPLICATE_SEQUENCE_NUMBER):
                 return
             raise _Refused(keys.PRODUCE, each)
-        raise BrokerUnreachable(f"{connection.address} answers Produce with no result")
+        raise BrokerUnreachable(f"{connection.address} answered Produce without a result")
 
     async def _ask_leaders(self, connection: KafkaConnection) -> None:
         answer = await connection.ask(keys.METADATA, WITHOUT_TOPIC_IDS, topics=[{"name": self._topic}])
@@ -210,10 +210,10 @@ class TopicSink:
                 raise _Refused(keys.METADATA, topic)
             self._leaders = {each.partition_index: brokers.get(each.leader_id) for each in topic.partitions}
         if not self._leaders:
-            raise BrokerUnreachable(f"{connection.address} names no partition of it")
+            raise BrokerUnreachable(f"{connection.address} named no partition of topic {self._topic}")
 
     async def _connect(self, broker: Address | None = None) -> KafkaConnection:
-        """Connect to that broker, None: to any. Raises BrokerUnreachable, OSError."""
+        """Connect to `broker`; None means any. Raise BrokerUnreachable or OSError."""
         self._disconnect()
         if self._dial is None:
             known = (broker,) if broker else (*self._bootstrap, *filter(None, self._leaders.values()))

@@ -1,4 +1,4 @@
-"""The audit trail of one process: rows of acknowledgements, in pages.
+"""Keep the audit trail of one process: turn acknowledgements into rows, and offer the rows in pages.
 
 States
   not begun   nothing has been shipped
@@ -125,7 +125,7 @@ class Trail:
         return ConnectionAcks(self, topology, self._connections)
 
     def seconds_since(self, asked: Asked) -> float:
-        """The time since the first byte of a request."""
+        """Return the seconds since the first byte of a request."""
         # The cap may be another one than when the request came.
         return max(0.0, self._clock() - asked.deadline + deadline_s(asked.timeout_ms, self.deadline_cap_ms))
 
@@ -154,7 +154,7 @@ class Trail:
     def go_on_as(
         self, incarnation: str, *, interval_s: float, offer: OfferPage | None, key: bytes | None, left_out: set[bytes]
     ) -> None:
-        """End the trail, and begin another one, if there is an `offer`: that of another sink."""
+        """End the trail. With an `offer`, which leads to another sink, begin another trail."""
         self.end()
         self.left_out = frozenset(left_out)
         self._incarnation, self._encoded_stamp = incarnation, encode_stamp(self._proxy, incarnation)
@@ -197,7 +197,7 @@ class Trail:
             overlaps += self._judge_some(overlaps)
             yield
         if overlaps > MAX_OVERLAPS_LOGGED:
-            log.error("further offsets assigned twice", intervals=overlaps)
+            log.error("more offsets assigned twice", intervals=overlaps)
         while self._close_some():
             yield
         self._mark()
@@ -242,7 +242,7 @@ class Trail:
         return True
 
     def _step_is_over(self) -> bool:
-        """Whether clients have waited long enough since the clocks were read."""
+        """Return whether this step of a look has taken long enough, so that clients are served next."""
         return self._clock() - self._now > STEP_S
 
     def _read_clocks(self) -> None:
@@ -262,7 +262,7 @@ class Trail:
             row.sample(acked.latency_s)
         if acked.unread:
             acked.unread = 0
-            log.warning("acknowledged batches unreadable", topic=acked.key.topic, client=acked.client)
+            log.warning("acknowledged batches not read", topic=acked.key.topic, client=acked.client)
             self._miss()
 
     def _begin_row(self, acked: Acked, chunk: Chunk) -> OpenRow:

@@ -1,4 +1,4 @@
-"""Requests of a user with some rights, of every kind that ACLs decide about: `CASES`, for test_acls_as_kafka.py."""
+"""Define the requests of a user with some rights, of every kind that ACLs decide about, for test_acls_as_kafka.py."""
 
 from __future__ import annotations
 

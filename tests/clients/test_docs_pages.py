@@ -1,4 +1,4 @@
-"""The programs and commands of the pages for newcomers do what these say, against the `kproxy dev` that they start.
+"""The programs and commands of the pages for newcomers work as described, on the `kproxy dev` that they start.
 
 tests/integration/kafka/test_docs_kafka.py has the page about an own Kafka, tests/pipeline/test_docs_spark.py that about
 Spark, tests/integration/commands/test_docs_run.py that about security.

@@ -1,9 +1,9 @@
-"""librdkafka's new epoch, in which it sends unacknowledged batches again.
+"""The proxy causes no duplicates by librdkafka's new epoch, in which it sends unacknowledged batches again.
 
-Behind a batch that its broker refuses, the next one is out of order. librdkafka takes that for lost count: it begins a
-new epoch, and sends again in it all that is not acknowledged, of every partition. A broker cannot know these batches
-again, neither a reference broker nor Apache Kafka. Behind the proxy none is there twice: it passes on no such error
-behind a batch that is sent again.
+If a broker refuses a batch, the next batch is out of order. librdkafka takes this for a lost count: it begins a new
+epoch, and sends all unacknowledged batches of every partition again in it. A broker, reference or Apache Kafka, cannot
+recognize these batches. Behind the proxy no batch is doubled, because the proxy passes on no such error behind a batch
+that is sent again.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Planned moves of leaders between live brokers of a real Apache Kafka cluster: clients wait hardly longer than direct.
+"""Clients wait hardly longer through a proxy than direct when leaders move between live brokers of Apache Kafka.
 
 Each client writes to two partitions of one topic, which move together: to one of them direct, to the other one through
 a proxy of its own. A shared proxy would learn of a move from one client, and help the others.
 
 With acks=0 no client can wait. A Kafka broker closes the connection on which such records come for a partition that it
-does not lead; a client behind the proxy is to notice as well, unless the proxy finds the new leader by itself.
+does not lead. A client behind the proxy must notice as well, unless the proxy finds the new leader by itself.
 
-KPROXY_TEST_MOVES has the leaders moved more often, and more releases of the Java client write.
+With KPROXY_TEST_MOVES leaders move more often, and more releases of the Java client write.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Unchanged clients that speak each version of Produce, through `kproxy serve` to a real Apache Kafka cluster.
+"""Unchanged clients that speak each version of Produce write through `kproxy serve` to real Apache Kafka.
 
-Which version went over the wire is what the proxy counts, not what a client is said to send. Every record is read back
-three times: by the broker's own answer, through the proxy, and by clients written in Java also with the client that
-wrote it.
+The proxy's counters, not a client's documentation, show the version on the wire. Every record is read back three times:
+by the broker's own answer, through the proxy, and for Java clients also with the client that wrote it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Clients keep working through a proxy while the brokers behind it are rolled from Kafka 3.9 to 4, and back.
+"""Clients keep working through a proxy while its brokers are rolled from Kafka 3.9 to 4, and back.
 
-The cluster's metadata.version stays that of 3.9; with a later one no broker of 3.9 would start. All the while Java and
-librdkafka write, idempotently, and two groups read. What the brokers have in common changes at both ends: a client that
-uses a version that is withdrawn is to find that out by itself. Nothing is lost, nothing comes twice, nobody restarts.
+The cluster's metadata.version stays that of 3.9, because with a later one no broker of 3.9 would start. During the roll
+Java and librdkafka write, idempotently, and two groups read. The brokers' common versions change at the start and at
+the end; a client that uses a withdrawn version must find that out by itself. Nothing is lost or doubled, and no client
+is restarted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A rolling restart of three proxies before an Apache Kafka cluster, as a rollout does it: no send fails.
+"""No send fails during a rolling restart of three proxies before an Apache Kafka cluster, as a rollout does it.
 
-SIGTERM, `--drain-delay`, the end, the start on the same address, ready, the next one. Clients run at their defaults, in
-all modes, each to a partition of its own; Spark writes batches. Nothing may be lost or doubled, also without
-idempotence: what a proxy had read when it closed a connection is answered, and nothing of what came later was begun.
+Each proxy gets SIGTERM, waits for `--drain-delay`, ends, and is started on the same address; once it is ready, the next
+one follows. Clients run at their defaults, in all modes, each to its own partition; Spark writes batches. Nothing is
+lost or doubled, even without idempotence: a proxy answers the requests that it has read, and begins no later ones.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""TLS, SCRAM, ACLs and quotas together for unchanged clients, before a Kafka cluster that requires TLS and SCRAM.
+"""Clients use TLS, SCRAM, ACLs and quotas together, before a Kafka cluster that requires TLS and SCRAM.
 
-Or client certificates, on both sides. And all files of a proxy exchanged under load, with no failed request.
+Some tests use client certificates on both sides, or exchange all files of a proxy under load, with no failed request.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Requests that Kafka, the proxy and the reference brokers are asked: `ASKED`, for test_answers_as_kafka.py."""
+"""Define the requests (`ASKED`) that test_answers_as_kafka.py sends to Kafka, the proxy and the reference brokers."""
 
 from __future__ import annotations
 

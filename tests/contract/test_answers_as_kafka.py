@@ -1,4 +1,4 @@
-"""Apache Kafka is right: requests with odd versions, fields, names and numbers, answered by the proxy and the brokers.
+"""Requests with odd versions, fields, names and numbers get Apache Kafka's answers from the proxy and the brokers.
 
 Each request goes to Apache Kafka directly and through the proxy, and to the reference brokers. Where an answer differs
 on purpose, `PROXY_DIFFERS` or `BROKER_DIFFERS` says how and why. A difference that is listed and not seen fails, too.

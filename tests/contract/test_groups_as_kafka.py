@@ -1,4 +1,4 @@
-"""Apache Kafka is right: whole conversations with a group coordinator, in several versions of each API.
+"""Conversations with a group coordinator have Apache Kafka's answers, in several versions of each API.
 
 Every conversation goes to Apache Kafka and to reference brokers, directly and through a proxy before each. All fields
 of the answers are compared. Where an answer differs on purpose, `BROKER_DIFFERS` says how and why; a difference that is

@@ -1,4 +1,4 @@
-"""Apache Kafka is right: the same produce requests, byte for byte, have the same results at the reference brokers.
+"""Produce requests have the same results at the reference brokers as at Apache Kafka, byte for byte.
 
 Each script runs on both sides at once, step by step, on a partition of its own. The table DIFFERENT has all differences
 and their reasons; a row that is no longer true of a side fails.

@@ -1,4 +1,4 @@
-"""Apache Kafka is right: the results of produce requests when brokers hang, die, stop and come back.
+"""Produce requests have Apache Kafka's results when brokers hang, die, stop and come back.
 
 As in `test_produce_oracle`, both sides take the same steps, and differences are listed with their reasons.
 """

@@ -1,4 +1,4 @@
-"""Apache Kafka is right: which topics can be created, with which replicas and which configuration."""
+"""Topics can be created with the same replicas and configuration as at Apache Kafka."""
 
 from __future__ import annotations
 

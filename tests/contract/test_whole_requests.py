@@ -1,4 +1,4 @@
-"""Apache Kafka is right: answers to a client that has closed its sending side, and to admin tools.
+"""A client that has closed its sending side, and admin tools, get Apache Kafka's answers.
 
 The proxy gives the same answers.
 """

@@ -1,4 +1,4 @@
-"""Settings for audits: clusters whose logs can be tampered with, and proxies whose trails go to files.
+"""Run the settings of audits: clusters whose logs can be tampered with, and proxies whose trails go to files.
 
 Spark writes through these proxies as through any others. Forging needs the brokers.
 """

@@ -1,4 +1,4 @@
-"""Tampering with logs: batches removed from the middle or the end, or appended once more.
+"""Tamper with logs: remove batches from the middle or the end, or append them once more.
 
 The files are those of a broker that has stopped, of the reference broker or of Apache Kafka: both store batches as
 sent, and no CRC covers their offsets.

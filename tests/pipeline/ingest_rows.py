@@ -1,4 +1,4 @@
-"""The messages that an ingest makes of files, without a topic."""
+"""Return the messages that an ingest makes of files, without a topic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs that are killed while they stream, their files, and their progress as their topic shows it."""
+"""Run jobs that are killed while they stream: their files, and their progress as their topic shows it."""
 
 from __future__ import annotations
 

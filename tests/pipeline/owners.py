@@ -1,4 +1,4 @@
-"""Three brokers behind a proxy that a test kills with -9 and starts again: reference brokers, or Apache Kafka's."""
+"""Run three brokers behind a proxy, and kill -9 and restart them: reference brokers, or Apache Kafka's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A TCP relay in place of a faulty proxy: it loses, doubles or swaps one record on its way to the cluster.
+"""Run a TCP relay in place of a faulty proxy: it loses, doubles or swaps one record on its way to the cluster.
 
 kafka-python decodes every produce request and encodes it again without the producer's id and sequence numbers:
 otherwise a broker would refuse the batch after a missing one, and drop a duplicate. So a run without a fault is part of

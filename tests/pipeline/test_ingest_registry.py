@@ -195,9 +195,9 @@ def test_refused_schemas_write_nothing(spark: Any, target: dict[str, Any]) -> No
         start(one, value_schema=LATEST)
     with pytest.raises(kproxy_spark.StartupError, match=r"the column i \(interval month\) cannot be written as avro"):
         start(spark.sql("select interval '1' month AS i"))
-    with pytest.raises(kproxy_spark.StartupError, match=r"--value-column id is no STRUCT"):
+    with pytest.raises(kproxy_spark.StartupError, match=r"--value-column id is not a STRUCT"):
         start(one, value_column="id")
-    with pytest.raises(kproxy_spark.StartupError, match=r"is not one of Avro \(JSONDecodeError"):
+    with pytest.raises(kproxy_spark.StartupError, match=r"is not valid Avro \(JSONDecodeError"):
         start(one, value_schema="{")
     start(one)
     start(one, value_schema=LATEST)

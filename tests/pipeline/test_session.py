@@ -58,7 +58,7 @@ def test_existing_session_is_used_and_stays(spark: Any) -> None:
 def test_fixed_spark_settings_are_refused_later(spark: Any) -> None:
     options = SessionOptions("job", settings={"spark.executor.memory": "2g"})
     with (
-        pytest.raises(StartupError, match=r"spark\.executor\.memory is settled when Spark starts"),
+        pytest.raises(StartupError, match=r"spark\.executor\.memory cannot change after Spark has started"),
         open_session(options),
     ):
         pass

@@ -1,4 +1,4 @@
-"""Fetch answers as a reader of one partition receives them, against hand-made bytes and bytes read by kafka-python."""
+"""Fetch answers of one partition are decoded correctly: hand-made bytes, and bytes that kafka-python reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiled path reads again as the Python codec would, or leaves it to the core.
+"""The compiled plain path handles Fetch requests and answers as the Python codec does, or leaves them to the core.
 
 KPROXY_SEED repeats a run of the mutations.
 """

@@ -1,4 +1,4 @@
-"""Bytes from an unauthenticated client cost CPU in proportion to their length, whatever they are.
+"""The CPU cost of an unauthenticated client's bytes is in proportion to their length.
 
 Every parser that runs before a client is authenticated gets inputs of up to 64 KiB: repeated pieces that are known to
 be expensive (combining marks, near matches of a pattern, nested and repeated fields), and random ones from a seed that

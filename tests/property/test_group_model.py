@@ -1,7 +1,7 @@
-"""Consumer groups in random runs: no promise is broken, and the search finds out when a rule is switched off.
+"""Consumer groups keep their promises in random runs, and the search finds a violation if a rule is switched off.
 
-`tests.support.models.group_model` takes the steps and judges, `tests.support.models.group_rules_off` has the rules.
-`make sim SEEDS=100000` runs any number, `make sim-rules` every rule.
+`tests.support.models.group_model` takes the steps and judges, `tests.support.models.group_rules_off` switches the rules
+off. `make sim SEEDS=100000` runs any number of seeds, `make sim-rules` every rule.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Random claims by several connections give each the same claims as a model without keys and fences.
+"""Random claims of several connections have the same outcomes as in a model without keys and fences.
 
-The decisions of the rules are carried out as proxies do it: a grant puts one key, at its own revision. A connection
-that loses a claim by it is severed, and its keys are deleted at once, or some time later and one by one.
+The rules' decisions are carried out as proxies do it: a grant puts one key, at its own revision. A connection that
+loses a claim by the grant is severed. Its keys are deleted at once, or some time later and one by one.
 """
 
 from __future__ import annotations

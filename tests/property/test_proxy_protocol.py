@@ -1,4 +1,4 @@
-"""The PROXY protocol, version 2: a correct header is read, and no other bytes are accepted as one."""
+"""The reader of the PROXY protocol, version 2, accepts correct headers and no other bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers share a rate so that all clients together keep to it, whatever happens to messages and workers.
+"""Workers share a rate so that all clients together stay within it, even if messages are lost or workers die.
 
 The model has the real accounts and the real ledger, and clients that wait as the meter demands. Every used amount is
 also counted in one bucket with the whole rate, whose level shows the worst excess over any time.

@@ -1,4 +1,4 @@
-"""Random reads through the core: every record comes once and in order, whatever moves, fails or is sought meanwhile."""
+"""Random reads through the core return every record once and in order, despite moves, failures and seeks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replication under faults of brokers and of their links to etcd and to each other, in random and in fixed runs.
+"""Replication keeps its promises under faults of brokers and of their links, in random and in fixed runs.
 
 `tests.support.models.replication_search` draws the steps, `tests.support.models.replication_model` takes them on real
 partitions, logs and lease managers, and `tests.support.models.replication_checks` judges. `make sim SEEDS=100000` runs

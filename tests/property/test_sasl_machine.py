@@ -1,4 +1,4 @@
-"""No messages in any order authenticate a client without proof, and none lets an exception escape."""
+"""No sequence of messages authenticates a client without proof, or makes an exception escape."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The proxy's own code in simulated worlds: under any faults of brokers, clients and the network, nothing is lost,
-doubled or reordered, and every request is answered once and in time. In some of the worlds clients claim partitions
-(the Own API), and a claimant writes nothing more to a partition that it has lost.
+"""The proxy loses, doubles and reorders nothing in simulated worlds with faults of brokers, clients and the network.
+
+Every request is answered once, in time. In some worlds clients claim partitions, and write to none that they have lost.
 
 `KPROXY_WORLDS` is the number of worlds, and `KPROXY_WORLDS_SEED` the first one's seed; without it each run has new
 seeds. `make worlds WORLDS=10000` runs any number, on all cores.

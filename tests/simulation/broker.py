@@ -1,6 +1,7 @@
-"""A simulated broker and its connections.
+"""Simulate a broker and its connections.
 
-A connection's requests are served one after another. Requests that are not being served yet are lost with it.
+A broker serves a connection's requests one after another. When the connection ends, requests that are not being served
+yet are lost.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Simulate clients that claim partitions with the Own API, write while they own them, and lose them to others.
 
-On each new connection a claimant claims again, at one of the proxies: single partitions, sometimes the whole group, and
-half of the time with a generation that takes them from their claimant. It writes what it owns, each batch once;
-sometimes also partitions that it does not own, or does not know yet to own. It also writes ungated partitions. It
-continues claiming until it has sent everything.
+On each new connection a claimant claims again, at one of the proxies: single partitions, or sometimes the whole group.
+Half of these claims have a generation that takes the partitions from their claimant. It writes each batch once: to
+partitions that it owns, sometimes to partitions that it does not own or not know to own, and to ungated partitions. It
+claims until it has sent everything.
 """
 
 from __future__ import annotations

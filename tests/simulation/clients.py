@@ -3,8 +3,8 @@
 `Idempotent` behaves like Java's producer: it has at most five requests in flight, and after a failure sends nothing
 until all of them are answered, and then the failed batches, in order. It sends until all are acknowledged. A
 transactional one differs in its batches' flag. `Plain` never sends a batch twice, and `Silent` sends with acks=0. All
-of them sometimes leave with a request half sent or answers unread, and come back on another connection; all of them
-read sometimes.
+of them sometimes disconnect with a request half sent or answers unread, and return on another connection. All of them
+also read sometimes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Simulate brokers: one log per partition, Kafka's rules for appending to it, and all faults of brokers.
+"""Simulate a cluster of brokers: one log per partition, Kafka's rules for appending, and all faults of brokers.
 
-A model, not a broker: replication is perfect. In a world whose brokers recognize resent batches a new owner knows
-every producer's last batches, as brokers do that rebuild that state from the log; in the others it knows nothing, and
-accepts any sequence number first.
+This is a model, not a broker: replication is perfect. In a world whose brokers recognize resent batches, a new owner
+knows every producer's last batches, like a broker that rebuilds that state from the log. In other worlds it knows
+nothing, and accepts any sequence number first.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Draw random numbers for a simulated world: a draw depends on its key, not on the number of draws before it.
 
-So a proxy that does two things of one moment in another order meets the same brokers and network afterwards.
+So a proxy that does two things of one moment in another order still meets the same brokers and network.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Simulate etcd for the proxies of a world: calls, keepalives and watches take simulated time.
 
 The store, and the client down to gRPC, are those of the replication model (tests.support). Each proxy has a client of
-its own. Before `late_until` no message passes its link to etcd, in either direction.
+its own. Before `late_until` its link to etcd passes no message, in either direction.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ is a client's or a broker's (`FarEnd`), which are part of the simulation and rec
 
 The kernel accepts bytes that the proxy writes at once, unless the connection is stalled, and they arrive later. An
 `abort` loses the bytes on their way to the other end, so that none of them arrives after those of a later connection.
-Bytes to the proxy may arrive in two pieces. Times are multiples of a tenth of a microsecond, so that two ways to
-compute a time do not lead to two worlds.
+Bytes to the proxy may arrive in two pieces. Times are multiples of a tenth of a microsecond, so that rounding
+does not make two worlds different.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""One proxy of a simulated world: the state that its sessions share, and its claims in worlds with the Own API.
+"""Simulate one proxy of a world: the state that its sessions share, and its claims in worlds with the Own API.
 
-The lease behind its claims is measured on a clock that counts suspend, as the product's does. For a proxy that was
-suspended (`suspend`) this clock has advanced without notice: etcd has ended its lease meanwhile, and the proxy learns
-this late.
+The lease behind its claims is measured on a clock that counts suspend, as the product's does. When a proxy is suspended
+(`suspend`), this clock advances without notice. etcd ends the lease meanwhile, and the proxy learns of it late.
 """
 
 from __future__ import annotations

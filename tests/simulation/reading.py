@@ -1,4 +1,4 @@
-"""Print lines of a transcript in readable form."""
+"""Print the lines of a world's transcript in readable form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lanes of tests, run in parallel by several processes: a pytest plugin, in force with `pytest -n 4`.
+"""Run lanes of tests in parallel in several processes: a pytest plugin, in force with `pytest -n 4`.
 
 A lane is a group of tests that one process runs in their usual order. Each module is a lane. Modules that share an
 expensive fixture are one lane: Spark's session, Kafka's brokers, the sites of claims, the cluster of `kproxy dev`. So

@@ -1,4 +1,4 @@
-"""The pages of docs/, and the blocks of code in them, to be run."""
+"""Find the pages of docs/ and the blocks of code in them, for tests that run the blocks."""
 
 from __future__ import annotations
 

@@ -1,22 +1,22 @@
-"""The rules for every test, as a pytest plugin.
+"""Enforce the rules for every test, as a pytest plugin.
 
-1. With KPROXY_TEST_REQUIRE=all a skipped test fails: where everything should be there, nothing is passed over. An
-   expected failure is no skip.
+1. With KPROXY_TEST_REQUIRE=all, for machines that have everything, a skipped test fails. An expected failure is not a
+   skip.
 2. No test leaves a process behind. All processes inherit a mark of this run in their environment; those that still have
-   it when every fixture is torn down are named, ended by their ids, and fail the run. Where the run itself is killed,
-   a process of its own ends them (tests.support.reaper).
+   it when every fixture is torn down are named, ended by their ids, and fail the run. If the run itself is killed,
+   a separate process ends them (tests.support.reaper).
 3. Coroutines run on uvloop, as the product does; KPROXY_TEST_LOOP=asyncio takes asyncio's own loop.
-4. Ctrl-C reaches what tests start, also where who started the tests ignores it, as shells do for what they put aside.
-5. What hundreds of processes run is compiled once, also where the environment says that nothing compiled is kept.
-6. Tests marked `long` run with KPROXY_TEST_ALL=1 (`make test-all`), and where their file is named on the command line.
+4. Ctrl-C reaches the processes of tests, even if the tests' parent ignores it, as shells do for background jobs.
+5. Hundreds of processes share bytecode that is compiled once, even if the environment disables writing bytecode.
+6. Tests marked `long` run with KPROXY_TEST_ALL=1 (`make test-all`), or if their file is named on the command line.
    They repeat a shape that another test has: more releases of a client, more seeds, every byte of a reset. Of those
    marked `long(but_one=True)` the first of each file runs in any case, of those marked `long(but=3)` the first three of
    each test function.
-7. Hypothesis sets no time limits: a busy machine is not a fault of an example. Where a test does not say how many
-   examples it takes, it has FEW_EXAMPLES, new ones in each run, and with KPROXY_TEST_ALL=1 a hundred; where it says
-   so (`examples`), a third of these without KPROXY_TEST_ALL=1.
-8. A whole run starts only where FREE_BYTES are free for its files. Otherwise etcd, Kafka and brokers would fail one
-   after the other, each with a reason of its own.
+7. Hypothesis sets no time limits: a busy machine is not a fault of an example. A test without a number of
+   examples has FEW_EXAMPLES, new ones in each run, and with KPROXY_TEST_ALL=1 a hundred. A test with a number
+   (`examples`) has a third of it without KPROXY_TEST_ALL=1.
+8. A whole run starts only if FREE_BYTES are free for its files. Otherwise etcd, Kafka and brokers would fail one after
+   the other, each with a different error.
 """
 
 from __future__ import annotations

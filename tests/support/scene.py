@@ -1,4 +1,4 @@
-"""A proxy, the brokers that own its partitions, and clients: the start of most tests of the proxy.
+"""Start a proxy, the brokers that own its partitions, and clients: the first step of most tests of the proxy.
 
 `@scene(HOLDS, ANSWERS)` gives its test a `Scene` with one broker for each script, on both event loops. Partition n of
 the topic `t` belongs to broker n+1, or to the n-th of `owners`. All other arguments go to `running_proxy`.

@@ -1,4 +1,4 @@
-"""A module as it is without the compiled plain path: its classes are those that have compiled twins."""
+"""Load a module without the compiled plain path: its classes are the Python twins of compiled classes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The collections that the steps of an audit work on: lists in this process, or what Spark keeps on its executors.
+"""Define bags, the collections that an audit's steps process: lists in this process, or data on Spark's executors.
 
-Executors import this module, so it needs nothing else.
+Executors import this module, so it needs only the standard library.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _KEPT_PER_PICKLE: Final = 100
 
 
 class Bag(Protocol):
-    """Values in parts of any number and order. What a step or a group yields may be computed again for each reading."""
+    """Values in any number of parts, in any order. Each reading may compute the values of steps and groups again."""
 
     def over(self, step: Step) -> Bag:
         """Return what `step` yields for the values of each part."""
@@ -39,12 +39,12 @@ class Bag(Protocol):
         ...
 
     def __iter__(self) -> Iterator[Any]:
-        """Bring all values to this process: they are few."""
+        """Return all values to this process; the caller knows that they are few."""
         ...
 
 
 class Here(list[Any]):
-    """The bag of this process: one part in memory."""
+    """A bag in this process: one part in memory."""
 
     def over(self, step: Step) -> Here:
         return Here(step(self))

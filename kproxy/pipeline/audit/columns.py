@@ -1,4 +1,4 @@
-"""The columns of the tables that the audit makes, and the kinds of findings. This module needs no Spark.
+"""Define the columns of the audit's result tables, and the kinds of findings. This module needs no Spark.
 
 Columns that end in `_ms`, and `at`, `first_acked_at` and `last_acked_at`, are milliseconds since the epoch, except for
 `p50_ms` to `max_ms`, which are durations; `window_start` and `window_end` are timestamps. First and last offsets are

@@ -315,11 +315,11 @@ def run_follow_job(
     """Follow the trail until interrupted; return the exit status. Raise StartupError or LogReadFailed."""
     if job.to_ms is not None or job.json or any(each is not None for each in (job.report, job.output, job.metrics)):
         raise StartupError(
-            "--follow has no end and reports as it goes: leave --to, --report, --output, --json and --metrics out."
+            "--follow does not end and reports each finding at once: omit --to, --report, --output, --json, --metrics."
         )
     if job.engine == SPARK or "://" in job.trail.name:
         raise StartupError(
-            "--follow runs in this process with files of this machine: leave --engine spark and :// out."
+            "--follow reads files of this machine in this process: omit --engine spark and addresses with ://."
         )
     if job.trail.kind == JSON:
         raise StartupError("--follow needs files that are whole when they appear, or a topic: give another --trail.")

@@ -116,10 +116,10 @@ def parse_bootstrap(text: str) -> tuple[Address, ...]:
     for part in filter(None, map(str.strip, text.split(","))):
         host, _, port = part.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
-            raise LogReadFailed(f"{part!r} is no address: write HOST:PORT, several with commas between.")
+            raise LogReadFailed(f"Invalid address {part!r}; expected HOST:PORT, several separated by commas.")
         addresses.append(Address(host.strip("[]"), int(port)))
     if not addresses:
-        raise LogReadFailed("There is no address of a kproxy or of a Kafka cluster: write HOST:PORT.")
+        raise LogReadFailed("The address of a kproxy or of a Kafka cluster is missing; expected HOST:PORT.")
     return tuple(addresses)
 
 

@@ -60,7 +60,7 @@ class RangeReader:
     def __init__(
         self, client: LogClient, wanted: LogRange, check_crc: CheckCrc | None, max_bytes: int = MAX_BYTES
     ) -> None:
-        """`check_crc` None: do not check the CRCs of batches."""
+        """Prepare to read `wanted`. `check_crc` None: do not check the CRCs of batches."""
         self._client = client
         self._wanted = wanted
         self._max_bytes = max_bytes
@@ -130,7 +130,7 @@ class RangeReader:
             except Truncated:
                 # Brokers send the first batch whole (KIP-74).
                 if at == 0:
-                    raise self._failed("a batch is not sent whole, or says that it is too large") from None
+                    raise self._failed("the first batch is incomplete, or its length field is too large") from None
                 return
             except CodecError as error:
                 raise self._failed(str(error)) from error

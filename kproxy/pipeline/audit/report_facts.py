@@ -1,4 +1,4 @@
-"""The content of an audit's report, as a bounded number of plain values.
+"""Define the content of an audit's report: a bounded number of plain values.
 
 Counts are of records unless stated otherwise; times are milliseconds since the epoch.
 """

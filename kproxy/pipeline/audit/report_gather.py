@@ -93,7 +93,7 @@ def gather(results: Results, about: Mapping[str, str], limits: Limits | None = N
 
 @dataclass(slots=True)
 class _Counted:
-    """Partitions: the sums of all, their topics, and the rows of the worst."""
+    """The counted partitions: the sums of all, their topics, and the rows of the worst."""
 
     sums: Counter[str] = field(default_factory=Counter)
     topics: set[str] = field(default_factory=set)

@@ -170,7 +170,7 @@ def _plot(name: str, title: str, caption: str, key: Iterable[tuple[str, str]], t
 
 
 def _lanes(bars: Sequence[Bar]) -> list[int]:
-    """Return the lane of each bar: those at the same time are below each other."""
+    """Return the lane of each bar: bars that overlap in time are in different lanes."""
     ends: list[int] = []
     lanes = []
     for bar in bars:
@@ -211,7 +211,7 @@ def _fill(state: State) -> str:
 
 
 def _states(name: str, grid: Grid, states: Sequence[State]) -> Row:
-    """Return a row of states, equal neighbours joined."""
+    """Return the plot's row of states, with equal neighbours joined."""
     bars, begin = [], grid.start_ms
     for state, run in groupby(states):
         end = begin + grid.step_ms * len(list(run))

@@ -1,4 +1,4 @@
-"""The rules of an audit, and the times that trails prove under them. This module needs no Spark."""
+"""Apply an audit's rules: which rows it judges, and which times the trails prove. This module needs no Spark."""
 
 from __future__ import annotations
 

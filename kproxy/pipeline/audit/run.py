@@ -1,7 +1,7 @@
 """Run one audit: check the sources, read the trail and the logs, judge, report.
 
-A small audit is done in this process, a larger one on Spark (`run_spark.py`): an `Engine` is the difference, the steps
-are the same (`steps.py`). By default an audit begins in this process, and moves to Spark if it is too large or the user
+A small audit runs in this process, a larger one on Spark (`run_spark.py`). Both run the same steps (`steps.py`), on an
+`Engine` of their own. By default an audit begins in this process, and moves to Spark if it is too large or the user
 names a cluster.
 
 The order matters. The trail is read up to a fixed end before the logs' ends are read, so its records must be in the
@@ -141,7 +141,7 @@ class TooLarge(Exception):
 
 
 class Engine(Protocol):
-    """Where an audit is done."""
+    """Reads and computes the data of an audit: in this process, or on Spark."""
 
     def read(self, pieces: Sequence[Sequence[LogRange]], step: Step) -> Bag:
         """Return what `step` yields for pieces of logs: TrailRows or Chunks. They are computed once."""
@@ -246,7 +246,7 @@ def _begins_here(job: AuditJob, spark: SessionOptions | None) -> bool:
     is_cluster = spark is not None and (spark.master is not None or is_submitted())
     if job.engine == LOCAL and (is_elsewhere or is_cluster):
         raise StartupError(
-            "--engine local runs in this process with files of this machine: drop --master, spark-submit and ://."
+            "--engine local reads files of this machine in this process: omit --master, spark-submit and ://."
         )
     return job.engine == LOCAL or (job.engine == AUTO and not is_elsewhere and not is_cluster)
 
@@ -309,7 +309,7 @@ def _read_trail(engine: Engine, job: AuditJob, signatures: Signatures | None) ->
 
 
 def there(client: LogClient, job: AuditJob) -> tuple[str, ...]:
-    """Return the named topics without deleted ones that were not created anew."""
+    """Return the named topics, without deleted ones that were not recreated."""
     deleted = set(job.topics) & set(job.deleted_topics)
     living = set(existing(client, deleted)) if deleted else set()
     return tuple(topic for topic in job.topics if topic not in deleted - living)
@@ -318,7 +318,7 @@ def there(client: LogClient, job: AuditJob) -> tuple[str, ...]:
 def check(job: AuditJob) -> None:
     """Check everything that needs no Spark. Raise StartupError."""
     if job.from_ms is not None and job.to_ms is not None and job.from_ms >= job.to_ms:
-        raise StartupError("--from is not before --to: nothing lies between them.")
+        raise StartupError("--from is not before --to: give an earlier --from or a later --to.")
     check_report(job.report)
     if job.engine == SPARK:
         pyspark_home()
@@ -335,12 +335,12 @@ def check_places(
 ) -> None:
     """Raise StartupError if nothing answers, there is no trail, or a topic is missing.
 
-    Its one sentence saves the user Spark's stack trace a minute later.
+    Without this check Spark would fail a minute later with a stack trace.
     """
     with _cluster(bootstrap, "--bootstrap", kafka) as (_, here):
         missing = sorted(set(topics) - here.keys())
         if missing:
-            raise StartupError(f"There is no topic {missing[0]} at --bootstrap {bootstrap}: see what --topics names.")
+            raise StartupError(f"There is no topic {missing[0]} at --bootstrap {bootstrap}: correct --topics.")
     if trail.kind == TOPIC:
         _check_topic(trail.name, trail_bootstrap, kafka)
     elif "://" not in trail.name:

@@ -1,7 +1,7 @@
 """Run one audit on Spark: its tasks read the pieces of the trail and of the logs, and judge the buckets.
 
-What is read several times is kept in files, in a directory beside the results until the end. There are enough tasks for
-each to work in memory.
+Data that is read several times is kept in files, in a directory beside the results, until the audit ends. There are
+enough tasks for each to fit into memory.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def audit_in(session: Any, job: AuditJob, display: Report, limits: Limits | None
 
 @contextmanager
 def _readers_errors() -> Iterator[None]:
-    """Raise the error of a task that could not read the trail as what it was."""
+    """Raise a task's LogReadFailed, which Spark wraps in its own error, as LogReadFailed."""
     try:
         yield
     except Py4JJavaError as error:

@@ -1,4 +1,4 @@
-"""The steps of an audit, from rows of trails and headers of batches to the result tables, on any engine's bags.
+"""Turn rows of trails and headers of batches into the result tables of an audit, on any engine's bags.
 
 The offsets of each partition are cut into buckets, which are judged one by one (`judge.py`); the parts of a window of
 time, and those of a partition, are then added up. In this process a bucket is a whole partition. On Spark it is a range
@@ -158,7 +158,7 @@ def _trail_parts(rows: Bag) -> Parts:
 
 
 def parts_by_block(rows: Iterable[TrailRow]) -> Pairs:
-    """Yield the parts that consecutive rows are, by trail and block."""
+    """Yield the summaries (parts) of consecutive rows, by trail and block."""
     parts: dict[tuple[str, str, int], TrailPart] = {}
     for row in rows:
         block, part = (row.proxy, row.incarnation, row.sequence >> _BLOCK_BITS), row.part()

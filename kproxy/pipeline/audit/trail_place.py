@@ -36,7 +36,7 @@ class TrailPlace(NamedTuple):
 
     @property
     def shipping_ms(self) -> int:
-        """The longest time from closing a row until it can be read there."""
+        """The longest time, in ms, from closing a row until it can be read there."""
         return SHIPPING_MS + (_GATHERING_MS if self.kind == PARQUET else 0)
 
 

@@ -1,4 +1,4 @@
-"""The rows of a trail: decode them, and distinguish a proxy's rows from foreign ones. Both engines use it.
+"""Decode the rows of a trail, and skip those that no proxy wrote. Both engines use this module.
 
 Anyone may write to the trail's topic. Rows that no proxy writes must not make the audit fail, by numbers that overflow
 or that stand for too much data: they are skipped, like partial rows. Their sequence numbers are then missing, which the
@@ -71,11 +71,11 @@ class TrailRow:
 
     @property
     def ranges(self) -> Iterator[tuple[int, int]]:
-        """The first offset and the number of records of each span."""
+        """Yield the first offset and the number of records of each span."""
         return zip(self.spans[::2], self.spans[1::2], strict=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as a tuple: that of a dataclass takes three times as long."""
+        """Pickle the row as a tuple: the default pickle of a dataclass takes three times as long."""
         return TrailRow, _fields_of(self)
 
     def part(self) -> TrailPart:
@@ -98,7 +98,7 @@ _TYPES: Final = {
 
 @cache
 def decoder() -> Callable[[bytes], TrailRow]:
-    """Return msgspec's decoder, which takes a sixth of the time, or ours: executors may lack msgspec."""
+    """Return msgspec's decoder, which takes a sixth of the time, or `decode` where msgspec is not installed."""
     try:
         import msgspec
     except ImportError:
@@ -117,7 +117,7 @@ def decode(line: bytes) -> TrailRow:
 
 
 def rows_in(page: bytes, shipped_at: int | None = None, signatures: Signatures | None = None) -> Iterator[TrailRow]:
-    """Yield the rows in lines of JSON, without those that no proxy writes, or that are not signed."""
+    """Yield the rows in lines of JSON; skip rows that no proxy writes and rows that are not signed."""
     read = decoder()
     for line in page.split(b"\n"):
         if signatures is not None and line and not signatures.accept(line):

@@ -1,4 +1,4 @@
-"""`kproxy pipeline ingest`: Structured Streaming to a topic.
+"""Write rows to a topic with Spark's Structured Streaming: the command `kproxy pipeline ingest`.
 
 The source is files, a Kafka topic or a counter; the records are written through the proxy.
 

@@ -1,4 +1,4 @@
-"""Make values of the texts that Spark's reader finds in CSV files.
+"""Convert the texts that Spark's reader finds in CSV files to values of the schema's types.
 
 Spark's own parsers change values in silence: they read `1f` and `0x1p3` as numbers, round decimals, drop text after a
 date, and give a time without a date the day of the run. Here a text becomes exactly the value that it denotes, or its
@@ -122,7 +122,7 @@ def _value(text: Column, kind: DataType, options: Mapping[str, str]) -> Column:
 
 
 def _is_exact(text: Column, value: Column, kind: DecimalType) -> Column:
-    """Whether no digit of a decimal is lost: it has none beyond the scale but zeros, or its exponent makes it fit."""
+    """Return whether a decimal keeps all digits: those beyond the scale are zeros, or its exponent makes it fit."""
     plain = text.rlike(rf"^[^.eE]*(\.[0-9]{{0,{kind.scale}}}0*)?\z")
     wide = widened(kind)
     return plain | (text.rlike("[eE]") & (text.try_cast(wide) == value.cast(wide)))
@@ -134,7 +134,7 @@ def widened(kind: DecimalType) -> DecimalType:
 
 
 def finds_line_ends(options: Mapping[str, str]) -> bool:
-    """Whether Spark uses the first line end in a file for all of its rows."""
+    """Return whether Spark uses the first line end in a file for all of its rows."""
     return options["multiline"].lower() == "true" and "linesep" not in options
 
 

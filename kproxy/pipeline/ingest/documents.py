@@ -1,7 +1,7 @@
 """Parse JSON documents to rows, and find fields that the schema lacks.
 
 A document is parsed twice: by the schema, and for the names of its fields. Spark ignores text after a document, so
-`{"a":1} {"a":2}` would be its first half. The two times the text gets different brackets, and text after the document
+`{"a":1} {"a":2}` would be its first half. Each parse puts the text in different brackets, and text after the document
 cannot close both.
 """
 
@@ -113,7 +113,7 @@ def _parse(text: Column, kind: DataType, options: Mapping[str, str]) -> Column:
 
 
 def _is_whole(found: Column, *, several: bool) -> Column:
-    """Whether the whole text was parsed, and no field occurs twice."""
+    """Return whether the whole text was parsed, and no field occurs twice."""
     tests = (
         F.col(_VALUES).getField(CORRUPT).isNull(),
         F.is_valid_utf8(TEXT),

@@ -114,7 +114,7 @@ def write(rows: DataFrame, options: IngestOptions) -> BatchDone:
     """Write a DataFrame that is no stream, once: again after an error. Raise StartupError, else SparkFailed."""
     options.check()
     if options.exactly_once:
-        raise StartupError("exactly_once needs a stream and its checkpoint: rows that are no stream are written once.")
+        raise StartupError("exactly_once needs a stream and its checkpoint: leave it out for a table of rows.")
     session, done = rows.sparkSession, list[BatchDone]()
     job = _ask_clusters(session, options, Job(uuid.uuid4().hex, options.source, options.target))
     tasks = options.tasks or session.sparkContext.defaultParallelism
@@ -371,24 +371,24 @@ def _source(options: IngestOptions) -> str:
 # Spark's and Kafka's errors, by a part of their text.
 _KNOWN: Final = {
     r"kproxy-later-batch\|(?P<number>\d+)\|": "{target} has micro-batch {number}, which is later: another run of this "
-    "job writes it, or Spark's files in the checkpoint {checkpoint} are older; end that run, or give a new "
-    "--checkpoint for a job that begins anew",
-    "kproxy-other-rows": "a part of the micro-batch is written, and it now has other rows or keys than then: start the "
-    "job with the source and options that it had (--select, --key); or once without --exactly-once, which writes this "
+    "job wrote it, or Spark's files in the checkpoint {checkpoint} are older; end that run, or give a new "
+    "--checkpoint to start a new job",
+    "kproxy-other-rows": "a part of the micro-batch was written, and its rows or keys have changed since: start the "
+    "job with its earlier source and options (--select, --key), or once without --exactly-once, which writes this "
     "micro-batch again",
     "ProducerFenced|InvalidProducerEpoch": "a transaction took longer than transaction.timeout.ms, or another attempt "
-    "of its task has ended it: start the job again, which writes each row once; if it is repeated, make micro-batches "
-    "smaller, or raise it with --kafka-option up to the brokers' transaction.max.timeout.ms",
+    "of its task has ended it: start the job again, which writes each row once; if that fails too, make micro-batches "
+    "smaller, or raise the limit with --kafka-option up to the brokers' transaction.max.timeout.ms",
     PARQUET_TYPE: "a Parquet file in {source} has a column of a type that Spark does not read ({type}): write the file "
     "without it; or give a --schema that lacks it, with --on-new-columns ignore",
     r"(?:CSV header does not conform|Number of column in CSV header)[^\t]*CSV file: (?P<file>.*)": "the header of "
-    "{file} does not name the columns of the schema in their order: where all files to come are like it, start the job "
-    "again with a --schema that fits; else move it to where a job of its own reads, or go by position whatever headers "
-    "say with --source-option enforceSchema=true (a file that is not UTF-8 wants --source-option encoding=NAME)",
+    "{file} does not name the columns of the schema in their order: if all later files are like it, start the job "
+    "again with a matching --schema; otherwise let a separate job read it from another directory, or ignore the names "
+    "in headers with --source-option enforceSchema=true (a file that is not UTF-8 needs --source-option encoding=NAME)",
     "MALFORMED_CHARACTER_CODING": "a file in {source} is not in the encoding that --source-option encoding names "
-    "(UTF-16 with a document on each line wants its byte order and line end: encoding=UTF-16LE and lineSep=$'\\n')",
-    "RecordTooLargeException|MESSAGE_TOO_LARGE|record-too-large": "{target} takes no message as large as one of "
-    "these: lower --max-message-bytes, with --dead-letters for what is larger, or raise the topic's max.message.bytes",
+    "(UTF-16 with a document on each line needs its byte order and line end: encoding=UTF-16LE and lineSep=$'\\n')",
+    "RecordTooLargeException|MESSAGE_TOO_LARGE|record-too-large": "{target} refuses a message because of its "
+    "size: lower --max-message-bytes, with --dead-letters for larger rows, or raise the topic's max.message.bytes",
     r"Partition \d+ of topic \S+ with partition count \d+ is not present": "{target} has fewer partitions than "
     "{source}: add some, or start the job without --keep-partitions",
     "not present in metadata after|UnknownTopicOrPartitionException": "{target} cannot be reached through {bootstrap}: "
@@ -396,12 +396,12 @@ _KNOWN: Final = {
     "TopicAuthorizationException|SaslAuthenticationException|ClusterAuthorizationException|"
     "TransactionalIdAuthorizationException|GroupAuthorizationException": "{bootstrap} refused the "
     "credentials: set them with --kafka-option",
-    r"Expiring \d+ record|delivery timeout|TimeoutException.*(ms has passed|appending record)": "what was written was "
-    "not acknowledged in time by {target} through {bootstrap}: start the job again when its brokers are back, nothing "
+    r"Expiring \d+ record|delivery timeout|TimeoutException.*(ms has passed|appending record)": "{target} did not "
+    "acknowledge a record in time through {bootstrap}: start the job again when its brokers are back; nothing "
     "is lost",
     "Some data may have been lost|failOnDataLoss|OffsetOutOfRangeException|KAFKA_DATA_LOSS": "the source {source} no "
-    "longer has what was to be read next (removed by retention, or the topic was created again): give --source-option "
-    "failOnDataLoss=false to go on without it",
+    "longer has the next records (retention removed them, or the topic was recreated): give --source-option "
+    "failOnDataLoss=false to continue without them",
     "CONCURRENT_STREAM_LOG_UPDATE|[Cc]oncurrent(ly)? (update|using)|Multiple streaming queries": "another run of "
     "this job uses the checkpoint {checkpoint}: end it first",
     "OutOfMemoryError|Java heap space": "Spark ran out of memory: make micro-batches smaller or give it more "

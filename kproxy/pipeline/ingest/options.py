@@ -1,4 +1,4 @@
-"""The options of an ingest job: read and check them without Spark. Invalid ones raise StartupError."""
+"""Read and check the options of an ingest job, without Spark. Invalid options raise StartupError."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class IngestOptions:
             text = "1s" if self.format == RATE else AVAILABLE_NOW
         every_ms = duration_ms(text)
         if every_ms is None and text != AVAILABLE_NOW:
-            raise StartupError(f"--trigger {text}: give {AVAILABLE_NOW}, or how often, as in 500ms, 10s, 5m or 1h.")
+            raise StartupError(f"Invalid --trigger {text}; expected {AVAILABLE_NOW} or a time such as 500ms or 1h.")
         return None if every_ms is None else f"{every_ms} milliseconds"
 
     @property
@@ -200,7 +200,7 @@ class IngestOptions:
             "--value is JSON of columns and --value-column one column as it is: give one of them.": (
                 self.value and self.value_column is not None
             ),
-            f"--dead-letters {self.dead_letters}: give json:DIR for files or topic:NAME for a topic.": (
+            f"Invalid --dead-letters {self.dead_letters}; expected json:DIR or topic:NAME.": (
                 self.dead_letters is not None and not (self.letters_directory or self.letters_topic)
             ),
             f"--dead-letters topic:{self.topic} is the topic that is written to: give another.": (
@@ -209,7 +209,7 @@ class IngestOptions:
             f"the topic {self.topic} would be copied into itself without end: give another --topic.": (
                 self.topic in self.topics and not addresses.isdisjoint(theirs)
             ),
-            f"--kafka-option acks={acks} could lose rows that are taken for written: leave it out.": (
+            f"--kafka-option acks={acks} could lose rows that count as written: leave it out.": (
                 acks not in ("all", "-1")
             ),
             "--keep-partitions goes with --from kafka:TOPIC and --topic: name both, or leave it out.": (
@@ -235,7 +235,7 @@ class IngestOptions:
                 not has and any(each is not None for each in rest)
             ),
             "--value-format needs --registry URL, the address of the schema registry.": has and self.registry is None,
-            "--registry is no address such as https://registry:8081; its user is that of --registry-user.": (
+            "Invalid --registry; expected a URL such as https://registry:8081, with its user in --registry-user.": (
                 self.registry is not None and not _HTTP.fullmatch(self.registry)
             ),
             "--registry-user needs a password, in --registry-password-file or KPROXY_REGISTRY_PASSWORD.": (
@@ -259,7 +259,7 @@ class IngestOptions:
             value: int | None = getattr(self, name)
             if value is not None and not least <= value <= most:
                 flag = name.replace("_", "-")
-                raise StartupError(f"--{flag} {value} is not possible: give {least:,} to {most:,}.")
+                raise StartupError(f"Invalid --{flag} {value}; expected {least:,} to {most:,}.")
 
 
 def _after(kind: str, place: str | None) -> str | None:
@@ -277,5 +277,5 @@ def parse_pair(text: str, flag: str) -> tuple[str, str]:
     """Parse `NAME=WHAT`. Raise StartupError."""
     name, equals, what = text.partition("=")
     if not name or not equals:
-        raise StartupError(f"{flag} {text}: give NAME=VALUE.")
+        raise StartupError(f"Invalid {flag} {text}; expected NAME=VALUE.")
     return name, what

@@ -63,7 +63,7 @@ class Tally:
         self.behind: Backlog | None = None
 
     def left(self, behind: Backlog | None) -> None:
-        """Record the backlog, where it was counted."""
+        """Record the backlog, unless it was not counted."""
         if behind is not None:
             self.behind = behind
             self._metrics.behind.labels(behind.unit).set(behind.left)
@@ -138,7 +138,7 @@ def serving(metrics: Metrics, listen: str | None) -> Iterator[str]:
         server, thread = start_http_server(port, host, metrics.registry)
     except OSError as error:
         raise StartupError(
-            f"--metrics {listen} cannot be listened on ({error.strerror}): give another address."
+            f"The job cannot listen on --metrics {listen} ({error.strerror}): give another address."
         ) from error
     try:
         yield f"http://{Address(host, server.server_port)}/metrics"

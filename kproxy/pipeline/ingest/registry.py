@@ -1,6 +1,6 @@
-"""Get the id of the schema of a topic's values from a schema registry, by the REST API of Confluent's.
+"""Get the id of a topic's value schema from a schema registry, with Confluent's REST API.
 
-Karapace has the same API, and Apicurio below `/apis/ccompat/v7`. Errors name the address, the subject and the
+Karapace has the same API, and Apicurio has it below `/apis/ccompat/v7`. Errors name the address, the subject and the
 registry's own message.
 """
 
@@ -36,7 +36,7 @@ class Registry:
     """The registry of a job that has a `value_format`, for its one subject."""
 
     def __init__(self, options: IngestOptions) -> None:
-        """Raise StartupError if the format's library is not installed."""
+        """Prepare the requests. Raise StartupError if the format's library is not installed."""
         form = str(options.value_format)
         if form in _NEEDED and util.find_spec(_NEEDED[form]) is None:
             raise StartupError(f"--value-format {form} needs {_NEEDED[form]}: run `{install_command('registry')}`.")
@@ -64,7 +64,7 @@ class Registry:
         if found is None:
             raise StartupError(f"there is no {self._subject}: register its schema, or leave out --value-schema latest.")
         if found.get("references"):
-            raise StartupError(f"the schema of {self._subject} refers to others: give a --value-schema FILE.")
+            raise StartupError(f"the schema of {self._subject} refers to other schemas: give a --value-schema FILE.")
         return found["id"], str(found.get("schema"))
 
     def id_of(self, text: str) -> int:
@@ -78,7 +78,7 @@ class Registry:
         return int(found["id"])
 
     def _ask(self, path: str, body: Mapping[str, str] | None = None) -> Mapping[str, Any] | None:
-        """Return the answer, which has an id; None if what was asked for is not there. Raise StartupError."""
+        """Return the answer, which has an id; None if there is no such subject or schema. Raise StartupError."""
         url = f"{str(self._options.registry).rstrip('/')}/subjects/{quote(self._options.value_subject, safe='')}{path}"
         # `check` of the options has seen that it is HTTP.
         request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), self._headers)  # noqa: S310
@@ -116,7 +116,7 @@ class Registry:
             )
         if code is None or status in (200, 404, 405):
             return (
-                f"{self._where} is no schema registry (it answers {status} for subject {self._options.value_subject}): "
+                f"{self._where} is not a schema registry (answer: {status} for subject {self._options.value_subject}): "
                 "name its base address, such as http://registry:8081, with Apicurio's /apis/ccompat/v7."
             )
         remedy = "correct --value-schema or the columns" if status == 422 else "see the registry's log"

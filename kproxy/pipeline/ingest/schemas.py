@@ -1,7 +1,7 @@
 """Derive the schema of values from the columns of a DataFrame: Avro, Protobuf and JSON Schema.
 
-Every column may be null, whatever Spark knows of it: else another expression for a column would be another schema, and
-a new column would not be compatible with earlier schemas.
+Every column may be null, whatever Spark knows of it. Otherwise another expression for a column would change the schema,
+and a new column would not be compatible with earlier schemas.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def refused(path: str, kind: DataType, form: str, why: str) -> StartupError:
     """Return the error for the column at `path`, which begins with NAME."""
     what = "the value" if path == NAME else f"the column {path.removeprefix(f'{NAME}.')}"
     return StartupError(
-        f"{what} ({kind.simpleString()}) cannot be written as {form}, as {why}: change it with --select, or leave it "
-        "out with --value."
+        f"{what} ({kind.simpleString()}) cannot be written as {form}: {why}; change it with --select, or omit it "
+        "with --value."
     )
 
 
@@ -63,7 +63,7 @@ def checked(kind: DataType, path: str, form: str) -> tuple[str, str]:
     """Return the type of a scalar in `form`, and its format. Raise StartupError if there is none."""
     found = SCALARS.get(kind.typeName())
     if found is None:
-        raise refused(path, kind, form, "there is no such type")
+        raise refused(path, kind, form, "the format has no such type")
     name, _, more = found[FORMATS.index(form)].partition(" ")
     return name, more
 
@@ -71,13 +71,13 @@ def checked(kind: DataType, path: str, form: str) -> tuple[str, str]:
 def value_type(kind: MapType, path: str, form: str) -> DataType:
     """Return the type of a map's values. Raise StartupError if its keys are not text."""
     if not isinstance(kind.keyType, StringType):
-        raise refused(path, kind, form, "keys of maps are STRING there")
+        raise refused(path, kind, form, "keys of maps must be STRING")
     return kind.valueType
 
 
 def _named(name: str, path: str, kind: DataType, form: str) -> str:
     if not _NAMES.fullmatch(name):
-        raise refused(f"{path}.{name}", kind, form, "names have letters, digits and _ there")
+        raise refused(f"{path}.{name}", kind, form, "names may have only letters, digits and _")
     return f"{path}.{name}"
 
 
@@ -128,7 +128,7 @@ def _message(kind: StructType, name: str, path: str, indent: str) -> str:
             of = f"{field.name[:1].upper()}{field.name[1:]}Value"
             lines.append(_message(one, of, where, f"{indent}  "))
         elif isinstance(one, NESTED):
-            raise refused(where, field.dataType, PROTOBUF, "arrays and maps have no arrays or maps in them there")
+            raise refused(where, field.dataType, PROTOBUF, "arrays and maps cannot contain arrays or maps")
         else:
             of, _ = checked(one, where, PROTOBUF)
         lines.append(f"{indent}  {form.format(of)} {field.name} = {number};\n")

@@ -1,6 +1,6 @@
-"""Write one micro-batch: its messages and its dead letters.
+"""Write one micro-batch: its messages to Kafka, and its dead letters.
 
-`foreachBatch` calls it.
+Spark calls `BatchWriter` by `foreachBatch`.
 
 Invariants
 1. Spark commits a micro-batch when the call returns: after each of its rows is acknowledged by its topic or is a dead
@@ -65,11 +65,11 @@ class BatchDone:
 
 
 class Stopped(Exception):
-    """The job ends before this micro-batch; nothing of it is written. It comes back from Java as text."""
+    """The job ends before this micro-batch, of which nothing is written. Java returns the error as text."""
 
 
 class RefusedFile(Exception):
-    """A file has columns that would be lost; nothing of its micro-batch is written. It comes back as text."""
+    """A file has columns that would be lost; nothing of its micro-batch is written. Java returns the error as text."""
 
     def __init__(self, path: str, names: Sequence[str]) -> None:
         super().__init__("|".join([REFUSED, NEW_IN_FILE, path, ", ".join(names).replace("|", " "), ""]))
@@ -200,7 +200,7 @@ def _counted(rows: DataFrame) -> dict[str, int]:
 
 
 def add_jar(session: SparkSession) -> None:
-    """Send our classes to the executors of `session`, once. Raise SparkFailed if Spark does not take them."""
+    """Send kproxy's Java classes to the executors of `session`, once. Raise SparkFailed if Spark refuses them."""
     context: Any = session.sparkContext
     with as_spark_failure("The classes for executors were not taken"):
         if JAR not in str(context._jsc.sc().listJars()):

@@ -1,4 +1,4 @@
-"""Open a source as a streaming DataFrame, infer its schema, count the files or records that are still to be read."""
+"""Open a source as a streaming DataFrame, infer its schema, and count the files or records that are left to read."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ def _records(session: SparkSession, options: IngestOptions) -> DataFrame:
 
 
 class Backlog(NamedTuple):
-    """The number that is left; `unit` is `files` or `records`."""
+    """The number of files or records that are left to read; `unit` is `files` or `records`."""
 
     left: int
     unit: str

@@ -233,7 +233,7 @@ def json_of(names: Sequence[str]) -> Column:
 
 
 def columns_of(rows: DataFrame) -> list[str]:
-    """Return the columns that are not ours."""
+    """Return the columns that do not begin with `_kproxy_`."""
     return [name for name in rows.columns if not _is_ours(name)]
 
 
@@ -276,7 +276,7 @@ def _bytes(column: Column, kind: DataType) -> Column:
 
 
 class _Parts:
-    """The parts of the message of `rows`, and `not_finite`: whether JSON in them would have a number that it lacks."""
+    """The parts of the message of `rows`, and `not_finite`: whether they have a number that JSON cannot express."""
 
     def __init__(self, rows: DataFrame, options: IngestOptions, registered: RegisteredValues | None) -> None:
         self._rows = rows
@@ -332,7 +332,7 @@ class _Parts:
         else:
             record, kind = _find(self._rows, options.value_column)
         if not isinstance(kind, StructType):
-            raise StartupError(f"--value-column {options.value_column} is no STRUCT: name its columns with --value.")
+            raise StartupError(f"--value-column {options.value_column} is not a STRUCT: name its columns with --value.")
         if options.value_format == JSON_SCHEMA:
             self._json.append((record, kind))
         return registered.column(record, kind, F.encode(F.to_json(record, _WITH_NULLS), "utf-8"))
@@ -370,7 +370,7 @@ def _any(tests: Iterable[Column | None]) -> Column | None:
 
 
 def _no_number(column: Column, kind: DataType) -> Column | None:
-    """Whether any number in it is NaN or infinite, never null; None if its type has no such numbers."""
+    """Return whether a number in it is NaN or infinite, never null; None if its type has no such numbers."""
     if isinstance(kind, (FloatType, DoubleType)):
         return F.coalesce(F.isnan(column) | (F.abs(column) == F.lit(float("inf"))), F.lit(False))
     if isinstance(kind, StructType):

@@ -1,4 +1,4 @@
-"""Make values in the wire format of schema registries: a zero byte, the schema's id in four bytes, the payload.
+"""Encode values in the wire format of schema registries: a zero byte, the schema's id in four bytes, the payload.
 
 The driver registers the schema and checks the columns against it, before anything is written. Spark itself makes JSON;
 its Python workers make Avro and Protobuf, with this module and the extra `registry`.
@@ -52,16 +52,16 @@ Convert = Callable[[Any], Any]
 
 
 class RegisteredValues:
-    """The values of a job with a `value_format`; their schema is registered when it is first needed."""
+    """Encodes the values of a job with a `value_format`; the schema is registered when it is first needed."""
 
     def __init__(self, options: IngestOptions) -> None:
         self._options = options
         self._made: dict[str, Convert] = {}
 
     def column(self, record: Column, kind: StructType, as_json: Column) -> Column:
-        """Return the values of the column `record`, each with its problem. Raise StartupError.
+        """Return the values of the column `record`, each with its problem if any. Raise StartupError.
 
-        `as_json` is the same as JSON.
+        `as_json` is the same column as JSON.
         """
         # Not its JSON: micro-batches may differ from their stream in what may be null.
         name = kind.simpleString()
@@ -87,7 +87,7 @@ class RegisteredValues:
 
 
 class Encoder(NamedTuple):
-    """Make values of rows. `schema` is Avro's text, or Protobuf's compiled files; `kind` is Spark's JSON."""
+    """Encode rows as values. `schema` is Avro's text, or Protobuf's compiled files; `kind` is Spark's JSON."""
 
     form: str
     schema: bytes
@@ -102,7 +102,7 @@ class Encoder(NamedTuple):
 
     @functools.lru_cache(maxsize=16)  # noqa: B019 - all that it holds is the job's
     def writer(self) -> Callable[[Any], bytes]:
-        """Return what makes the payload of a row. Raise StartupError for columns that do not fit the schema."""
+        """Return the function that encodes a row's payload. Raise StartupError if columns do not fit the schema."""
         kind = StructType.fromJson(json.loads(self.kind))
         return (_avro_writer if self.form == AVRO else _proto_writer)(self.schema, kind)
 
@@ -136,9 +136,9 @@ class _Shape(NamedTuple):
 
 
 def _fit(form: str, look: Callable[[Any], _Shape], kind: DataType, node: Any, path: str) -> Convert:
-    """Return how Python's value of a column becomes the library's. Raise StartupError.
+    """Return the function from a column's Python value to the library's value. Raise StartupError.
 
-    `look` makes a shape of `node`, which is the schema's.
+    `look` returns the shape of `node`, a node of the schema.
     """
     shape = look(node)
     made = shape.made or dict
@@ -166,7 +166,7 @@ def _fields(
     form: str, look: Callable[[Any], _Shape], kind: StructType, shape: _Shape, path: str
 ) -> list[tuple[str, Convert]]:
     if missing := [name for name in shape.needed if name not in kind.names]:
-        raise StartupError(f"the schema has a field {missing[0]} that no column is for: add one with --select.")
+        raise StartupError(f"no column has the name of the schema's field {missing[0]}: add one with --select.")
     fields = []
     for field in kind.fields:
         where = f"{path}.{field.name}"
@@ -182,7 +182,7 @@ def _unless_null(how: Convert) -> Convert:
 
 def _millis(micros: int) -> int:
     if micros % 1000:
-        raise ValueError("a time has microseconds, and the schema milliseconds")
+        raise ValueError("a time has microseconds, but its type in the schema has milliseconds")
     return micros // 1000
 
 
@@ -203,7 +203,7 @@ def _avro_writer(schema: bytes, kind: StructType) -> Callable[[Any], bytes]:
     try:
         parsed = fastavro.parse_schema(json.loads(schema), named)
     except (ValueError, LookupError, TypeError, AttributeError, fastavro.schema.SchemaParseException) as error:
-        raise StartupError(f"the schema of the values is not one of Avro ({error!r}): correct it.") from error
+        raise StartupError(f"the schema of the values is not valid Avro ({error!r}): correct it.") from error
     convert = _fit(AVRO, functools.partial(_avro_shape, named), kind, parsed, NAME)
 
     def write(row: Any) -> bytes:

@@ -280,7 +280,7 @@ def test_unusable_sink_is_reported_before_any_wait(tmp_path: Path) -> None:
         *("--audit-sink", f"json:{tmp_path / 'file' / 'trail'}"),
     )
     assert ended.status == 2
-    assert ended.stderr.startswith(f"kproxy: audit.sink: the directory {tmp_path / 'file' / 'trail'} cannot be made")
+    assert ended.stderr.startswith(f"kproxy: audit.sink: the directory {tmp_path / 'file' / 'trail'} cannot be created")
 
 
 @both_loops

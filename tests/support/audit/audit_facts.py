@@ -1,4 +1,4 @@
-"""The possible results of an audit, for tests of reports: one cluster's hour, and every fault in it."""
+"""Build the results of an audit for tests of reports: one cluster's hour, with every kind of fault."""
 
 from __future__ import annotations
 

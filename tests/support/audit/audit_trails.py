@@ -1,4 +1,4 @@
-"""Trails to ship, and trails as they arrived."""
+"""Make rows of trails to ship, and read the trails that arrived."""
 
 from __future__ import annotations
 

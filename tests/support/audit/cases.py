@@ -1,4 +1,4 @@
-"""Handwritten trails and logs, and the audit's expected results: each topic is a case."""
+"""Define handwritten trails and logs with the audit's expected results; each topic is a case."""
 
 from __future__ import annotations
 

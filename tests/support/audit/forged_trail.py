@@ -1,4 +1,4 @@
-"""Handmade trails, as a proxy would have written them."""
+"""Write trails by hand, as a proxy would have written them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random small histories of a partition, and a model of the audit that looks at every offset by itself."""
+"""Draw random small histories of a partition, and judge them with a model that looks at each offset separately."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small trails and logs written by hand: a topic per case, so that one audit judges all of them."""
+"""Define small handwritten trails and logs: one topic per case, so that one audit judges all of them."""
 
 from __future__ import annotations
 

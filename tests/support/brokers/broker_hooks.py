@@ -1,11 +1,11 @@
-"""Faults and hooks of a test's broker; each is an option of `tests.support.brokers.broker_main`.
+"""Cause faults in a test's broker; each fault is an option of `tests.support.brokers.broker_main`.
 
 stops_at_marks=1       the broker stops itself within a write that has a mark. A stopped process keeps its sockets and
                        its place in the code, for example between the fence check and the write, where a page fault or a
                        hypervisor may hold it for longer than its lease lives.
 replication_at=PORT    followers get this port in place of the broker's, so that a test's relay can cut them off.
 unfenced=1             from SIGUSR1 on, which it confirms with UNFENCED in its log, it ignores its own fence: it leads
-                       its partitions for ever, even if by etcd another broker leads them.
+                       its partitions for ever, even if etcd names another leader.
 disk_may_stall=1       fsync and fdatasync do not return while a file DATA_DIR.stalled stands beside its data directory;
                        like calls to a real disk, they wait without the interpreter's lock.
 """

@@ -1,4 +1,4 @@
-"""A reference broker for tests.
+"""Run a reference broker for tests, with options that cause faults.
 
 `python -m tests.support.brokers.broker_main NODE_ID DATA_DIR ETCD[,…] PREFIX [option=value]`: options are
 BrokerConfig's, but `listen`, `advertise` and `admin` are ports, and `replication_tls` is CERT,KEY,CA. Options of

@@ -1,4 +1,4 @@
-"""A broker that cuts a connection after an exact number of bytes of a request or of an answer.
+"""Run a broker that cuts a connection after an exact number of bytes of a request or of an answer.
 
 It serves one partition and reads its socket byte by byte, which a protocol on an event loop cannot do. It answers its
 first request with success, so that the route to it is proven. It cuts the second one, and serves everything on later

@@ -1,7 +1,7 @@
-"""A relay in front of a broker that leaves one batch in doubt and refuses another, like a broker that loses followers.
+"""Relay to a broker, leave one batch without an answer, and refuse another, like a broker that loses followers.
 
-It finds both batches by their partition and value. All else passes unchanged, one request of a connection after
-another, as a broker handles them. The broker has to advertise the relay's address.
+The relay finds both batches by their partition and value. Everything else passes unchanged, one request of a connection
+after another, as a broker handles them. The broker must advertise the relay's address.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Brokers on one prefix of a three-member etcd, each behind relays that a test can shut: to etcd, and to its followers.
+"""Run brokers on a three-member etcd, behind relays that a test can shut: to etcd, and to their followers.
 
 Relays run on the test's event loop, so blocking work needs a thread: `await asyncio.to_thread(...)`.
 """

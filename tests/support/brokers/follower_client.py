@@ -1,4 +1,4 @@
-"""One connection to a broker's replication listener that sends exactly what a test specifies."""
+"""Send exactly the messages that a test specifies to a broker's replication listener, on one connection."""
 
 from __future__ import annotations
 

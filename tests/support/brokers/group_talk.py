@@ -1,4 +1,4 @@
-"""Conversations about a consumer group, request by request: what members ask, and all that they are answered.
+"""Hold conversations about a consumer group, request by request, and record every answer to its members.
 
 A conversation is held in several versions of each API. Answers are compared as text in which ids and names that differ
 between clusters are replaced.

@@ -1,6 +1,6 @@
-"""A relay between proxies and a broker that may hold bytes for any time, like a network.
+"""Relay between proxies and a broker, and hold bytes for any time, like a network.
 
-Written bytes arrive in order, even if their sender is gone by then; only `cut` loses them.
+Written bytes arrive in order, even if their sender has ended by then; only `cut` loses them.
 """
 
 from __future__ import annotations

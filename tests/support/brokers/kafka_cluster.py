@@ -1,4 +1,4 @@
-"""A cluster of scripted brokers that behaves like Apache Kafka when leaders move, for real clients and proxies.
+"""Simulate Apache Kafka's behaviour when leaders move, with scripted brokers for real clients and proxies.
 
 A broker refuses a batch for a partition that it does not lead with NOT_LEADER_OR_FOLLOWER and no base offset. It
 refuses an acks=0 batch by closing the connection.

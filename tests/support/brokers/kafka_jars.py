@@ -1,4 +1,4 @@
-"""Apache Kafka's own jars for tests and measurements: users' tools and clients, and a real broker, without Maven.
+"""Get Apache Kafka's own jars for tests and measurements, without Maven: tools, clients, and a real broker.
 
 The Ivy that pyspark carries resolves them from Maven Central, once per user; after that no network access is needed.
 The functions skip the test if the jars are not available.

@@ -1,4 +1,4 @@
-"""Send the same requests to two clusters: Apache Kafka, which is right by definition, and the reference brokers.
+"""Send the same requests to two clusters: Apache Kafka, whose answers count as right, and the reference brokers.
 
 A side is three brokers with every topic on all of them, and is used only over the protocol: creating topics and asking
 for leaders and in-sync replicas is the same for both. Only starting and ending a process differs.

@@ -1,4 +1,4 @@
-"""A real Apache Kafka cluster: KRaft, every node is broker and controller, on free ports of this machine.
+"""Run a real Apache Kafka cluster: KRaft, every node is broker and controller, on free ports of this machine.
 
 `real_kafka` is one cluster of three for the whole run; tests use different topics, and a test that takes a broker down
 brings it back.

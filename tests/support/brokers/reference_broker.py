@@ -1,4 +1,4 @@
-"""Reference brokers as child processes, and a client that sends exactly what a test specifies.
+"""Run reference brokers as child processes, and send them exactly what a test specifies.
 
 `start_broker` runs a broker for one test; the fixture `cluster` shares three between the tests that only use them.
 """

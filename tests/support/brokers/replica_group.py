@@ -1,4 +1,4 @@
-"""Three replicas of one partition that fetch from one another by plain calls; the test plays the part of etcd."""
+"""Run three replicas of one partition that fetch from one another by plain calls; the test plays etcd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A leader and a follower in one process: the real listener, the real fetchers and real logs, but no etcd.
+"""Run a leader and a follower in one process: the real listener, the real fetchers and real logs, but no etcd.
 
 The test chooses the leaders; both views receive the changes as if from etcd.
 """

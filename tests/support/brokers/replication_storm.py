@@ -1,4 +1,4 @@
-"""Faults of replicated brokers, at random from a seed, and a reader that remembers everything it has read."""
+"""Cause random faults of replicated brokers from a seed, and check all records that a reader has read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A broker that its test controls: a real TCP server on loopback, driven request by request.
+"""Run a broker that its test controls: a real TCP server on loopback, driven request by request.
 
 Without a `script` every request waits in `asked` until the test takes it and answers, or does not. With one, the script
 is called for each request as it arrives. It answers nothing by itself except the breaker's probes, unless

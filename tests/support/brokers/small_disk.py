@@ -1,4 +1,4 @@
-"""A disk that can be filled: a small file system in memory if one can be mounted, otherwise a limit on files."""
+"""Provide a disk that can be filled: a small file system in memory if possible, otherwise a limit on files."""
 
 from __future__ import annotations
 

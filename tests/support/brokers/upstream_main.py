@@ -1,4 +1,4 @@
-"""A healthy scripted broker in a process of its own, to be stopped and continued: prints its port."""
+"""Run a healthy scripted broker in a process of its own, which a test stops and continues; it prints its port."""
 
 from __future__ import annotations
 

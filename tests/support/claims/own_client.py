@@ -1,4 +1,4 @@
-"""A client that claims partitions with the Own API and produces to them, on one connection, with pipelining.
+"""Claim partitions with the Own API and produce to them, on one connection, with pipelining.
 
 Each call sends one request and awaits its answer, PATIENCE_S at most. The `send_` methods send at once and return a
 future of the answer, so that several requests may be under way. Answers are matched to requests by correlation id, in

@@ -1,4 +1,4 @@
-"""A fixture for tests of the Own API: two proxies with two workers each, in front of reference brokers, on one etcd.
+"""Provide a fixture for tests of the Own API: two proxies with two workers each, reference brokers, and one etcd.
 
 `own_site` is shared by the whole run, so a test leaves no claims behind. Topics exist in advance, each gated by its own
 writer group.

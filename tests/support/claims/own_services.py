@@ -1,4 +1,4 @@
-"""The Own service of one process, on an etcd, without a proxy."""
+"""Run the Own service of one process on an etcd, without a proxy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Brokers and two proxies for histories of ownership, with links that a test can hold, cut and kill.
+"""Run brokers and two proxies for histories of ownership, with links that a test can hold, cut and kill.
 
     clients - proxies - Way (held_bytes) - brokers - etcd
                  `------ Relay ----------------------'

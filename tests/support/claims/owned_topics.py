@@ -1,4 +1,4 @@
-"""Brokers and two proxies for clients that own their partitions; clients get the address of a relay before each proxy.
+"""Run brokers and two proxies, each behind a relay, for clients that own their partitions.
 
 The relays can end connections, or stop carrying bytes without ending them, like a network. The topics of the site have
 the writer group WRITERS.

@@ -1,4 +1,4 @@
-"""Writers that send every value once, one after another, and record the outcome of each; and the judge of them.
+"""Write every value once, one after another, record the outcomes, and judge them.
 
 The rules are those of an end-to-end check: a value acknowledged with acks=all is at its offset, a value refused for
 good is nowhere, no value is there twice, and the values in the log are in the order of sending.

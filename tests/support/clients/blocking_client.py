@@ -1,4 +1,4 @@
-"""A client that sends a process one question over a socket, and waits for the answer."""
+"""Send a process one request over a socket, and wait for the answer."""
 
 from __future__ import annotations
 

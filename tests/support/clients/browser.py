@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over its devtools protocol (https://chromedevtools.github.io/devtools-protocol/)."""
+"""Drive a headless Chromium over its devtools protocol (https://chromedevtools.github.io/devtools-protocol/)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that need a process of their own, all with one interface: records on stdin, their outcomes on stdout.
+"""Run clients that need a process of their own, all with one interface: records on stdin, outcomes on stdout.
 
 In: a line for each record, "partition key value [header-name header-value]...". Out, when the input has ended and all
 records have an outcome: "sent COUNT", then "ack NUMBER PARTITION OFFSET" or "error NUMBER WHAT" for each record,

@@ -1,4 +1,4 @@
-"""Members of consumer groups, of three clients with default settings: each reads in a thread until it is stopped."""
+"""Run members of consumer groups, of three clients with default settings: each reads in a thread until stopped."""
 
 from __future__ import annotations
 

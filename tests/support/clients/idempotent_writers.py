@@ -1,4 +1,4 @@
-"""librdkafka with enable.idempotence and acks=all, which writes until it is stopped; every record must arrive once."""
+"""Write with librdkafka, enable.idempotence and acks=all until stopped, and check that every record arrives once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Java for tests that run Java programs; a test that asks for one is skipped if there is none."""
+"""Find a Java for tests that run Java programs; skip tests that need one if there is none."""
 
 from __future__ import annotations
 

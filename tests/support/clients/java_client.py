@@ -1,4 +1,4 @@
-"""Kafka's own Java client of any release since 0.11; see JavaClient.java."""
+"""Run Kafka's own Java client of any release since 0.11 (JavaClient.java)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write and read a few records, for tests about other things. librdkafka, acks=all."""
+"""Write and read a few records with librdkafka and acks=all, for tests about other things."""
 
 from __future__ import annotations
 

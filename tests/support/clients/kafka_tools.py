@@ -1,4 +1,4 @@
-"""Kafka's command line tools, direct and through a proxy: kafka_tools.toml has the commands and their outcomes.
+"""Run Kafka's command line tools, direct and through a proxy, and compare outcomes with kafka_tools.toml.
 
 All commands of a tool run direct, then all through the proxy, each side on topics, groups and users of its own, whose
 names end with the side. Two outputs are the same if the exit status is, and the set of lines after each side's

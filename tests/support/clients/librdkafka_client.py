@@ -1,4 +1,4 @@
-"""librdkafka, as confluent-kafka brings it, with an outcome for each record."""
+"""Write with librdkafka, as confluent-kafka brings it, and record the outcome of each record."""
 
 from __future__ import annotations
 

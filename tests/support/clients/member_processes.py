@@ -1,4 +1,4 @@
-"""Members of consumer groups that are processes, so that they can be killed.
+"""Run members of consumer groups as processes, so that tests can kill them.
 
 They are librdkafka's kcat, Java's console consumer, Go's franz-go and Sarama, Node's KafkaJS. Their sessions end after
 six seconds.

@@ -1,4 +1,4 @@
-"""kafka-python 2.0.2, which speaks versions that newer clients do not, in a process of its own.
+"""Run kafka-python 2.0.2, which speaks versions that newer clients do not, in a process of its own.
 
 It cannot be installed beside today's kafka-python, so its wheel, downloaded once per user, is put on the path of that
 process alone. A test that asks for it is skipped if it is not available.

@@ -1,6 +1,6 @@
-"""Run by tests.support.clients.old_kafka_python without this project on its path.
+"""Run one client of kafka-python 2.0.2; tests.support.clients.old_kafka_python starts it.
 
-tests.support.clients.client_process describes its input and output.
+It runs without this project on its path. tests.support.clients.client_process describes its input and output.
 Arguments: WHEEL BOOTSTRAP TOPIC API-VERSION.
 """
 

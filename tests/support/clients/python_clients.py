@@ -1,4 +1,4 @@
-"""Python's three clients, with one way to write records and one to read a topic, for tests of what comes back."""
+"""Write and read records with each of Python's three clients, through one interface."""
 
 from __future__ import annotations
 

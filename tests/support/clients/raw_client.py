@@ -1,4 +1,4 @@
-"""A client that sends exactly the frames that a test builds, on one connection.
+"""Send exactly the frames that a test builds, on one connection.
 
 Frames are built by `tests.support.wire.messages`, answers are read by kafka-python.
 """

@@ -1,8 +1,8 @@
-"""Schema registries for tests: a stand-in over HTTP, and Apicurio, which is a real one.
+"""Run schema registries for tests: a stand-in over HTTP, and Apicurio, a real one.
 
-The stand-in has what ingest asks for, of the REST API as Confluent documents it: its paths, statuses, error codes and
-the fields of its answers. It takes any schema, and of Avro's compatibility it knows that a field keeps its type, and
-that a new one needs a default. The same tests run with both, so the stand-in answers as Apicurio does.
+The stand-in has the part of Confluent's REST API that ingest uses: its paths, statuses, error codes and fields of
+answers. It takes any schema. Of Avro's compatibility it knows that a field keeps its type, and that a new one needs a
+default. The same tests run with both, so the stand-in answers as Apicurio does.
 """
 
 from __future__ import annotations

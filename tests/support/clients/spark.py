@@ -1,4 +1,4 @@
-"""Spark for tests: one session for all of them, and its Kafka sink, one batch after another."""
+"""Run Spark for tests: one session for all of them, and its Kafka sink, one batch after another."""
 
 from __future__ import annotations
 

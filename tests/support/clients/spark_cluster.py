@@ -1,4 +1,4 @@
-"""A Spark standalone cluster on this machine: a master and a worker, processes of Spark's own."""
+"""Run a Spark standalone cluster on this machine: a master and a worker, processes of Spark's own."""
 
 from __future__ import annotations
 

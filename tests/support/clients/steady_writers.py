@@ -1,4 +1,4 @@
-"""Producers that each keep one record in flight to one partition, and the times of acknowledgements.
+"""Run producers that each keep one record in flight to one partition, and record the times of acknowledgements.
 
 Clients run with their default settings and those of the test, in four modes. Record number n has the value n.
 """

@@ -1,4 +1,4 @@
-"""A plugin for the pytest of other clients' suites: it writes the outcomes, and replaces a fixture of aiokafka's.
+"""Write the outcomes of other clients' test suites, as a plugin of their pytest; replace a fixture of aiokafka's.
 
 `scripts/client_suites.py` copies it beside the suite's output, as it runs without kproxy, in the suite's environment.
 """

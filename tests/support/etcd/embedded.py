@@ -1,4 +1,4 @@
-"""A real etcd for tests, as fixtures.
+"""Provide a real etcd for tests, as fixtures.
 
 `etcd` is one server for the whole run; tests use different prefixes (`etcd_prefix`). A test that stops, kills or
 compacts etcd uses one of its own: `async with own_etcd(tmp_path)`.

@@ -1,4 +1,4 @@
-"""Faults of an etcd cluster, at random from a seed, and the judgement of the changes that a mirror received."""
+"""Cause random faults of an etcd cluster from a seed, and judge the changes that a mirror received."""
 
 from __future__ import annotations
 

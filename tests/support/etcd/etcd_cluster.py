@@ -1,4 +1,4 @@
-"""A real cluster of three etcd members of a current release, for tests that take members down.
+"""Run a real cluster of three etcd members of a current release, for tests that take members down.
 
 The release on PyPI is from 2021 and has a known fault: it revokes leases early. The release built here, once per user,
 is the one to run in production. `etcd_cluster` is one cluster for the whole run, for tests that leave it healthy;

@@ -1,4 +1,4 @@
-"""A constant writer to etcd, the changes that a mirror receives, and etcd's own history to compare with them."""
+"""Write constantly to etcd, and compare the changes that a mirror receives with etcd's own history."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""etcd with TLS, client certificates and users, for tests."""
+"""Run etcd with TLS, client certificates and users, for tests."""
 
 from __future__ import annotations
 

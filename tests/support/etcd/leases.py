@@ -1,4 +1,4 @@
-"""Partition leases in etcd, and a table's view of them, in one form."""
+"""Read partition leases from etcd, and a table's view of them, in one form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules of replication, each switched off by a patch of product code for as long as a test runs.
+"""Define patches of product code, each of which switches off a rule of replication while a test runs.
 
 The following compares of transactions are not included.
 - The lease key in an ISR's change, and in `_begin_epoch`: leaving out one alone has no effect. A broker that takes

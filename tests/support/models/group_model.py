@@ -1,4 +1,4 @@
-"""Consumer groups under faults: members, coordinators on several brokers, and a log that keeps what is committed.
+"""Simulate consumer groups under faults: members, coordinators on several brokers, and a log of commits.
 
 The coordinators, their groups and journals are the product's, on a simulated loop. `Lead` is what replication promises
 of a partition (the replication model tests that): what the in-sync replicas have stays, what they lack may go with its

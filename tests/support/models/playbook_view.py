@@ -1,4 +1,4 @@
-"""The view that the core of a Playbook (tests.support.models.playbook) reads besides its events."""
+"""Simulate the view that the core of a Playbook (tests.support.models.playbook) reads besides its events."""
 
 from __future__ import annotations
 

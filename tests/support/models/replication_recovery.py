@@ -1,4 +1,4 @@
-"""The end of a run of the replication model, when all faults end; and runs judged with it."""
+"""End a run of the replication model: end all faults, and judge the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An event loop with a simulated clock: a test moves the time, and callbacks run in a defined order.
+"""Simulate an event loop and its clock: a test moves the time, and callbacks run in a defined order.
 
 Each simulated process has one. A stopped process is a loop that nobody runs; a killed one is a loop that is never run
 again. Work that product code hands to a thread is done at once, in the caller's step.

@@ -1,4 +1,4 @@
-"""The resources that a proxy holds when it should hold none: tests look into its state only here."""
+"""Count the resources that a proxy holds when it should hold none; no other test code reads its state."""
 
 from __future__ import annotations
 

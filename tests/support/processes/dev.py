@@ -1,4 +1,4 @@
-"""`kproxy` commands as real processes: `kproxy dev` to test against, and any command to see how it ends."""
+"""Run `kproxy` commands as real processes: `kproxy dev` to test against, and any command to see how it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that are forked from one that has already imported kproxy.
+"""Fork processes from one that has already imported kproxy, so that they start fast.
 
 A proxy takes most of a second of CPU for its imports, and a test run starts more than a thousand. `start` asks the
 *fork server* of this test process: a process that has imported all of it, runs nothing and has one thread. It forks,

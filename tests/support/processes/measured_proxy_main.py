@@ -1,4 +1,4 @@
-"""`kproxy` on an event loop that measures its own turns.
+"""Run `kproxy` on an event loop that measures its own turns.
 
 Run it with `python -m tests.support.processes.measured_proxy_main serve …`.
 On SIGUSR1 it prints a line of JSON about all turns since the last such line: how many there were, how long the longest

@@ -1,4 +1,4 @@
-"""Ports for servers that need a given port; other servers choose a port and report it when they serve."""
+"""Choose ports for servers that need a given port; other servers choose a port and report it when they serve."""
 
 from __future__ import annotations
 

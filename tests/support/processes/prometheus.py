@@ -1,4 +1,4 @@
-"""A real Prometheus that scrapes admin pages every second, with the chart's rules made quick.
+"""Run a real Prometheus that scrapes admin pages every second, with the chart's rules at shorter durations.
 
 The rules are changed in their durations alone (`quick`), so that what fires here fires there, only later:
 

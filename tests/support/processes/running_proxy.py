@@ -1,4 +1,4 @@
-"""A proxy in this process, without etcd, for upstreams and clients that a test drives.
+"""Run a proxy in this process, without etcd, for upstreams and clients that a test drives.
 
 `both_loops` runs a test on asyncio's own event loop and on uvloop. It fails the test for an uncaught exception and for
 a task of the proxy that is left running. A busy machine may stop a process for longer than the times that a test

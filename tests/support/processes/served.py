@@ -1,4 +1,4 @@
-"""A real `kproxy serve` before brokers that the test drives, and the content of its admin page."""
+"""Run a real `kproxy serve` before brokers that the test drives, and read its admin page."""
 
 from __future__ import annotations
 

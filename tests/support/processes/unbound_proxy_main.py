@@ -1,4 +1,4 @@
-"""`kproxy` without the confirmation of a partition's owner.
+"""Run `kproxy` without the confirmation of a partition's owner.
 
 Run it with `python -m tests.support.processes.unbound_proxy_main serve …`.
 No fence is ever bound at a broker, neither when a claim is made nor before the first batch on a connection. Everything

@@ -1,4 +1,4 @@
-"""The processes of a `kproxy serve --workers N`, as the system shows them."""
+"""Find the processes of a `kproxy serve --workers N`, as the system shows them."""
 
 from __future__ import annotations
 

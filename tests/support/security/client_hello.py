@@ -1,4 +1,4 @@
-"""Bytes of a TLS ClientHello (RFC 8446, section 4.1.2) with any extensions, even some that no library sends."""
+"""Build a TLS ClientHello (RFC 8446, section 4.1.2) with any extensions, even some that no library sends."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A broker that authenticates connections by SASL and records the sender of each request; for forwarded identities.
+"""Run a broker that authenticates by SASL and records the sender of each request, for forwarded identities.
 
-Connections without SASL are those of the proxy itself, which the broker serves as `anonymous` ones. `passwords` and
-`tokens` decide about credentials, unless `misbehaves` takes the request.
+It serves connections without SASL, which are the proxy's own, as `anonymous`. `passwords` and `tokens` decide about
+credentials, unless `misbehaves` takes the request.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Headers of the PROXY protocol, version 2, as load balancers write them."""
+"""Build headers of the PROXY protocol, version 2, as load balancers write them."""
 
 from __future__ import annotations
 

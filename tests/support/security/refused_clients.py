@@ -1,4 +1,4 @@
-"""Unchanged clients that attempt what an ACL refuses, and the exceptions that their users get.
+"""Run unchanged clients that attempt requests an ACL refuses, and record the exceptions that their users get.
 
 An attempt is a word and its objects, as in "write secret" or "transact tx-1 open other": topics by a name of the test
 (`names`), other objects unchanged. The attempt "another's:write open" is another user's. Each client makes the attempts

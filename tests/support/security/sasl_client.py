@@ -1,4 +1,4 @@
-"""The client's side of SASL for tests: frames, messages of each mechanism, keys and tokens."""
+"""Build the client's side of SASL for tests: frames, messages of each mechanism, keys and tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unchanged clients that authenticate and write one record, and the errors that their users see.
+"""Run unchanged clients that authenticate and write one record, and return the errors that their users see.
 
 For OAUTHBEARER the password is the token.
 """

@@ -1,4 +1,4 @@
-"""A real Kafka broker with SASL and ACLs on one listener, and neither on another: the reference for kproxy.
+"""Run a real Kafka broker as the reference: SASL and ACLs on one listener, neither on another.
 
 Its users are those of tests.support.security.sasl_client. On the plain listener everybody is a super user; PROXY, which
 authenticates by PLAIN, is one on both.

@@ -1,4 +1,4 @@
-"""Generated certificates for tests: an authority, the certificates that it signs, and those that it revokes."""
+"""Generate certificates for tests: an authority, certificates that it signs, and certificates that it revokes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real Apache Kafka broker with secured listeners, and a plain one for the test itself.
+"""Run a real Apache Kafka broker with secured listeners, and a plain one for the test itself.
 
 | listener | what it asks for |
 | --- | --- |

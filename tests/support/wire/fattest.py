@@ -1,4 +1,4 @@
-"""The largest messages that an API has room for, written after kafka-python's schemas but not by its encoder.
+"""Build the largest messages that an API has room for, by kafka-python's schemas but not by its encoder.
 
 One array of the message has as many elements as fit, each as small as possible: the highest reading cost per byte.
 """

@@ -1,4 +1,4 @@
-"""Frames damaged on purpose: any codec refuses them with a CodecError, and takes little memory for it."""
+"""Damage frames on purpose: any codec must refuse them with a CodecError, and take little memory for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kafka messages for codec tests: hand-made bytes, random messages, and kafka-python's reading of the same bytes.
+"""Build Kafka messages for codec tests: hand-made bytes, random messages, and kafka-python's reading of them.
 
 A message is a plain mapping with kafka-python's field names. Any structure in it may hold "tags", a list of (tag,
 value): only a separate writer can put unknown tagged fields into a message. It shares nothing with `codec`;

@@ -1,4 +1,4 @@
-"""One replica of a partition with a real log, led where the test wants it."""
+"""Make one replica of a partition with a real log, led where the test wants it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk whose flushes (fsync of segments) the test delays, counts and lets fail."""
+"""Simulate a disk whose flushes (fsync of segments) the test delays, counts and lets fail."""
 
 from __future__ import annotations
 

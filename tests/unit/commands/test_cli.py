@@ -286,7 +286,7 @@ def test_check_config_refuses_unwritable_trail(tmp_path: Path, capsys: pytest.Ca
     assert not at.parent.exists()
     at.parent.write_text("")
     assert main(["check-config", "--config", str(file)]) == 2
-    assert f"{at} cannot be written to: {at.parent} is where it would be made" in capsys.readouterr().err
+    assert f"{at} is not writable: it would be created in {at.parent}" in capsys.readouterr().err
 
 
 def test_check_config_prints_the_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,9 +19,9 @@ from kproxy.pipeline.preflight import check_reachable, check_report
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (DemoOptions(rows=0), "--rows 0 is not possible"),
-        (DemoOptions(rows=-5), "--rows -5 is not possible"),
-        (DemoOptions(rows=336_777), "--rows 336777 is not possible"),
+        (DemoOptions(rows=0), "Invalid --rows 0; expected 1 to"),
+        (DemoOptions(rows=-5), "Invalid --rows -5; expected 1 to"),
+        (DemoOptions(rows=336_777), "Invalid --rows 336777; expected 1 to"),
         (DemoOptions(etcd=("http://127.0.0.1:2379",)), "--etcd only goes with --bootstrap"),
         (DemoOptions(bootstrap="127.0.0.1:1", kill_owner=True), "--kill-owner does not go with --bootstrap"),
         (DemoOptions(rows=999, kill_owner=True), "--rows 999 is too few for --kill-owner.*at least 1,000"),
@@ -51,7 +51,7 @@ def test_missing_java_is_reported_before_any_start(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
-    with pytest.raises(StartupError, match="there is no Java on this machine"):
+    with pytest.raises(StartupError, match="this machine has no Java"):
         run_demo(DemoOptions(rows=1))
 
     assert list(tmp_path.iterdir()) == []

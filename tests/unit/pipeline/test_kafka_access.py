@@ -72,12 +72,12 @@ def test_tls_uses_the_given_authorities_and_certificate(tmp_path: Path) -> None:
 
 NO_CERTIFICATES = "The trust store has no certificates in PEM"
 WRONG = {
-    "no such protocol": ({"security.protocol": "TLS"}, "security.protocol is 'TLS': give one of PLAINTEXT, SSL"),
+    "no such protocol": ({"security.protocol": "TLS"}, "security.protocol 'TLS'; expected one of PLAINTEXT, SSL"),
     "SASL without a protocol": ({"sasl.mechanism": "PLAIN"}, "sasl.mechanism needs security.protocol"),
-    "no mechanism": ({"security.protocol": "SASL_SSL"}, "sasl.mechanism is missing: the audit knows PLAIN"),
+    "no mechanism": ({"security.protocol": "SASL_SSL"}, "sasl.mechanism is missing; expected one of PLAIN"),
     "GSSAPI": ({"security.protocol": "SASL_SSL", "sasl.mechanism": "GSSAPI"}, "sasl.mechanism is 'GSSAPI'"),
-    "no user": ({**SCRAM, "sasl.jaas.config": f'{LOGIN} password="secret";'}, "sasl.jaas.config has no user and pass"),
-    "a Java trust store": ({"security.protocol": "SSL", "ssl.truststore.location": "/x"}, "ssl.truststore.type is JKS"),
+    "no user": ({**SCRAM, "sasl.jaas.config": f'{LOGIN} password="secret";'}, "sasl.jaas.config lacks a user name or"),
+    "a Java trust store": ({"security.protocol": "SSL", "ssl.truststore.location": "/x"}, "ssl.truststore.type JKS;"),
     "no such file": (
         {**TRUST, "ssl.truststore.location": "/nonexistent"},
         r"ssl.truststore.location /nonexistent cannot be read \(No such file",
@@ -88,7 +88,7 @@ WRONG = {
     "half a key store": (KEYS, "ssl.keystore.key and ssl.keystore.certificate.chain go together"),
     "a key store of noise": (
         {**KEYS, "ssl.keystore.certificate.chain": "secret"},
-        "The key store has no certificate and key in PEM",
+        "The key store has no matching certificate and key",
     ),
 }
 

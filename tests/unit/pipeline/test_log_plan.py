@@ -72,7 +72,7 @@ def test_log_is_read_from_first_needed_offset(
 
 def test_addresses_are_parsed() -> None:
     assert parse_bootstrap("a:1, [::1]:2") == (Address("a", 1), Address("::1", 2))
-    for text, said in [("", "no address of a kproxy"), ("localhost", "'localhost' is no"), ("h:0", "'h:0' is no")]:
+    for text, said in [("", "is missing"), ("localhost", "address 'localhost'"), ("h:0", "address 'h:0'")]:
         with pytest.raises(LogReadFailed, match=said):
             parse_bootstrap(text)
 

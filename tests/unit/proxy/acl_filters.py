@@ -1,4 +1,4 @@
-"""ACL filters for clients with some rights, and their decisions about requests."""
+"""Make ACL filters for clients with some rights, and ask for their decisions about requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program that test_forked runs: it prints what the process was given."""
+"""Print what the process was given: the program that test_forked runs."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def test_rows_parsed_in_blocks_form_one_table(tmp_path: Path) -> None:
 def test_invalid_directory_is_reported_at_the_start(tmp_path: Path, kind: Any, place: str) -> None:
     (tmp_path / "file").write_text("")
     options = AuditOptions(kind, directory=tmp_path / place)
-    with pytest.raises(StartupError, match=r"audit\.sink: the directory .* cannot be made"):
+    with pytest.raises(StartupError, match=r"audit\.sink: the directory .* cannot be created"):
         make_sink(options, INCARNATION, BEGAN_MS, _nothing_to_dial)
 
 
