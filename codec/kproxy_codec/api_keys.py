@@ -1,4 +1,4 @@
-"""Kafka's API keys by name, and their first flexible versions (KIP-482)."""
+"""Name Kafka's API keys, and tell from which version each one's messages are flexible (KIP-482)."""
 
 from __future__ import annotations
 

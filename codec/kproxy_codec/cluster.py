@@ -5,7 +5,7 @@ controller, and as leaders and replicas of partitions. This module writes other 
 then has one replica, its leader; leader epochs are -1 (unknown), racks are null. Offline and eligible replicas are
 omitted, and tagged fields, as none are known. Everything else is copied unchanged.
 
-An answer about all topics of a large cluster has megabytes, so it is copied in portions (`kproxy_codec.walk`).
+An answer about all topics of a large cluster may have megabytes, so it is copied in portions (`kproxy_codec.walk`).
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def version_range(api_key: int) -> tuple[int, int]:
     """The lowest and highest version of `api_key` that this codec supports. Raises UnsupportedVersion if unknown."""
     message_class = _REQUESTS.get(api_key)
     if message_class is None:
-        raise UnsupportedVersion(f"API key {api_key} is not one this codec reads")
+        raise UnsupportedVersion(f"unknown API key {api_key}")
     lowest, highest = message_class.valid_versions
     return lowest, highest
 
@@ -123,19 +123,19 @@ def decode_response(api_key: int, api_version: int, body: Buffer) -> Message:
 
 
 def encode_request(message: Message) -> bytes:
-    """The body of a request in the version it was built or decoded in; raises InvalidField."""
+    """Encode the body of a request, in the version in which it was built or decoded. Raises InvalidField."""
     return _encode(message, is_request=True)
 
 
 def encode_response(message: Message) -> bytes:
-    """The body of a response in the version it was built or decoded in; raises InvalidField."""
+    """Encode the body of a response, in the version in which it was built or decoded. Raises InvalidField."""
     return _encode(message, is_request=False)
 
 
 def _class_of(classes: Mapping[int, Message], api_key: int, api_version: int) -> Message:
     lowest, highest = version_range(api_key)
     if not lowest <= api_version <= highest:
-        raise UnsupportedVersion(f"API key {api_key} version {api_version} is not in {lowest}..{highest}")
+        raise UnsupportedVersion(f"unknown version {api_version} of API key {api_key}; expected {lowest} to {highest}")
     return classes[api_key]
 
 
@@ -231,7 +231,7 @@ class _Census:
     def _add(self, elements: int) -> None:
         self._elements += elements
         if self._elements > MAX_ELEMENTS:
-            raise InvalidField(f"{self._elements} elements in arrays; at most {MAX_ELEMENTS} are read")
+            raise InvalidField(f"the request's arrays have {self._elements} elements; expected at most {MAX_ELEMENTS}")
 
     def _count_tagged_fields(self) -> None:
         # No known tagged field has an array.
@@ -242,7 +242,7 @@ class _Census:
         fields, walk.at = read_tagged_fields(walk.body, walk.at, walk.limit)
         self._tagged_fields += len(fields)
         if self._tagged_fields > MAX_TAGGED_FIELDS:
-            raise InvalidField(f"{self._tagged_fields} tagged fields; at most {MAX_TAGGED_FIELDS} are read")
+            raise InvalidField(f"too many tagged fields ({self._tagged_fields}); expected at most {MAX_TAGGED_FIELDS}")
 
 
 _FIXED, _STRING, _BYTES, _NUMBERS, _STRINGS, _STRUCTURE, _STRUCTURES = range(7)
@@ -275,7 +275,7 @@ def _step(field: Message, api_version: int) -> tuple[int, int, Message | None]:
 
 def _refuse_long_varint(view: memoryview) -> None:
     if len(view) > _MAX_HIGH_RUN and b"\x01" * (_MAX_HIGH_RUN + 1) in bytes(view).translate(_HIGH_BITS):
-        raise InvalidField(f"more than {_MAX_HIGH_RUN} bytes in a row with the high bit set: no valid message has them")
+        raise InvalidField(f"more than {_MAX_HIGH_RUN} bytes in a row have the high bit set; expected a valid message")
 
 
 def _encode(message: Message, *, is_request: bool) -> bytes:

@@ -114,4 +114,4 @@ def unexpected_answer(oldest: tuple[int, object] | None, answer: Buffer) -> Unex
     """The error for an answer that is not the one to `oldest`. Raises Truncated for one without a correlation_id."""
     answered_id = response_correlation_id(answer)
     awaited = f"correlation_id {oldest[0]} is awaited" if oldest else "nothing is awaited"
-    return UnexpectedAnswer(f"an answer that matches no request ({answered_id}; {awaited})")
+    return UnexpectedAnswer(f"the answer matches no request ({answered_id}; {awaited})")

@@ -1,4 +1,4 @@
-"""Kafka's error codes that this project answers or acts on.
+"""Name Kafka's error codes that this project answers or acts on.
 
 Codes are values, not exceptions.
 """

@@ -1,4 +1,4 @@
-"""The exceptions of the codec: `CodecError` and its six kinds.
+"""Define the exceptions of the codec: `CodecError` and its six kinds.
 
 Bytes from the network are hostile until parsed. Every function of this package either returns the result that its
 docstring names or raises one of these, never an IndexError, struct.error, UnicodeDecodeError or MemoryError.

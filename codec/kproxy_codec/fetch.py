@@ -173,7 +173,7 @@ def parse_fetch(frame: memoryview, header: RequestHeader) -> FetchRequest:
     """Index a fetch request. Raises CodecError."""
     version = header.api_version
     if not MIN_VERSION <= version <= MAX_VERSION:
-        raise UnsupportedVersion(f"Fetch v{version}: versions {MIN_VERSION} to {MAX_VERSION} are read")
+        raise UnsupportedVersion(f"unknown Fetch v{version}; expected version {MIN_VERSION} to {MAX_VERSION}")
     flexible = is_flexible(FETCH, version)
     limit = len(frame)
     request = FetchRequest(frame, header, flexible=flexible)
@@ -240,7 +240,7 @@ def _partition_form(version: int) -> Struct:
 
 
 def partition_fetch(request: FetchRequest, entry_start: int) -> PartitionFetch:
-    """The request for the partition whose entry begins at this offset; -1 for fields that the version lacks."""
+    """Read the request for the partition whose entry begins at `entry_start`; -1 for fields that the version lacks."""
     version = request.header.api_version
     if version >= TOPIC_IDS_FROM:
         directory_id = _replica_directory_id(request.frame, entry_start + PARTITION_FETCH.size)
@@ -276,7 +276,7 @@ class FetchApi:
         """
         request = parse_fetch(frame, header)
         if request.replica_id >= 0:
-            raise InvalidField(f"Fetch with replica_id {request.replica_id}: followers fetch from brokers, not here")
+            raise InvalidField(f"invalid replica_id {request.replica_id}: followers fetch from brokers; expected -1")
         return request
 
     def parse_response(self, frame: memoryview, api_version: int) -> PartitionedResponse:
@@ -394,7 +394,7 @@ def _offsets_bytes(api_version: int) -> int:
 def as_fetch(request: PartitionedRequest) -> FetchRequest:
     """The same request. Raises TypeError if it is of another API."""
     if not isinstance(request, FetchRequest):
-        raise TypeError("only a fetch request is asked for here")
+        raise TypeError("expected a fetch request")
     return request
 
 
@@ -414,7 +414,7 @@ def _skip_result(frame: memoryview, offset: int, limit: int, api_version: int) -
     records_at = _records_at(frame, offset, limit, api_version)
     if api_version >= 11:
         if records_at > limit:
-            raise Truncated(f"preferred_read_replica wanted at {records_at - 4}, the message ends at {limit}")
+            raise Truncated(f"no room for preferred_read_replica at byte {records_at - 4}: the message ends at {limit}")
         INT32.pack_into(frame, records_at - INT32.size, -1)
     start, end, offset = skip_bytes(frame, records_at, limit, compact=flexible)
     if start == end:

@@ -28,7 +28,7 @@ def read_fetch_answer(frame: memoryview, api_version: int, topic: str) -> Partit
     Raises CodecError. An error of the whole answer is returned as the partition's error. Diverging epochs are ignored.
     """
     if not MIN_VERSION <= api_version <= MAX_VERSION:
-        raise UnsupportedVersion(f"Fetch v{api_version}: versions {MIN_VERSION} to {MAX_VERSION} are read")
+        raise UnsupportedVersion(f"unknown Fetch v{api_version}; expected version {MIN_VERSION} to {MAX_VERSION}")
     flexible = is_flexible(FETCH, api_version)
     limit = len(frame)
     error_code = 0
@@ -50,14 +50,14 @@ def read_fetch_answer(frame: memoryview, api_version: int, topic: str) -> Partit
         return PartitionFetched(-1, error_code)
     if len(results) != 1 or topics[0].name != topic.encode():
         names = [each.name.decode() for each in topics]
-        raise InvalidField(f"one partition of {topic} was asked for; the answer has {len(results)}, of {names}")
+        raise InvalidField(f"the answer has {len(results)} partitions, of {names}; expected one, of {topic}")
     return results[0]
 
 
 def _read_result(frame: memoryview, offset: int, limit: int, api_version: int) -> tuple[PartitionFetched, int]:
     flexible = is_flexible(FETCH, api_version)
     if offset + _RESULT.size > limit:
-        raise Truncated(f"a partition's result wanted at {offset}, but the message ends at {limit}")
+        raise Truncated(f"no room for a partition's result at byte {offset}: the message ends at {limit}")
     index, error_code, high_watermark, _ = _RESULT.unpack_from(frame, offset)
     offset += _RESULT.size
     log_start_offset = -1

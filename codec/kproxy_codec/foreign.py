@@ -1,6 +1,6 @@
 """Recognise clients that do not speak Kafka's protocol in plain text, and answer in their protocol.
 
-The first bytes of a connection show the protocol: read as a frame's length, they are a number that no listener admits.
+The first bytes of a connection show the protocol: as a frame's length, they are a number that no listener admits.
 SASL is part of Kafka's protocol and is recognised by its requests.
 """
 

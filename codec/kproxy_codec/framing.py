@@ -296,7 +296,7 @@ class FrameReader:
 def illegal_length(length: int, admitted: int) -> InvalidField | FrameTooLarge:
     """The error for a frame of a negative length, or of one over `admitted` bytes (-1 after an illegal length)."""
     if admitted == _BROKEN:
-        return InvalidField("bytes follow an illegal length; where the next frame begins is not known")
+        return InvalidField("bytes follow an illegal length; the start of the next frame is unknown")
     if length < 0:
         return InvalidField(f"a frame announces a negative length ({length})")
     return FrameTooLarge(
@@ -322,7 +322,7 @@ class RequestHeader(NamedTuple):
 
 
 def parse_request_header(frame: Buffer) -> RequestHeader:
-    """The header of a whole frame. Raises CodecError."""
+    """Parse the header of a whole frame. Raises CodecError."""
     limit = len(frame)
     if limit < _CLIENT_ID_OFFSET:
         raise Truncated(f"a request of {limit - LENGTH_BYTES} bytes is shorter than its header")
@@ -331,9 +331,9 @@ def parse_request_header(frame: Buffer) -> RequestHeader:
     if client_id_length >= 0:
         offset += client_id_length
         if offset > limit:
-            raise Truncated(f"a client_id of {client_id_length} bytes in a request of {limit - LENGTH_BYTES} bytes")
+            raise Truncated(f"a request of {limit - LENGTH_BYTES} bytes ends in its client_id of {client_id_length}")
     elif client_id_length != -1:
-        raise InvalidField(f"a client_id of {client_id_length} bytes")
+        raise InvalidField(f"invalid client_id length {client_id_length}; expected -1 or more")
     if api_version >= FLEXIBLE_FROM.get(api_key, 0):
         # Almost always there is no tagged field, which is one zero byte.
         offset = offset + 1 if offset < limit and frame[offset] == 0 else skip_tagged_fields(frame, offset, limit)
@@ -347,14 +347,14 @@ def client_id(frame: Buffer) -> bytes | None:
 
 
 def request_header(api_key: int, api_version: int, correlation_id: int, sender: bytes | None) -> bytes:
-    """A request header with `sender` as the client_id and no tagged fields; no length prefix."""
+    """Encode a request header with `sender` as the client_id and no tagged fields, without the length prefix."""
     length = -1 if sender is None else len(sender)
     head = _REQUEST_HEAD.pack(api_key, api_version, correlation_id, length) + (sender or b"")
     return head + encode_tagged_fields([]) if is_flexible(api_key, api_version) else head
 
 
 def response_header(api_key: int, api_version: int, correlation_id: int) -> bytes:
-    """A response header; no length prefix."""
+    """Encode a response header, without the length prefix."""
     head = INT32.pack(correlation_id)
     if api_key != API_VERSIONS and is_flexible(api_key, api_version):
         return head + b"\x00"
@@ -379,5 +379,5 @@ def response_correlation_id(frame: Buffer) -> int:
 
 
 def frame_message(*parts: Buffer) -> bytes:
-    """One frame from the parts of a message, with the length prefix before them."""
+    """Return one frame: the length prefix and the parts of a message."""
     return b"".join((INT32.pack(sum(map(len, parts))), *parts))

@@ -46,7 +46,7 @@ class ListOffsetsApi:
         """Parse a request. Raises CodecError."""
         version = header.api_version
         if not MIN_VERSION <= version <= MAX_VERSION:
-            raise UnsupportedVersion(f"ListOffsets v{version}: versions {MIN_VERSION} to {MAX_VERSION} are read")
+            raise UnsupportedVersion(f"unknown ListOffsets v{version}; expected version {MIN_VERSION} to {MAX_VERSION}")
         flexible = is_flexible(LIST_OFFSETS, version)
         entry_bytes = 4 + (4 if version >= 4 else 0) + 8
         request = PartitionedRequest(frame, header, flexible=flexible)

@@ -1,6 +1,6 @@
 """Read the leaders in Metadata answers in portions.
 
-An answer about all topics of a large cluster has megabytes, and decoding it with `control` would block the event loop
+An answer about all topics of a large cluster may have megabytes: decoding it with `control` would block the event loop
 for too long. With this reader the caller chooses how much it reads in one step. It keeps a few integers for each
 partition, and skips replicas and other fields that routing does not need.
 """
@@ -80,7 +80,7 @@ class MetadataReader:
 
     def __init__(self, body: Buffer, version: int) -> None:
         if not 0 <= version <= HIGHEST_VERSION:
-            raise UnsupportedVersion(f"Metadata v{version}: versions up to {HIGHEST_VERSION} are read")
+            raise UnsupportedVersion(f"unknown Metadata v{version}; expected a version up to {HIGHEST_VERSION}")
         self._walk = walk = Walk(body, compact=version >= _FLEXIBLE_FROM)
         self._version = version
         self._arrays = (False,) * (2 + (version >= OFFLINE_REPLICAS_FROM))

@@ -1,6 +1,6 @@
-"""Encode and parse Own and BindFences, two APIs of this project in the form of Kafka's.
+"""Encode and parse Own and BindFences, two APIs that this project adds to Kafka's.
 
-They implement the Kafka wiki's "Single Reader/Writer".
+They implement the Kafka wiki's "Single Reader/Writer", for claims of a single reader or writer.
 
 Own (key 20311, versions 0 and 1): a client claims resources for its connection, within a group.
     OwnRequest   group COMPACT_STRING, resources COMPACT_NULLABLE_ARRAY of {resource COMPACT_STRING, generation INT64}
@@ -115,7 +115,7 @@ def resource_partition(resource: str) -> tuple[str, int] | None:
 
 
 def encode_own_request(request: OwnRequest) -> bytes:
-    """The body, the same in both versions."""
+    """Encode the body, which is the same in both versions."""
     return _string(request.group) + _array(request.resources, _CLAIM) + _NO_TAGS
 
 
@@ -129,7 +129,7 @@ def parse_own_request(frame: Buffer, header: RequestHeader) -> OwnRequest:
 
 
 def encode_own_response(response: OwnResponse, api_version: int) -> bytes:
-    """The body."""
+    """Encode the body."""
     head = INT32.pack(response.throttle_time_ms) + INT16.pack(response.error_code) + _string(response.group)
     if api_version >= _FENCE_FROM:
         return head + _array(response.resources, _OWNED_WITH_FENCE) + _NO_TAGS
@@ -149,7 +149,7 @@ def parse_own_response(frame: Buffer, api_version: int) -> OwnResponse:
 
 
 def encode_bind_fences_request(bindings: Sequence[FenceBinding]) -> bytes:
-    """The body."""
+    """Encode the body."""
     return _array(bindings, _BINDING) + _NO_TAGS
 
 
@@ -162,7 +162,7 @@ def parse_bind_fences_request(frame: Buffer, header: RequestHeader) -> tuple[Fen
 
 
 def encode_bind_fences_response(bound: Sequence[BoundFence]) -> bytes:
-    """The body, with a throttle_time_ms of 0."""
+    """Encode the body, with a throttle_time_ms of 0."""
     return INT32.pack(0) + _array(bound, _BOUND) + _NO_TAGS
 
 
@@ -197,7 +197,7 @@ def _string(text: str) -> bytes:
 def _name(walk: Walk) -> str:
     name = walk.string() or b""
     if len(name) > MAX_NAME_BYTES:
-        raise InvalidField(f"a name of {len(name)} bytes; at most {MAX_NAME_BYTES} are read")
+        raise InvalidField(f"a name has {len(name)} bytes; expected at most {MAX_NAME_BYTES}")
     try:
         return name.decode()
     except UnicodeDecodeError as error:
@@ -214,12 +214,12 @@ def _array(elements: Sequence[tuple[Any, ...]] | None, fields: Struct) -> bytes:
 def _elements(
     walk: Walk, make: Callable[..., _Element], fields: Struct, *, nullable: bool = False
 ) -> tuple[_Element, ...] | None:
-    # The least name is empty: one byte, as the tagged fields.
+    # The shortest name is empty: it takes one byte, and so do the tagged fields.
     count = walk.count(fields.size + 2, nullable=nullable)
     if count < 0:
         return None
     if count > MAX_RESOURCES:
-        raise InvalidField(f"{count} elements in one message; at most {MAX_RESOURCES} are read")
+        raise InvalidField(f"the message has {count} elements; expected at most {MAX_RESOURCES}")
     elements = []
     for _ in range(count):
         elements.append(make(_name(walk), *fields.unpack(walk.skip(fields.size))))

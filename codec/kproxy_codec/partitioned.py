@@ -1,4 +1,4 @@
-"""The wire format that Produce, Fetch and ListOffsets have in common.
+"""Parse and encode the wire format that Produce, Fetch and ListOffsets have in common.
 
 A request of these APIs, and an answer, is a header, a preamble, an array of topics with an array of partitions each,
 and a trailer. Parsing finds the position of each partition's bytes and copies none of them. A part of a request is
@@ -203,7 +203,7 @@ def parse_topics(
     """
     limit = len(frame)
     if flexible and offset < limit and 0 < frame[offset] < 0x80:
-        # Nearly all counts have one byte. So few topics need no check before the first.
+        # Nearly all counts have one byte. So a few topics need no check before the first one.
         topic_count = frame[offset] - 1
         offset += 1
     else:
@@ -218,7 +218,7 @@ def parse_topics(
             topic, count, offset = begin_topic(frame, offset, limit, flexible, least_bytes)
         partitions_left -= count
         if partitions_left < 0:
-            raise InvalidField(f"more than {MAX_READ_PARTITIONS} partitions in one message")
+            raise InvalidField(f"the message has too many partitions; expected at most {MAX_READ_PARTITIONS}")
         topic.tail_start = offset = read_entries(frame, offset, limit, topic, count)
         if flexible:
             offset = offset + 1 if offset < limit and frame[offset] == 0 else skip_tagged_fields(frame, offset, limit)
@@ -247,7 +247,7 @@ def of_fixed_size(entry_bytes: int, *, flexible: bool, named: str = "a partition
     def skip(frame: memoryview, offset: int, limit: int) -> tuple[int, int]:
         end = offset + entry_bytes
         if end > limit:
-            raise Truncated(f"{named} wanted at {offset}, the message ends at {limit}")
+            raise Truncated(f"no room for {named} at byte {offset}: the message ends at {limit}")
         partition_index: int = INT32.unpack_from(frame, offset)[0]
         return partition_index, skip_tagged_fields(frame, end, limit) if flexible else end
 
@@ -261,7 +261,7 @@ def read_topic_count(frame: memoryview, offset: int, limit: int, *, flexible: bo
     """
     count, offset = read_count(frame, offset, limit, compact=flexible, least_bytes=2)
     if count > MAX_READ_PARTITIONS:
-        raise InvalidField(f"{count} topics in one message; at most {MAX_READ_PARTITIONS} are read")
+        raise InvalidField(f"the message has {count} topics; expected at most {MAX_READ_PARTITIONS}")
     return count, offset
 
 
@@ -278,7 +278,7 @@ def begin_topic(
         count = frame[end] - 1
         first = end + 1
         if 0 <= count < 0x7F:
-            # Nearly all names and counts have a length of one byte each. So few entries need no check before the first.
+            # Nearly all names and counts have lengths of one byte. So a few entries need no check before the first one.
             name = bytes(frame[start:end])
             if not name.isascii():
                 _expect_utf8(name)
@@ -295,7 +295,7 @@ def _begin_topic_by_id(frame: memoryview, offset: int, limit: int, least_bytes: 
     """Read a topic's id and partition count, like `begin_topic`; all messages with ids are flexible."""
     end = offset + TOPIC_ID_BYTES
     if end > limit:
-        raise Truncated(f"a topic's id wanted at {offset}, but the message ends at {limit}")
+        raise Truncated(f"no room for a topic's id at byte {offset}: the message ends at {limit}")
     count, first = read_count(frame, end, limit, compact=True, least_bytes=least_bytes)
     return TopicSpan(bytes(frame[offset:end]), offset, end), count, first
 

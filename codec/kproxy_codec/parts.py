@@ -1,4 +1,4 @@
-"""Take requests apart and put answers together, by the schemas of their messages.
+"""Divide requests into parts and merge answers, by the schemas of their messages.
 
 A *part* is an element of an array in a request: a topic, a group, a resource. Its *result* is the element about it in
 the answer. Both have the fields that name the part (NAMES), and a topic's result has one for each of its partitions. So
@@ -31,7 +31,7 @@ NAMES: Final = (
 """The fields that name a part, in requests and in answers."""
 _ERROR_CODES: Final = frozenset({"error_code", "partition_error_code"})
 _MESSAGE: Final = "error_message"
-# Fields that say -1 beside an error, and whose schema does not.
+# Fields that are -1 beside an error; it is not the default in their schema.
 _NO_OFFSETS: Final = ("low_watermark", "committed_offset")
 
 
@@ -110,7 +110,7 @@ def answered(request: Message, to: str, results: Sequence[Mapping[str, object]])
 
 
 def result_of(api_key: int, to: str, part: Part, error_code: int, message: str | None = None) -> dict[str, Any]:
-    """The fields of a result, in the field `to` of an answer, that says that a part met an error."""
+    """The fields of a result, in the field `to` of an answer, that reports a part's error."""
     return _result(response_fields(api_key)[to].fields, part, dict.fromkeys(_ERROR_CODES, error_code), message)
 
 
@@ -169,7 +169,7 @@ def merged(answers: Sequence[Message], to: str, parts: Sequence[Part] = ()) -> M
 
 
 def _key(part: Part) -> tuple[Any, int | None]:
-    """What a part and its result have in common."""
+    """The key that a part and its result have in common."""
     return name_of(part), getattr(part, "resource_type", None)
 
 

@@ -1,8 +1,8 @@
 """Read, skip and encode Kafka's primitive types.
 
-Reading takes (buffer, offset) to (value, next offset), encoding takes a value to bytes. Every length is checked against
-the rest of the buffer before anything is read or allocated. `limit` is where the message ends in the buffer: exclusive,
-in bytes. Every error is a CodecError.
+A reader takes a buffer and an offset, and returns the value and the next offset; an encoder returns a value's bytes.
+Every length is checked against the rest of the buffer before anything is read or allocated. `limit` is where the
+message ends in the buffer: exclusive, in bytes. Every error is a CodecError.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def read_fixed(form: Struct, buffer: Buffer, offset: int, limit: int) -> tuple[i
     """Read one integer of the given form."""
     end = offset + form.size
     if end > limit:
-        raise Truncated(f"{form.size} bytes wanted at {offset}, but the message ends at {limit}")
+        raise Truncated(f"no room for {form.size} bytes at byte {offset}: the message ends at {limit}")
     try:
         (value,) = form.unpack_from(buffer, offset)
     except error as cause:
@@ -51,14 +51,14 @@ def read_uvarint(buffer: Buffer, offset: int, limit: int) -> tuple[int, int]:
     for position in range(_MAX_UVARINT_BYTES):
         at = offset + position
         if at >= limit:
-            raise Truncated(f"a varint at {offset} runs past the message's end at {limit}")
+            raise Truncated(f"the varint at byte {offset} reaches past the message's end at {limit}")
         byte = buffer[at]
         value |= (byte & 0x7F) << (7 * position)
         if byte < 0x80:
             if value > _UINT32_MAX:
                 break
             return value, at + 1
-    raise InvalidField(f"a varint at {offset} is longer than 32 bits")
+    raise InvalidField(f"the varint at byte {offset} is longer than 32 bits")
 
 
 def encode_uvarint(value: int) -> bytes:
@@ -87,9 +87,9 @@ def read_count(
     else:
         count, offset = read_fixed(INT32, buffer, offset, limit)
     if count < -1 or count * least_bytes > limit - offset:
-        raise InvalidField(f"an array announces {count} elements; {limit - offset} bytes are left")
+        raise InvalidField(f"an array announces {count} elements, but only {limit - offset} bytes are left")
     if count < 0 and not nullable:
-        raise InvalidField(f"an array that may not be null is null before {offset}")
+        raise InvalidField(f"invalid array before byte {offset}: null; expected an array")
     return count, offset
 
 
@@ -114,16 +114,16 @@ def skip_string(
         value, offset = read_uvarint(buffer, offset, limit)
         length = value - 1
         if length > MAX_STRING_BYTES:
-            raise InvalidField(f"a string of {length} bytes; at most {MAX_STRING_BYTES} are read")
+            raise InvalidField(f"a string has {length} bytes; expected at most {MAX_STRING_BYTES}")
     else:
         length, offset = read_fixed(INT16, buffer, offset, limit)
     if length == -1:
         if not nullable:
-            raise InvalidField(f"a string that may not be null is null before {offset}")
+            raise InvalidField(f"invalid string before byte {offset}: null; expected a string")
         return -1, -1, offset
     end = offset + length
     if length < 0 or end > limit:
-        raise Truncated(f"a string of {length} bytes at {offset}, but the message ends at {limit}")
+        raise Truncated(f"no room for a string of {length} bytes at byte {offset}: the message ends at {limit}")
     return offset, end, end
 
 
@@ -138,7 +138,7 @@ def skip_bytes(buffer: Buffer, offset: int, limit: int, *, compact: bool) -> tup
         return -1, -1, offset
     end = offset + length
     if length < 0 or end > limit:
-        raise Truncated(f"{length} bytes announced at {offset}, but the message ends at {limit}")
+        raise Truncated(f"no room for {length} announced bytes at byte {offset}: the message ends at {limit}")
     return offset, end, end
 
 
@@ -152,18 +152,18 @@ def read_tagged_fields(buffer: Buffer, offset: int, limit: int) -> tuple[list[tu
     if count == 0:
         return [], offset
     if count > MAX_TAGGED_FIELDS:
-        raise InvalidField(f"{count} tagged fields at {offset}; at most {MAX_TAGGED_FIELDS} are read")
+        raise InvalidField(f"{count} tagged fields begin at byte {offset}; expected at most {MAX_TAGGED_FIELDS}")
     fields: list[tuple[int, int, int]] = []
     last_tag = -1
     for _ in range(count):
         tag, offset = read_uvarint(buffer, offset, limit)
         if tag <= last_tag:
-            raise InvalidField(f"tagged field {tag} follows {last_tag}: tags must ascend")
+            raise InvalidField(f"tagged field {tag} follows {last_tag}; expected ascending tags")
         last_tag = tag
         size, offset = read_uvarint(buffer, offset, limit)
         end = offset + size
         if end > limit:
-            raise Truncated(f"tagged field {tag} of {size} bytes at {offset}, but the message ends at {limit}")
+            raise Truncated(f"no room for tagged field {tag}, {size} bytes at {offset}: the message ends at {limit}")
         fields.append((tag, offset, end))
         offset = end
     return fields, offset
@@ -191,5 +191,5 @@ def encode_string(value: bytes | None, *, compact: bool) -> bytes:
     if value is None:
         return b"\x00" if compact else b"\xff\xff"
     if len(value) > MAX_STRING_BYTES:
-        raise InvalidField(f"a string of {len(value)} bytes; at most {MAX_STRING_BYTES} are written")
+        raise InvalidField(f"a string has {len(value)} bytes; expected at most {MAX_STRING_BYTES}")
     return (encode_uvarint(len(value) + 1) if compact else INT16.pack(len(value))) + value

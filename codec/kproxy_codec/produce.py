@@ -59,7 +59,7 @@ def parse_produce(frame: memoryview, header: RequestHeader) -> PartitionedReques
     """Index a produce request. Raises CodecError."""
     version = header.api_version
     if not MIN_VERSION <= version <= MAX_VERSION:
-        raise UnsupportedVersion(f"Produce v{version}: versions {MIN_VERSION} to {MAX_VERSION} are read")
+        raise UnsupportedVersion(f"unknown Produce v{version}; expected version {MIN_VERSION} to {MAX_VERSION}")
     flexible = version >= _FLEXIBLE_FROM
     limit = len(frame)
     offset = header.body_offset
@@ -69,7 +69,7 @@ def parse_produce(frame: memoryview, header: RequestHeader) -> PartitionedReques
     else:
         _, _, offset = skip_string(frame, offset, limit, compact=flexible, nullable=True)
     if offset + _ACKS_TIMEOUT.size > limit:
-        raise Truncated(f"acks and timeout_ms wanted at {offset}, but the message ends at {limit}")
+        raise Truncated(f"no room for acks and timeout_ms at byte {offset}: the message ends at {limit}")
     request = PartitionedRequest(frame, header, flexible=flexible)
     request.acks, request.timeout_ms = _ACKS_TIMEOUT.unpack_from(frame, offset)
     request.topics_start = offset = offset + _ACKS_TIMEOUT.size
@@ -93,11 +93,11 @@ def parse_produce(frame: memoryview, header: RequestHeader) -> PartitionedReques
 def _plain_partitions(frame: memoryview, offset: int, limit: int, topic: TopicSpan, count: int) -> int:
     for _ in range(count):
         if offset + _INDEX_LENGTH.size > limit:
-            raise Truncated(f"a partition wanted at {offset}, but the message ends at {limit}")
+            raise Truncated(f"no room for a partition at byte {offset}: the message ends at {limit}")
         partition_index, length = _INDEX_LENGTH.unpack_from(frame, offset)
         end = offset + _INDEX_LENGTH.size + (length if length > 0 else 0)
         if end > limit or length < -1:
-            raise Truncated(f"records of {length} bytes at {offset}, but the message ends at {limit}")
+            raise Truncated(f"no room for records of {length} bytes at byte {offset}: the message ends at {limit}")
         topic.partitions.append(partition_index)
         topic.starts.append(offset)
         topic.ends.append(end)
@@ -111,7 +111,7 @@ def _flexible_partitions(frame: memoryview, offset: int, limit: int, topic: Topi
         start = offset
         # Two sections of tagged fields follow each partition, so even after an empty one this many bytes are left.
         if offset + _INDEX_AND_VARINT.size > limit:
-            raise Truncated(f"a partition wanted at {offset}, but the message ends at {limit}")
+            raise Truncated(f"no room for a partition at byte {offset}: the message ends at {limit}")
         partition_index, first, second, third = unpack(frame, offset)
         offset += _INDEX_BYTES
         # Read lengths of one to three bytes, up to 2 MiB, without another call.
@@ -125,7 +125,7 @@ def _flexible_partitions(frame: memoryview, offset: int, limit: int, topic: Topi
             length, offset = read_uvarint(frame, offset, limit)
             offset += (length or 1) - 1
         if offset >= limit:
-            raise Truncated(f"records up to {offset} at {start}, but the message ends at {limit}")
+            raise Truncated(f"records reach from byte {start} to {offset}, but the message ends at {limit}")
         # Almost always there are no tagged fields: one zero byte.
         offset = offset + 1 if frame[offset] == 0 else skip_tagged_fields(frame, offset, limit)
         topic.partitions.append(partition_index)
@@ -184,7 +184,7 @@ def _read_entries(frame: memoryview, offset: int, limit: int, api_version: int, 
     for _ in range(count):
         end = offset + fixed_bytes
         if end > limit:
-            raise Truncated(f"a partition's result wanted at {offset}, but the message ends at {limit}")
+            raise Truncated(f"no room for a partition's result at byte {offset}: the message ends at {limit}")
         partition_index, error_code = _INDEX_AND_ERROR_CODE.unpack_from(frame, offset)
         topic.partitions.append(partition_index)
         topic.error_codes.append(error_code)

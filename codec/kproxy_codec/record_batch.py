@@ -16,7 +16,7 @@ from kproxy_codec.errors import InvalidField, Truncated
 from kproxy_codec.primitives import INT32, INT64, Buffer
 
 HEADER_BYTES = 61
-# Bytes that `batch_length` does not count: base_offset, and its own.
+# Bytes that `batch_length` does not count: those of base_offset and of batch_length itself.
 LOG_OVERHEAD_BYTES = 12
 MAGIC = 2
 MAGIC_OFFSET = 16

@@ -1,6 +1,6 @@
 """Check the CRC-32C of a record batch.
 
-It is not in `record_batch` because that module needs no compiled library.
+The check is not in `record_batch`, because it needs a compiled library and that module does not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write and read the records inside a batch, with kafka-python: those that this project writes itself."""
+"""Encode and decode the records of batches that this project itself writes, with kafka-python."""
 
 from __future__ import annotations
 
@@ -46,4 +46,4 @@ def decode_batch(buffer: Buffer, batch: RecordBatch) -> Iterable[Pair]:
     try:
         return [(bytes(record.key), None if record.value is None else bytes(record.value)) for record in records]
     except _FAILURES as error:
-        raise InvalidField(f"the records of the batch at offset {batch.base_offset}: {error}") from error
+        raise InvalidField(f"invalid records in the batch at offset {batch.base_offset}: {error}") from error

@@ -1,6 +1,6 @@
 """Encode Fetch requests of followers and read their answers.
 
-They are of version 13, which names topics by their ids. The leader's side is in `fetch`, which reads a follower's
+The messages are of version 13, which names topics by their ids. `fetch` has the leader's side, and reads a follower's
 request like a client's. The request for a partition stays open, over any number of requests and answers of its
 connection, until an answer names the partition, or the follower requests it again or withdraws it. So requests and
 answers name only changes. The sender of an answer is not trusted: its lengths are checked like a client's. Records are
@@ -123,7 +123,7 @@ def read_replica_answer(frame: memoryview) -> ReplicaAnswer:
 
 def _read_result(frame: memoryview, offset: int, limit: int) -> tuple[PartitionFetched, int]:
     if offset + _LEAST_RESULT_BYTES > limit:
-        raise Truncated(f"a partition's result wanted at {offset}, but the message ends at {limit}")
+        raise Truncated(f"no room for a partition's result at byte {offset}: the message ends at {limit}")
     index, error_code, high_watermark, _, log_start_offset = _RESULT.unpack_from(frame, offset)
     offset = _skip_aborted_transactions(frame, offset + _RESULT.size, limit) + _PREFERRED_READ_REPLICA_BYTES
     start, end, offset = skip_bytes(frame, offset, limit, compact=True)
@@ -150,6 +150,6 @@ def _read_diverging_epoch(frame: memoryview, offset: int, limit: int) -> tuple[E
     for tag, start, end in fields:
         if tag == DIVERGING_EPOCH_TAG:
             if end - start < EPOCH_END.size:
-                raise Truncated(f"a diverging epoch of {end - start} bytes at {start}")
+                raise Truncated(f"a diverging epoch has {end - start} bytes at {start}; expected {EPOCH_END.size}")
             return EpochEnd._make(EPOCH_END.unpack_from(frame, start)), after
     return None, after

@@ -58,7 +58,7 @@ class Walk:
         """Skip `size` bytes and return them."""
         start, end = self.at, self.at + size
         if end > self.limit:
-            raise Truncated(f"{size} bytes wanted at {start}, but the message ends at {self.limit}")
+            raise Truncated(f"no room for {size} bytes at byte {start}: the message ends at {self.limit}")
         self.at = end
         return self.body[start:end]
 
@@ -77,7 +77,7 @@ class Walk:
         try:
             return None if value is None else value.decode()
         except UnicodeDecodeError as error:
-            raise InvalidField(f"the string at {start} is not UTF-8") from error
+            raise InvalidField(f"invalid string at byte {start}: not UTF-8") from error
 
     def count(self, least_bytes: int, *, nullable: bool = False) -> int:
         """The number of elements of an array; -1 for null."""
@@ -95,4 +95,4 @@ class Walk:
         """Skip the message's own tagged fields, and check that nothing follows."""
         self.tags()
         if self.at != self.limit:
-            raise InvalidField(f"a message of {self.limit} bytes ends at {self.at}")
+            raise InvalidField(f"{self.limit - self.at} bytes follow the end of the message")

@@ -199,7 +199,7 @@ async def _about_clock(endpoint: str, options: EtcdOptions, clock: Callable[[], 
 
 _TROUBLES = {
     "hung": "takes requests and does not answer: restart it, so that others take over its partitions",
-    "down": "cannot be reached by the proxy: start it, or see `broker unreachable` in the proxy's log",
+    "down": "cannot be reached by the proxy: start it, or see `broker became unreachable` in the proxy's log",
     "gone": "has left the cluster within the last ten minutes: start it, unless it was removed on purpose",
 }
 

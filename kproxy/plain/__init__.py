@@ -1,13 +1,13 @@
-"""The compiled plain path, where it is built.
+"""Load the compiled plain path, if it is built.
 
-`compiled` is the extension, or None where it is not built: then every request goes through the core
-(kproxy.routing.fanout), which is the reference. KPROXY_PLAIN: `auto` (the default) uses the extension where it is
-built, `off` never, `require` fails without it. An extension that was built from other sources than those beside it is
-refused: beside newer Python code it could let clients wait for ever.
+The plain path forwards the usual requests in compiled code. `compiled` is the extension, or None without it: then every
+request goes through the core (kproxy.routing.fanout), which is the reference. KPROXY_PLAIN: `auto` (the default) uses
+the extension where it is built, `off` never, `require` fails without it. An extension that was built from other sources
+than those beside it is refused: with newer Python code it could let clients wait for ever.
 
-The classes that exist twice (kproxy/plain/_plain.pyx lists them) handle a request from socket to socket, so the
-extension has all of them. docs/performance.md says what a request costs without it (`make bench-quick`, last column);
-the docstrings of the trail give their own cost.
+The classes on the way of a request from socket to socket exist twice, in Python and in the extension
+(kproxy/plain/_plain.pyx lists them). docs/performance.md says what a request costs without it (`make bench-quick`, last
+column); the docstrings of the trail give their own cost.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ MODES: Final = ("auto", "off", "require")
 
 
 def load(mode: str) -> ModuleType | None:
-    """Raises StartupError: an unknown mode, an extension that is required and not built, or one of other sources."""
+    """Return the extension; None without it. Raises StartupError if it is required but missing, or of other sources."""
     if mode not in MODES:
-        raise StartupError(f"{VARIABLE}={mode} is not a mode of the plain path: give one of {', '.join(MODES)}.")
+        raise StartupError(f"unknown mode {VARIABLE}={mode} of the plain path; expected one of {', '.join(MODES)}.")
     if mode == "off":
         return None
     try:

@@ -1,9 +1,9 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, binding=False
 # cython: allow_none_for_extension_args=False
-"""Forward produce requests whose routes are all proven, and reads like the last one, compiled, with their loops.
+"""Forward the usual requests in compiled code: produce requests whose routes are all proven, and repeated reads.
 
-Where this is not built, every request goes through the core (kproxy.routing.fanout), which is the reference. What both
-need has a twin in Python, or is a Python structure whose fields are changed here (counters.pxi):
+Where this is not built, every request goes through the core (kproxy.routing.fanout), which is the reference. Code that
+both need exists here and in Python; counters are fields of Python structures, which counters.pxi changes. The twins:
 
   frames.pxi    kproxy_codec.framing, kproxy_codec.correlation
   outbox.pxi    kproxy.proxy.outbox
@@ -162,7 +162,7 @@ include "readers.pxi"
 
 
 def keep_freed(int most):
-    """Let glibc's allocator keep so many freed bytes: the kernel clears each page that it gives again."""
+    """Let glibc's allocator keep this many freed bytes: the kernel clears each page that it gives out again."""
     if not kp_keep_freed(most):
         raise ValueError(f"the allocator does not keep {most} freed bytes")
 
@@ -170,7 +170,7 @@ def keep_freed(int most):
 def resize(buffer, Py_ssize_t size):
     """Give a bytearray, of any subclass, a size; new bytes are not cleared, as an answer is received into them."""
     if not isinstance(buffer, bytearray):
-        raise TypeError("a bytearray is expected")
+        raise TypeError("expected a bytearray")
     PyByteArray_Resize(buffer, size)
 
 
@@ -207,7 +207,7 @@ cdef uint32_t _choose(selection, const kp_request *head, uint32_t *chosen) excep
     for place, ordinals in selection:
         for ordinal in ordinals:
             if place >= head.topic_count or ordinal >= _topics[place].count or count == KP_MAX_PARTITIONS:
-                raise IndexError(f"no partition {ordinal} of topic {place}")
+                raise IndexError(f"the request has no partition {ordinal} of topic {place}")
             chosen[count] = _topics[place].first + ordinal
             count += 1
     return count
@@ -236,7 +236,7 @@ def part(frame not None, selection, int32_t correlation_id):
     cdef kp_request head
     cdef uint32_t chosen[KP_MAX_PARTITIONS]
     if not _index(frame, &head):
-        raise ValueError("not indexed")
+        raise ValueError("the request cannot be indexed")
     cdef uint32_t count = _choose(selection, &head, chosen)
     cdef uint32_t size = kp_part_bytes(&head, _topics, _entries, chosen, count)
     cdef bytes encoded = PyBytes_FromStringAndSize(NULL, size)
@@ -256,7 +256,7 @@ def results(frame not None, selection, answer not None):
     cdef uint32_t at
     cdef uint8_t *received = data_of(answer)
     if not _index(frame, &head):
-        raise ValueError("not indexed")
+        raise ValueError("the request cannot be indexed")
     cdef uint32_t count = _choose(selection, &head, chosen)
     if not is_success(
         <const uint8_t *>PyMemoryView_GET_BUFFER(frame).buf, &head, _topics, _entries, chosen, count,

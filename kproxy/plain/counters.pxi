@@ -32,11 +32,11 @@ cdef void *fields_of(counted, tuple names, Py_ssize_t size) except NULL:
     """The memory of a structure with these fields, which stays where it is while the structure lives."""
     cdef Py_buffer memory
     if not isinstance(counted, Structure) or tuple([name for name, *_ in counted._fields_]) != names:
-        raise TypeError(f"a structure of {names} is expected, not {type(counted).__name__}")
+        raise TypeError(f"expected a structure of {names}; got {type(counted).__name__}")
     PyObject_GetBuffer(counted, &memory, PyBUF_WRITABLE)
     PyBuffer_Release(&memory)
     if memory.len != size:
-        raise TypeError(f"a structure of {size} bytes is expected, not {memory.len}")
+        raise TypeError(f"expected a structure of {size} bytes; got {memory.len}")
     return memory.buf
 
 
@@ -75,7 +75,7 @@ cdef double *histogram_of(durations) except NULL:
     cdef array numbers = durations.numbers
     cdef Py_ssize_t size = 0 if numbers is None else len(numbers)
     if size < 3 or size % 2 == 0 or numbers.ob_descr.typecode != b"d" or numbers.data.as_doubles[size - 2] != INFINITY:
-        raise TypeError("a histogram whose last bound is infinite is expected")
+        raise TypeError("expected a histogram whose last bound is infinite")
     return numbers.data.as_doubles
 
 

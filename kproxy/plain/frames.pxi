@@ -22,17 +22,17 @@ cdef extern from *:
 
 cdef inline uint8_t *data_of(view) except NULL:
     if not PyMemoryView_Check(view):
-        raise TypeError("a memoryview is expected")
+        raise TypeError("expected a memoryview")
     cdef Py_buffer *buffer = PyMemoryView_GET_BUFFER(view)
     if buffer.ndim != 1 or buffer.strides[0] != 1:
-        raise TypeError("a memoryview of bytes in one piece is expected")
+        raise TypeError("expected a contiguous memoryview of bytes")
     return <uint8_t *>buffer.buf
 
 
 cdef inline object window(uint8_t *start, Py_ssize_t size):
     """A buffer to fill at once: nothing keeps its memory from being reused."""
     if size < 0:
-        raise ValueError(f"a buffer of {size} bytes")
+        raise ValueError(f"invalid buffer size {size}; expected 0 or more")
     return PyMemoryView_FromMemory(<char *>start, size, PyBUF_WRITE)
 
 

@@ -112,7 +112,7 @@ cdef class AnswerReader:
             self.forward_span(ticket, frame, 0, len(frame), self.clock.now())
             return
         if len(frame) < KP_CORRELATION_ID_OFFSET + 4:
-            raise ValueError(f"a request of {len(frame)} bytes")
+            raise ValueError(f"a request of {len(frame)} bytes is shorter than its header")
         correlation_id = self._in_flight.following_id()
         kp_put_int32(data_of(frame) + KP_CORRELATION_ID_OFFSET, correlation_id)
         self.send(ticket, correlation_id, [frame])
@@ -120,7 +120,7 @@ cdef class AnswerReader:
     cdef int forward_span(self, ticket, view, Py_ssize_t start, Py_ssize_t size, double now) except -1:
         """Like `forward`, for a request in `view` that expects an answer."""
         if size < KP_CORRELATION_ID_OFFSET + 4:
-            raise ValueError(f"a request of {size} bytes")
+            raise ValueError(f"a request of {size} bytes is shorter than its header")
         cdef int32_t correlation_id = self._in_flight.following_id()
         kp_put_int32(data_of(view) + start + KP_CORRELATION_ID_OFFSET, correlation_id)
         if self._outbox is None:

@@ -1,9 +1,9 @@
-# Read on: serve the reads of a consumer that asks one broker for the same partitions again and again.
+# Serve the reads of a consumer that asks one broker for the same partitions again and again.
 #
 # The core (kproxy.routing.reads) serves each read that is new. When it has passed a broker's whole answer on, the read is
-# known (`learn`), and the next one that differs from it in nothing but offsets is sent to the same broker here. One is in
-# flight at a time. The core gets every other read, and this one first if it is unanswered then: what it may find on its
-# connections is its own business. It gets it as well if the answer is not a plain one.
+# known (`learn`), and the next one that differs from it only in offsets is sent to the same broker here. One is in
+# flight at a time. The core gets every other read, and before it this one if unanswered, as the core must know all
+# reads on its connections. The core gets this one as well if the answer is not a plain one.
 
 cdef extern from "fetch.h" nogil:
     ctypedef struct kp_read_topic:

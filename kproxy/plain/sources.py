@@ -1,4 +1,4 @@
-"""The digest that distinguishes an extension built from the present sources from an older one.
+"""Compute a digest of the extension's sources, which shows whether an extension was built from other ones.
 
 The build (scripts/build_plain.py) compiles the digest into the extension. It loads this file by its path, because
 kproxy cannot be imported yet.

@@ -1,5 +1,4 @@
-/* Offsets of a partition that were assigned, as spans and as intervals: keep, sort, join and write them. No Python
- * here. */
+/* Keep, sort, join and write the assigned offsets of a partition, as spans and as intervals, without Python. */
 #ifndef KPROXY_SPANS_H
 #define KPROXY_SPANS_H
 
@@ -143,7 +142,7 @@ static inline char *kp_put_decimal(char *to, int64_t number) {
     if (left >= 10) memcpy(first -= 2, pairs + 2 * left, 2);
     else *--first = (char)('0' + left);
     if (number < 0) *--first = '-';
-    /* Of one length: its copy is no call. */
+    /* The length is constant, so that the copy is no call. */
     memcpy(to, first, KP_NUMBER_BYTES);
     return to + (digits + KP_NUMBER_BYTES - first);
 }
@@ -201,8 +200,8 @@ static inline char *kp_put_digits(char *to, const kp_decimal *decimal) {
     return to + count;
 }
 
-/* Write first offsets and numbers of records separated by commas them. Return the end of the written text; there must be
- * room for 2 * KP_NUMBER_BYTES for each span, and for KP_NUMBER_BYTES more. */
+/* Write the first offset and the number of records of each span, separated by commas. Return the end of the text; there
+ * must be room for 2 * KP_NUMBER_BYTES for each span, and for KP_NUMBER_BYTES more. */
 static inline char *kp_put_json(char *to, const kp_spans *spans) {
     const uint8_t *at = spans->bytes;
     kp_interval span = {0, 0};

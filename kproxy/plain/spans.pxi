@@ -45,7 +45,7 @@ cdef int set_spans(kp_spans *spans, array numbers) except -1:
     cdef int64_t *given = <int64_t *>numbers.data.as_voidptr
     cdef Py_ssize_t at
     if numbers.itemsize != sizeof(int64_t):
-        raise TypeError("an array of 64-bit integers is expected")
+        raise TypeError("expected an array of 64-bit integers")
     spans.size = spans.count = 0
     spans.end = 0
     for at in range(0, len(numbers) - 1, 2):
@@ -131,7 +131,7 @@ cdef class Chunk:
     def base_offset(self):
         cdef kp_interval span
         if not self.held.count:
-            raise IndexError("no spans")
+            raise IndexError("the chunk has no spans")
         span.end = 0
         kp_next_span(self.held.bytes, &span)
         return span.start
@@ -175,7 +175,7 @@ cdef class Chunk:
         cdef kp_interval span
         cdef kp_spans left
         if most < 0:
-            raise ValueError(f"{most} spans")
+            raise ValueError(f"invalid number of spans {most}; expected 0 or more")
         if excess <= 0:
             return 0
         span.start = span.end = 0
@@ -209,10 +209,10 @@ def join(list starts not None, list ends not None, list added not None):
     cdef kp_interval span
     cdef Chunk chunk
     if <size_t>len(ends) != known:
-        raise ValueError(f"{len(starts)} starts and {len(ends)} ends")
+        raise ValueError(f"expected as many ends as starts; got {len(starts)} starts and {len(ends)} ends")
     for each in added:
         if not isinstance(each, Chunk):
-            raise TypeError(f"{each!r} is no chunk")
+            raise TypeError(f"expected a Chunk; got {each!r}")
         count += (<Chunk>each).held.count
     if not count:
         return None

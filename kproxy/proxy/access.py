@@ -1,8 +1,8 @@
-"""Enforce the rules on the connections of clients: which partitions are refused, and which requests.
+"""Enforce ACLs on the requests of clients: refuse a request, or the parts of it that its client may not access.
 
-`AccessControl` has the rules of this process, `ClientAccess` is one connection's view of them. Its permissions are kept
-with the rules that they follow, so that new rules count at once; routes of the compiled plain path, which were proven
-under earlier ones, are forgotten at the next check (`has_changed`). Long requests are checked on other threads.
+`AccessControl` has the rules of this process, and `ClientAccess` the permissions of one connection's client. These are
+kept with the rules that they follow from, so that new rules apply at once. Routes of the compiled plain path that were
+proven under earlier rules are forgotten at the next check (`has_changed`). Long requests are checked on other threads.
 
 A `RequestAccess` checks the permissions of one request. Each refusal is counted, and logged a few times a minute for
 each principal; one request logs only the first refusal of a kind. The security events list all of them when the request
@@ -44,7 +44,7 @@ ERRORS: Final[Mapping[Resource, int]] = {
     Resource.CLUSTER: CLUSTER_AUTHORIZATION_FAILED,
 }
 _LOGGED_A_MINUTE: Final = 5
-# Principals that are counted by name; the others count as one.
+# At most this many principals are counted by name; all others are counted together.
 _MOST_NAMED: Final = 100
 
 
@@ -76,7 +76,7 @@ class AccessControl:
         return self._rules()
 
     def client(self) -> ClientAccess:
-        """The view of a new connection."""
+        """Return the permissions of a new connection's client."""
         return ClientAccess(self)
 
     def denied(
@@ -89,7 +89,7 @@ class AccessControl:
         *,
         is_logged: bool = True,
     ) -> bool:
-        """Count and log a refusal; return whether it is one."""
+        """Count and log a refusal; return whether it is enforced (False in a dry run)."""
         self._counters[self._counted[operation, resource]] += 1
         if self.is_enforced:
             named = str(principal)
@@ -130,7 +130,7 @@ class AccessControl:
 
 
 class ClientAccess:
-    """The permissions of one connection's client. `is_enforced`: refusals count, as there is no dry run."""
+    """The permissions of one connection's client. `is_enforced`: refusals are enforced; False in a dry run."""
 
     def __init__(self, control: AccessControl) -> None:
         self.control = control
@@ -164,7 +164,7 @@ class ClientAccess:
         return changed
 
     def allows(self, operation: Operation, resource: Resource, name: str) -> bool:
-        """Like `allows` of a request that needs only this permission."""
+        """Whether the client may do this, in a request that needs only this permission; reports a refusal."""
         with RequestAccess(self) as access:
             return access.allows(operation, resource, name)
 
@@ -198,7 +198,7 @@ class ClientAccess:
         return refused or NOTHING_REFUSED
 
     def refused_writes(self, request: PartitionedRequest) -> Mapping[Entry, int]:
-        """The same for a produce request; without the right to its transactional id all entries are refused."""
+        """Like `refused`, for a produce request; without the right to its transactional id all entries are refused."""
         header = request.header
         start, end, _ = skip_string(
             request.frame, header.body_offset, len(request.frame), compact=request.flexible, nullable=True
@@ -215,7 +215,7 @@ class ClientAccess:
 
 
 class RequestAccess:
-    """The permissions of one request's client. `end`, or the end of `with`, reports the refusals since the last one.
+    """The permissions of one request's client. `end`, or leaving `with`, reports the refusals since the last report.
 
     One thread at a time uses it.
     """
@@ -241,11 +241,11 @@ class RequestAccess:
             client.control.tell_denied(client.principal, client.peer, operation, resource, names)
 
     def allows(self, operation: Operation, resource: Resource, name: str) -> bool:
-        """Whether the client may do this; a refusal is counted, told, and logged if it is the first of its kind."""
+        """Whether the client may do this; a refusal is counted, reported, and logged if it is the first of its kind."""
         return self._client.current().allows(operation, resource, name) or not self._refuse(operation, resource, name)
 
     def each(self, operation: Operation, resource: Resource) -> Callable[[str], bool]:
-        """Return `allows` for names."""
+        """Return a function of a name that calls `allows` with it."""
         return partial(self.allows, operation, resource)
 
     def _refuse(self, operation: Operation, resource: Resource, name: str) -> bool:

@@ -1,8 +1,9 @@
-"""Enforce the rules on control requests: refuse one, cut out the parts that its client may not have, or let it pass.
+"""Enforce ACLs on control requests: refuse a request, remove the parts that its client may not access, or let it pass.
 
-What a request needs stands in its API's row (`needs` in kproxy.proxy.apis). The needs are checked in turn. Without one
-for a group or a transactional id the whole request is refused, with 30 or 53, in each partition where the answer has no
-other place. Topics that the client may not have are cut out, and get 29. These decide for themselves, by `_BY_API`:
+The row of an API has the permissions that its requests need (`needs` in kproxy.proxy.apis); they are checked in turn.
+Without one for a group or a transactional id the whole request is refused, with 30 or 53, in each partition where the
+answer has no other place. Topics that the client may not access are removed, and get 29. These APIs have functions of
+their own (`_BY_API`):
 
 | request | needs | error codes of refused parts |
 | --- | --- | --- |
@@ -18,11 +19,11 @@ other place. Topics that the client may not have are cut out, and get 29. These 
 | Metadata, DescribeTopicPartitions | describe each topic | 29 for a topic; one that was not named is left out |
 
 OffsetFetch for all topics, ListGroups, ListTransactions and DescribeTransactions leave out what the client may not see.
-A topic of OffsetFetch or OffsetCommit that is named by an id which is not known here gets 100. AddPartitionsToTxn adds
-all partitions or none: if a topic is refused, all others get 55. To create a topic a permission for the cluster is
-enough. A client without the right to create never creates a topic by asking for its metadata. Brokers page through the
-topics of DescribeTopicPartitions, and name the next one: the proxy asks only for visible topics. Everybody may ask for
-the cluster (DescribeCluster), as in Kafka: the answer names proxies.
+A topic that OffsetFetch or OffsetCommit names by an unknown id gets 100. AddPartitionsToTxn adds all partitions or
+none: if a topic is refused, all others get 55. To create a topic a permission for the cluster is enough. A client
+without the right to create never creates a topic by asking for its metadata. An answer to DescribeTopicPartitions may
+name the topic that comes next, so the proxy asks brokers only for visible topics. Every client may send
+DescribeCluster, as in Kafka: the answer names proxies.
 
 Messages are read by kproxy_codec.control, on another thread unless they are short (kproxy.proxy.long_answers): requests
 are at most 1 MiB with at most MAX_ELEMENTS elements, and only authenticated clients send them. A request is encoded
@@ -73,7 +74,7 @@ from kproxy_codec.framing import RequestHeader, frame_message
 from kproxy_codec.parts import keep, name_of, refused, result_of
 from kproxy_codec.primitives import Buffer
 
-# The kinds of configuration resources that are not the cluster's.
+# The types of configuration resources that are not the cluster's, as Kafka numbers them.
 _CONFIGURED: Final = MappingProxyType({2: Resource.TOPIC, 32: Resource.GROUP})
 _TOPIC_IDS_FROM: Final = 6
 _NO_ID: Final = UUID(int=0)
@@ -154,7 +155,7 @@ class AclFilter:
         decide = _BY_API.get(key, AclFilter._by_needs)
         if needs is None or (key not in _BY_API and not all(map(_is_general, needs))):
             # Never forward it: brokers would treat it as the proxy's own request.
-            raise CodecError(f"no rules of access are known for {keys.name_of(key)}, so that it is refused")
+            raise CodecError(f"{keys.name_of(key)} is refused, because the proxy has no access rules for it")
         if not needs and key not in _BY_API:
             return Filtered(self._frame)
         self._request = decode_request(key, version, self._frame[self._header.body_offset :])
@@ -353,7 +354,7 @@ class AclFilter:
         elif key_type != _SHARE_GROUP_STATE:
             code, is_allowed = INVALID_REQUEST, lambda name: not self._access.is_enforced
         else:
-            # Only brokers search for it, and create a topic for it: Kafka requires ClusterAction.
+            # Only brokers look for this coordinator, and create a topic for it: Kafka requires ClusterAction.
             administers = self._access.each(Operation.ADMIN, Resource.CLUSTER)
             code, is_allowed = CLUSTER_AUTHORIZATION_FAILED, lambda name: administers(CLUSTER_NAME)
         nobody = {"error_code": code, "node_id": -1, "host": "", "port": -1}
@@ -416,7 +417,7 @@ class AclFilter:
         return screened._replace(amend=_both(screened.amend, self._hide_members))
 
     def _hide_members(self, answer: Message) -> None:
-        """Describe no member of a group that has a topic which the client may not see, as Kafka."""
+        """Hide all members of a group that has a topic which the client may not see, as Kafka does."""
         for group in answer.groups:
             has = {
                 each.topic_name
@@ -429,7 +430,7 @@ class AclFilter:
                 group.error_message = "The group has described topic(s) that the client is not authorized to describe."
 
     def _acls(self) -> Filtered:
-        """Refuse what has no effect on the clients of this proxy, which alone tells them apart."""
+        """Refuse requests about brokers' ACLs, which do not affect clients where only the proxy tells these apart."""
         decided = self._by_needs()
         is_decided = decided.answer is not None or not self._tells_apart
         return decided if is_decided else self._refused(SECURITY_DISABLED, _OWN_ACLS)
@@ -532,7 +533,7 @@ class AclFilter:
 
 
 def _is_general(need: Permission) -> bool:
-    """Whether it says which names of a request or an answer need it."""
+    """Whether a permission says which names of a request or an answer need it."""
     return bool(need.at or need.to) or need.resource is Resource.CLUSTER
 
 

@@ -1,8 +1,8 @@
 """Admit clients: a listener's gate handles all requests of a client until it is authenticated.
 
-The exchange itself is kproxy.security.sasl; this module passes it frames, carries out its outcomes and owns the clock.
-A gate stands where the compiled plain path of a session is (`CompiledPath`) and leaves this place once the client is
-authenticated, so that it costs later requests nothing. It takes the place again for a renewal, and when a session ends.
+kproxy.security.sasl decides the SASL exchange; this module passes frames to it, carries out its outcomes and has the
+clock. A gate takes the place of the session's compiled plain path (`CompiledPath`) until the client is authenticated,
+so that it costs later requests nothing. It takes that place again for a renewal, and when the SASL session ends.
 
 States of a gate
   closed    it begins the client's requests
@@ -19,7 +19,7 @@ Invariants
 1. While closed only kproxy.security.sasl reads the client's frames, except for ApiVersions; these are at most
    MOST_FRAME_BYTES long.
 2. At most one step of a mechanism runs, in a task that `close` awaits; meanwhile the client is not read. Where
-   identities are carried on, the task continues until a broker has judged the client's (kproxy.proxy.client_identity).
+   identities are forwarded, the task continues until a broker has judged the client's (kproxy.proxy.client_identity).
 3. Of the data that a client sent, the log has only its user's name and its mechanism.
 """
 
@@ -147,7 +147,7 @@ class Gate:
         self._address = ""
         self._counted_as = ""
         self._known_users: Users | None = None
-        # Set when the client is admitted.
+        # The client's principal; set when the client is admitted.
         self._principal: Principal | None = None
 
     def connected(self, certificate: Any, address: str) -> None:
@@ -168,7 +168,7 @@ class Gate:
         try:
             principal = within(MOST_RULES_S, lambda: principal_of(certificate, admission.mapping))
         except (NoPrincipal, TookTooLong) as error:
-            reason = str(error) or f"its certificate's names take the rules more than {MOST_RULES_S:g} s"
+            reason = str(error) or f"the rules for its certificate's names took more than {MOST_RULES_S:g} s"
             self._tell_failed(reason, distinguished_name(certificate.get("subject", ())), "certificate")
             self._client.refuse(NotAdmitted(reason))
             return
@@ -265,7 +265,7 @@ class Gate:
             if self._exchange.state is State.AUTHENTICATED and self._exchange.principal is not None:
                 self._open(self._exchange.principal)
         except Exception:  # the boundary: an error admits nobody
-            log.exception("authentication ended with an error", client=self._client.peer)
+            log.exception("client authentication failed", client=self._client.peer)
             reason = "an error here, see the log"
             self._tell_sasl_failed(reason)
             self._exchange.time_is_over()

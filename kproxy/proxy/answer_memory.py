@@ -1,6 +1,4 @@
-"""Bound the bytes of brokers' answers that one process holds.
-
-To keep the bound, it stops reading brokers' connections.
+"""Limit the memory for brokers' answers in one process: at the limit, stop reading brokers' connections.
 
 A large answer (more than LARGE_BYTES) announces its length in its first bytes. It gets room for all its bytes before
 more are read. It holds that room while anything refers to its bytes: while it arrives, waits to be merged and for its
@@ -15,14 +13,14 @@ States of a large answer
 
 Transitions
   waiting -> held   there is room for its kind, and no answer of its kind has waited for longer. Once one has waited for
-                    LONG_S, every other room goes to the answer that came last, whose client surely still wants it
+                    LONG_S, every other room goes to the answer that came last, whose client most likely still waits
   held    -> gone   its client has taken it; its client's connection has ended; it is not wanted any more
 
 There are two kinds of clients, each with a quarter of the limit, so that clients that read do not wait for clients that
 never do. A proven client takes its answers: it has taken a large answer before, or has a part of one and waits for the
 rest of it from another broker. All others are newcomers, and so is a client that takes too little at the moment.
 
-If proven clients hold a part each and none could get the rest, one client at a time finishes: whatever is held, it gets
+If proven clients hold a part each and none could get the rest, one client at a time finishes: it gets, above the limit,
 room for one answer from each of its connections that held none when it began. These complete what it waits for first.
 The next client may finish when all of them are gone.
 

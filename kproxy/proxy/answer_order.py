@@ -82,7 +82,7 @@ class Slot:
 
 
 class AnswerOrder:
-    """The slots of one client connection, `client`, which continues after an answer while `is_waited_for`.
+    """The slots of one client connection. While `is_waited_for`, `client` continues after each written answer.
 
     The code that begins requests adds to `slots`, `sequence`, `silent` and `in_flight_bytes` directly, because a call
     costs more.
@@ -109,7 +109,7 @@ class AnswerOrder:
         self.outbox: PacedOutbox | None = None
         # A list: an empty deque takes 760 bytes, and open requests are bounded.
         self.slots: list[Slot] = []
-        # Of the newest request.
+        # The number of the newest request.
         self.sequence = 0
         # Open requests that have no answer (acks=0), and so no slot.
         self.silent = 0

@@ -25,7 +25,7 @@ from kproxy_codec.framing import FrameReader
 from kproxy_codec.partitioned import set_correlation_id
 from kproxy_codec.primitives import Buffer
 
-# The API of a request that no client asked for.
+# The `api_key` of the proxy's own requests.
 NO_API: Final = -1
 # A read of a broker's connection has at least this much room: some nine acknowledgements of one partition.
 LEAST_READ_BYTES = 512
@@ -48,7 +48,7 @@ class Ticket(Protocol):
 
     @property
     def may_wait_until(self) -> float:
-        """Until when, on the proxy's clock, the request itself delays its answer (a fetch that waits)."""
+        """The time, on the proxy's clock, until which the request lets its answer wait (a fetch)."""
         ...
 
     def sent(self) -> None:

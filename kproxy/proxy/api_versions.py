@@ -1,12 +1,12 @@
 """Work out which API versions to offer to clients.
 
-An API is offered in the versions that the proxy (kproxy.proxy.apis) and all upstream brokers serve: `offer`. Brokers
-are asked with ApiVersions (KIP-35): `ask_versions`; kproxy.proxy.broker_watch says when.
+`offer` returns the versions that the proxy (kproxy.proxy.apis) and all upstream brokers serve. `ask_versions` asks a
+broker with ApiVersions (KIP-35); kproxy.proxy.broker_watch decides when.
 
 A client whose versions are configured may send others. They are answered with UNSUPPORTED_VERSION, in the form of the
-request's own version. Kafka closes the connection; such a client connects again, many times a second, and tells its
-application nothing. Where the version is not known here, or its answer has no place for an error, the connection is
-closed here as well.
+request's own version. Kafka closes the connection instead; such a client then connects again many times a second, and
+reports nothing to its application. The proxy closes the connection only if it does not know the version, or the answer
+has no place for an error.
 
 The proxy answers some APIs itself where brokers leave them to it (`Api.ends_here`). It then offers its own versions,
 whatever brokers serve.
@@ -273,7 +273,7 @@ async def ask_versions(connection: Upstream, version: int, client_id: bytes) -> 
         keys.API_VERSIONS, version, answer[response_body_offset(answer, keys.API_VERSIONS, version) :]
     )
     if message.error_code != NONE:
-        raise InvalidField(f"ApiVersions v{version} is answered with error {message.error_code}")
+        raise InvalidField(f"the broker answered ApiVersions v{version} with error {message.error_code}")
     return _broker_apis(message, version)
 
 

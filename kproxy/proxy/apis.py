@@ -1,7 +1,7 @@
 """Declare how the proxy serves each API of Kafka's protocol.
 
-`APIS` has one row for each API key that has a name. It dispatches requests, gives ApiVersions its versions
-(kproxy.proxy.api_versions), and scripts/protocol_support.py writes docs/protocol-support.md from it.
+`APIS` has one row for each API key that has a name. Rows decide how requests are handled and which versions are offered
+(kproxy.proxy.api_versions); scripts/protocol_support.py writes docs/protocol-support.md from them.
 
 `versions` are those that the proxy itself serves. Clients are offered those that the upstream brokers serve as well.
 """
@@ -148,7 +148,7 @@ def _each_group(operation: Operation, at: str = "", to: str = "groups") -> Permi
 
 
 def _administers(*parts: str, note: str = "", replicas: str = "", versions: Range = (0, 0)) -> Api:
-    """A change of the cluster."""
+    """Return the row of an API that changes the cluster."""
     needs = (_ALTER_CLUSTER._replace(at=parts[0], to=parts[1]) if parts else _ALTER_CLUSTER,)
     return Api(Handling.ANY_BROKER, versions, needs, repeatable=False, replicas=replicas, note=note)
 

@@ -1,4 +1,4 @@
-"""The audit trail of a serving process: it is kept from the first client to the last, and shipped to its sink."""
+"""Keep the audit trail of a serving process from its first client to its last, and ship it to its sink."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Audit:
 
     `keep` begins the trail before the first client is served and ends it when the last one is gone. `ship` is called
     once the proxy serves, as the trail may pass through the proxy itself, which `dial` connects to. The rest is shipped
-    at the end. `access` makes that to the brokers of another cluster, whose files `reloads` follows. An offset that is
+    at the end. `access` makes the connection to another cluster, whose files `reloads` follows. An offset that is
     assigned twice is logged and counted. Raises StartupError for a sink that cannot be used.
     """
 
@@ -56,7 +56,7 @@ class Audit:
         incarnation = secrets.token_hex(8)
         self._shipper, self._access = self._make(options, incarnation)
         reloads.replace(None, self._access.tls)
-        # They ship what earlier sinks are to get.
+        # Tasks that ship the last rows of earlier sinks.
         self._ending: set[asyncio.Task[None]] = set()
         self.trail = Trail(
             proxy,
@@ -82,7 +82,7 @@ class Audit:
         return shipper, access
 
     def prepare(self, config: ProxyConfig) -> Callable[[], None]:
-        """Make the sink, if it is another one; return what goes on with it, in a trail of its own.
+        """Make the sink if it has changed; return a function that continues with it, in a new trail.
 
         Call both while the trail is kept and shipped, the first on any thread. Raises StartupError.
         """

@@ -347,7 +347,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
             self.give_up(f"its session is not renewed: {error}", "access")
             return
         except Exception:  # the boundary: requests must not wait for ever
-            log.exception("session with a broker not renewed", broker=self.owner, address=str(self.address))
+            log.exception("broker session not renewed", broker=self.owner, address=str(self.address))
             self.give_up("its session is not renewed")
             return
         # As after a dial: queued requests may need to be withdrawn.
@@ -453,7 +453,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
     def distrust(self, reason: str) -> None:
         """Close because of the broker's answer."""
         self.counts.errors["invalid"] += 1
-        log.warning("broker answer invalid", broker=self.owner, address=str(self.address), reason=reason)
+        log.warning("broker sent invalid answer", broker=self.owner, address=str(self.address), reason=reason)
         self._end()
 
     def give_up(self, reason: str, kind: str = "") -> None:
@@ -476,7 +476,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
         """Close a dead path and discard unsent bytes: they must not arrive after requests on a newer connection."""
         if self._transport is not None and not self.closed:
             discard_at_close(self._transport)
-        self.give_up("nothing of what is sent is acknowledged", "cut_off")
+        self.give_up("its host acknowledges no sent bytes", "cut_off")
 
     def drop(self) -> None:
         """Close because of the client: the broker has done nothing wrong."""

@@ -1,13 +1,13 @@
 """Watch the brokers of one proxy: which APIs each serves, whether it can be reached, and whether it hangs.
 
-There is one `BrokerWatch` for each broker, with one connection of the proxy's own. On it the broker is asked
-ApiVersions (KIP-35), and its answer counts for everything: for the versions that clients are offered
-(kproxy.proxy.api_versions), for its breaker (kproxy.routing.broker_health) and for `/readyz`. `Brokers` has the watches
-of all brokers, and what the brokers have in common.
+Each broker has a `BrokerWatch`, which asks it ApiVersions (KIP-35) on a connection of the proxy's own. The answer
+decides about the versions that clients are offered (kproxy.proxy.api_versions), the broker's breaker
+(kproxy.routing.broker_health) and `/readyz`. `Brokers` has the watches of all brokers, and the versions and features
+that these have in common.
 
 | a broker is asked | |
 | --- | --- |
-| while it is not known | at once, then with a pause (`look`, `current`) |
+| while it is unknown | at once, then with a pause (`look`, `current`) |
 | while a request to it waits (`suspect`) | at once, and again PROBE_PAUSE_S after each answer: it is probed |
 | while it hangs | again and again, until it answers |
 | for `/readyz` (`problem`) | at most once every FRESH_S |
@@ -26,9 +26,9 @@ Transitions
   any -> any                      a broker that leaves keeps its last answer, in case it comes back
 
 Invariants
-1. One task asks a broker, one question at a time, whoever waits for the answer; `close` ends all tasks.
+1. One task asks a broker, one question at a time, however many wait for the answer; `close` ends all tasks.
 2. A task begins with a new connection: the network may have cut off the idle one, and that is not a hang. So no answer
-   within `probe_timeout_s` is a hang, whoever asks: nobody has to ask again to be sure.
+   within `probe_timeout_s` is a hang, and need not be confirmed by a second question.
 3. An unknown broker does not count for the offer. It cannot be told from one that serves everything, and a broker that
    never starts must not stop the others. Once it answers, APIs that it does not serve are withdrawn, as when a broker
    joins. Nothing relies on its fences (the Own API's) either, nor on its producer state: a batch that it may have
@@ -507,7 +507,7 @@ class Brokers:
         return f"no broker answers: {len(brokers)} asked"
 
     async def _any_answers(self, brokers: list[BrokerWatch]) -> bool:
-        """Connecting is not enough: a stopped process's kernel does that."""
+        """Whether a broker answers; a connection is not enough, as a stopped process's kernel accepts it."""
         fresh_from = self.clock() - FRESH_S
         if any(watch.answered_at > fresh_from and not watch.is_hung for watch in brokers):
             return True

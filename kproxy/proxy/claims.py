@@ -1,8 +1,8 @@
-"""Claims at the proxy: Own requests, refused partitions, and fences at the leaders of partitions.
+"""Serve the Own API, refuse writes without a claim, and bind fences at the leaders.
 
-Only the claimants of its partitions in that group write to a topic with a writer group: a produce request of any other
-client gets POLICY_VIOLATION, which no client retries. Readers bound to a group exclude each other; other readers read
-as usual.
+If a topic has a writer group, only claimants of its partitions in that group may write to it: a produce request of any
+other client gets POLICY_VIOLATION, which no client retries. Readers bound to a group exclude each other; other readers
+read as usual.
 
 A leader that knows fences (kproxy_codec.own, BindFences) serves a connection's requests in order: a batch that is sent
 after a binding is checked against its fence. So a claim is bound when it is made, on the connection of its client's
@@ -84,7 +84,7 @@ log = structlog.get_logger(__name__)
 
 
 class NoClaims(Exception):
-    """An Own request while no service is configured."""
+    """Raised for an Own request where no etcd is configured."""
 
 
 class Respond(Protocol):
@@ -187,13 +187,13 @@ class ClientClaims:
     def lapse(self) -> None:
         """End the client's connection because its claims have lapsed."""
         if self.connection is not None:
-            reason = "its claims may be others' by now: the proxy's lease in etcd is not certain to live"
+            reason = "another client may have its claims by now: the proxy's lease in etcd is not certain to live"
             self.connection.sever(reason)
 
     async def answer(self, frame: memoryview, header: RequestHeader, client: str) -> Buffer:
         """Return the body of an answer to Own; `client` is the client's name. Raises CodecError, NoClaims."""
         if self._own is None:
-            raise NoClaims("there is nothing that keeps claims")
+            raise NoClaims("the proxy keeps no claims, because it has no etcd (--etcd URL)")
         if self.connection is None:
             self.connection = self._own.connection(client, self._client.sever)
         request = parse_own_request(frame, header)
@@ -235,7 +235,7 @@ class ClientClaims:
             elif self._is_claiming:
                 self._pending_reads = (*self._pending_reads, lambda: respond_if_still_allowed(answer))
             else:
-                connection.sever("what it was reading was claimed by another, or not granted in time")
+                connection.sever("another client claimed a partition that it was reading, or its claim failed")
 
         return refused, respond_if_still_allowed
 

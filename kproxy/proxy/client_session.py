@@ -21,7 +21,7 @@ Invariants
 5. Any error here closes this connection and no other, with one line in the log.
 6. After `take_apart` the session is in no reference cycle. Python's cycle collector stops the event loop: it took
    20 ms to free the parts of 200 sessions. By then its timers and tasks have ended, and the listener does not know it
-   any more. What was scheduled for the event loop's next steps, and dials that were given up, find it closed.
+   any more. Callbacks that are still scheduled, and dials that were given up, find it closed.
 """
 
 from __future__ import annotations
@@ -138,10 +138,10 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         self._tally = context.tally
         self._on_closed = on_closed
         self.peer = "?"
-        # Of the first request that does not take the plain path, and of its ApiVersions request: for the admin page.
+        # For the admin page: the client id of the first request off the plain path; the software named by ApiVersions.
         self.client_id: str | None = None
         self.software = ""
-        # Of the bytes sent, those that the tally has.
+        # How many of the sent bytes the tally has counted.
         self._told_bytes = 0
         self._answers = AnswerOrder(context, self)
         # How long the client of the delayed request is throttled: its account is charged once.
@@ -376,7 +376,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         name = self._context.topology.name_of(topic) or topic
         self._tally.drop(name, error_code)
         self.refuse(
-            Unanswerable(f"an acks=0 batch for {name.decode(errors='backslashreplace')} met error {error_code}")
+            Unanswerable(f"an acks=0 batch for {name.decode(errors='backslashreplace')} failed with error {error_code}")
         )
 
     # For the metrics
@@ -384,7 +384,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
     def _use_of(self, client_id: bytes) -> Use:
         clients = self._tally.clients
         if clients is None:
-            raise RuntimeError("clients are not counted")
+            raise RuntimeError("the tally does not count clients")
         return clients.find((client_id, b"" if self._principal is None else self._principal.name.encode()))
 
     def handed_over(self, sequence: int) -> None:
@@ -500,7 +500,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         if self._arrival.is_too_slow(
             now, began=self._first_byte_at, arrived=arrived, pauses=self._pauses, pressed=self._budget.presses
         ):
-            self.refuse(Unanswerable(f"a request arrives too slowly: {arrived} bytes of it by now"))
+            self.refuse(Unanswerable(f"a request arrives too slowly: {arrived} bytes of it have arrived"))
 
     def _judge_taking(self, now: float) -> None:
         """Close if answers are not read while others wait for their memory."""
@@ -510,7 +510,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         held = self._share.held
         outbox.discard()
         self._transport.abort()
-        self.refuse(Unanswerable(f"{held} bytes of answers do not move, and others wait for the room that they take"))
+        self.refuse(Unanswerable(f"the client does not read {held} bytes of answers, and others wait for that memory"))
 
     def refuse(self, error: Exception) -> None:
         """Close because of the client's bytes, or because its request has no possible answer."""
@@ -536,7 +536,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
 
     def forbidden(self) -> None:
         """Close at once: another client has claimed the partition before this client's answer was written."""
-        self.sever("what it was reading was claimed by another")
+        self.sever("another client claimed a partition that it was reading")
 
     def sever(self, reason: str) -> None:
         """Close at once: another client has this connection's claims."""

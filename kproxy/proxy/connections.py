@@ -1,6 +1,6 @@
-"""The broker connections of one client connection for one purpose.
+"""Keep the connections to brokers that one client connection uses for one purpose.
 
-There is one per broker, dialled when first needed. Purposes are kept apart, because a broker answers a connection's
+There is one per broker, dialled when first needed. Each purpose has its own, because a broker answers a connection's
 requests one after another: a JoinGroup that waits for minutes must not delay produce requests.
 
 The core (kproxy.routing.fanout) names a connection and a piece by number. In `NumberedConnections` a number stands for
@@ -76,7 +76,7 @@ class Connections:
         """The open connection in this place to a broker's current address, or a new one. Raises NoAddress."""
         address = self._context.topology.address(broker)
         if address is None:
-            raise NoAddress(f"broker {broker} has no address")
+            raise NoAddress(f"the address of broker {broker} is unknown")
         upstream = self.by_place.get((broker, place))
         if upstream is not None:
             _give_up_unless_at(address, upstream)
@@ -96,31 +96,31 @@ class Connections:
         )
 
     def press(self, slow: bool) -> None:
-        """Report that one of them takes no more for now, or does again."""
+        """Report that a connection accepts no more requests for now, or accepts them again."""
         if self._client is not None:
             self._client.broker_presses(slow)
 
     def opens(self, upstream: Upstream) -> None:
-        """Note that queued requests of one are about to be written; here none is withdrawn."""
+        """Note that a connection's queued requests are about to be written; this class withdraws none."""
 
     def in_turn(self, step: Callable[[], object]) -> None:
-        """Take this step of one of them in its turn of the event loop."""
+        """Run this step of a connection in its turn of the event loop."""
         self._context.turns.take(step)
 
     def puts_off(self, upstream: Upstream) -> bool:
-        """Whether a large answer that has begun to arrive is not read until `read_on`; here each is waited for."""
+        """Whether a large answer that has begun to arrive is not read until `read_on`; here it is always read."""
         return False
 
     def ended(self, upstream: Upstream) -> None:
-        """Note that one has ended, and all its tickets have been called; `close` does not call it."""
+        """Note that a connection has ended and all its tickets were called; not called by `close`."""
 
     def hold_back(self, holds: bool) -> None:
-        """Stop reading all of them, or resume."""
+        """Stop reading all connections, or resume."""
         for upstream in self.by_place.values():
             upstream.hold_back(holds)
 
     def yield_turn(self) -> None:
-        """Read none of them in this turn of the event loop any more."""
+        """Read no more from any connection in this turn of the event loop."""
         resting = list(self.by_place.values())
         for upstream in resting:
             upstream.yield_turn(True)
@@ -145,7 +145,7 @@ class Connections:
             upstream.drop()
 
     async def close(self) -> None:
-        """End them all; requests written with acks=0 still reach the brokers."""
+        """End all connections; requests written with acks=0 still reach the brokers."""
         await asyncio.gather(*(upstream.close() for upstream in self.by_place.values()))
         # They refer to this object: no reference cycle is left.
         self.by_place.clear()

@@ -1,4 +1,4 @@
-"""The objects that all client connections of one proxy share."""
+"""Hold the objects that all client connections of one proxy share."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class ProxyContext:
 
     @property
     def coordinators(self) -> Coordinators | LeasedCoordinators:
-        """By leases where the proxy itself tells clients of coordinators, or else as brokers say."""
+        """The known coordinators: by leases where the proxy itself names them to clients, or else as brokers say."""
         leased = self.leased_coordinators if FIND_COORDINATOR in self.brokers.offered.native else None
         return leased or self.found_coordinators
 

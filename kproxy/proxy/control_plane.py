@@ -10,9 +10,9 @@ connection, since a request without an answer would block all later ones.
 `ControlPlane` gets the answer. It answers ApiVersions itself, from what the proxy and all its brokers serve. A request
 about a group or transaction goes to its coordinator (kproxy.proxy.coordinators). One whose parts go to several brokers
 is divided (kproxy.proxy.distribution). Any other goes to one broker as received, and brokers that its answer names are
-replaced (kproxy.proxy.virtual_brokers). After a broker that cannot be reached,
-does not answer or sends a malformed answer, the next one is asked. If a broker may have carried out a request that must
-not be repeated, the proxy closes the client's connection, as a broker would.
+replaced (kproxy.proxy.virtual_brokers). After a broker that cannot be reached, does not answer or sends a malformed
+answer, the next one is asked. If a broker may have carried out a request that must not be repeated, the proxy closes
+the client's connection, as a broker would.
 
 Where brokers leave it to the proxy (`Api.ends_here`), it also answers
 - FindCoordinator for a group: with this proxy, which knows the group's coordinator from its lease when it is asked.
@@ -121,7 +121,7 @@ class ControlRequests:
 
     @property
     def plane(self) -> ControlPlane:
-        """What answers the requests."""
+        """The ControlPlane that gets the answers; made when first needed."""
         if self._made is None:
             self._made = ControlPlane(self._context, self._client, self._fleet, self._access, self._to_brokers)
         return self._made
@@ -136,7 +136,7 @@ class ControlRequests:
         max_bytes = self._context.limits.max_control_request_bytes
         if len(frame) > max_bytes:
             raise FrameTooLarge(
-                f"a {keys.name_of(header.api_key)} request of {len(frame)} bytes; at most {max_bytes} are admitted"
+                f"a {keys.name_of(header.api_key)} request has {len(frame)} bytes; expected at most {max_bytes}"
             )
         lowest, highest = ranges.get(header.api_key, NOT_SERVED)
         version = header.api_version if lowest <= header.api_version <= highest else OTHER_VERSION
@@ -341,7 +341,7 @@ class ControlPlane:
             return None
 
     async def _ask_any(self, frame: memoryview, header: RequestHeader, take: Take[Result]) -> Result:
-        """As `ask_first`, of any broker, in the order of this connection."""
+        """Like `ask_first`, with all brokers, in the order of this connection."""
 
         async def frame_for(upstream: Upstream) -> memoryview:
             return frame
@@ -417,9 +417,9 @@ class ControlPlane:
         raise NotJudged(f"no broker judges its identity; {reason}")
 
     def _likeliest(self, untried: set[int]) -> set[int]:
-        """Leave out brokers in trouble, unless all are.
+        """Return the brokers without known trouble, or all if each has some.
 
-        This connection and the other connections report trouble.
+        Trouble counts whether this connection or another one has met it.
         """
         undoubted = untried - self._doubted.keys()
         return set(filter(self._context.brokers.is_well, undoubted)) or undoubted or untried
@@ -484,7 +484,7 @@ class ControlPlane:
         context, producer_id, error_code = self._context, _NO_PRODUCER_ID, NONE
         try:
             if context.producer_ids is None:
-                raise EtcdError("there is nowhere to take producer ids from")
+                raise EtcdError("the proxy has no etcd to allocate producer ids from")
             async with asyncio.timeout(context.limits.control_attempt_s):
                 producer_id = await context.producer_ids.allocate()
             context.counters["producer_ids.given_out"] += 1

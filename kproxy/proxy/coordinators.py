@@ -102,7 +102,7 @@ class Coordinators:
             del self._brokers[next(iter(self._brokers))]
 
     def refused(self, key_type: int, key: str, broker_id: int) -> None:
-        """Do nothing: the client sends FindCoordinator again, as in `take`."""
+        """Do nothing: the client sends FindCoordinator again, and `take` gets the answer."""
 
     def forget(self, key_type: int, key: str) -> None:
         self._brokers.pop((key_type, key), None)

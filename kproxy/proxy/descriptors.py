@@ -2,7 +2,7 @@
 
 A process that admits clients until no descriptor is left cannot dial brokers for them, and would report healthy brokers
 as unreachable. So part of the limit is reserved for connections to brokers. A client that connected in the last seconds
-counts with the connections that it may still need; older ones have them.
+counts with the connections that it may still need; an older client has opened them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 RESERVED_PART = 8
 # A client counts as new for this time at least, and for twice this time at most, in seconds.
 NEW_S = 5.0
-# A client's connections: those to brokers for records, of which few clients need more, and one for all other requests.
+# Connections that a client may need: for records, to this many brokers (few clients use more); one for other requests.
 MOST_BROKERS = 3
 CONTROL = 1
 

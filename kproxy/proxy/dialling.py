@@ -61,7 +61,7 @@ class Dialler:
 
 
 class _Stage(Enum):
-    """How far a dial has come, for the reason of its failure; `OURS`: what follows is not about the broker."""
+    """The stage of a dial, for the reason of its failure; a failure after `OURS` shows nothing about the broker."""
 
     WAITS, RESOLVES, DIALS, OURS = range(4)
 
@@ -98,7 +98,7 @@ class BrokerDials:
         looked up.
         """
         if is_paced and self.refuses:
-            raise KnownDown("it hangs, or could not be reached just now")
+            raise KnownDown("the broker hangs, or its last dial failed")
         stage = _Stage.WAITS
         under_way: asyncio.Future[None] | None = None
 
@@ -153,7 +153,7 @@ class BrokerDials:
             # The future must not be cancelled with one of those who wait for it.
             await asyncio.wait((self._under_way,))
             if self._redial is not None and self._redial.failures > failures:
-                raise KnownDown("the dial that was under way has failed")
+                raise KnownDown("the dial that this connection waited for failed")
         return None
 
     def _end_turn(self, under_way: asyncio.Future[None] | None) -> None:
@@ -165,7 +165,7 @@ class BrokerDials:
     def _succeeded(self) -> None:
         if self._redial is not None:
             log.info(
-                "broker reachable again",
+                "broker became reachable",
                 broker=self.owner,
                 address=str(self.address),
                 down_s=round(self.dialler.clock() - self._down_since, 1),
@@ -175,12 +175,12 @@ class BrokerDials:
 
     def _failed(self, error: OSError | UnicodeError, reason: str, *, had_turn: bool) -> None:
         if _is_ours(error):
-            log.warning("connection not possible", address=str(self.address), reason=reason)
+            log.warning("process cannot open connection", address=str(self.address), reason=reason)
             return
         self.dialler.resolver.forget(self.address.host)
         now = self.dialler.clock()
         if self._redial is None:
-            log.warning("broker unreachable", broker=self.owner, address=str(self.address), reason=reason)
+            log.warning("broker became unreachable", broker=self.owner, address=str(self.address), reason=reason)
             self._redial, self._down_since = Redial(), now
         elif not had_turn:
             # This dial began before the first failure was known, or at its own pace.

@@ -7,17 +7,17 @@ The row of an API says where its parts go (`Handling` and `needs` in kproxy.prox
 - ANY_BROKER with `replicas`: to any broker, but for parts with replicas on proxies;
 - ALL_BROKERS: the whole request to every known broker.
 
-Schemas of messages do the rest (kproxy_codec.parts). A share without an answer gives each of its parts an error, so no
-answer is silently shorter than the request; where all brokers are asked, the answer as a whole has the error. Clients
-act on it as on a broker's own: after NOT_COORDINATOR and COORDINATOR_NOT_AVAILABLE they look for the coordinator again,
-after NOT_LEADER_OR_FOLLOWER for the leader. Admin clients show errors for ListGroups beside what other brokers listed,
-or ask again.
+kproxy_codec.parts divides and merges messages by their schemas. A share is the parts for one receiver. If it gets no
+answer, each of its parts gets an error, so no answer is silently shorter than the request; where all brokers are asked,
+the answer as a whole has the error. Clients act on it as on a broker's own: after NOT_COORDINATOR and
+COORDINATOR_NOT_AVAILABLE they look for the coordinator again, after NOT_LEADER_OR_FOLLOWER for the leader. Admin
+clients show errors for ListGroups beside what other brokers listed, or ask again.
 
 In requests, too, a proxy's node id means the proxy (kproxy.proxy.virtual_brokers). Its configuration is that of one of
 the brokers, always the same as long as that one answers: a broker describes only itself, so the request names that
 broker, and the answer the proxy. A proxy's configuration cannot be altered, and a proxy holds no replicas.
 
-A request may name a million things. It becomes one share for each broker, for each proxy, and for each kind of refusal.
+A request may have a million parts. It becomes one share for each broker, for each proxy, and for each kind of refusal.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ _UNANSWERED: Final = {
 
 
 class Refusal(NamedTuple):
-    """Parts that no broker gets."""
+    """The error of parts that no broker gets."""
 
     error_code: int
     message: str | None = None
@@ -285,7 +285,7 @@ class Distribution:
         return await self._context.portions.apart(len(self._frame), build)
 
     async def _doubt(self, answer: Message, target: Target) -> None:
-        """Before the client's next attempt forget a coordinator that is none, and look up an owner that is none."""
+        """Forget coordinators, and look up owners again, that the answer denies, before the client's next attempt."""
         key_type, coordinators = PART_KEY_TYPES.get(self._api.handling), self._context.coordinators
         if not isinstance(target, int) or (key_type is None and self._api.handling is not Handling.EACH_OWNER):
             return

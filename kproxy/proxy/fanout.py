@@ -5,10 +5,10 @@ until these are carried out. Requests in flight on the plain path (kproxy.proxy.
 event that may concern them. kproxy.proxy.partitioned_requests checks requests and begins them here.
 
 Invariants
-1. If the topology has changed, that is the next event.
+1. After a change of the topology, the core's next event is that change.
 2. Claims are checked to be live when something is written to a topic with a writer group, and again when a dial
-   completes: no past event guarantees it.
-   The fences of a batch, which the core names with it, are bound before it where its connection has not bound them.
+   completes, because no past event guarantees it. The core names the fences of a batch; those that its connection has
+   not bound yet are bound before it.
 """
 
 from __future__ import annotations
@@ -401,7 +401,7 @@ class FanoutShell:
         del self.core, self.claims, self.connections, self.plain
 
 
-# Methods, and single calls.
+# How each action is carried out: by a method of the shell, or by one call.
 _CARRY_OUT: Final[Mapping[type[Action], Callable[[FanoutShell, Any], None]]] = {
     actions.Send: FanoutShell._send,
     actions.Withdraw: lambda shell, action: shell.connections.withdraw(action),

@@ -1,4 +1,4 @@
-"""Work on long answers without holding up the event loop, and ask once for all who want the same answer.
+"""Process long messages in short steps, and ask brokers once for an answer that several clients want.
 
 An answer may be megabytes long, and one step of that length would delay all other clients. `Portions` works on it in
 portions of about a millisecond (kproxy_codec.walk), one in a turn of the event loop.
@@ -37,8 +37,8 @@ class Portions:
     async def apart(self, size: int, read: Callable[[], Result]) -> Result:
         """Read or build a message of `size` bytes with kproxy_codec.control: on another thread, unless it is short.
 
-        Of long ones one at a time: other threads, which check passwords as well, stay free. Raises the errors of
-        `read`.
+        Long messages are read one at a time, so that other threads stay free, which also check passwords. Raises
+        the errors of `read`.
         """
         if size <= READ_AT_ONCE_BYTES:
             return read()
@@ -65,7 +65,7 @@ class Portions:
                 await asyncio.sleep(0)
 
     async def next_turn(self) -> None:
-        """Continue in a later turn of the event loop, as one of those that have such a portion to work on."""
+        """Wait for a later turn of the event loop, in turn with all who have portions to process."""
         async with self._turn:
             await asyncio.sleep(0)
 

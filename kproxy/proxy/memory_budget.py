@@ -2,9 +2,9 @@
 
 `limit` is the part of `total` that brokers' answers leave (kproxy.proxy.answer_memory), at least half of it.
 
-Counted are the buffers of frames that are arriving, whole frames that wait to be begun, and requests that are not
-answered yet. The sum is one integer that sessions add to. While it is at its limit, sessions only finish the reads that
-have begun at that moment (LAST_READ_BYTES).
+The sum counts the buffers of frames that are arriving, whole frames that wait to be begun, and requests that are not
+answered yet. It is one integer that sessions add to. While it is at its limit, sessions only finish the reads that have
+begun at that moment (LAST_READ_BYTES).
 
 States of a session
   free      it may read
@@ -16,7 +16,7 @@ Transitions
   waiting -> free      there is room again; sessions are released one by one, the longest waiting first
   waiting -> passing   there is no room, arriving frames hold most of it, and no session passes: the first session with
                        a partial frame does
-  passing -> free      `leave`; or in PASS_S little arrived and less than half more than the limit is held: the next one
+  passing -> free      `leave`; or little arrived in PASS_S, and the sum is below 1.5 times the limit: the next session
                        passes, and this one, which is still read, waits again with its next bytes
   any     -> free      `leave`: the session ends
 

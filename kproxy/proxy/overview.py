@@ -1,7 +1,7 @@
-"""Observe a proxy process for its admin page: what changed, how fast it is, and what there is now.
+"""Collect what a proxy's admin page shows: recent changes, rates, and the current brokers, clients and partitions.
 
-`sample` is called once a second, whether anybody looks or not: it compares counters, brokers and the table with those
-of a second ago, notes what changed as events, and keeps what rates are made from. Everything else is done when a page
+`sample` is called once a second, even if nobody looks at the page: it compares counters, brokers and the table with
+those of a second ago, notes what changed as events, and keeps the counts for rates. Everything else is done when a page
 is requested, in portions.
 
 Invariants
@@ -68,7 +68,7 @@ from kproxy.security.events import SecurityEvents
 from kproxy.trail.shipper import ShipperVitals
 from kproxy_codec import api_keys, error_codes
 
-# The time that rates and latencies are of, in samples, one a second.
+# Rates and latencies are those of this many samples; there is one a second.
 WINDOW_S: Final = 10
 # Errors are counted over this many spans of ERRORS_EVERY samples.
 ERROR_SPANS: Final = 12
@@ -106,7 +106,7 @@ _Key = TypeVar("_Key", bound=Hashable)
 def _grown(before: dict[_Key, int], now: Mapping[_Key, int]) -> Iterator[tuple[_Key, int]]:
     """Yield what has grown, by how much, and note it in `before`.
 
-    What is less than before, or missing, is of a broker that was forgotten (Tally.forget): it counts anew, from 0.
+    A count that is lower than before, or missing, is of a broker that was forgotten (Tally.forget): it restarts at 0.
     """
     for key in before.keys() - now.keys():
         del before[key]
@@ -172,7 +172,7 @@ class TableTimes:
 
 @dataclass(eq=False, kw_only=True)
 class ProxyObserver:
-    """`vitals`, `table`, `readiness`, `shipping` return what they are called; `claims` their number, if there are any.
+    """Observes one process. The callables return what their names say; `claims` the number of claims, None without any.
 
     `events` are shown once this observes. `facts` returns more of these for the page.
     """

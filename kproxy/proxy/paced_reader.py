@@ -1,8 +1,8 @@
 """Read one client and begin its requests only while there is room.
 
-Room has many bounds: the connection's own bytes in flight and open requests, the memory of all connections
-(kproxy.proxy.memory_budget), partitions (`PartitionedRequests.has_room_for`), the pace of the client and of the
-brokers, the time in this turn of the event loop, a claim that is being served.
+The bounds are the connection's bytes in flight and open requests, the memory of all connections
+(kproxy.proxy.memory_budget), the open partitions (`PartitionedRequests.has_room_for`), the pace of the client and of
+the brokers, and the time in this turn of the event loop. Nothing is begun while a claim is being served.
 
 Invariants
 1. Beyond a limit no more is begun or read. Further requests of the same read wait in `_backlog`, and are begun before

@@ -1,7 +1,7 @@
 """Check the Produce, Fetch and ListOffsets requests of one client connection, and begin them.
 
-The compiled plain path (kproxy.plain) leaves these requests to it; without the extension it gets all. A request that
-names a partition twice, or more than 4,096 partitions, gets INVALID_REQUEST. The core gets the others
+It gets the requests that the compiled plain path (kproxy.plain) does not take; without the extension, all. A request
+that names a partition twice, or more than 4,096 partitions, gets INVALID_REQUEST. The others go to the core
 (kproxy.proxy.fanout).
 
 Invariant: open requests have at most MAX_OPEN_PARTITIONS partitions together, or as many as a single request has. So an
@@ -19,7 +19,7 @@ which batches were refused, sends them to the new owner, keeps their order, and 
 this for topics with a writer group.
 
 Fetch. There are no fetch sessions (KIP-227): answers name session 0, and a request that continues a session gets
-FETCH_SESSION_ID_NOT_FOUND. All brokers of a fetch wait for data, and the first one's is its answer
+FETCH_SESSION_ID_NOT_FOUND. All brokers of a fetch wait for data, and the first broker's data is the answer
 (kproxy.routing.reads).
 """
 
@@ -71,7 +71,7 @@ class NoRoom(Exception):
     """A request for `partitions` must wait until others are answered."""
 
     def __init__(self, partitions: int) -> None:
-        super().__init__(f"{partitions} partitions are too many for now")
+        super().__init__(f"no room for a request of {partitions} partitions until others are answered")
         self.partitions = partitions
 
 
@@ -102,7 +102,7 @@ class PartitionedRequests:
         acks = request.acks
         if acks not in _ACKS or request.is_too_large or request.repeats_a_partition():
             if acks == 0:
-                raise InvalidField("an acks=0 request names a partition twice, or too many of them")
+                raise InvalidField("an acks=0 request names a partition twice, or too many partitions")
             return self._refuse(PRODUCE_API, request, slot, INVALID_REQUEST if acks in _ACKS else INVALID_REQUIRED_ACKS)
         self._check_room(request)
         began = self._clock() if acks == 0 else now
@@ -205,7 +205,7 @@ class PartitionedRequests:
         api = _APIS[header.api_key]
         request = api.parse_request(frame, header)
         if request.acks == 0:
-            raise UnsupportedVersion("an acks=0 request of a version that is not offered, and has no answer")
+            raise UnsupportedVersion("an acks=0 request has a version that is not offered, and no answer to say so")
         return self._refuse(api, request, slot, UNSUPPORTED_VERSION)
 
     def _follow(self) -> None:

@@ -1,7 +1,7 @@
 """Keep the requests in flight on the compiled plain path of one client, and hand them to the core.
 
 The compiled path (kproxy/plain/path.pxi) sends a request whose routes are all proven, and takes the answers if all are
-successes; so it does with a read that asks one broker again (kproxy/plain/reads.pxi). On any other outcome all its
+successes. It does the same with repeated reads of one broker (kproxy/plain/reads.pxi). On any other outcome all its
 requests in flight first enter the core (kproxy.routing.fanout): in order, each with its unanswered pieces. Without the
 extension nothing is in flight here: the core gets every request.
 
@@ -29,8 +29,8 @@ from kproxy_codec.produce import PRODUCE_API
 class CompiledPath(Taker, Protocol):
     """The compiled path.
 
-    `open_count` are its unanswered requests, `open_partitions` those of requests with several. `is_reading`: one is a
-    read.
+    `open_count` is the number of its unanswered requests, `open_partitions` that of the partitions of those with
+    several. `is_reading`: one is a read.
     """
 
     open_count: int

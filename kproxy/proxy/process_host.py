@@ -1,7 +1,7 @@
-"""The interface between a proxy process and its observers.
+"""Report the state of a proxy process: on its admin page, stdout and stderr, or to a supervisor.
 
-A process that serves alone has a `ProcessHost` of its own: its admin page, stdout and stderr. A worker's host reports
-to its supervisor (kproxy.workers).
+A process that serves alone has a `ProcessHost`, with an admin page of its own. A worker has another class of host,
+which reports to its supervisor (kproxy.workers).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class OwnPages:
     async def table(self, request: web.Request) -> bytes:
         worker = int(request.query.get("worker", 1))
         if worker != 1:
-            raise ValueError(f"there is no worker {worker}: this process serves alone")
+            raise ValueError(f"unknown worker {worker}; this process serves alone and is worker 1")
         query = table_query(request)
         page = table_page(self._observer.table(), topic=query.topic, after=query.after, limit=query.limit)
         return msgspec.json.encode(page)
@@ -101,7 +101,7 @@ class OwnPages:
             raise web.HTTPUnsupportedMediaType(text="send application/json\n")
         body = await request.read()
         if len(body) > MAX_ORDER_BYTES:
-            raise ValueError(f"an order of {len(body)} bytes; at most {MAX_ORDER_BYTES} are allowed: name fewer")
+            raise ValueError(f"the body has {len(body)} bytes; expected {MAX_ORDER_BYTES} at most: name fewer claims")
         return msgspec.json.encode(await self._claims().free(msgspec.json.decode(body, type=FreeOrder)))
 
     async def overview(self) -> Overview:
@@ -154,11 +154,11 @@ class ProcessHost:
             self._admin, self._said = await site.start(HttpPage(pages, pages.routes(), site.guard))
 
     def configurations(self, hangup: asyncio.Event) -> tuple[asyncio.Event, Read]:
-        """Return what is set when another configuration is to be read, and what reads it."""
+        """Return the event that asks for another configuration, and the function that reads it."""
         return hangup, read_again
 
     def status(self, counters: Counter[str], events: SecurityEvents) -> ReloadStatus:
-        """Return what tells of reloads; called once, at the start."""
+        """Return the object that reports reloads; called once, at the start."""
         return ReloadStatus(counters, events)
 
     def waits(self, sentence: str) -> None:

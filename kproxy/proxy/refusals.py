@@ -1,6 +1,6 @@
 """Answer a control request with an error code, in the form that its version has.
 
-The code stands in the answer's own error_code, or else in each key, group, partition or other part of the request.
+The code is in the answer's own error_code, or else in each key, group, partition or other part of the request.
 """
 
 from __future__ import annotations
@@ -43,5 +43,5 @@ def _by_schema(key: int, version: int, request_body: memoryview, error_code: int
     at, to = api_of(key, version).parts
     request = decode_request(key, version, request_body)
     if not may_have_parts(request, at):
-        raise UnsupportedVersion(f"this {keys.name_of(key)} v{version} has no answer with error {error_code}")
+        raise UnsupportedVersion(f"the answer to {keys.name_of(key)} v{version} has no place for error {error_code}")
     return encode_response(refused(request, error_code, at=at, to=to))

@@ -1,4 +1,4 @@
-"""Take another configuration while clients are served (SIGHUP).
+"""Apply a changed configuration while clients are served (SIGHUP).
 
 States
   settled     one configuration is in force
@@ -9,9 +9,9 @@ Transitions
   preparing -> settled     it is in force; or it was refused, and nothing has changed
 
 Invariants
-1. All or nothing: what may fail is done by the functions of PARTS, and what they return, which may not, runs in one
-   turn of the event loop.
-2. A signal that comes while a configuration is being read has it read once more.
+1. All or nothing: the functions of PARTS do all that may fail. They return functions that cannot fail, and these run in
+   one turn of the event loop.
+2. If a signal comes while a configuration is being read, the configuration is read once more.
 3. Each key that differs is in force, or named with the advice to restart (kproxy.config.changes).
 """
 
@@ -59,7 +59,7 @@ Tell = Callable[[str, Sequence[str], Sequence[str]], None]
 
 @dataclass(frozen=True)
 class Serving:
-    """What serves clients by a configuration. `certificates` are those of listeners with TLS, by name."""
+    """The parts of the process that have a configuration. `certificates` are those of listeners with TLS, by name."""
 
     listener: Listener
     source: Source
@@ -117,7 +117,7 @@ def try_files(config: ProxyConfig) -> str | None:
 def read_again(started: ProxyConfig) -> tuple[ProxyConfig, Sequence[str]]:
     """Read the file as a start would, and take what may change without one. Raises StartupError."""
     if started.given is None or started.given.file is None:
-        log.info("no configuration file to read again", advice="name one with --config")
+        log.info("configuration file not given", advice="name one with --config")
     if started.given is None:
         return started, ()
     given, restart = merge(started, started.given.again())

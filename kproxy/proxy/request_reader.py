@@ -100,7 +100,7 @@ class RequestReader:
         self._max_requests = context.limits.max_open_requests
         self._reading = True
         self._charging = None
-        # The use of the client, whose id is `_user`, and the sent bytes that it has.
+        # The counts of the client, whose id is `_user`, and how many of the sent bytes they include.
         self._use: Use | None = None
         self._user = b""
         self._used_bytes = 0

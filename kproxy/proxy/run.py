@@ -341,7 +341,7 @@ class _Proxy:
             advice = "write [[acls]] into the configuration file"
             if access.acls_in_etcd:
                 advice = "add rules with `kproxy acl add --etcd`"
-            log.warning("no ACLs", consequence="nothing is allowed", advice=advice)
+            log.warning("ACLs are empty", consequence="nothing is allowed", advice=advice)
         return AccessControl(lambda: security.rules, self._counters, dry_run=access.dry_run, events=self._events)
 
     def _context(
@@ -403,7 +403,7 @@ class _Proxy:
 
     def _claims(self) -> ClaimsAdmin:
         if not self._config.etcd:
-            raise NotOffered("the Own API needs etcd to settle claims in (--etcd URL)")
+            raise NotOffered("the Own API needs etcd for its claims: give the proxy --etcd URL")
         if self._own is None:
             raise Unanswered("starting: claims are not read yet")
         return self._own.admin
@@ -438,7 +438,7 @@ def _warn_about_fd_limit(config: ProxyConfig) -> None:
             log.info("clients limited by open files", enough_for_clients=enough_for_clients, limit=limit)
             return
         log.warning(
-            "limit of open files too low",
+            "open file limit is too low",
             enough_for_clients=enough_for_clients,
             advice="raise it (ulimit -Hn, LimitNOFILE= of systemd), or lower limits.max_connections",
             limit=limit,

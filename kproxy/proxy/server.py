@@ -1,4 +1,4 @@
-"""Listen: admit clients, watch their deadlines, drain and stop.
+"""Accept client connections, watch their deadlines, and close them when the process stops.
 
 States
   starting   the listener is bound, then the routing table is loaded, so that a port in use is reported at once
@@ -297,7 +297,7 @@ class Listener:
         The connection is served until `stop`. Raises OSError if nothing is served.
         """
         if self._context is None or self._stopped:
-            raise ConnectionRefusedError("it is not serving")
+            raise ConnectionRefusedError("the proxy does not serve yet, or has stopped")
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)
         task = asyncio.get_running_loop().create_task(self._serve_inside(theirs))

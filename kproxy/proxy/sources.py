@@ -1,4 +1,4 @@
-"""Open the configured ownership source.
+"""Open the configured ownership source, which keeps the routing table.
 
 Its table is loaded once, and kept current until it is closed. Owners that a request shows to be outdated are looked up
 again (`OwnerLookups`).
@@ -166,7 +166,7 @@ async def _open_kafka(
 
 async def _open_static(config: ProxyConfig, topology: Topology, stack: contextlib.AsyncExitStack) -> OpenSource:
     if config.owners is None:
-        raise ValueError("a configuration with static owners has them")
+        raise ValueError("the static ownership source needs the configuration's owners")
     table = StaticTable(topology, config.owners)
     return OpenSource(table, retry.KAFKA, _follow(table, stack), "", _WITHOUT_TOPIC_IDS)
 

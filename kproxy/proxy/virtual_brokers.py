@@ -1,4 +1,4 @@
-"""Name only proxies, as virtual brokers, in answers that name brokers.
+"""Replace the brokers in answers to clients by the proxies of the fleet, as virtual brokers.
 
 Every answer shows the same cluster. Its brokers are the proxies of the fleet. Each partition is led by one of them,
 which is also its only replica; a claimed partition (the Own API) is led by its claimant's proxy. Leader epochs are
@@ -41,7 +41,7 @@ BROKER_TYPES: Final = frozenset({4, 8})
 
 
 class AskAnother(Exception):
-    """A reference broker without a lease, which does not know the cluster."""
+    """Another broker is to be asked: this one, a reference broker without a lease, does not know the cluster."""
 
 
 class VirtualBrokers:

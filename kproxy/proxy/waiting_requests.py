@@ -1,8 +1,8 @@
-"""Detect requests of a client that wait for their brokers, and have the brokers probed.
+"""Detect brokers that keep a client's requests waiting, and have them probed.
 
 Requests are not timed: a request waits as long as its connection has the same next answer at each check. After
-SUSPICIOUS_S its broker is probed (kproxy.proxy.broker_watch). A connection alone may be cut off, while its broker
-answers on others: its own path is watched while it waits.
+SUSPICIOUS_S its broker is probed (kproxy.proxy.broker_watch). The network may cut off one connection to a broker that
+answers on others, so the path of each waiting connection is watched as well.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The interface of the fan-out (kproxy.routing.fanout): the arguments of its events, and the actions that it returns.
+"""Define the interface of the fan-out (kproxy.routing.fanout): the arguments of its events, and the actions it returns.
 
-It reads the process by `View`. The caller carries actions out completely and in order. Within one event, Hold and
-NoteLost come before the Close of the connection, Note comes before the answer that it belongs to, and the actions that
-end the client's connection come last.
+The fan-out reads the rest of the process through `View`. The caller carries actions out completely and in order.
+Within one event, Hold and NoteLost come before the Close of the connection, Note comes before the answer that it
+belongs to, and the actions that end the client's connection come last.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Adopted(NamedTuple):
 
 
 class Loss(Enum):
-    """The progress of a piece whose connection has ended."""
+    """How far a piece had come when its connection ended."""
 
     LEFT = "it expects no answer, and its last byte had left this process"
     WRITTEN = "the broker may have seen it"

@@ -16,7 +16,7 @@ Invariants
 2. A piece is held once.
 3. Once a client sends no more (`has_ended_sending`), no batch of it that has an answer is sent a second time: it may be
    gone, and send the batch again itself. A batch that no broker has received is still sent once, unless its dial takes
-   long: such a client may have closed only its sending side, and wait for the answers.
+   long: the client may have closed only its sending side, and wait for the answers.
 """
 
 from __future__ import annotations

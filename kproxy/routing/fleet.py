@@ -1,9 +1,8 @@
-"""The proxies as clients see them: virtual brokers.
+"""Choose the proxy that clients are told is a leader, a coordinator or the controller.
 
-`Fleet` chooses the proxy to name as leader, coordinator or controller.
-
-Every proxy serves every partition and every group; naming different proxies only spreads the clients. So an outdated
-choice only makes the spread uneven for a moment: a proxy also serves partitions whose named leader is another proxy.
+Clients see the proxies of the fleet as virtual brokers. Every proxy serves every partition and every group; naming
+different proxies only spreads the clients. So an outdated choice only makes the spread uneven for a moment: a proxy
+also serves partitions whose named leader is another proxy.
 
 State: the proxies, replaced as a whole. One instance per process, changed by the watch of the proxies and read by
 everything else, on one event loop: a synchronous step reads one consistent view.
@@ -55,7 +54,7 @@ class Fleet:
         ordered = sorted(proxies)
         by_id = {proxy.node_id: proxy for proxy in ordered}
         if not by_id:
-            raise ValueError("a fleet without a proxy")
+            raise ValueError("a fleet needs at least one proxy")
         if not len(ordered) == len(by_id) == len({proxy.address for proxy in ordered}):
             raise ValueError("two proxies have the same id or address")
         changed = by_id != self._by_id

@@ -1,4 +1,4 @@
-"""Identify the partitions and batches of requests, in order to keep their order and to resend them.
+"""Identify the partitions and batches of requests, so that batches keep their order and can be resent.
 
 Order is kept per topic name and partition index. A client may name its topic by id (KIP-516) in one request and by name
 in the next, as franz-go does. So ids are replaced by names, and requests that came before the name was known are

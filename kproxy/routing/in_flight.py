@@ -1,7 +1,7 @@
-"""The unanswered pieces of one client connection.
+"""Keep the unanswered pieces of one client connection, by broker connection and by partition.
 
-They are kept by broker connection and by partition. A connection to a broker has a number that is never reused. A piece
-is a part of a request that is sent on one connection; it has a number of its own.
+A piece is a part of a request that is sent on one connection to a broker; it has a number of its own. A connection to a
+broker has a number that is never reused.
 
 States of a connection
   dialling   pieces wait here and can be withdrawn

@@ -1,6 +1,6 @@
-"""Keep a partition's batches in order while something is unresolved.
+"""Keep a partition's batches in order while the outcome of an earlier batch is unresolved.
 
-There are lanes per client connection and partition. Normally there are no lanes: on a proven route
+A lane is the queue of one partition's batches of one client connection. Normally there is none: on a proven route
 (kproxy.routing.routes) the batches of a partition follow one another on one upstream connection, and the broker answers
 that connection in order. A partition has a lane while its route is new and the first batch on it is unanswered; while
 its batch N is refused and waits for its retry; while N is unresolved on an earlier route and N+1 goes elsewhere; while
@@ -106,7 +106,7 @@ class _Lane:
     def __init__(self) -> None:
         self.state = LaneState.BLOCKED
         self.waiting: list[Item] = []
-        # Possibly with the item in flight: each outcome takes its own out.
+        # The unresolved sequences, possibly with the item in flight; each outcome removes its own.
         self.outstanding: set[int] = set()
         self.probing: int | None = None
         self.due = 0.0

@@ -1,4 +1,4 @@
-"""The unanswered requests of one client connection, and how they end.
+"""Keep the unanswered requests of one client connection until each is answered or dropped.
 
 kproxy.routing.merge has the states of an exchange.
 

@@ -1,13 +1,13 @@
-"""Serve the reads of one client connection: each waits at all its brokers for the first data of any.
+"""Serve the reads (Fetch requests) of one client connection: ask all brokers of a read, and answer with the first data.
 
 A broker answers the requests of a connection in order, and lets a read wait for data as long as its client wishes. So
-every read is asked on connections that nothing else uses (kproxy.routing.in_flight). When one broker has data the
-client gets it at once, though the others still wait. What they are asked stays asked: it serves the client's next read,
-which usually asks for the same offsets there. Ending the others' waits would cost a new connection for each, and asking
-them without a wait would need a pause between attempts, which delays data or burdens brokers.
+reads are sent on connections that nothing else uses (kproxy.routing.in_flight). When one broker has data the client
+gets it at once, though the others still wait. Their pieces stay in flight and serve the client's next read, which
+usually asks for the same offsets there. Ending the others' waits would cost a new connection for each, and asking them
+without a wait would need a pause between attempts, which delays data or burdens brokers.
 
 Where the compiled plain path is built, it sends a read that differs from the last one in its offsets alone, if a single
-broker answered that (`Proven`); what is in flight there comes here before anything else is read (`adopt`).
+broker answered that (`Proven`); a read in flight there is adopted here before another is served (`adopt`).
 
 The client's reads are served one after another, as a broker would serve them. The one that is served is the `present`
 read; its `until` is the end of its wait.
@@ -28,8 +28,8 @@ The present read is answered
 Invariants
 1. A result is taken for a read only if it answers its partition's entry, byte for byte, under the same limits and
    version, and the partition has not moved since. So records come once and in order, wherever the client seeks.
-2. What comes between two reads, records only, is kept for the next one, at most FOUND_S. What that one does not want is
-   dropped. There is one answer at most for each connection.
+2. An answer with records that comes between two reads is kept for the next one, for at most FOUND_S; entries that the
+   next one does not want are dropped. At most one answer is kept for each connection.
 3. A piece asks for all that the read wants of its broker, with the client's own wait; so one piece at a time is enough
    unless the client's wishes change.
 4. A partition without an answer has no records and the offsets of its last result. One that waits for its retry has the
@@ -255,7 +255,7 @@ class Reads:
         return None if has_moved else mine
 
     def _aims(self, piece: Piece) -> Iterator[Entry]:
-        """All of these."""
+        """The present read's entries that a piece asks for, as by `_target`."""
         for entry in piece.entries():
             mine = self._target(piece, entry)
             if mine is not None:
@@ -311,7 +311,7 @@ class Reads:
 
     def _fail(self, read: Exchange, entry: Entry, event: int, piece: Piece, result: Buffer | None = None) -> None:
         if lane_key(read, entry) in self._lanes.table:
-            # Another piece for it has failed before.
+            # Another piece for this entry has failed before.
             return
         read.lose(entry)
         read.note_sent(entry, piece.connection.broker)

@@ -2,8 +2,8 @@
 
 The same candidates give the same choice everywhere, and only the share of a candidate that leaves moves.
 
-For brokers: the live broker that is offered a partition without an owner first, so that first writes spread and do not
-race. For proxies: the leader to name for a partition, or the coordinator for a group. Every proxy makes the same
+It chooses the live broker that is first offered a partition without an owner, so that first writes spread and do not
+race, and the proxy to name as the leader of a partition or the coordinator of a group. Every proxy makes the same
 choice, on every machine and with every version of Python: weights are digests of bytes, read as big-endian.
 """
 
@@ -36,7 +36,7 @@ def preferred_by_index(key: bytes, indexes: Sequence[int], candidates: Iterable[
     """
     ordered = sorted(candidates)
     if not ordered:
-        raise ValueError("there is nobody to choose from")
+        raise ValueError("no candidates given; expected at least one")
     if len(ordered) == 1:
         return ordered * len(indexes)
     highest: dict[int, int] = {}

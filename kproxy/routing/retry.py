@@ -1,4 +1,4 @@
-"""The retry table: how to handle each failure of one partition's part.
+"""Decide whether a failed partition of a request is sent again, and which error its client gets (the retry table).
 
 An event is a Kafka error code that a broker answered, or a failure of a connection or answer. Each row says what the
 proxy does with one partition's part of a request. Produce is strict: a batch that may have been appended must not be
@@ -9,8 +9,8 @@ Two further bounds, counted from the entry's first failure, therefore apply to e
 before the append, AMBIGUOUS_WAIT_S for entries that may have been appended and whose lane must wait. After that the
 client gets the code and follows its own retry policy.
 
-A failed attempt that doubts the owner looks it up again. Attempts before that ends do not count for MAX_ATTEMPTS,
-because the table could not correct them; the back-off grows with each, and the time limits stay.
+An event that casts doubt on the owner starts a lookup. Attempts before its end do not count for MAX_ATTEMPTS, because
+the table could not correct them; the back-off grows with each, and the time limits stay.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ UNREADABLE: Final = NOT_WRITTEN + 2
 _EVENT_NAMES: Final = {NOT_WRITTEN: "NOT_WRITTEN", CONNECTION_LOST: "CONNECTION_LOST", UNREADABLE: "UNREADABLE"}
 
 ALL_ACKS: Final = -1
-# At one owner, and in total if a partition moves between attempts.
+# Attempts at one owner, and in total if a partition moves between attempts.
 MAX_ATTEMPTS: Final = 3
 MAX_ATTEMPTS_IN_ALL: Final = 9
 BACKOFF_S: Final = (0.02, 0.1, 0.25, 0.5)

@@ -1,4 +1,4 @@
-"""Track proven routes: connections on which batches may be pipelined.
+"""Decide on which connections the batches of a partition may be pipelined: on proven routes.
 
 A route is a partition's path over one connection to a broker under one ownership. It is new until a batch on it has
 succeeded. It is new again on another connection, at another owner, when the same owner returns, and when its broker

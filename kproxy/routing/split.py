@@ -1,4 +1,4 @@
-"""Split one request into one piece per owner."""
+"""Split a request into one piece for each partition owner."""
 
 from __future__ import annotations
 

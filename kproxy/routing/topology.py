@@ -1,4 +1,4 @@
-"""The routing table: each partition's owner, and the brokers' addresses.
+"""Hold the routing table: each partition's owner, and the brokers' addresses.
 
 State: for each topic, by partition index, (owner, revision); for each broker id, its address. One instance per process,
 changed only by an ownership source and read by everything else, all on one event loop. A reader sees one consistent
@@ -285,7 +285,7 @@ class Topology:
         if topic_id == known:
             return
         if topic_id is not None and (len(topic_id) != TOPIC_ID_BYTES or topic_id in self._topics):
-            raise ValueError(f"{topic_id.hex()} is not an id for {topic!r}")
+            raise ValueError(f"invalid id {topic_id.hex()} for topic {topic!r}: expected 16 bytes, not in use")
         if known is not None:
             del self._ids[topic], self._names[known], self._topics[known]
         if topic_id is not None:

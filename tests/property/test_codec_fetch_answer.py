@@ -50,7 +50,7 @@ def test_truncated_answer_is_refused(version: int) -> None:
 @pytest.mark.parametrize("partitions", [{}, {"t": []}, {"t": [0, 1]}, {"u": [0]}, {"t": [0], "u": [0]}])
 def test_answer_about_another_partition_is_refused(partitions: dict[str, list[int]]) -> None:
     body = response_body(FETCH, 12, sample_response(FETCH, partitions))
-    with pytest.raises(InvalidField, match="one partition of t was asked for"):
+    with pytest.raises(InvalidField, match="expected one, of t"):
         read_fetch_answer(response_frame(FETCH, 12, body), 12, "t")
 
 

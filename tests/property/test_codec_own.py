@@ -226,7 +226,7 @@ def _many(kind: Kind, element: Any, count: int) -> Any:
 def test_number_of_elements_is_limited(kind: Kind, element: Any) -> None:
     most = _many(kind, element, MAX_RESOURCES)
     assert kind.parse(kind.frame(kind.encode(most))) == most
-    with pytest.raises(InvalidField, match="4097 elements in one message; at most 4096"):
+    with pytest.raises(InvalidField, match="has 4097 elements; expected at most 4096"):
         kind.parse(kind.frame(kind.encode(_many(kind, element, MAX_RESOURCES + 1))))
     # One element more than fits, even at the smallest size: the decoder reads none.
     written = kind.encode(_many(kind, element, 100))
@@ -245,7 +245,7 @@ def test_length_of_names_is_limited(letter: str) -> None:
         (KINDS[4], (FenceBinding(longest, 0, 1),), (FenceBinding(longest + "n", 0, 1),)),
     ]:
         assert kind.parse(kind.frame(kind.encode(message))) == message
-        with pytest.raises(InvalidField, match="a name of 1025 bytes; at most 1024"):
+        with pytest.raises(InvalidField, match="a name has 1025 bytes; expected at most 1024"):
             kind.parse(kind.frame(kind.encode(longer)))
 
 

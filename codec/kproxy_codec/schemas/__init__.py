@@ -1,4 +1,4 @@
-"""Schemas of messages that kafka-python lacks, in the notation of Kafka's own: consumer groups of KIP-848."""
+"""Load the schemas of messages that kafka-python lacks, in Kafka's notation: those of consumer groups (KIP-848)."""
 
 from __future__ import annotations
 

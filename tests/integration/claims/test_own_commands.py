@@ -444,7 +444,7 @@ def test_pages_refuse_invalid_requests(site: Site) -> None:
         ):
             assert post(proxy.admin, body)[0] == 400, body
         status, text = post(proxy.admin, b'{"group": "g", "resources": ["%s"]}' % (b"a" * 40_000))
-        assert (status, text) == (400, "an order of 40033 bytes; at most 32768 are allowed: name fewer\n")
+        assert (status, text) == (400, "the body has 40033 bytes; expected 32768 at most: name fewer claims\n")
         # A form on a web page in this machine's browser.
         for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
             assert post(proxy.admin, b'{"group": "g"}', kind)[0] == 415

@@ -57,7 +57,7 @@ async def test_down_broker_is_logged_once_and_on_return(s: Scene) -> None:
         for client in s.clients:
             while await produce_code(client):
                 assert time.monotonic() - began < SOON_S
-    assert [line["event"] for line in lines] == ["broker unreachable", "broker reachable again"]
+    assert [line["event"] for line in lines] == ["broker became unreachable", "broker became reachable"]
 
 
 @scene(ANSWERS, one_go=True)
@@ -70,7 +70,7 @@ async def test_returned_broker_is_used_at_once(s: Scene) -> None:
     await s.rises()
     with logged_of_brokers() as lines:
         assert await produce_code(s.client) == 0
-    assert [line["event"] for line in lines] == ["broker reachable again"]
+    assert [line["event"] for line in lines] == ["broker became reachable"]
     # The request was not retried.
     assert s.proxy.retries(NOT_WRITTEN) == before
 

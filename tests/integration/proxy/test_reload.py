@@ -297,7 +297,7 @@ async def test_hangup_without_file_has_nothing_to_read(tmp_path: Path) -> None:
     table.write_text('[brokers]\n1 = "127.0.0.1:1"\n')
     arguments = ["serve", "--ownership", "static", "--table", str(table), "--listen", "127.0.0.1:0"]
     async with beside(serving(arguments, tmp_path / "stderr")) as process:
-        await reload(process, "no configuration file to read again")
+        await reload(process, "configuration file not given")
         table.write_text('[brokers]\n1 = "127.0.0.1:1"\n2 = "127.0.0.1:2"\n')
         await reload(process)
         await eventually(lambda: "0 partitions and 2 brokers" in process.stderr())

@@ -221,12 +221,12 @@ def test_names_in_a_request_are_bounded(name: str) -> None:
     started = time.thread_time()
     for tagged in (b"\x00", b"\x01\x63\x00"):
         most = (1 << 20) // len(element % tagged)
-        with pytest.raises(InvalidField, match=r"elements in arrays; at most 32768 are read"):
+        with pytest.raises(InvalidField, match=r"elements; expected at most 32768"):
             control.decode_request(api_key, version, body(most, tagged))
     assert time.thread_time() - started < 0.1
     # The decoder copies the rest of the message for each of these.
     control.decode_request(api_key, version, body(64, b"\x01\x63\x00"))
-    with pytest.raises(InvalidField, match="tagged fields; at most 64 are read"):
+    with pytest.raises(InvalidField, match=r"tagged fields \(\d+\); expected at most 64"):
         control.decode_request(api_key, version, body(65, b"\x01\x63\x00"))
 
 
@@ -236,7 +236,7 @@ def test_array_numbers_count_less_than_names() -> None:
     topic = {"name": "t", "num_partitions": -1, "replication_factor": -1, "assignments": replicas, "configs": []}
     body = control.encode_request(control.build_request(api_keys.CREATE_TOPICS, 7, topics=[topic], timeout_ms=1))
     assert len(control.decode_request(api_keys.CREATE_TOPICS, 7, body).topics[0].assignments) == 10_000
-    with pytest.raises(InvalidField, match="elements in arrays"):
+    with pytest.raises(InvalidField, match="the request's arrays have"):
         control.decode_request(
             api_keys.ADD_PARTITIONS_TO_TXN,
             0,

@@ -82,7 +82,7 @@ def test_transactional_writes_need_right_to_id(owned: str, code: int | None) -> 
 
 async def test_api_with_unplaced_needs_is_refused() -> None:
     """The row says where a request has its topics; otherwise brokers would get it with the proxy's identity."""
-    with pytest.raises(CodecError, match="no rules of access are known for LIST_OFFSETS"):
+    with pytest.raises(CodecError, match="LIST_OFFSETS is refused, because the proxy has no access rules"):
         await filtered(filter_of(access_of()), keys.LIST_OFFSETS, 5, replica_id=-1, isolation_level=0, topics=[])
 
 

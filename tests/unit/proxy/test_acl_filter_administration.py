@@ -220,5 +220,5 @@ async def test_undecided_api_is_not_forwarded(monkeypatch: pytest.MonkeyPatch) -
     undecided = {**APIS, keys.DESCRIBE_QUORUM: Api(Handling.ANY_BROKER, (0, 1))}
     monkeypatch.setattr(acl_filter, "APIS", undecided)
     every = [(Operation.ADMIN, CLUSTER, CLUSTER_NAME)]
-    with pytest.raises(CodecError, match="no rules of access are known for DESCRIBE_QUORUM"):
+    with pytest.raises(CodecError, match="DESCRIBE_QUORUM is refused, because the proxy has no access rules"):
         await filtered(filter_of(every), keys.DESCRIBE_QUORUM, 1, topics=[])

@@ -124,7 +124,7 @@ def test_unknown_mode_is_refused(mode: str) -> None:
     ended = run_kproxy("serve", "--etcd", "a:1", environ={"KPROXY_PLAIN": mode})
     assert ended.status == 2
     assert ended.stderr == (
-        f"kproxy: KPROXY_PLAIN={mode} is not a mode of the plain path: give one of auto, off, require.\n"
+        f"kproxy: unknown mode KPROXY_PLAIN={mode} of the plain path; expected one of auto, off, require.\n"
     )
 
 

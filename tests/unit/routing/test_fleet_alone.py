@@ -110,5 +110,5 @@ def test_fleet_is_never_empty_or_ambiguous(proxies: list[Proxy]) -> None:
     with pytest.raises(ValueError, match=r"proxy|proxies"):
         fleet.replace(proxies)
     assert [each.node_id for each in fleet.proxies] == list(IDS)
-    with pytest.raises(ValueError, match="nobody"):
+    with pytest.raises(ValueError, match="candidates"):
         preferred_by_index(b"t", [0], [])
