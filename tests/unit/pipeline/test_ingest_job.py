@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -10,15 +11,17 @@ from typing import Any
 
 import pytest
 from pyspark.sql.types import ArrayType, DataType, LongType, MapType, StringType, StructField, StructType
+from rich.console import Console
 
 from kproxy.errors import StartupError
+from kproxy.pipeline.ingest import progress
 from kproxy.pipeline.ingest.checkpoint import Job, settle
 from kproxy.pipeline.ingest.job import Stop, why
 from kproxy.pipeline.ingest.options import IngestOptions
-from kproxy.pipeline.ingest.progress import Metrics, Tally
+from kproxy.pipeline.ingest.progress import Display, Metrics, Tally
 from kproxy.pipeline.ingest.sink import BatchDone, lacking
 from kproxy.pipeline.ingest.sources import Backlog, records_behind
-from kproxy.pipeline.progress import stopped_by_signals
+from kproxy.pipeline.progress import Report, stopped_by_signals
 
 KNOWN = Job("known", "csv files in file:/in", "topic flights", None, "cluster-1", '{"old": 1}', True)
 ASKED = Job("asked", "csv files in file:/in", "topic flights", None, "cluster-1")
@@ -136,6 +139,20 @@ def test_summary_counts_rows_dead_letters_and_rest() -> None:
     assert tally.summary(OPTIONS) == (
         "Wrote 1,010 rows to topic flights in 2 micro-batches.\n3 dead letters (2 corrupt, 1 no topic) went to None."
     )
+
+
+def test_log_gets_a_line_for_new_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    tally, out = Tally(Metrics()), io.StringIO()
+    display = Display(Report(progress=Console(file=out)), tally)
+    for number in range(2):
+        tally.done(BatchDone(number, 10, 10, {}, 1.0))
+        display.update()
+        display.update()
+    assert [line.split(" · ")[0] for line in out.getvalue().splitlines()] == [
+        "ingest    micro-batch 0",
+        "ingest    micro-batch 1",
+    ]
 
 
 def test_missing_columns_are_found_nested_in_any_case() -> None:
