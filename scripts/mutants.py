@@ -28,11 +28,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from asyncio import Task
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 from scripts.mutation import Mutant, diff, draw
 
@@ -58,8 +59,6 @@ MIN_TIMEOUT_S: Final = 30.0
 # An endless loop may allocate all memory. The limit is on data: etcd and Java reserve more address space than they use.
 MAX_MEMORY_KIB: Final = 4 << 20
 NOT_COPIED: Final = (".git", ".venv*", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis", "dist", "build")
-
-
 # A line of pytest's summary.
 _FAILED: Final = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
@@ -330,6 +329,8 @@ async def judge(
     record: Path | None,
 ) -> list[Outcome]:
     """Return every fault's outcome; print a line for each. Raise ValueError if the tests fail without a fault."""
+    # As Ctrl-C does. An exception could come between the start of a process and the code that ends it.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, cast(Task[Any], asyncio.current_task()).cancel)
     with tempfile.TemporaryDirectory(prefix="kproxy-mutants-") as directory:
         runner = Runner(REPOSITORY, Path(directory), command, jobs, stages)
         await runner.check()
@@ -374,8 +375,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     arguments = _parser().parse_args()
-    # As Ctrl-C does: the tests that run end, and their copies are removed.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(1 << 32)
     outcomes: dict[str, list[Outcome]] = {}
     try:
@@ -385,6 +384,8 @@ def main() -> int:
     except ValueError as error:
         sys.stderr.write(f"mutants: {error}\n")
         return 2
+    except asyncio.CancelledError:
+        return 128 + signal.SIGTERM
     for name, judged in outcomes.items():
         _say(f"{name:10} {len(judged):4} drawn {sum(bool(each.killed_by) for each in judged):4} killed\n")
     _say(f"SEED={seed}\n")

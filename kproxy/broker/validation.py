@@ -1,7 +1,7 @@
 """Validate record batches before a broker appends them.
 
-A produced batch is checked by the rules of Kafka's LogValidator. A replicated one must only continue the log, because
-the leader has checked the rest. The records inside are not read: the CRC only shows that they are unchanged.
+A produced batch is checked by the rules of Kafka's LogValidator. A replicated one must continue the log
+and have a valid CRC; the leader has checked the rest. The records inside are not read, only covered by the CRC.
 
 The error code matters: clients resend after CORRUPT_MESSAGE, and give up after INVALID_RECORD.
 `tests/contract/test_produce_oracle.py` lists where Apache Kafka itself answers otherwise.

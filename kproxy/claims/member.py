@@ -233,4 +233,4 @@ class AtWorkMark:
                 ]
                 await self._client.txn(unchanged, [delete_op(self._key)])
         except (EtcdError, TimeoutError) as error:
-            log.warning("member mark not removed", reason=str(error) or "no answer in time")
+            log.warning("at-work mark not removed", key=self._key, reason=str(error) or "no answer in time")

@@ -110,7 +110,7 @@ class Membership:
             await self._client.close()
 
     async def join(self) -> None:
-        """Register this proxy, as soon as etcd answers."""
+        """Begin to register this proxy. If etcd has answered before, wait up to PATIENCE_S for the entry."""
         if self._registrar is not None:
             self._registering = asyncio.create_task(self._registrar.run())
             if self._synced:

@@ -136,7 +136,8 @@ def _context(options: Mapping[str, str]) -> ssl.SSLContext:
             raise ValueError("no certificates")
         context = ssl.create_default_context(cadata=authorities)
     except (ssl.SSLError, TypeError, ValueError) as error:
-        raise WrongKafkaOption("The trust store has no certificates in PEM: see ssl.truststore.location.") from error
+        text = "The trust store has no certificates in PEM: correct ssl.truststore.certificates, or its .location."
+        raise WrongKafkaOption(text) from error
     context.check_hostname = options.get("ssl.endpoint.identification.algorithm", "https") != ""
     pair = _pem(options, "ssl.keystore", "key", "certificate.chain")
     if pair is None:
@@ -149,8 +150,8 @@ def _context(options: Mapping[str, str]) -> ssl.SSLContext:
             context.load_cert_chain(file.name, password=options.get("ssl.key.password", ""))
         except (ssl.SSLError, ValueError) as error:
             raise WrongKafkaOption(
-                "The key store has no matching certificate and key in PEM, or ssl.key.password is wrong: "
-                "correct ssl.keystore.location or ssl.key.password."
+                "The key store has no matching certificate and key in PEM, or ssl.key.password is wrong: correct that, "
+                "ssl.keystore.location, or ssl.keystore.key and ssl.keystore.certificate.chain."
             ) from error
     return context
 

@@ -137,7 +137,7 @@ class AclFilter:
         self._names: Sequence[bytes] = ()
 
     def end(self) -> None:
-        """Report the refusals since the filter began."""
+        """Report the refusals since `screen`, which has reported its own."""
         self._access.end()
 
     async def screen(self, frame: memoryview, header: RequestHeader) -> Filtered:

@@ -8,17 +8,17 @@ Each of KafScale's brokers answers that it is the coordinator itself. With them 
 coordinator: `LeasedCoordinators`. A group without a lease is coordinated by the broker that is asked first, which takes
 the lease; every proxy asks the same one first.
 
-`CoordinatorRequests` sends a client's request about one key once, to the known coordinator; where none is known
-(another connection asked, long ago) the proxy asks first. kproxy.proxy.distribution divides requests about several
-keys. The client acts on the result, as in Kafka: a broker's error code is passed on, and a lost connection becomes
-NOT_COORDINATOR, after which clients look for the coordinator again and repeat the request. If brokers have no
-transactions, a transactional producer is refused at once, with a fatal code.
+`CoordinatorRequests` sends a client's request about one key once, to the known coordinator. If none is known (the
+client's FindCoordinator was long ago, and the entry is forgotten), the proxy first sends FindCoordinator itself.
+kproxy.proxy.distribution divides requests about several keys. The client acts on the result, as in Kafka: a broker's
+error code is passed on, and a lost connection becomes NOT_COORDINATOR, after which clients look for the coordinator
+again and repeat the request. If brokers have no transactions, a transactional producer is refused at once, fatally.
 
 Invariants
 1. At most MAX_REMEMBERED coordinators, of keys of at most MAX_KEY_LENGTH characters, are remembered.
 2. A coordinator whose connection was lost is forgotten.
-3. Requests for one key are sent in the order in which they came, on one connection, which nothing else uses: a
-   JoinGroup may wait for minutes.
+3. Requests for one key are sent in the order in which they came. A client has one connection to each coordinator for
+   them, which no other requests use: a JoinGroup may wait for minutes.
 4. No leader epoch passes, in requests or in answers, so that none is compared with one of another source.
 """
 

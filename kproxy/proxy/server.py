@@ -282,7 +282,7 @@ class Listener:
         if self._context is not None:
             self._context.change(limits)
         # Soon, not only at the next tick.
-        self._each(self._sessions, ClientSession.follow_rules, "new rules")
+        self._each(self._sessions, ClientSession.follow_rules, "follow new rules")
 
     @property
     def watching(self) -> asyncio.Task[None]:
@@ -398,14 +398,14 @@ class Listener:
 
     def _follow_ranges(self, ranges: Ranges) -> None:
         """Report a change of the offered versions to all sessions."""
-        self._each(self._sessions, lambda session: session.follow_ranges(ranges), "new API versions")
+        self._each(self._sessions, lambda session: session.follow_ranges(ranges), "follow new API versions")
 
     def _give_up_broker(self, address: Address) -> None:
         """Stop all clients' waiting for a broker that hangs."""
-        self._each(self._sessions, lambda session: session.give_up_broker(address), "a hung broker")
+        self._each(self._sessions, lambda session: session.give_up_broker(address), "give up a hung broker")
 
-    def _each(self, sessions: Set[ClientSession], step: Callable[[ClientSession], None], reason: str) -> None:
-        """Run a step of these sessions, each in its turn of the event loop; `reason` is for the log."""
+    def _each(self, sessions: Set[ClientSession], step: Callable[[ClientSession], None], name: str) -> None:
+        """Run a step of these sessions, each in its turn of the event loop; `name` is for the log."""
         if self._context is None:
             return
 
@@ -415,7 +415,7 @@ class Listener:
             try:
                 step(session)
             except Exception:  # the boundary: an error in one session must not affect the others
-                log.exception("client connection failed", client=session.peer, reason=reason)
+                log.exception("client connection failed", client=session.peer, step=name)
                 session.abandon()
 
         for session in tuple(sessions):

@@ -119,7 +119,7 @@ class AioOwn:
         try:
             await self._flush("after it was severed")
         except OwnError as unsent:
-            log.warning("%s", unsent)
+            log.warning("pending records not sent: %s", unsent)
 
     def _severed(self, severed: Severed) -> None:
         self._ownership.tell(severed)

@@ -6,9 +6,9 @@ For any other resource, and for a whole group, it is a connection to any proxy.
 
 States and transitions:
     CLAIMING    -> OWNED        all are granted with the requested generation, and no leader has moved meanwhile
-    OWNED       -> RECLAIMING   a connection with claims has closed, and `reclaim` says to claim them again
+    OWNED       -> RECLAIMING   a connection with claims has closed; without `reclaim` -> SEVERED
     RECLAIMING  -> OWNED        they are granted again
-    OWNED, RECLAIMING -> SEVERED    a connection with claims has closed; or claiming again has failed
+    OWNED, RECLAIMING -> SEVERED    claiming again has failed, or `keep` has failed with another error
     any         -> LEFT         the claims are released
 
 Invariants:
@@ -16,7 +16,7 @@ Invariants:
     2. `is_valid` is true only while OWNED and every connection with claims is open, as far as this process can know.
     3. The state is SEVERED or RECLAIMING before a request on the lost connection is reported as failed, and before the
        library can send again: produce and fetch requests wait while RECLAIMING and fail once SEVERED.
-    4. A refusal of one of several resources releases all of them before they are requested again.
+    4. While CLAIMING, a refusal of one of several resources releases all of them before they are requested again.
     5. In LEFT every connection on which a resource was requested is closed.
 
 A first claim is granted with generation 1, whatever generation was requested (the Kafka wiki's "Single Reader/Writer").

@@ -135,9 +135,9 @@ def source_in_words(session: SparkSession, options: IngestOptions) -> str:
 
 
 def settle(known: Job | None, asked: Job, path: str) -> Job:
-    """Return the job to run: the `known` one, else the one `asked` for. Pure.
+    """Return the job to run: `known` with the tasks of `asked` and what else the user gave; without it, `asked`. Pure.
 
-    Raise StartupError if the checkpoint belongs to another job. A schema in `asked` was given and is used.
+    Raise StartupError if the checkpoint belongs to another job.
     """
     if known is None:
         return asked

@@ -405,7 +405,7 @@ async def test_shared_request_is_repeated_when_its_asker_leaves(s: Scene) -> Non
 
 
 @scene(HOLDS, clients=2)
-async def test_other_requests_do_not_wait_for_all_topics(s: Scene) -> None:
+async def test_metadata_requests_wait_only_for_equal_ones(s: Scene) -> None:
     second = s.clients[1]
     s.send(ALL_TOPICS)
     all_topics = await s.next()

@@ -130,7 +130,7 @@ def test_unknown_mode_is_refused(mode: str) -> None:
 
 @is_compiled
 @pytest.mark.parametrize("mode", ["auto", "require"])
-def test_extension_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+def test_extension_built_from_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     assert plain.load(mode) is compiled
     monkeypatch.setattr(compiled, "SOURCES", "0" * 64)
     with pytest.raises(StartupError, match=r"built from other sources .* run make install"):

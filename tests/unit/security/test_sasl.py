@@ -225,7 +225,7 @@ def test_refused_token_fails_with_the_next_message(tmp_path: Path) -> None:
     assert exchange.state is State.FAILED
 
 
-def test_token_cannot_choose_another_name(tmp_path: Path) -> None:
+def test_client_with_token_cannot_choose_another_name(tmp_path: Path) -> None:
     exchange = begun("OAUTHBEARER", tokens=client.verifier(tmp_path))
     message = client.bearer(client.token()).replace(b"n,,", b"n,a=bob,")
     assert isinstance(receive(exchange, client.authenticate(message)), Failure)
