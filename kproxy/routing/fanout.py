@@ -214,7 +214,8 @@ class Fanout:
     def submitted(self, exchange: Exchange, refused: Mapping[Entry, int], now: float, jitter: float) -> list[Action]:
         """Begin a request. Entries in `refused` are not sent; each gets its error code."""
         self._begin(now, jitter)
-        self._exchanges.add(exchange)
+        if early := self._exchanges.add(exchange):
+            refused = {**early, **refused}
         if not exchange.is_silent and exchange.is_late(now):
             # The deadline passed before the request began: no broker receives any of it.
             self._actions.add(Counted("deadlines", 1))

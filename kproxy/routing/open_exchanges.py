@@ -9,8 +9,7 @@ Invariants
 3. A read is answered by its own rules (kproxy.routing.reads).
 4. A partition that was sent to no broker gets UNKNOWN_TOPIC_OR_PARTITION if the upstream does not have it, as from
    Kafka; without a leader or a known owner it gets NOT_LEADER_OR_FOLLOWER.
-5. A batch that is out of order only because an earlier one was refused does not get that error
-   (kproxy.routing.refused).
+5. A batch that was sent before its client learned that an earlier one was refused is refused (kproxy.routing.refused).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from kproxy.routing.actions import Actions, Drop, Failed, Respond, Undeliverable
 from kproxy.routing.identity import lane_key, place_of
 from kproxy.routing.merge import Exchange, ExchangeState
 from kproxy.routing.refused import Refused
-from kproxy.routing.split import Entry
+from kproxy.routing.split import NOTHING_REFUSED, Entry
 from kproxy.routing.topology import Topology
 from kproxy_codec.error_codes import NOT_LEADER_OR_FOLLOWER, UNKNOWN_TOPIC_OR_PARTITION
 from kproxy_codec.primitives import Buffer
@@ -54,12 +53,11 @@ class OpenExchanges:
     def __contains__(self, exchange: Exchange) -> bool:
         return exchange.sequence in self._table
 
-    def add(self, exchange: Exchange) -> None:
-        """Add a new request."""
+    def add(self, exchange: Exchange) -> Mapping[Entry, int]:
+        """Add a new request; return the entries that come too early (`Refused.arrived`), each with its error code."""
         self.newest = exchange.sequence
         self._open(exchange)
-        if self._refused.lanes and exchange.is_ordered:
-            self._note_arrival(exchange)
+        return self._note_arrival(exchange) if self._refused.lanes and exchange.is_ordered else NOTHING_REFUSED
 
     def adopt(self, exchanges: Iterable[Exchange]) -> None:
         """Add requests that may be older than others here."""
@@ -89,11 +87,14 @@ class OpenExchanges:
         """Not empty while all new requests must enter the core: a refused batch may come again."""
         return self._refused.lanes
 
-    def _note_arrival(self, exchange: Exchange) -> None:
+    def _note_arrival(self, exchange: Exchange) -> dict[Entry, int]:
+        early = {}
         for entry in exchange.open_entries():
             key = lane_key(exchange, entry)
-            if key in self._refused.lanes and (place := place_of(exchange, entry)) is not None:
-                self._refused.arrived(key, place)
+            known = key in self._refused.lanes
+            if known and (place := place_of(exchange, entry)) is not None and self._refused.arrived(key, place):
+                early[entry] = NOT_LEADER_OR_FOLLOWER
+        return early
 
     def take_out(self, since: int, up_to: int) -> None:
         """Copy requests with a sequence in (since, up_to] out of receive buffers, so that these can be reused."""
@@ -102,11 +103,6 @@ class OpenExchanges:
                 exchange.request.take_out()
 
     # Results
-
-    def is_misled(self, exchange: Exchange, entry: Entry) -> bool:
-        """Whether a batch may be out of order only because its client resends an earlier one."""
-        place = place_of(exchange, entry)
-        return place is not None and self._refused.misleads(lane_key(exchange, entry), place)
 
     def conclude(self, exchange: Exchange, entry: Entry, error_code: int, result: Buffer | None = None) -> None:
         """Give an entry its final error; `result` is the broker's own entry if its code is passed on."""

@@ -8,7 +8,8 @@ Rules
 1. Nothing is resent after its deadline, to a broker that hangs, or after the client's end or the end of its data.
 2. A batch behind a refused one is resent behind it, and uses none of its attempts.
 3. If an attempt may have been appended, the batch is resent only if brokers recognise it.
-4. An out-of-order error behind a refused batch is not the batch's own outcome: producers stop at that code.
+4. An out-of-order error behind a refused batch is not the batch's own outcome: producers overreact to it. librdkafka
+   begins a new epoch, in which it resends unacknowledged batches of every partition, also those that were appended.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ class Outcomes:
             and not self._client.forbids_again(exchange)
             and not self._lanes.is_given_up(key, sequence)
         )
-        is_misled = event == OUT_OF_ORDER_SEQUENCE_NUMBER and (behind or self._exchanges.is_misled(exchange, entry))
+        is_misled = event == OUT_OF_ORDER_SEQUENCE_NUMBER and behind
         error_code = NOT_LEADER_OR_FOLLOWER if is_misled else decision.error_code
         return _Verdict(sends_again, pause, error_code, gives_up=event in rows or retry.comes_again(event))
 

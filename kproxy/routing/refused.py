@@ -1,21 +1,20 @@
-"""Track refused batches that one client connection will resend.
+"""Keep batches behind a refused batch from being sent before the client of a connection resends that one.
 
-These are batches of idempotent producers. A broker refuses the batches behind such a batch with
-OUT_OF_ORDER_SEQUENCE_NUMBER. That is not the later batch's own outcome, and producers overreact to it: librdkafka
-begins a new epoch, in which it resends every unacknowledged batch of every partition, including those that an earlier
-answer left in doubt. Batches that were appended are then duplicated.
+These are batches of idempotent producers. A client may have sent further batches before it learns that one was refused.
+A broker without the producer's state, such as a new owner, would take the first of these for the producer's first, and
+then refuse all earlier ones as out of order.
 
 States of a lane
   (unknown)  none of its batches was refused, or its client has begun to send them again
-  refused    the first and the last batch refused since then are known
+  refused    the last batch refused since then is known
 
 Transitions
   (unknown) -> refused    `note`
   refused   -> (unknown)  `arrived`: a batch up to the last one comes again, or one of another epoch
 
 Invariants
-1. A batch is misled if an earlier one of its epoch was refused and has not come again. So a batch that is still out of
-   order when it comes again gets that error.
+1. A batch behind the last refused one is refused too, so that it is the last one then. If the client never resends the
+   refused ones, it gets this error once for each batch, and the next one that comes again is sent.
 2. At most MAX_LANES lanes are known, the latest ones.
 """
 
@@ -42,28 +41,23 @@ class Place(NamedTuple):
 
 
 class Refused:
-    """The first and the last refused batch, by lane; callers check the public `lanes` for any."""
+    """The last refused batch, by lane; callers check the public `lanes` for any."""
 
     __slots__ = ("lanes",)
 
     def __init__(self) -> None:
-        self.lanes: dict[Hashable, tuple[Place, Place]] = {}
+        self.lanes: dict[Hashable, Place] = {}
 
     def note(self, key: Hashable, place: Place) -> None:
         """Note a batch that was refused with an error after which its client resends it."""
-        first, last = self.lanes.pop(key, (place, place))
-        if first[:2] != place[:2]:
-            first = last = place
-        self.lanes[key] = (place if first.is_behind(place) else first, place if place.is_behind(last) else last)
+        last = self.lanes.pop(key, place)
+        self.lanes[key] = last if last.is_behind(place) else place
         if len(self.lanes) > MAX_LANES:
             del self.lanes[next(iter(self.lanes))]
 
-    def arrived(self, key: Hashable, place: Place) -> None:
-        """Note that a batch of a known lane has arrived from its client."""
-        if not place.is_behind(self.lanes[key][1]):
-            del self.lanes[key]
-
-    def misleads(self, key: Hashable, place: Place) -> bool:
-        """Whether a batch may be out of order because an earlier one was refused."""
-        known = self.lanes.get(key)
-        return known is not None and place.is_behind(known[0])
+    def arrived(self, key: Hashable, place: Place) -> bool:
+        """Note that a batch of a known lane has arrived; return whether it comes too early and must be refused."""
+        if place.is_behind(self.lanes[key]):
+            return True
+        del self.lanes[key]
+        return False

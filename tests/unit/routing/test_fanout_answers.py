@@ -203,7 +203,7 @@ def test_time_changes_state_only_with_open_requests() -> None:
     idle.append(play.core.is_idle)
     play.answers(1, "t-0")
     idle.append(play.core.is_idle)
-    play.submits(2, "t-0")
+    play.submits(2, "t-0", producer=(7, 0, 1))
     play.answers(2, "t-0=6")
     # Nothing is in flight, but one batch waits for its retry.
     idle.append(play.core.is_idle)

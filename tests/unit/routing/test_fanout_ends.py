@@ -49,7 +49,7 @@ def test_piece_waiting_for_dial_is_taken_back() -> None:
     play.submits(1, "t-0", deadline_s=1)
     assert play.ticks(after_s=1) == ["withdraw #1 from c1", "answer 1: t-0=6"]
     assert play.lanes == []
-    assert play.submits(2, "t-0") == ["send #2 b1/c1: 2 t-0"]
+    assert play.submits(2, "t-0", producer=(7, 0, 1)) == ["send #2 b1/c1: 2 t-0"]
     play.opens(1)
     assert play.answers(2, "t-0") == ["answer 2: t-0@20"]
 

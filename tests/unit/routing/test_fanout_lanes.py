@@ -446,7 +446,7 @@ def test_broker_denying_ownership_gets_one_batch_first() -> None:
             assert play.wakes() == [f"send #{piece + 1} b1/c1: 2 t-0"]
     assert told == ["answer 2: t-0=6"]
     assert not play.proven("t-0")
-    assert play.submits(3, "t-0") == ["send #5 b1/c1: 3 t-0"]
+    assert play.submits(3, "t-0", producer=(7, 0, 2)) == ["send #5 b1/c1: 3 t-0"]
     assert play.submits(4, "t-0") == []
 
 

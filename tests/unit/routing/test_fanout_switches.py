@@ -321,13 +321,13 @@ SWITCHES: dict[str, tuple[Patch, Script]] = {
         replaced(Reads, "_is_late", says(False)),
         test_fanout_reads.test_reads_do_not_wait_for_late_broker,
     ),
-    "open_exchanges 4: what is misled is not told so": (
-        replaced(OpenExchanges, "is_misled", says(False)),
-        partial(test_fanout_retries.test_out_of_order_behind_resent_batch_is_hidden, 56),
+    "refused 1: what comes too early is refused": (
+        replaced(refused.Refused, "arrived", says(False)),
+        partial(test_fanout_retries.test_batch_behind_refused_one_is_not_sent, 2),
     ),
-    "refused 1: only what has not come again misleads": (
-        replaced(refused.Refused, "arrived", nothing),
-        test_fanout_retries.test_resent_batch_misleads_no_longer,
+    "refused 1: only until one comes again": (
+        replaced(refused.Refused, "arrived", says(True)),
+        partial(test_fanout_retries.test_batch_behind_refused_one_is_not_sent, 3),
     ),
     "in_flight 1: one connection to a broker": (
         replaced(InFlight, "connection_to", a_connection_for_each),

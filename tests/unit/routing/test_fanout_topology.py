@@ -420,7 +420,7 @@ def test_entered_request_is_answered_at_its_deadline() -> None:
     play = partly()
     assert play.ticks(after_s=10) == ["answer 2: t-0@77 t-1=7"]
     assert play.lanes == ["t-1 blocked"]
-    assert play.submits(3, "t-1") == []
+    assert play.submits(3, "t-1", producer=(7, 0, 2)) == []
     assert play.answers(3, "t-1") == []
     assert play.wakes() == ["send #4 b2/c2: 3 t-1"]
 
