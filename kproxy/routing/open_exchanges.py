@@ -90,9 +90,12 @@ class OpenExchanges:
     def _note_arrival(self, exchange: Exchange) -> dict[Entry, int]:
         early = {}
         for entry in exchange.open_entries():
-            key = lane_key(exchange, entry)
-            known = key in self._refused.lanes
-            if known and (place := place_of(exchange, entry)) is not None and self._refused.arrived(key, place):
+            topic = exchange.topic(entry)
+            # A batch may have been refused before its topic's id had a name.
+            both = dict.fromkeys((lane_key(exchange, entry), (topic.wire, topic.partitions[entry[1]])))
+            keys = [key for key in both if key in self._refused.lanes]
+            place = place_of(exchange, entry) if keys else None
+            if place is not None and any(self._refused.arrived(key, place) for key in keys):
                 early[entry] = NOT_LEADER_OR_FOLLOWER
         return early
 

@@ -297,6 +297,14 @@ def test_name_is_looked_up_for_refused_id() -> None:
     assert "reread t?-0" in play.aside
 
 
+def test_refused_id_holds_back_batches_under_its_name() -> None:
+    play = Playbook()
+    play.submits(1, "t-0", by_id=True, refused={"t?-0": UNKNOWN_TOPIC_ID})
+    play.names("t")
+    assert play.submits(2, "t-0", by_id=True) == ["answer 2: t-0=6"]
+    assert play.submits(3, "t-0", by_id=True, producer=(7, 0, 1)) == ["send #1 b1/c1: 3 t-0"]
+
+
 def test_remembered_ids_are_bounded() -> None:
     play = Playbook()
     play.view.max_nameless = 1
