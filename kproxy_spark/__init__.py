@@ -4,7 +4,7 @@
     kproxy_spark.audit(bootstrap_servers="127.0.0.1:9092").verdict
     kproxy_spark.register(spark)
 
-Errors are StartupError if the caller can fix the cause, otherwise SparkFailed or LogReadFailed; each is one sentence.
+Errors are StartupError for a wrong option or input, else SparkFailed or LogReadFailed; reading a table: LogReadFailed.
 """
 
 from __future__ import annotations

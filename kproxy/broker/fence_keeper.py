@@ -1,7 +1,7 @@
 """Keep writers' fences in etcd, where a partition's next leader reads which writers to refuse.
 
 Steps of a bind or release of one partition
-  compared   it is compared with the fence in memory; this answers most requests without etcd
+  compared   the fence is compared with the one in memory; this answers most requests without etcd
   kept       a transaction has put it; it counts from then on, and is answered
   unknown    the transaction has no answer: nothing is assumed, and the next request finds out the result
 
@@ -10,8 +10,8 @@ Invariants
    mod_revision, so that nothing is put for a deleted topic; and by the fence key's mod_revision, so that a late
    transaction changes nothing that came after it.
 2. Success is answered only by a partition that still leads and has the fence in memory.
-3. A fence above etcd's revision belongs to no grant: it comes from a lost history, and would lock out every current
-   writer.
+3. A fence above etcd's revision is refused: it comes from a lost history, not from a grant, and would lock out every
+   current writer.
 4. At most one transaction runs for each partition, and at most CONCURRENT_FENCES for all.
 """
 

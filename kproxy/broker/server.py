@@ -9,9 +9,9 @@ States
 Invariants
 1. A failed start raises StartupError within bounded time, and releases all resources. If etcd does not answer, the
    broker waits for it and reports this.
-2. The lease is revoked last: before another broker may own a partition, acknowledged records are on the disk, and the
-   in-sync followers have the whole log. This wait ends with the lease: then the process ends as after a kill -9, so
-   that a disk that hangs cannot keep it from ending.
+2. The lease is revoked after acknowledged records are on the disk and the live in-sync followers have the whole log.
+   Each wait has a limit, at most half the lease's TTL. After it the lease is revoked anyway, so that a disk that hangs
+   cannot keep the process from ending; other brokers then lead as after a kill -9.
 3. Every task is owned here or by the part that started it, and awaited before `run_broker` returns.
 """
 

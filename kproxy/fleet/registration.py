@@ -11,12 +11,12 @@ States
   standing by   an entry with this address is on the lease of another process; clients see the address anyway
 
 Transitions
-  out -> registered           the lowest free id is claimed; or an existing entry with this address is taken over, whose
-                              process has ended before its lease, or is a second one
+  out -> registered           the lowest free id is claimed; or an existing entry with this address is taken over: its
+                              process has ended before its lease, or is a second live one
   registered -> out           the lease is gone, or the entry was deleted
-  registered -> standing by   another process has taken over the entry: two live processes advertise one address
+  registered, out -> standing by   another process has the entry: two live processes advertise one address
   standing by -> registered   the other's entry has gone
-  any -> out                  `run` is cancelled: the lease is revoked, and so the entry removed, before `run` ends
+  any -> out                  etcd does not answer; or `run` is cancelled, and revokes the lease before it ends
 
 Invariants
 1. An entry is created only if there is none, and replaced only if unchanged since it was read (by mod_revision), with

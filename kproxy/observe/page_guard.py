@@ -6,7 +6,7 @@ request must call the page by an address or a known name, and one that changes s
 origin. The pages of VITAL_PATHS are read by any name, since probes and scrapers call a machine by names that it does
 not know. A request with the token needs no known name: a foreign page has no token.
 
-A browser gives the token once (POST /login) and gets the cookie of a session, which only this host's pages send
+A browser gives the token once (POST /login) and gets the cookie of a session, which only pages of the same site send
 (SameSite=Strict) and no script can read (HttpOnly). Sessions are bounded in number and time, are kept as digests, and
 end when the token changes. The page itself and its files need no token: they have no data, and the login is on them.
 """

@@ -1,6 +1,6 @@
 """Parse etcd's keys and values about owners, brokers and topics, and report invalid ones.
 
-An invalid key or value raises `InvalidEntry`. `SkippedKeys` counts them by reason and logs each key once.
+An invalid one raises `InvalidEntry`; `parse_snapshot` returns reasons. `SkippedKeys` counts, and logs the first ones.
 """
 
 from __future__ import annotations

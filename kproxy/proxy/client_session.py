@@ -539,7 +539,7 @@ class ClientSession(PacedReader, asyncio.BufferedProtocol):
         self.sever("another client claimed a partition that it was reading")
 
     def sever(self, reason: str) -> None:
-        """Close at once: another client has this connection's claims."""
+        """Close at once: this connection has lost its claims, or another client may have claimed what it uses."""
         if self.closed:
             return
         log.warning("client connection severed", client=self.peer, reason=reason)

@@ -263,8 +263,8 @@ class AccessInEtcd:
     async def open(self, waits: Callable[[str], None]) -> AsyncIterator[asyncio.Task[None]]:
         """Read all users and rules once, however long that takes, and follow changes until closed.
 
-        `waits` is called from time to time with the reason for waiting. The task that follows ends only with an error.
-        Raises StartupError for an error of etcd that retrying does not fix.
+        `waits` is called from time to time with the reason for waiting. Yields the task that follows the changes, which
+        ends only with an error. Raises StartupError for an error of etcd that retrying does not fix.
         """
         client, mirror = self._client, self._mirror
         what = " and ".join((["users"] if self.has_users else []) + (["rules of access"] if self.has_acls else []))

@@ -230,7 +230,7 @@ class SaslClient:
             offers = ", ".join(map(str, answer.mechanisms))[:_MAX_TEXT] or "none"
             raise SaslRefused(f"it does not offer {self._mechanism.name} but {offers}: set {self._option}")
         if answer.error_code == _ILLEGAL_SASL_STATE:
-            raise SaslRefused(f"it offers no SASL there: name its SASL port, or drop {self._option.rpartition('.')[0]}")
+            raise SaslRefused("it offers no SASL there: name its SASL port, or use no SASL")
         if answer.error_code != NONE:
             raise SaslRefused(f"it refuses SaslHandshake with {name_of(answer.error_code)}")
 

@@ -187,7 +187,8 @@ def read_users(file: Path) -> Users:
     try:
         content = read_toml(file, "sasl.users")
     except StartupError as error:
-        raise StartupError(f"{str(error).rstrip('.')}: name a file that `kproxy user add` has written.") from None
+        advice = ": name a file that `kproxy user add` has written." if isinstance(error.__cause__, ValueError) else "."
+        raise StartupError(str(error).rstrip(".") + advice) from None
     if set(content) - {"users"} or not isinstance(content.get("users", {}), dict):
         raise StartupError(
             f"sasl.users {file} is not a file of users; expected the one table [users], as `kproxy user add` writes it."

@@ -24,7 +24,7 @@ ROWS = 1_000
     ("tls", "sasl", "protocol"),
     [(True, False, "SSL"), (False, True, "SASL_PLAINTEXT"), (True, True, "SASL_SSL")],
 )
-def test_generated_security_files_match(tmp_path: Path, tls: bool, sasl: bool, protocol: str) -> None:
+def test_generated_security_files_match_the_flags(tmp_path: Path, tls: bool, sasl: bool, protocol: str) -> None:
     made = secure(tmp_path / "security", tls=tls, sasl=sasl)
     assert made.protocol == protocol
     access = read_access(made.kafka)

@@ -4,8 +4,8 @@ Consumer groups and idempotent producers are offered, transactions are not.
 
 FindCoordinator, versions 0-6
 - A group's coordinator is the leader of its partition of `__consumer_offsets`. The first request creates this topic,
-  and its answer waits a second for the leaders.
-- COORDINATOR_NOT_AVAILABLE means that the partition has no leader, or that this broker has no lease or is stopping.
+  and its answer waits for the leaders, at most a second. A broker that stops does not create it.
+- COORDINATOR_NOT_AVAILABLE means that the partition has no leader, or that this broker has no live lease.
 - Other keys get an error and, from version 1, a sentence with the reason. With these codes clients fail at once and
   show the sentence (tried with librdkafka 2.16 and kafka-python 3.0): CLUSTER_AUTHORIZATION_FAILED for transactions,
   because librdkafka would retry INVALID_REQUEST for ever; INVALID_REQUEST for the rest.

@@ -115,7 +115,7 @@ class Checkpoint:
 
 
 def _qualified(session: SparkSession, path: str) -> tuple[Any, Any]:
-    """Return the file system of `path`, and its one spelling, as Hadoop has them."""
+    """Return Hadoop's file system for `path`, and the qualified path, which is the same for all spellings of it."""
     jvm: Any = session._jvm
     given = jvm.org.apache.hadoop.fs.Path(path)
     files = given.getFileSystem(session._jsparkSession.sessionState().newHadoopConf())

@@ -587,7 +587,7 @@ def test_batch_behind_clients_retry_is_not_resent() -> None:
     assert play.lanes == []
 
 
-def test_out_of_order_behind_final_error_is_passed_on() -> None:
+def test_out_of_order_behind_final_error_is_kept() -> None:
     play = piped(2, 3)
     assert play.answers(2, "t-0=87") == ["answer 2: t-0=87"]
     assert play.answers(3, "t-0=45") == ["answer 3: t-0=45"]

@@ -177,7 +177,7 @@ def test_failed_handshake_is_reported(case: str) -> None:
 
 @pytest.mark.parametrize(
     ("code", "option", "says"),
-    [(33, "sasl.mechanism", "set sasl.mechanism"), (34, "broker_sasl.mechanism", "or drop broker_sasl")],
+    [(33, "sasl.mechanism", "set sasl.mechanism"), (34, "broker_sasl.mechanism", "or use no SASL")],
 )
 def test_option_that_chose_the_mechanism_is_named(code: int, option: str, says: str) -> None:
     client = SaslClient(mechanism("PLAIN", "audit", SECRET), 1, option)
