@@ -2,7 +2,7 @@
 
 `AccessControl` has the rules of this process, and `ClientAccess` the permissions of one connection's client. These are
 kept with the rules that they follow from, so that new rules apply at once. Routes of the compiled plain path that were
-proven under earlier rules are forgotten at the next check (`has_changed`). Long requests are checked on other threads.
+proven under earlier rules are forgotten at the next check (`has_changed`). Other threads check long control requests.
 
 A `RequestAccess` checks the permissions of one request. Each refusal is counted, and logged a few times a minute for
 each principal; one request logs only the first refusal of a kind. The security events list all of them when the request

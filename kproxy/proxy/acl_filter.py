@@ -1,9 +1,9 @@
 """Enforce ACLs on control requests: refuse a request, remove the parts that its client may not access, or let it pass.
 
 The row of an API has the permissions that its requests need (`needs` in kproxy.proxy.apis); they are checked in turn.
-Without one for a group or a transactional id the whole request is refused, with 30 or 53, in each partition where the
-answer has no other place. Topics that the client may not access are removed, and get 29. These APIs have functions of
-their own (`_BY_API`):
+If the permission for the cluster or for a request's only group or transactional id is missing, the whole request gets
+31, 30 or 53, in each partition where the answer has no other place. Of several topics, groups or ids the refused ones
+are removed, and get 29, 30 or 53. These APIs have functions of their own (`_BY_API`):
 
 | request | needs | error codes of refused parts |
 | --- | --- | --- |
@@ -25,9 +25,9 @@ without the right to create never creates a topic by asking for its metadata. An
 name the topic that comes next, so the proxy asks brokers only for visible topics. Every client may send
 DescribeCluster, as in Kafka: the answer names proxies.
 
-Messages are read by kproxy_codec.control, on another thread unless they are short (kproxy.proxy.long_answers): requests
-are at most 1 MiB with at most MAX_ELEMENTS elements, and only authenticated clients send them. A request is encoded
-again only if a part of it is refused.
+kproxy_codec.control reads messages, on another thread unless they are short (kproxy.proxy.long_answers). Requests have
+at most `limits.max_control_request_bytes` and MAX_ELEMENTS elements, and only admitted clients send them. They are
+encoded again only if the filter has changed them.
 """
 
 from __future__ import annotations

@@ -6,17 +6,17 @@ so that it costs later requests nothing. It takes that place again for a renewal
 
 States of a gate
   closed    it begins the client's requests
-  open      the client is authenticated; the session begins its requests itself
+  open      the client is admitted; the session begins its requests itself
   ended     the connection is being closed
 
 Transitions
-  closed -> open     the exchange is authenticated, or a certificate is enough
+  closed -> open     the exchange is authenticated; at once where no SASL is required, with a certificate or without
   open   -> closed   the client renews its session, or its session has ended: the next request must renew it
   open   -> ended    the client's user was removed
   any    -> ended    a failure, the end of the time to authenticate, the end of the connection
 
 Invariants
-1. While closed only kproxy.security.sasl reads the client's frames, except for ApiVersions; these are at most
+1. While closed only kproxy.security.sasl reads the client's frames, except for ApiVersions; all frames are at most
    MOST_FRAME_BYTES long.
 2. At most one step of a mechanism runs, in a task that `close` awaits; meanwhile the client is not read. Where
    identities are forwarded, the task continues until a broker has judged the client's (kproxy.proxy.client_identity).
@@ -59,7 +59,7 @@ REFUSAL_DELAY_S: Final = 0.1
 JUDGED_WITHIN: Final = 0.9
 # CPU time of all rules for a certificate, on the event loop, in seconds.
 MOST_RULES_S: Final = 0.02
-# Limit of addresses and principals kept for other workers.
+# Limit of addresses and principals whose keys are cached.
 MOST_KEYS: Final = 4_096
 _ADDRESS: Final = "address"
 _PRINCIPAL: Final = "principal"
@@ -89,7 +89,7 @@ class OpenConnections:
         return self.by_principal[name] + (self.elsewhere.get(_key_of(_PRINCIPAL, name), 0) if self.elsewhere else 0)
 
     def counts(self, most: int) -> dict[bytes, int]:
-        """Return the connections here by key, of the `most` addresses and principals with the most connections."""
+        """Return this process's connections by key, of the `most` addresses and principals that have the most."""
         found = [
             (count, kind, name)
             for kind, counts in ((_ADDRESS, self.by_address), (_PRINCIPAL, self.by_principal))
@@ -107,7 +107,7 @@ def _key_of(kind: str, name: str) -> bytes:
 
 @dataclass(eq=False)
 class Admission:
-    """A listener's requirements for clients: SASL by `servers`, or else a TLS certificate.
+    """A listener's requirements for clients: SASL by `servers`; None: a TLS certificate, or nothing.
 
     `users` returns the current users: a client's connection ends when its user is removed. `timeout_s` is the time to
     authenticate, `mapping` turns a certificate's names into a principal's. `quotas` returns the current quotas; an

@@ -3,8 +3,8 @@
 A large answer (more than LARGE_BYTES) announces its length in its first bytes. It gets room for all its bytes before
 more are read. It holds that room while anything refers to its bytes: while it arrives, waits to be merged and for its
 turn, and until its client's transport has the last byte. Smaller answers are read at once, because acknowledgements are
-small and must always get through. Small answers that a client does not read also count; while they exceed
-HOLD_BACK_BYTES, only this client's broker connections are not read.
+small and must always get through. Small answers that a client does not read count as a newcomer's (below); from
+HOLD_BACK_BYTES on, this client's broker connections alone are not read.
 
 States of a large answer
   waiting   its length is known, its connection is not read
@@ -13,8 +13,8 @@ States of a large answer
 
 Transitions
   waiting -> held   there is room for its kind, and no answer of its kind has waited for longer. Once one has waited for
-                    LONG_S, every other room goes to the answer that came last, whose client most likely still waits
-  held    -> gone   its client has taken it; its client's connection has ended; it is not wanted any more
+                    LONG_S, every other room goes to the last: its client probably still waits. Or its client finishes
+  any     -> gone   its client has taken it; its own or its client's connection has ended; it is not wanted any more
 
 There are two kinds of clients, each with a quarter of the limit, so that clients that read do not wait for clients that
 never do. A proven client takes its answers: it has taken a large answer before, or has a part of one and waits for the
@@ -239,7 +239,7 @@ class ClientMemory:
 
     @property
     def is_proven(self) -> bool:
-        """Whether it has been reading its answers."""
+        """Whether it takes its answers; see the module's text."""
         return self.may_finish or (self._has_taken and not self._untaken)
 
     @property

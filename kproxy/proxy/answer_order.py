@@ -11,7 +11,7 @@ States of a slot, the place of one answer
 Invariants
 1. Each request that has an answer takes a slot before anything is sent; a slot is written when it is filled and all
    before it are written.
-2. In flight are the bytes of requests, with acks=0 until they are sent or confirmed, and the most that reads may
+2. In flight are the bytes of requests (with acks=0 until they are sent, confirmed or lost) and the most that reads may
    return. They count here until the slot is gone. The requests' own bytes count in the budget as well.
 3. Without an `outbox`, before the connection is made and after it has ended, nothing is written.
 

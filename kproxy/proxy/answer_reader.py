@@ -80,7 +80,7 @@ class QuietTicket:
         """Never called: the request has an answer."""
 
     def unconfirmed(self) -> None:
-        """Never called, for the same reason."""
+        """Never called: the request has an answer."""
 
     def answered(self, frame: memoryview) -> None:
         """Ignore the answer."""

@@ -101,7 +101,7 @@ def intersect(upstreams: Iterable[Ranges], caps: Mapping[int, int] = NO_CAPS) ->
     """Return the versions that the proxy and all `upstreams` serve.
 
     `caps` are highest versions by API key. The range of ApiVersions is the proxy's. Produce keeps its minimum of 0,
-    whatever brokers serve (see the table).
+    whatever brokers serve (see kproxy.proxy.apis).
     """
     offered = {
         key: (lowest, min(highest, caps.get(key, highest)))
@@ -163,7 +163,7 @@ def _common_features(brokers: Sequence[Mapping[str, Range]]) -> dict[str, Range]
 def _withhold(features: dict[str, Range], ranges: Ranges) -> int:
     """Lower features to the levels that clients can use with these versions; return the number of levels withheld.
 
-    Level 0 is left out.
+    Level 0, and features that `FEATURES` lacks, are left out.
     """
     withheld = 0
     for name, (lowest, highest) in list(features.items()):

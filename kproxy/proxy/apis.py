@@ -53,18 +53,18 @@ REQUEST_KEY_TYPES: Final[Mapping[Handling, int]] = MappingProxyType(
 PART_KEY_TYPES: Final[Mapping[Handling, int]] = MappingProxyType(
     {Handling.EACH_GROUP: GROUP, Handling.EACH_TRANSACTION: TRANSACTION}
 )
-"""The same, for requests that are divided, each part to its coordinator."""
+"""FindCoordinator's key types, for requests that are divided, each part to its coordinator."""
 
 _DIVIDED: Final = frozenset({*PART_KEY_TYPES, Handling.EACH_OWNER, Handling.NAMED_BROKER, Handling.ALL_BROKERS})
 
 
 class Permission(NamedTuple):
-    """`operation` on each resource of this kind that a request names.
+    """The permission for `operation` on each resource of this kind that a request names.
 
     `at`: the field of the request with the name or the parts (kproxy_codec.parts). `to`: the field of the answer with
-    the parts' results. With both each part needs the permission; of the cluster, the whole request. With `to` alone the
-    answer leaves out what the client may not see. With neither, for the cluster, the whole request needs it; for
-    others kproxy.proxy.acl_filter finds the names.
+    the parts' results. The whole request needs a permission for the cluster. Of others, each part needs one with both
+    fields, and the whole request one with `at` alone. With `to` alone the answer leaves out what the client
+    may not see. With neither, the code for the API finds the names.
     """
 
     operation: Operation
@@ -77,14 +77,14 @@ class Api(NamedTuple):
     """One row of the table.
 
     - `needs`: the permissions that ACLs ask for, after Kafka's table of resources and operations by protocol; none: all
-      may ask; None: undecided, so that with ACLs nobody may. kproxy.proxy.acl_filter enforces those of APIs that
-      brokers answer, in this order; kproxy.proxy.access enforces the others where the API is handled.
+      may ask; None: undecided, so that with ACLs nobody may. kproxy.proxy.acl_filter enforces those of control
+      requests, in this order; the code for Produce, Fetch, ListOffsets and Own enforces theirs by kproxy.proxy.access.
     - `repeatable`: a request that one broker may have carried out may be sent to another broker.
     - `names_brokers`: the answer names brokers, which the proxy replaces (kproxy.proxy.virtual_brokers).
     - `replicas`: where a part of the request names brokers for replicas; a proxy holds none.
-    - `of_broker`: the field in the results of all brokers that is put behind the id of the broker that it is from.
+    - `of_broker`: the field of each result that the answer prefixes with the id of the result's broker (ALL_BROKERS).
     - `waits`: the answer may wait for other members of a group, for minutes.
-    - `ends_here`: whether the proxy answers itself before brokers with these APIs in common, given the means for it.
+    - `ends_here`: whether the proxy answers itself, if it has the means, where its brokers have these APIs in common.
     """
 
     handling: Handling

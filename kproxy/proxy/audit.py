@@ -33,7 +33,7 @@ class Audit:
 
     `keep` begins the trail before the first client is served and ends it when the last one is gone. `ship` is called
     once the proxy serves, as the trail may pass through the proxy itself, which `dial` connects to. The rest is shipped
-    at the end. `access` makes the connection to another cluster, whose files `reloads` follows. An offset that is
+    at the end. `access` makes the access to another cluster, whose files `reloads` follows. An offset that is
     assigned twice is logged and counted. Raises StartupError for a sink that cannot be used.
     """
 
@@ -84,7 +84,7 @@ class Audit:
     def prepare(self, config: ProxyConfig) -> Callable[[], None]:
         """Make the sink if it has changed; return a function that continues with it, in a new trail.
 
-        Call both while the trail is kept and shipped, the first on any thread. Raises StartupError.
+        Call both while the trail is kept and shipped; `prepare` may run on any thread. Raises StartupError.
         """
         options, incarnation = config.audit, secrets.token_hex(8)
         if options == self._options:

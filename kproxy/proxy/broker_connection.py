@@ -18,11 +18,11 @@ Transitions
   renewing   -> open     the session is renewed: the queue is written
   renewing   -> closed   the broker refuses, or as below: the queue is lost unwritten
   open       -> ending   the broker closed, or the connection broke; so may a renewal end
-  open       -> closed   an answer was not the awaited one, it was given up, `close` was called
-  ending     -> closed   it is its turn, or as above: what was written is lost written, the queue is lost unwritten
+  open       -> closed   an answer was not the awaited one; the connection was given up or dropped; `close` was called
+  ending     -> closed   its turn comes, or as above: what was written is lost written, the queue is lost unwritten
 
 Invariants
-1. A ticket that expects an answer gets exactly one call: `answered` or `lost`.
+1. A ticket that expects an answer gets one call, `answered` or `lost`; `withdraw`, `replace` and `close` may drop it.
 2. Answers are matched in order and the correlation_id of each is verified. On a mismatch the connection is closed.
 3. `lost(written=False)` is called only for requests that never reached the transport.
 4. A ticket that expects no answer (acks=0) gets `sent` when its last byte has left this process, or `lost` if the
@@ -81,8 +81,8 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
     """A connection to `broker`.
 
     `is_paced`: a broker that hangs is not dialled, and one that is down is dialled in its turn. `keeper` gets the
-    connection's events; None: it is alone. Large answers wait for room in `share`, if given. `access` None: the
-    proxy's own.
+    connection's events; None: nobody does. Large answers wait for room in `share`, if given. `access`: the identity at
+    the broker; None: the proxy's own.
     """
 
     __slots__ = (
@@ -213,7 +213,7 @@ class Upstream(AnswerReader, asyncio.BufferedProtocol):
 
     @property
     def unanswered_count(self) -> int:
-        """The number of those tickets, and of requests without an answer (acks=0) that may still be here."""
+        """The number of `unanswered` tickets, and of acks=0 requests that may not have left this process."""
         return len(self._in_flight) + len(self._queue) + len(self._leaving)
 
     @property

@@ -9,7 +9,7 @@ that these have in common.
 | --- | --- |
 | while it is unknown | at once, then with a pause (`look`, `current`) |
 | while a request to it waits (`suspect`) | at once, and again PROBE_PAUSE_S after each answer: it is probed |
-| while it hangs | again and again, until it answers |
+| while it hangs | again and again, until it answers, refuses, or closes the connection |
 | for `/readyz` (`problem`) | at most once every FRESH_S |
 
 A known broker that is idle or answers promptly is not asked.
@@ -27,8 +27,8 @@ Transitions
 
 Invariants
 1. One task asks a broker, one question at a time, however many wait for the answer; `close` ends all tasks.
-2. A task begins with a new connection: the network may have cut off the idle one, and that is not a hang. So no answer
-   within `probe_timeout_s` is a hang, and need not be confirmed by a second question.
+2. A task begins with a new connection: the network may have cut off the idle one, and that is not a hang. A broker
+   hangs if it answers neither the question within `probe_timeout_s` nor a client meanwhile; one question is enough.
 3. An unknown broker does not count for the offer. It cannot be told from one that serves everything, and a broker that
    never starts must not stop the others. Once it answers, APIs that it does not serve are withdrawn, as when a broker
    joins. Nothing relies on its fences (the Own API's) either, nor on its producer state: a batch that it may have
@@ -296,7 +296,7 @@ class Brokers:
     def __post_init__(self) -> None:
         self.clock = self.dialler.clock
         self._watches: dict[tuple[int, Address], BrokerWatch] = {}
-        # The watches that are probing; without any, no breaker is open.
+        # The watches whose task runs; without any, no breaker is open.
         self.asking: set[BrokerWatch] = set()
         # The topology's version at the last `follow`.
         self._followed = -1

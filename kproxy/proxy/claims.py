@@ -9,9 +9,9 @@ after a binding is checked against its fence. So a claim is bound when it is mad
 writes, and again before the first batch on every other connection to the current leader.
 
 Invariants
-1. Nothing of a claimed partition is sent on a connection before a binding of its fence.
+1. On a connection to a broker that may keep fences, no batch for a claimed partition precedes a binding of its fence.
 2. A binding that failed counts as none: the next batch is preceded by another.
-3. At most MAX_RELEASES wait; a release that a later claim has made unnecessary is not sent.
+3. At most MAX_RELEASES releases of fences wait; more are dropped. A partition that is claimed again is not released.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class ClientClaims:
         return FenceBinder(self._context, self._connections)
 
     def have_lapsed(self) -> bool:
-        """Whether another client may have its claims by now.
+        """Whether another client may have this client's claims by now.
 
         Admitted requests wait for a dial or a retry, and this process may have been suspended.
         """
@@ -266,7 +266,7 @@ def refused_writes(
 
 
 def refused_reads(own: OwnService, connection: ClaimingConnection, request: PartitionedRequest) -> Mapping[Entry, int]:
-    """Return the entries of a fetch request that another connection of the group owns, with error codes."""
+    """Return the entries of a fetch request that others of the group own, or may own, with error codes."""
     group = connection.group
     if group is None:
         return NOTHING_REFUSED
@@ -290,7 +290,7 @@ def _request(correlation_id: int, bindings: Sequence[FenceBinding]) -> list[Buff
 
 
 class _BindingTicket(QuietTicket):
-    """The ticket of a binding before a batch. Its answer is ignored: the batch's own answer says more."""
+    """The ticket of a binding before a batch. Its answer only updates `Upstream.fences`; the batch's says more."""
 
     def __init__(self, upstream: Upstream, bindings: Sequence[FenceBinding]) -> None:
         self._upstream = upstream
@@ -343,7 +343,7 @@ class FenceBinder:
         """Bind at the leaders; return an error code for each partition.
 
         The code is REQUEST_TIMED_OUT where no leader has decided by the deadline (in seconds of the event loop's
-        clock). It follows a leader that moves.
+        clock). If a leader moves, the new one is asked.
         """
         loop = asyncio.get_running_loop()
         codes: dict[Partition, int] = {binding[:2]: REQUEST_TIMED_OUT for binding in bindings}

@@ -64,7 +64,7 @@ class ClientIdentity:
         self._is_accepted = False
 
     async def carry(self, step: Step, credential: Credential, within_s: float) -> Step | Refused:
-        """Let a broker judge a credential; `step` is the outcome here. Return the final one. Raises NotJudged."""
+        """Let a broker judge a credential after the proxy (`step`); return the final outcome. Raises NotJudged."""
         self.credential = credential
         self.number += 1
         self._is_accepted = False

@@ -6,10 +6,10 @@ States
   closed     nothing is read or written
 
 Transitions
-  open     -> draining   `drain`: the proxy stops; a broker joins that serves less than this client was offered; a
-                         broker does not take the client's identity any more; the client sends no more
-  open     -> closed     the client's connection ends, or its sending side does while it has claims or speaks TLS; bytes
-                         that are no request; an acks=0 part cannot be delivered
+  open     -> draining   the proxy stops; a broker joins that serves less than this client was offered; the client was
+                         not authenticated, its user was removed, or a broker refuses its identity; it sends no more
+  any      -> closed     the client's connection ends, or its sending side does while it has claims or speaks TLS; it is
+                         idle, refused (an acks=0 part is undeliverable, for instance), severed or abandoned
   draining -> closed     the last answer is written, or the time for draining is over
 
 Invariants

@@ -1,7 +1,7 @@
 """Keep the connections to brokers that one client connection uses for one purpose.
 
-There is one per broker, dialled when first needed. Each purpose has its own, because a broker answers a connection's
-requests one after another: a JoinGroup that waits for minutes must not delay produce requests.
+There is one per broker, and more for concurrent reads (`place`), dialled when first needed. Each purpose has its own,
+because a broker answers a connection's requests in order: a JoinGroup may wait for minutes, and must delay no others.
 
 The core (kproxy.routing.fanout) names a connection and a piece by number. In `NumberedConnections` a number stands for
 an `Upstream`, and a piece for its ticket there.
@@ -108,7 +108,7 @@ class Connections:
         self._context.turns.take(step)
 
     def puts_off(self, upstream: Upstream) -> bool:
-        """Whether a large answer that has begun to arrive is not read until `read_on`; here it is always read."""
+        """Whether a large answer that has begun to arrive is not read until `read_on`; False in this class."""
         return False
 
     def ended(self, upstream: Upstream) -> None:

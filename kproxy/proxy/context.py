@@ -44,7 +44,7 @@ class OwnershipSource(Protocol):
 
 @dataclass
 class ProxyContext:
-    """Shared by all sessions; on one event loop."""
+    """The objects that all sessions share, on one event loop."""
 
     topology: Topology
     source: OwnershipSource
@@ -62,7 +62,7 @@ class ProxyContext:
     confirm_acks0: bool = False
     # Highest versions by API key that the ownership source allows, if lower than those that the proxy serves.
     version_caps: Mapping[int, int] = field(default_factory=lambda: NO_CAPS)
-    # The proxy's source of answers that brokers do not give (kproxy.proxy.apis).
+    # Producer ids, for where brokers give none out (kproxy.proxy.apis); None: the proxy has none.
     producer_ids: IdBlocks | None = None
     # Coordinators by leases in etcd, where brokers do not tell of them.
     leased_coordinators: LeasedCoordinators | None = None
@@ -108,7 +108,7 @@ class ProxyContext:
         self.answer_memory = AnswerMemory(self.budget, self.clock)
 
     def change(self, limits: Limits) -> None:
-        """Use other limits; those of one connection hold for later ones."""
+        """Use other limits; limits of a single connection apply to later connections only."""
         self.limits = limits
         self.brokers.change(limits)
         self.budget.total = limits.max_in_flight_bytes_total

@@ -2,7 +2,7 @@
 
 The table of APIs says how each is handled (kproxy.proxy.apis).
 
-`ControlRequests` runs each request as a task until it is answered; the reader of requests bounds their number. It
+`ControlRequests` runs each request as a task until it is answered; kproxy.proxy.paced_reader bounds them. It
 serves AT_ONCE of them at a time and the rest in their order, so that the answers to a client's pipelined requests are
 not all held together (a Kafka broker serves one request of a connection at a time). Any failure closes the client's
 connection, since a request without an answer would block all later ones.
@@ -211,7 +211,7 @@ class ControlRequests:
 
 @dataclass(slots=True, eq=False)
 class ControlPlane:
-    """Answer control requests of `client`, AT_ONCE of them in `places`.
+    """Answer control requests of `client`; each holds one of the AT_ONCE `places` meanwhile.
 
     Answers name the proxies of `fleet`. `access` None: all is allowed. `to_brokers`: the client's own identity at
     brokers, if given.

@@ -10,8 +10,8 @@ the lease; every proxy asks the same one first.
 
 `CoordinatorRequests` sends a client's request about one key once, to the known coordinator. If none is known (the
 client's FindCoordinator was long ago, and the entry is forgotten), the proxy first sends FindCoordinator itself.
-kproxy.proxy.distribution divides requests about several keys. The client acts on the result, as in Kafka: a broker's
-error code is passed on, and a lost connection becomes NOT_COORDINATOR, after which clients look for the coordinator
+kproxy.proxy.distribution divides requests about several keys. The client acts on the answer, as in Kafka: a broker's
+error code is passed on, and no answer becomes NOT_COORDINATOR, after which clients look for the coordinator
 again and repeat the request. If brokers have no transactions, a transactional producer is refused at once, fatally.
 
 Invariants

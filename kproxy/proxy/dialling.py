@@ -10,8 +10,8 @@ Transitions
   down -> up     any dial succeeds; one line in the log
 
 Invariants
-1. While a broker is down, at most one of its paced dials is in progress. Connections that are wanted meanwhile wait for
-   it: if it fails they fail too, and if it succeeds they dial for themselves. The proxy's own connection
+1. While a broker is down, at most one paced dial that began since is in progress. Connections wanted meanwhile wait
+   for it: if it fails they fail too, and if it succeeds they dial for themselves. The proxy's own connection
    (kproxy.proxy.broker_watch) has a pace of its own and is dialled beside them.
 2. A connection that is wanted while the broker hangs, or during the pause after a failure, fails at once: nothing is
    written.
@@ -61,7 +61,7 @@ class Dialler:
 
 
 class _Stage(Enum):
-    """The stage of a dial, for the reason of its failure; a failure after `OURS` shows nothing about the broker."""
+    """The stage of a dial, for the reason of its failure; in WAITS and OURS it shows nothing about the broker."""
 
     WAITS, RESOLVES, DIALS, OURS = range(4)
 

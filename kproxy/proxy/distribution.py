@@ -4,7 +4,7 @@ The row of an API says where its parts go (`Handling` and `needs` in kproxy.prox
 - EACH_GROUP, EACH_TRANSACTION: each key to its coordinator (PART_KEY_TYPES);
 - EACH_OWNER: each partition to its owner;
 - NAMED_BROKER: a resource that is a broker to that broker, the others to any;
-- ANY_BROKER with `replicas`: to any broker, but for parts with replicas on proxies;
+- ANY_BROKER with `replicas`: each part to any broker; parts with replicas on proxies are refused;
 - ALL_BROKERS: the whole request to every known broker.
 
 kproxy_codec.parts divides and merges messages by their schemas. A share is the parts for one receiver. If it gets no
@@ -17,7 +17,7 @@ In requests, too, a proxy's node id means the proxy (kproxy.proxy.virtual_broker
 the brokers, always the same as long as that one answers: a broker describes only itself, so the request names that
 broker, and the answer the proxy. A proxy's configuration cannot be altered, and a proxy holds no replicas.
 
-A request may have a million parts. It becomes one share for each broker, for each proxy, and for each kind of refusal.
+A request may have 500,000 parts. Those with the same target (a broker, a proxy, any broker, a refusal) are one share.
 """
 
 from __future__ import annotations

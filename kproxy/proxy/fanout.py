@@ -132,7 +132,7 @@ class FanoutShell:
 
     @property
     def gate(self) -> tuple[Mapping[LaneKey, Any], Mapping[Hashable, Any], OpenExchanges, NumberedConnections]:
-        """The core's `gate`, with the listeners of the topology that follow it."""
+        """What the plain path checks before each request: the core's `gate`, and the connections."""
         return *self.core.gate, self.connections
 
     @property
@@ -141,7 +141,7 @@ class FanoutShell:
         return self._topology.version == self.core.version == self.connections.version
 
     def follow(self) -> None:
-        """Make both follow it before a request is begun."""
+        """Make the core and the connections follow the topology before a request is begun."""
         self.connections.follow()
         if self._topology.version != self.core.version:
             self._run()
@@ -164,7 +164,7 @@ class FanoutShell:
     # The plain path
 
     def take_reads(self) -> None:
-        """Let the core serve what reads, with the read that is in flight on the plain path."""
+        """Serve no more reads on the plain path, and move a read in flight there to the core."""
         if self.plain.path is not None and self.plain.path.forget_read():
             self._adopt()
 

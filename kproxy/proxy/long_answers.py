@@ -1,11 +1,11 @@
 """Process long messages in short steps, and ask brokers once for an answer that several clients want.
 
-An answer may be megabytes long, and one step of that length would delay all other clients. `Portions` works on it in
-portions of about a millisecond (kproxy_codec.walk), one in a turn of the event loop.
+A message may be megabytes long, and one step of that length would delay all other clients. `Portions.of` works on it
+in portions of about a millisecond (kproxy_codec.walk), one in a turn of the event loop. `apart` uses another thread.
 
 Invariants
 1. In a turn of the event loop at most one portion of one long message is worked on; several messages alternate.
-2. Short messages, up to SHORT_BYTES, do not wait.
+2. Short messages (SHORT_BYTES; in `apart` READ_AT_ONCE_BYTES) do not wait.
 3. `Shared` returns only answers that were requested after the caller came: a client that created a topic sees it.
 4. `Shared` keeps the latest answer to a question, and only while somebody waits for that question.
 """

@@ -21,8 +21,8 @@ Transitions
   any     -> free      `leave`: the session ends
 
 Invariants
-1. At most one session passes, and only while whole requests hold less than half of the limit. Otherwise partial frames
-   could fill the budget and block every reader.
+1. At most one session passes. A pass begins only while whole requests hold less than half of the limit: then partial
+   frames fill the budget, and would block every reader.
 2. The sum exceeds the limit by no more than half of it, one frame, and the reads that have begun at that moment.
 3. Every waiting session is eventually released: requests end at their deadline, and a frame that arrives too slowly
    while others wait is cut off (`Arrival`).

@@ -1,6 +1,6 @@
 """Meter a client's usage, and throttle it by not reading.
 
-A session gives each request of an authenticated client to its `Meter` before it is begun, to charge the client's
+A session gives each request of an admitted client to its `Meter` before it is begun, to charge the client's
 account. A request that exceeds a quota is served, as in Kafka: its answer says how long the client is throttled
 (throttle_time_ms, in answers to Produce, Fetch and ListOffsets), and the client is not read meanwhile. A session has no
 meter as long as no quota applies to its client.

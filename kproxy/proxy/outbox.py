@@ -94,7 +94,7 @@ class Outbox:
         self._transport = transport
         self._flushes = flushes_of(loop)
         self._buffers: list[Buffer] = []
-        # Whether `flushes` has it.
+        # Whether `_flushes` has this outbox.
         self.is_waiting = False
         self._bytes = 0
         self.written_bytes = 0

@@ -5,11 +5,11 @@ those of a second ago, notes what changed as events, and keeps the counts for ra
 is requested, in portions.
 
 Invariants
-1. `sample` looks at brokers and at counters, which are bounded, and never at requests; in portions, it adds up what was
-   sent to clients, and counts the owners of all partitions when the table has changed, for at most a twentieth of the
-   time.
-2. The clients are looked at once a second at most, however many pages are requested. Their lines are dropped when
-   nobody has asked for them for WINDOW_S.
+1. `sample` looks at brokers and at counters, which are bounded, and never at requests. In portions it adds up the bytes
+   that were sent to clients. When the table has changed it counts the owners of all partitions, for at most a twentieth
+   of the time.
+2. The lines of clients are made once a second at most, however many pages are requested. They are dropped when nobody
+   has asked for them for WINDOW_S.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Check the Produce, Fetch and ListOffsets requests of one client connection, and begin them.
 
-It gets the requests that the compiled plain path (kproxy.plain) does not take; without the extension, all. A request
-that names a partition twice, or more than 4,096 partitions, gets INVALID_REQUEST. The others go to the core
-(kproxy.proxy.fanout).
+These are the requests that the compiled plain path (kproxy.plain) does not take; without the extension, all. One that
+names a partition twice, or more than 4,096, gets INVALID_REQUEST; with acks=0 its connection is closed. The others go
+to the core (kproxy.proxy.fanout).
 
 Invariant: open requests have at most MAX_OPEN_PARTITIONS partitions together, or as many as a single request has. So an
 event, such as the end of a broker's connection, concerns a bounded number, and its duration is bounded. Requests for

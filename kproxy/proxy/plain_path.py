@@ -3,9 +3,9 @@
 The compiled path (kproxy/plain/path.pxi) sends a request whose routes are all proven, and takes the answers if all are
 successes. It does the same with repeated reads of one broker (kproxy/plain/reads.pxi). On any other outcome all its
 requests in flight first enter the core (kproxy.routing.fanout): in order, each with its unanswered pieces. Without the
-extension nothing is in flight here: the core gets every request.
+extension there is no such path: the core gets every request.
 
-Invariant: requests sent here follow, on the same connections, those sent before for their partitions.
+Invariant: requests sent on this path follow, on the same connections, those sent before for their partitions.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class PlainRequests:
 
     @property
     def open_partitions(self) -> int:
-        """The partitions of those with more than one."""
+        """The partitions of unanswered requests with more than one."""
         return self.path.open_partitions if self.path is not None else 0
 
     @property

@@ -5,7 +5,7 @@ States
   preparing   another is read, checked and loaded on a thread; clients are served by the one in force
 
 Transitions
-  settled   -> preparing   SIGHUP; of a worker: its supervisor has sent one
+  settled   -> preparing   SIGHUP; in a worker: its supervisor has sent a configuration
   preparing -> settled     it is in force; or it was refused, and nothing has changed
 
 Invariants
@@ -49,7 +49,7 @@ log = structlog.get_logger(__name__)
 Apply = Callable[[], Callable[[], None] | None]
 """Applies a prepared part; it may return what is left to do, on any thread."""
 Read = Callable[[ProxyConfig], tuple[ProxyConfig, Sequence[str]]]
-"""Returns what is to be in force after the configuration of the start, and the keys that need a restart.
+"""Takes the configuration of the start; returns the one to be in force, and the keys that need a restart.
 
 It runs on a thread, and raises StartupError.
 """

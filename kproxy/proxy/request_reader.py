@@ -24,8 +24,8 @@ from kproxy_codec.errors import CodecError
 from kproxy_codec.framing import CHUNK_BYTES, FrameReader
 from kproxy_codec.primitives import INT16
 
-# A read of this many bytes or requests is the only one in a turn, as many may follow (TLS). Reads grow after one of
-# this many bytes that had fewer requests.
+# A read of this many bytes and this many requests is the last in its turn, as many may follow (TLS). Reads grow after
+# one of this many bytes that had fewer requests.
 LARGE_READ_BYTES = 64 << 10
 MANY_REQUESTS = 32
 # Position of the client id in a frame, after its length.
@@ -43,8 +43,8 @@ class Taker(Protocol):
 class RequestReader:
     """The hot part of a client session.
 
-    `_plain` gets every request first: the compiled plain path, where it runs. `_charging` comes before it where a quota
-    applies to the client, and else is None.
+    `_charging` gets every request first, if a quota applies to the client; else it is None. `_plain` is next: the gate
+    while the client must authenticate, then the compiled plain path, where it runs.
     """
 
     __slots__ = (
@@ -89,7 +89,7 @@ class RequestReader:
         self._budget = context.budget
         limit = context.limits.max_request_bytes
         self._reader = FrameReader(limit, context.arena, most_shared=LARGE_READ_BYTES)
-        # Requests that wait to be begun, each with the time of its first byte, or None.
+        # Requests that wait to be begun, each with the time of its first byte; None if none waits.
         self._backlog: deque[tuple[memoryview, float]] | None = None
         self._first_byte_at = 0.0
         # The memory held by the arriving frame.

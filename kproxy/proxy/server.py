@@ -2,7 +2,7 @@
 
 States
   starting   the listener is bound, then the routing table is loaded, so that a port in use is reported at once
-  serving    `ready` has been printed
+  serving    clients are served; the ready line follows when the proxy has joined the fleet
   leaving    `/readyz` is 503, and clients are served as before: they find other proxies meanwhile
   draining   no new connections; the requests that were read are answered, for at most `drain_s`
   drained    clients are gone; connections from within this process are served as before
@@ -286,7 +286,7 @@ class Listener:
 
     @property
     def watching(self) -> asyncio.Task[None]:
-        """Watch deadlines; ends only by an error, after which nothing may be served."""
+        """The task that watches deadlines; it ends only by an error, after which nothing may be served."""
         if self._ticker is None:
             raise RuntimeError("call serve first")
         return self._ticker
@@ -361,7 +361,7 @@ class Listener:
         return session
 
     def _welcome(self, session: ClientSession) -> None:
-        """Add a session that came in while the listener closed."""
+        """Drain a session that was accepted while the listener closed."""
         if self._draining:
             session.drain()
 

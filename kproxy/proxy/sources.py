@@ -80,8 +80,8 @@ class OpenSource:
 
     `ready` is its part of the ready line; `following` ends only with an error or on close.
 
-    `version_caps`: the highest versions by API key that the source allows. `producer_ids` and `coordinators`: as in
-    ProxyContext, if the source has them. Call `broker_lost` when a connection to a broker ends or fails.
+    `version_caps`: the highest versions by API key that the source allows. `producer_ids` and `leased_coordinators`:
+    as in ProxyContext, if the source has them. Call `broker_lost` when a connection to a broker ends or fails.
     """
 
     source: Source
