@@ -1,13 +1,13 @@
 """Acquire claims for clients: decide each claim, put it into etcd, and wait until it is granted.
 
-A claim in etcd is granted under two conditions. Once both are true, no other client can be served
-  confirmed   every earlier member has acted upon the claim: it has severed the connections that lost a resource, and
-              none of their writes is in flight. A dead member has lost its own lease, and is not waited for.
+A claim in etcd is granted under two conditions. Once both are true, no other client can be served:
+  confirmed   every earlier member has severed the connections that lost a resource by the claim and, unless the leader
+              knows fences, none of their writes is in flight. A dead member has lost its lease, and is not waited for.
   bound       the leader of the partition knows the fence (kproxy.proxy.claims), if it supports fences at all
 
 Invariants
-1. A transaction carries out each decision, also a refusal. Its guard is exactly the data of the decision, so that the
-   decision is right at that moment. If the transaction finds other data, the claim is decided again.
+1. A transaction carries out each decision, also a refusal of a lower generation. It succeeds only if the data of the
+   decision is unchanged (whole group: nothing was put in the group since). Otherwise the claim is decided again.
 2. At most CONCURRENT_TRANSACTIONS claims are under way at a time, PER_REQUEST of them for one request, so that no
    request waits for all resources of another. Deletions have slots of their own, and delay no claim.
 3. A claim is granted when it is confirmed and bound, and while its connection and this process's lease live.
@@ -275,7 +275,7 @@ class ClaimGranter:
         return [FenceBinding(*partition, fence) for partition in self.writer_groups.partitions(group, resource)]
 
     async def _wait_settled(self, deadline: float, fence: int, group: str, resource: str) -> int:
-        """Wait until writes before a claim that no broker fences have ended: earlier it may have counted as fenced."""
+        """Put the mark, and wait until no earlier write is in flight, as the leader has not fenced the claim."""
         try:
             await self.at_work.put(self.member.name)
         except EtcdError as error:

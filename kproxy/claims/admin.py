@@ -160,7 +160,7 @@ def _decode_place(after: str) -> tuple[str, str]:
 
 
 async def free(client: EtcdClient, keys: OwnKeys, order: FreeOrder) -> FreeOutcome:
-    """Delete the claims that `order` names, at most MAX_CLAIM_ROWS of a whole group. Raises EtcdError."""
+    """Delete the claims that `order` names, at most MAX_CLAIM_ROWS of them. Raises EtcdError."""
     table = await _read_group(client, keys, order.group)
     rows_by_resource = table.rows_of(order.group)
     # The whole group's claim comes first: most of the others end with its connection.

@@ -2,20 +2,20 @@
 
 States of a claim
   claimed   the claim is in etcd; another connection may still be served
-  granted   every member has acted upon the claim, and so has the partition's leader if it knows fences
+  granted   every earlier member has acted upon the claim, and a leader that supports fences knows the claim's fence
 
 Transitions
   (none)  -> claimed   its transaction succeeded, according to the answer or, if the answer was lost, the mirror
-  claimed -> granted   confirmed
+  claimed -> granted   the claim is confirmed and bound (kproxy.claims.acquire)
   granted -> claimed   the claim is raised or reset, which needs a new grant, with a new fence
   any     -> (none)    the connection ends; the loss of one claim severs it, and so ends all of its claims
   claimed -> (none)    the partition's leader refused it
 
 Invariants
-1. A connection belongs to one group from its first valid Own request on.
+1. A connection belongs to one group from its first Own request on that is not refused as a whole.
 2. A connection that has ended holds nothing, even if requests of it are still under way.
-3. `write_fences` has the granted claims that gate writes, and nothing else. A partition without a fence may not be
-   written.
+3. `write_fences` has the fence of the latest grant of each claim that gates writes, also while a raised claim waits for
+   its grant. A gated partition with neither such a fence nor `whole_fence` may not be written.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ Invariants
 1. A partition is unsettled (held or uncertain) no longer than `unsettled_s` after the last event that made it so.
 2. Only time settles an uncertain partition: after a batch was sent again and answered, its first copy may still arrive.
 3. Once a member has confirmed the loss of a partition, its own list has that partition as long as it is unsettled.
-   Until then the partition counts as held by the member, and becomes uncertain if the member goes.
+   Until then the partition counts as claimed by the member, and becomes uncertain if the member goes.
 4. At most MAX_PARTITIONS are listed one by one. Further ones are listed as whole topics (`ALL`) and, after another
    MAX_PARTITIONS, as `EVERYTHING`. The list may have too many partitions, never too few.
 5. `on_change` is called after each change of `places`; for partitions that time settles, at the next `expire`.

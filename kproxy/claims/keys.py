@@ -5,10 +5,10 @@
     {prefix}/kproxy/own-proxies/{id}         {"host": h, "port": p, "seen": revision, "unsettled": [[topic, partition]],
                                               "writer_groups": {topic: group}}
 
-Every key is on the lease of the process that made it, whose id is the lease's, in hexadecimal. Groups and resources are
-percent-encoded, so that neither has a slash, and no resource is called `*`. Both kinds share a prefix, so that one
-watch reports claims, and the members that have seen them, in the order of the changes. Invalid keys and values raise
-ValueError.
+Each of these keys is on the lease of the process that made it, whose id is the lease's, in hexadecimal. Groups and
+resources are percent-encoded, so that neither has a slash in a key, and no resource is written `*`. Claims and members
+share a prefix, so that one watch reports claims, and the members that have seen them, in the order of the changes.
+Invalid keys and values raise ValueError.
 """
 
 from __future__ import annotations

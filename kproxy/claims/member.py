@@ -12,13 +12,13 @@ Transitions
                the lease, or the entry was deleted. `on_lost` is called. A new lease is requested, with no claim on it.
 
 Invariants
-1. `on_lost` is called before any other client can get claims that were on the lease, because the deadline is before the
-   lease's end. A process that was suspended meanwhile finds its fence dead (`is_live`) at its first check.
+1. If the lease expires, `on_lost` is called before other clients get claims that were on it, as the fence's deadline is
+   before the lease's end. A process that was suspended meanwhile finds its fence dead (`is_live`) at its first check.
 2. The published values of `seen` on one lease only grow. Each put sends the newest; one put is under way at a time.
 3. The name of a member is the id of its lease, and is never used again.
 4. The mark exists before the first claim that no broker fences is granted, and while the granting process lives.
 5. Only a process that ends normally removes the mark, as the last member and with no write in flight. The first process
-   that finds the mark treats every partition as it would after the death of its claimant's process.
+   that finds the mark and no member treats every partition as after the death of its claimant's process.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Invariants
    deletion is guarded by the revision of the put, so it never removes a claim of another connection.
 2. At most CONCURRENT_DELETIONS run at a time.
 3. When a claim of a gated partition is gone, a member releases the partition at its leader, with the revision of that
-   change: the member that held the claim or, if it is gone too, the first living one.
+   change: the member that held the claim or, if it is gone too, the living member with the lowest name.
 4. A process that is not a member defers such releases until it is one again, and drops those of partitions that are
    owned by then; at most MAX_DEFERRED wait.
 """

@@ -2,9 +2,9 @@
 
 A claim of a whole group exists beside the claims of its resources and conflicts with each of them. Of two claims that
 conflict, the one with the higher fence, the later one, is in force. `in_force` drops claims that are not in force, and
-`latest` returns the claim that counts for a resource. This holds for two claims of one connection as well: a connection
-that has a whole group and resets one resource has that resource with generation 1 from then on. Each requested resource
-gets one decision; `acquire` carries it out.
+`latest` returns the claim that counts for a resource, also of two claims of one connection: a connection that has a
+whole group and resets one resource has that resource with generation 1 from then on. Each requested resource gets one
+decision; `acquire` carries it out.
 """
 
 from __future__ import annotations

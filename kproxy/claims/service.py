@@ -114,7 +114,7 @@ class OwnService(TableListener):
         )
         self._connections: dict[int, ClaimingConnection] = {}
         self._last_number = 0
-        # The fence of the latest claim, confirmed once the table has this revision; 0: none.
+        # The fence of another process's latest claim, to be confirmed once the table has this revision; 0: none.
         self._to_confirm = 0
         # The task of `run`; once it fails nothing can be claimed any more.
         self.running: asyncio.Task[None] | None = None
@@ -263,7 +263,7 @@ class OwnService(TableListener):
             self._sever(connection, f"{_described(lost)} was claimed by {by}, generation {to.generation}")
 
     def claim_gone(self, row: TableRow, revision: int) -> None:
-        """Act upon a claim that was freed by its claimant's end or by a command."""
+        """Act upon a deleted claim: its claimant ended, a command freed it, or part of its whole group was claimed."""
         if row.owner.proxy != self._member.name:
             self.unsettled.note_taken(row.owner.proxy, row.group, row.resource, revision)
             return
@@ -305,7 +305,7 @@ class OwnService(TableListener):
 
     def batch_told(self) -> None:
         """Confirm the table's revision, as connections that lost a claim are severed by now (invariant 2)."""
-        # A long message comes in parts; during the first ones the table's revision is still an earlier one.
+        # A long message of etcd comes in parts; before its last part the table has an earlier revision.
         if 0 < self._to_confirm <= self.table.revision:
             self._to_confirm = 0
             self._member.publish()

@@ -3,11 +3,11 @@
 State: for each group its claims by resource, and the claim of the whole group; for each member its published state.
 
 Invariants
-1. Changes of claims and members are reported in their order in etcd, because they share a prefix and so a watcher. A
-   listener that gets a claim at revision R knows every member that existed at R.
+1. Changes of claims and members are reported in their order in etcd, because they share a prefix and so a watcher. From
+   `revision` R on the table has every member that existed at R and has not ended since.
 2. The listener gets a change after the table has it, and the end of each batch after all its changes.
 3. A snapshot is reported as the changes that lead to it. Changes that were undone before it are not reported.
-4. An invalid key or value is skipped, counted, and logged once per key. The table holds at most MAX_CLAIMS.
+4. A claim beyond MAX_CLAIMS and an invalid key or value are skipped, counted, and logged for MAX_LOGGED keys.
 """
 
 from __future__ import annotations

@@ -118,8 +118,8 @@ def write_files(
 ) -> Flights:
     """Write the first `rows` flights to `files` CSV files in `directory`, which must not exist yet.
 
-    `on_rows` is called with the number of rows done. Raise StartupError for unexpected data, Stopped as soon as
-    `stopping` returns True.
+    `on_rows` is called with the number of rows done. Raise StartupError for unexpected data, and Stopped if `stopping`,
+    which is called every few thousand rows, returns True.
     """
     directory.mkdir(parents=True)
     fingerprints = array("q")

@@ -6,9 +6,9 @@ would hide the faults in the order.
 
 Invariants
 1. Every record is counted in `read`, whatever is wrong with it.
-2. A record whose `n` was seen before is a duplicate and nothing else: order is judged on first occurrences.
-3. A record that differs in any byte from its row's message is altered. If its `n` cannot be read, its row is missing as
-   well.
+2. A record whose `n` was seen before is a duplicate: content and order of rows are judged on first occurrences.
+3. The first record of an `n` is altered if it differs in any byte from its row's message. A record without a valid `n`
+   is altered, and its row is missing as well.
 4. Examples kept per fault are bounded.
 """
 

@@ -11,7 +11,7 @@ States
 Invariants
 1. The kill is in mid-stream: after the first micro-batch is written, before the last begins. If the stream is too fast,
    its last micro-batch waits for the kill.
-2. All times are of one clock: when etcd, which is asked every POLL_S, shows the owners.
+2. All times are of one clock. A partition is taken when etcd, which is asked every POLL_S, shows its new owner.
 3. When `kill_owner` returns or raises, the stream does not wait for it.
 """
 
@@ -87,7 +87,7 @@ def owner_of_most(owners: Mapping[int, int]) -> int:
 
 
 class TakeOvers:
-    """The times (`at`, by partition) when each partition `before` the kill gets another lease, and the new `owners`."""
+    """The times (`at`) when partitions get another lease than `before` the kill, and new `owners`, by partition."""
 
     def __init__(self, before: Leases) -> None:
         self.at: dict[int, float] = {}

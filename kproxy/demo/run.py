@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 PARTITIONS: Final = 12
 # The driver and its tasks share the machine with the cluster they write to.
 LOCAL_MASTER: Final = "local[2]"
-# Few, because Spark plans each micro-batch for about a second here; several, because order must hold across them.
+# Few, because Spark plans each micro-batch of the demo for about a second; several, as order must hold across them.
 MICRO_BATCHES: Final = 5
 BROKERS: Final = 3
 # With `kill_owner` the TTL is short, because no broker takes over before the killed broker's lease ends. It is long

@@ -1,4 +1,4 @@
-"""Make the certificates and the user for a demo whose own proxy requires TLS and SASL; they are for one run."""
+"""Make the certificates and the user for a demo whose own proxy requires TLS or SASL; they are for one run."""
 
 from __future__ import annotations
 

@@ -11,12 +11,12 @@ Guarantees, with three members of which any one is killed, hangs, or is cut off
 
 Invariants
 1. Every call has one deadline, `timeout_s` after its start, even if it needs several members or a new token.
-2. A write is handed to gRPC once. It is retried only if it had no effect: no connection, a refusal before it was
-   proposed, a refused token. If its outcome is unknown the error says so (`EtcdError.maybe_applied`) and the caller
-   decides; here only reads are retried.
+2. A write is retried only if it had no effect: no connection, a refusal before it was proposed, a refused token. If its
+   outcome is unknown, the error says so (`EtcdError.maybe_applied`) and the caller decides. A read is retried after any
+   failure of a member.
 3. Received data is bounded: a message has at most `max_message_bytes`, a snapshot at most MAX_SNAPSHOT_KEYS keys.
-4. Reads are linearizable, whichever member answers.
-5. Nothing here blocks the event loop: files are read on a thread, names resolved by gRPC.
+4. Reads of keys are linearizable, whichever member answers.
+5. This module never blocks the event loop: files are read on a thread, and gRPC resolves names.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class EtcdClient:
 
     `endpoints`: members as `host:port`, `http://host:port` or `https://host:port`. `timeout_s`: the deadline of each
     call, in seconds. `max_message_bytes`: the longest answer accepted.
-    Every method but the constructor raises EtcdUnavailable if no member gives a usable answer, and EtcdError if etcd
+    Every method that calls etcd raises EtcdUnavailable if no member gives a usable answer, and EtcdError if etcd
     refuses.
     """
 
@@ -165,7 +165,7 @@ class EtcdClient:
         try:
             await self._call("Range", request, write=False)
         except EtcdDenied:
-            # etcd accepted the user; the user's role does not matter here.
+            # etcd accepted the user; the user's role does not matter for this check.
             return
 
     async def close(self) -> None:

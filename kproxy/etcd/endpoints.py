@@ -107,7 +107,7 @@ _SETTINGS = 4
 
 
 async def diagnose(endpoint: Endpoint, options: EtcdOptions) -> str | None:
-    """Describe the fault in one sentence; None if nobody listens, it hangs, or all is well."""
+    """Describe a member's fault in one sentence; None if nobody listens, the member hangs, or no fault is found."""
     try:
         async with asyncio.timeout(DIAGNOSIS_TIMEOUT_S):
             if endpoint.tls:

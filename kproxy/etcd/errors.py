@@ -24,7 +24,7 @@ class EtcdUnavailable(EtcdError):
 
 
 class EtcdMisused(EtcdUnavailable):
-    """The configuration cannot work: an invalid address, a server that is not etcd."""
+    """The configuration cannot work, for example an invalid address, a wrong password, a server that is not etcd."""
 
 
 class EtcdDenied(EtcdError):
@@ -71,7 +71,7 @@ def is_of_etcd(error: Any) -> bool:
 
 
 def from_rpc_error(error: Any, call: str, endpoints: str, *, write: bool) -> EtcdError:
-    """Convert a gRPC error. etcd's own errors are recognized by their text. The codes are those of its rpctypes."""
+    """Convert a gRPC error. etcd's own errors are recognized by the texts and codes of etcd's package rpctypes."""
     code, details = error.code(), shorten(error.details() or "")
     if code == grpc.StatusCode.UNIMPLEMENTED:
         return EtcdMisused(f"What answers at {endpoints} is not etcd: {details}.")

@@ -9,7 +9,7 @@ Invariants
    next block is taken.
 2. At most one attempt to take a block is in flight; if it fails, all waiting callers fail. So if etcd does not answer,
    each caller waits for one attempt, not for one per caller before it.
-3. Numbers only grow, even if a restored etcd has the key at an earlier value.
+3. The numbers of one process only grow. After a restore of etcd two processes may get the same numbers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class IdBlocks:
         self._failure = ""
 
     async def allocate(self) -> int:
-        """A number that no other caller or process gets."""
+        """A number that no other caller or process gets, unless etcd is restored (invariant 3)."""
         failures = self._failures
         async with self._lock:
             if self._next == self._end:

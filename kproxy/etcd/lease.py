@@ -10,9 +10,9 @@ Invariants
    is late, the stream is dropped together with it.
 3. LeaseLost is raised only if etcd answers so (TTL 0). An unreachable etcd is asked again for ever: the caller stops at
    its own deadline.
-4. The deadline of a `LeaseFence` is the send time of the last answered keepalive, plus the TTL in its answer, minus a
-   margin. As etcd counts from a later moment, no other process can have the lease's keys before that deadline. So the
-   holder's ownerships end when etcd falls silent; no message is needed.
+4. The deadline of a `LeaseFence` is the send time of the last answered grant or keepalive, plus the TTL in its answer,
+   minus a margin. As etcd counts from a later moment, no other process can have the lease's keys before that deadline,
+   unless the lease is revoked. So the holder's ownerships end by themselves at the deadline if etcd is silent.
 5. A broken fence is never valid again: everything held under it must be acquired again.
 """
 

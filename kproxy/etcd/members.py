@@ -4,7 +4,7 @@ A member has one channel for all calls; every stream has a channel of its own (s
 whose last failure is oldest, and so to the same member until it fails. The initial order is random, so that many
 proxies spread over the members. A failed member is tried again only when the others have failed since.
 
-States of a member's channel: NONE --a call--> OPEN --the member fails--> RETIRED --the last call has left--> closed.
+States of a member's channel: NONE --a call--> OPEN --gRPC reports a failure--> RETIRED --the last call ends--> closed.
 
 Invariants
 1. A call is handed to gRPC only after the channel is connected and the member has answered over it. A call that fails
@@ -12,8 +12,8 @@ Invariants
 2. A member that does not answer a call is asked for its status, over the same channel. If it does not answer this
    either, or has no leader, it has failed: a hung member delays a call by these two times at most, and no later call. A
    busy member answers with its status, and the call continues to wait.
-3. A failed member's channel is never used for a new call: the next call opens a new channel, with the present
-   certificates and addresses.
+3. A channel on which gRPC, and not etcd itself, reported a failure of the member is never used for a new call: the next
+   call opens a new channel, with the present certificates and addresses.
 4. A request that a member forwarded to a leader that died is lost silently. So a call has failed if it began under
    another leader and has no answer PATIENCE_S after the change was detected.
 5. This module hands no call to gRPC twice; `client.py` decides about retries.

@@ -120,7 +120,7 @@ class Lease(NamedTuple):
 
 
 class TxnResult(NamedTuple):
-    """`found` has the key that each operation of the branch that ran has read; None if there is none, or it wrote.
+    """`found` has what each operation of the branch that ran has read; None for an absent key, and for a write.
 
     `revision` is the store's revision after the transaction.
     """

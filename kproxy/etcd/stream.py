@@ -15,7 +15,7 @@ Invariants
 3. It is opened with the present token. A token that etcd refuses is not used again.
 4. A task of its own reads ahead, AHEAD responses at most: on a busy event loop a response then costs two turns; to
    start a read, wait and wake up costs five. Cancelling a read of gRPC would end the call.
-5. Responses beyond the reader's and WINDOW_BYTES stay in etcd, which combines waiting changes into few messages.
+5. Beyond AHEAD responses and WINDOW_BYTES, responses stay in etcd, which combines waiting changes into few messages.
 """
 
 from __future__ import annotations

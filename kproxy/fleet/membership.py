@@ -38,7 +38,7 @@ class Membership:
 
     `host` and `port` are the advertised address, `listeners` the addresses of the named listeners.
 
-    Use as `async with`. This and `failed` raise StartupError for an error of etcd that retrying does not fix.
+    Use as `async with`. Entering, `join` and `failed` raise StartupError for an error that retrying does not fix.
     """
 
     def __init__(

@@ -11,12 +11,12 @@ Invariants
 1. This proxy does not drop itself, whatever etcd says: its lease may have ended because etcd was away, and it still
    serves. It keeps its last id, unless another proxy now has that id; then it is left out until it has a new one. Only
    a leaving proxy drops itself, if there is another.
-2. A proxy that never had an id names the others. An empty fleet is this proxy alone, as `FIRST_NODE_ID`.
+2. A proxy that never had an id names the others or, if there are none, itself as `FIRST_NODE_ID`.
 3. An address is named once, under the lowest of its ids; at most MAX_PROXIES are named, those of the lowest ids.
 4. An invalid key or value is skipped, counted by reason, and logged once per key.
 5. Changes of the other proxies are logged, those of this proxy are not.
 6. The fleet of a named listener has the proxies that have a listener of that name, under the same ids and with the
-   addresses of those listeners. This proxy is one of them, unless it is leaving.
+   addresses of those listeners. This proxy is one of them while `fleet` names it, or if there is no other.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Ask brokers for the leaders of partitions while etcd is silent.
 
-Reference brokers answer Metadata from the leases in etcd. A broker that has lost its own lease names no leader, and the
-next one is asked. KafScale's brokers answer from their snapshot and ignore the leases: their answers are not used.
+Reference brokers answer Metadata from the leases in etcd. If a broker has lost its own lease, it names no leader, and
+another broker is asked. KafScale's brokers, whose answers ignore the leases, are not asked.
 
 An answer is only a hint (kproxy.routing.topology): the broker that it names checks its own lease before it appends, so
 a wrong hint costs one attempt.
 
 Invariants
-1. At most BURST questions are asked at once and RATE_PER_S a second on average, each about all waiting partitions. A
+1. At most BURST questions are asked at once and RATE_PER_S a second on average, each about one batch of re-reads. A
    question goes to at most MAX_ASKED brokers and takes at most ASK_S.
 2. A partition that the source has changed since the question began gets no hint.
-3. Only partitions in doubt get hints, and only the brokers that these hints name get addresses.
+3. Only partitions of the question get hints, and only the brokers that these hints name get addresses.
 """
 
 from __future__ import annotations

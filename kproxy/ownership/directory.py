@@ -7,7 +7,7 @@ The lease table (kproxy.ownership.leases) feeds it with changes.
 | `brokers/{id}` | JSON with node_id, host, port | a reference broker, on its lease |
 | `refbroker/topics/{topic}` | JSON with topic_id | reference brokers |
 | `metadata/snapshot` | JSON: addresses and ids of all brokers and topics | KafScale's operator and brokers |
-| `group-leases/{group}` | a decimal broker id | the broker of KafScale that coordinates it, on its lease |
+| `group-leases/{group}` | a decimal broker id | KafScale's broker that coordinates the group, on its lease |
 
 A broker or topic may have both a key of its own and an entry in the snapshot (`Overlay`). Its own key wins: a broker's
 key is on the broker's lease, so etcd removes it with the broker. The snapshot was written once by an operator or a
@@ -20,7 +20,7 @@ Invariants
 2. The result of a load and of events is the same, except for an invalid snapshot.
 3. `Overlay` reports the present value of a key: the own value, else the listed value, else None. It reports removals
    before additions, so that an id may move from one topic to another.
-4. A group's lease changes only upward: a revision at or below the entry's own is ignored. There are at most MAX_GROUPS
+4. Between loads a group's lease changes only to a later revision; others are ignored. There are at most MAX_GROUPS
    groups; further groups are treated as without a lease.
 """
 

@@ -1,7 +1,7 @@
 """Send small requests, one after another, on a connection to a Kafka broker.
 
-Every part of kproxy that sends its own requests uses it: the proxy for owners and the trail's topic, the commands, and
-the audit, also on Spark's executors. So it needs only the standard library, kproxy_codec, kafka-python, scramp.
+Every part of kproxy that sends own requests uses this module: the proxy for owners and the trail's topic, commands, and
+the audit, also on Spark's executors. It needs only the standard library, kproxy_codec, kafka-python, scramp.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ async def open_any(
 ) -> KafkaConnection:
     """Connect to the first of `addresses` that answers.
 
-    Raises BrokerUnreachable that names them all.
+    Raises BrokerUnreachable, which names the failure at each of them.
 
     Addresses are tried in order. After HEAD_START_S without an answer the next one is tried as well (as in RFC 8305),
     so hung brokers and dead hosts cost little time.

@@ -3,9 +3,9 @@
 States: EMPTY --first answer--> CURRENT <--> STALE (no answer for `stale_after_s`). A stale table still serves.
 
 Transitions happen in rounds. A round asks one broker, about all topics or about those in doubt, and applies the answer
-(kproxy.ownership.kafka_leaders). Rounds about all topics come at an interval, after a lost connection (`broker_lost`)
-and after a failed round. `refresh` requests a round about some; requests that come during a round wait for the next
-one, since the present read may be older than the refusal that caused them.
+(kproxy.ownership.kafka_leaders). Rounds about all topics come at an interval, after a lost connection (`broker_lost`),
+after a failed round, and by `reload`. `refresh` requests a round about a topic. Requests that come during a round
+wait for the next round, since the present read may be older than the refusal that caused them.
 
 Invariants
 1. There are at most BURST rounds at once and RATE_PER_S a second on average: requests share rounds. Lost connections
@@ -13,7 +13,7 @@ Invariants
 2. A broker whose answer did not help is not asked next: it may lag or be cut off from the controllers. The same
    broker is not asked about all topics twice in a row, if there are others.
 3. A round blocks the event loop for milliseconds only, however large the cluster is.
-4. A round asks for at most MAX_DOUBTED topics by name; if more are in doubt, it asks for all topics.
+4. A round asks for at most MAX_DOUBTED single topics; if more are in doubt, it asks for all topics.
 """
 
 from __future__ import annotations

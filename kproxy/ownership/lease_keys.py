@@ -1,6 +1,6 @@
 """Parse etcd's keys and values about owners, brokers and topics, and report invalid ones.
 
-An invalid one raises `InvalidEntry`; `parse_snapshot` returns reasons. `SkippedKeys` counts, and logs the first ones.
+A key or value that is invalid raises `InvalidEntry`. `SkippedKeys` counts such keys, and logs a limited number of them.
 """
 
 from __future__ import annotations

@@ -1,23 +1,23 @@
 """Keep the partitions' owners in the routing table (`Topology`) current with the leases in etcd.
 
 It mirrors `{prefix}/partition-leases/{topic}/{partition}` (value: a decimal broker id), and the keys of its
-`directory`: brokers' addresses, topic ids, group coordinators. The mirror (`kproxy.etcd.mirror`) stays current, and
-the topology changes an entry only upward. This module interprets keys and values, and re-reads a key after a broker
-answered NOT_LEADER_OR_FOLLOWER.
+`directory`: brokers' addresses, topic ids, group coordinators. The mirror (`kproxy.etcd.mirror`) stays current, and the
+topology changes an entry only to a later revision. The module interprets keys and values, and re-reads a key after a
+broker answered NOT_LEADER_OR_FOLLOWER.
 
 States: EMPTY --first snapshot--> CURRENT <--> STALE (etcd has been silent for `stale_after_s`). A stale table still
-serves: the last known owner is the best guess. After a refusal it asks brokers for the present owner
-(kproxy.ownership.broker_hints), if `access` is given. A restored etcd empties the table and logs an error.
+serves: the last known owner is the best guess. After a refusal brokers are asked for the present owner
+(kproxy.ownership.broker_hints), if `access` is given. If etcd was restored, the table is emptied and an error logged.
 
 Invariants
 1. An entry is (owner, mod_revision), and its revision only grows; a removal has a revision too.
 2. A broker's refusal deletes nothing. The caller names the revision of the owner it used; if the table is not newer,
-   the key is read again, linearizably, and the result is applied by invariant 1.
+   the key is read again, linearizably, and the result is applied by invariant 1; while STALE brokers are asked first.
 3. Re-reads are coalesced: at most one transaction is in flight, and it reads each waiting partition once. A caller that
    comes meanwhile waits for the next one, since the present read may be older than the refusal.
 4. An ownership lasts until its own key is deleted, even if its broker's key is deleted first.
-5. A key in etcd is never older than its entry here. If it is, etcd was restored in a way that its cluster id and its
-   revision do not show (`etcdutl snapshot restore --bump-revision`).
+5. No key in etcd is older than its entry in the table. If one is, etcd was restored in a way that its cluster id and
+   its revision do not show (`etcdutl snapshot restore --bump-revision`), and the table is loaded anew.
 6. An invalid key is skipped, and an invalid value means no owner: a snapshot and the same changes as events give the
    same table. Both are counted in `skipped`, by reason, and logged once per key.
 7. Brokers' hints are taken only while the table is STALE, and dropped when it is CURRENT again.

@@ -1,11 +1,11 @@
 """Exchange messages between a supervisor and one worker, over a socket pair that no other process holds.
 
 The supervisor's first frame is an Assignment. The worker sends Waits at intervals and when the reason for its wait
-changes, and then Ready. Instead of any of these it may send Failed. Its admin page is on a socket of its own. If use is
-limited over all workers (kproxy.workers.shares), the worker also sends Usage, once a second at most and only if it has
-changed. After Ready the supervisor sends Shares, one at a time: the worker answers with Applied. It also sends
-Reload, which has no answer. A frame is its length in four bytes and a body. A frame longer than its
-reader's limit ends the channel.
+changes, and then Ready. Instead of any of these it may send Failed. The worker's admin page has its own socket. If use
+is limited over all workers (kproxy.workers.shares), the worker also sends Usage, once a second at most and only if the
+use has changed. After Ready the supervisor sends Shares, one at a time: the worker answers with Applied. The supervisor
+also sends Reload, which has no answer. A frame is its length in four bytes and a body. A frame longer than its reader's
+limit ends the channel.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ async def next_message(channel: Channel) -> WorkerMessage:
 
 
 async def next_order(channel: Channel) -> SupervisorMessage:
-    """Receive a worker's next order. Raises ChannelClosed, ChannelMisused."""
+    """Receive the supervisor's next message after the Assignment. Raises ChannelClosed, ChannelMisused."""
     return _decoded(_ORDER, await channel.receive(MAX_ASSIGNMENT_BYTES))
 
 
@@ -163,12 +163,12 @@ def assign(channel: Channel, assignment: Assignment) -> None:
 
 
 async def next_assignment(channel: Channel) -> Assignment:
-    """Receive the assignment. Raises ChannelClosed."""
+    """Receive the assignment. Raises ChannelClosed, ChannelMisused."""
     return unpickled(await channel.receive(MAX_ASSIGNMENT_BYTES), Assignment)
 
 
 def unpickled(body: bytes, kind: type[_Message]) -> _Message:
-    """Unpickle only bytes that the parent process sent, over a socket that no other process ever held."""
+    """Unpickle `body`, which only the parent process may have sent, over a socket that no other process ever held."""
     thing = pickle.loads(body)  # noqa: S301 -- see above
     if not isinstance(thing, kind):
         raise ChannelMisused(f"received {type(thing).__name__}; expected {kind.__name__}")

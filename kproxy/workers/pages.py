@@ -5,8 +5,8 @@
 | `/metrics` | merged by kproxy.observe.exposition; process metrics by worker |
 | `/overview` | folded by kproxy.observe.overview, with a line for each worker |
 | `/topics`, `/clients` | the first rows of all workers, merged in the requested order |
-| `/table` | of the first worker that answers, those that serve first, or of the one that `?worker=` names |
-| `/partitions`, `/own` | of the first worker that answers, those that serve first: every worker knows all |
+| `/table` | of the first worker that answers (serving ones are asked first), or of the one that `?worker=` names |
+| `/partitions`, `/own` | of the first worker that answers (serving ones are asked first): every worker knows all |
 | `/replication` | of etcd, which this process reads itself: no worker knows more |
 | `/readyz` | ready while one worker is; degraded, with the reason, if another is not |
 | `/livez` | 503 if no worker that serves answers: all hang |

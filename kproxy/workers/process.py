@@ -9,11 +9,11 @@ States of a WorkerProcess
 Transitions
   made     -> starting  `start`
   starting -> serving   Ready
-  starting -> ended     it ends, having sent Failed or nothing, and `ready` raises
+  starting -> ended     it ends, with or without Failed, and `ready` raises
   serving  -> ended     it ends, for any reason
 
 States of a Slot
-  empty     no process has run, or the last one could not start and is not replaced
+  empty     no process has run, the first one could not start and is not replaced, or `stop` has ended the last one
   held      a process runs, which starts or serves
   vacant    the last process has ended, and another starts after a pause
 

@@ -25,7 +25,7 @@ States of a rate
 
 Invariants
 1. `held` of a worker is at least what it may use, at every moment: an increase counts once it is sent, a decrease only
-   once it is applied or the process has ended. The sum of a rate's `held` is at most PARTS for each worker.
+   once it is applied or the process has ended. The sum of a rate's `held` is at most PARTS times the number of workers.
 2. So no loss, delay or repetition of a message lets the workers' shares exceed the rate in total. A silent worker keeps
    its shares, and gets nothing more after one message that it has not applied.
 3. At most MOST_RATES are in the ledger, at most MOST_CHANGES in one message, and as many counts of connections. All

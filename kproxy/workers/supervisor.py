@@ -9,7 +9,7 @@ States
 Transitions
   starting -> serving   the last worker is ready
   starting -> stopped   one worker could not start: the others are stopped, and this command reports its error
-  serving  -> stopping  SIGTERM, SIGINT
+  starting, serving -> stopping  SIGTERM, SIGINT
   stopping -> stopped   all have ended, by SIGKILL if one takes longer than `drain_delay`, `drain_s` and STOP_MARGIN_S
                         together, or at once on a second signal
 

@@ -11,9 +11,9 @@ kafka-python (3.0), a producer or a consumer:
         producer.send("orders", b"...", partition=0).get()
         ownership.check()
 
-When the block is entered, both claim on the connections on which the client itself produces or fetches. They raise
-OwnRefused if another client owns a resource with a higher generation, OwnNotOffered if no kproxy with etcd answers, and
-OwnError for any other failure; nothing is claimed then. At the end of the block the producer's pending records are sent
+On entry both functions claim on the connections on which the client itself produces or fetches. They raise OwnRefused
+if a claim is refused, as when another client owns a resource with a higher generation, OwnNotOffered if no kproxy with
+etcd answers, and OwnError otherwise; nothing is claimed then. At the end of the block the producer's records are sent
 and these connections are closed, which frees the resources; the client opens new connections as it needs them.
 
 Resources and generations
@@ -78,7 +78,7 @@ def own(
 
     `timeout_s` bounds each of a claim, a second claim and the sending of pending records, in seconds; standing by has
     no bound. The default is longer than the proxies wait for answers that may never come (limits.own_unsettled_s).
-    Raises ValueError and TypeError for invalid arguments, and RuntimeError for a client that is not started.
+    Raises ValueError and TypeError for invalid arguments; `async with` raises RuntimeError for a client not started.
     """
     from kproxy.claims.client.aiokafka import AioOwn
 

@@ -174,7 +174,7 @@ class AioOwn:
 
 
 class _Gate:
-    """Holds back requests on connections without claims while something is owned: the claimant's invariant 3."""
+    """Holds produce and fetch requests back while RECLAIMING, and fails them once SEVERED (claimant, invariant 3)."""
 
     def __init__(self, kafka: AIOKafkaClient, claimant: Claimant[Any]) -> None:
         self._kafka = kafka

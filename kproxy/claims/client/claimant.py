@@ -5,9 +5,9 @@ A claim belongs to a connection, so it is made on the connection on which the li
 For any other resource, and for a whole group, it is a connection to any proxy.
 
 States and transitions:
-    CLAIMING    -> OWNED        all are granted with the requested generation, and no leader has moved meanwhile
+    CLAIMING    -> OWNED        all claims are granted with the wanted generation, and no leader has moved meanwhile
     OWNED       -> RECLAIMING   a connection with claims has closed; without `reclaim` -> SEVERED
-    RECLAIMING  -> OWNED        they are granted again
+    RECLAIMING  -> OWNED        the lost claims are granted again
     OWNED, RECLAIMING -> SEVERED    claiming again has failed, or `keep` has failed with another error
     any         -> LEFT         the claims are released
 
@@ -17,7 +17,7 @@ Invariants:
     3. The state is SEVERED or RECLAIMING before a request on the lost connection is reported as failed, and before the
        library can send again: produce and fetch requests wait while RECLAIMING and fail once SEVERED.
     4. While CLAIMING, a refusal of one of several resources releases all of them before they are requested again.
-    5. In LEFT every connection on which a resource was requested is closed.
+    5. In LEFT every connection that may have a claim is closed.
 
 A first claim is granted with generation 1, whatever generation was requested (the Kafka wiki's "Single Reader/Writer").
 A second request on the same connection raises it to the requested generation, before the resource counts as owned.
@@ -70,7 +70,7 @@ class _Again(Exception):
 
 
 class Claimant(Generic[ConnectionT]):
-    """The claims of one `own(...)`. `on_severed` is called once, when the library reports the connection's end."""
+    """The claims of one `own(...)`. `on_severed` is called once, in the step that makes the state SEVERED."""
 
     def __init__(self, plan: ClaimPlan, driver: Driver[ConnectionT], on_severed: Callable[[Severed], None]) -> None:
         self.plan = plan
@@ -330,7 +330,7 @@ class Claimant(Generic[ConnectionT]):
     # Leaving
 
     def release(self) -> list[ConnectionT]:
-        """Close and return the connections with claims, whereupon the proxies free these claims."""
+        """Close and return the connections with claims. The proxies then free these claims."""
         shut = self._forget()
         self._become(State.LEFT)
         self._driver.wake()

@@ -1,6 +1,6 @@
 """Implement `own_sync` for kafka-python: claim on the connections that its producers and consumers use.
 
-The client's I/O runs on a thread of its own, and so does everything here except the context manager. Requests are sent
+The client's I/O runs on a thread of its own. So does this module's code, except the context manager. Requests are sent
 through `KafkaConnectionManager.send`, on one connection for each node. The first request opens the connection, and the
 next request after its end opens it again. This module uses internals of kafka-python 3.0, most of them private; the
 tests exercise them.
@@ -155,7 +155,7 @@ class SyncOwn:
 
 
 class _Gate:
-    """Holds back requests on connections without claims while something is owned: the claimant's invariant 3."""
+    """Holds produce and fetch requests back while RECLAIMING, and fails them once SEVERED (claimant, invariant 3)."""
 
     def __init__(self, manager: KafkaConnectionManager, claimant: Claimant[Any]) -> None:
         self._manager = manager
