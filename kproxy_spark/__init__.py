@@ -4,7 +4,7 @@
     kproxy_spark.audit(bootstrap_servers="127.0.0.1:9092").verdict
     kproxy_spark.register(spark)
 
-Errors are StartupError for a wrong option or input, else SparkFailed or LogReadFailed; reading a table: LogReadFailed.
+Wrong input raises StartupError, another failure SparkFailed or LogReadFailed. Readers of tables raise LogReadFailed.
 """
 
 from __future__ import annotations

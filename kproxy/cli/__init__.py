@@ -3,7 +3,7 @@
 The module of a command is imported only when the command runs, so that `kproxy --help` loads no Spark.
 
 Exit status: 0 done, 1 failed after the start, 2 not started (a sentence on stderr names the remedy), 3 `kproxy own
-claim` lost its claims, 130 interrupted before the command had started anything.
+claim` lost its claims or an audit leaves something unproven, 130 interrupted before the command started anything.
 """
 
 from __future__ import annotations

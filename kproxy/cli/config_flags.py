@@ -1,7 +1,7 @@
 """Make flags for the keys of the configuration: all keys for `kproxy serve`, some sections for other commands.
 
-A flag's name, type and default come from the key's section (`kproxy.config`); this module has the help texts, in the
-order of `--help`. A key without a text has no flag. Secrets have none, as all users can read command lines.
+A flag's name and type come from the key's section (`kproxy.config`); this module has the help texts, in the order of
+`--help`. A key without a text has no flag. Secrets have none, as all users can read command lines.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`kproxy own claim`: claim resources, and hold them until the connection ends.
 
 States
-  asking    some resources are neither granted nor refused; those not confirmed in time are requested again
+  asking    some resources are neither granted nor refused, and are requested again; the claim ends if none is granted
   holding   some resource is granted; the proxy is asked for a sign of life every SIGN_OF_LIFE_S
   severed   the proxy has closed the connection or does not answer, so that all claims are lost
 """

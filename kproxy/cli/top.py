@@ -1,6 +1,6 @@
 """`kproxy top`: show the admin page of a proxy or a reference broker in a terminal.
 
-It asks the page for the overview and for the first partitions or clients, once a second. On a terminal it redraws the
+The command asks the page for the overview and the rows of one view, once a second. On a terminal it redraws the
 screen and takes keys; otherwise it prints once, in plain columns.
 """
 

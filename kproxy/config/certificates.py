@@ -24,7 +24,7 @@ _MAX_TURNS = 10
 
 @dataclass(frozen=True)
 class Certificate:
-    """A certificate. `expires_at` is in seconds since the epoch; `names` has the DNS names and IP addresses."""
+    """A certificate. `expires_at` is in seconds since the epoch; `names` has its alternative names."""
 
     expires_at: float
     names: tuple[str, ...]
@@ -122,7 +122,7 @@ def meet(server: ssl.SSLContext, client: ssl.SSLContext, *, name: str | None = N
 
 
 def names_of(fields: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """Return the DNS names and IP addresses of a certificate, given its fields as `getpeercert` returns them."""
+    """Return all alternative names of a certificate, given its fields as `getpeercert` returns them."""
     return tuple(str(pair[1]) for pair in (fields or {}).get("subjectAltName", ()))
 
 

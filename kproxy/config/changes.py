@@ -1,7 +1,7 @@
 """Decide which options of a new configuration a serving proxy takes and which need a restart, as pure functions.
 
 `RELOADED` has the sections and keys that a reload applies (kproxy.proxy.reload). Some need a restart all the same:
-listeners if more than the files of their TLS changes, rules if there were none, owners if their source changes.
+listeners if more than values of TLS options changes, rules if access control starts or ends, owners of another source.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A section of the configuration is a struct whose fields are its keys. The type of a field is that of the key's values: a
 Path is the name of a file, a Secret is never shown, and Texts are a list or one text with commas. A key that is not
-given is None.
+given has the field's default.
 
 Every error is a StartupError with the flag or key of the value, its `source`, as the subject.
 """
@@ -249,7 +249,7 @@ class Texts(tuple[str, ...]):
 
 
 def decode(kind: type[Any], given: object) -> Any:
-    """Convert a given value to one of the types above, or to a Path, as msgspec's `dec_hook`."""
+    """Convert a given value to Texts, a Secret or a Path, as msgspec's `dec_hook`."""
     if issubclass(kind, Texts):
         return Texts(_parts(msgspec.convert(given, str | list[str])))
     text = msgspec.convert(given, str)

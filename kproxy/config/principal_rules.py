@@ -2,7 +2,7 @@
 
 A certificate's name is its subject as RFC 2253 writes it (`CN=app,OU=team,O=org`), or one of its alternative names: a
 URI or a DNS name. The first rule that matches counts. A rule is `DEFAULT`, which keeps the whole name, or
-`RULE:PATTERN/REPLACEMENT/`, followed by `L` or `U` for lower or upper case. PATTERN is a regular expression for the
+`RULE:PATTERN/REPLACEMENT/`, optionally with `L` or `U` for lower or upper case. PATTERN is a regular expression for the
 whole name, and `$1` in REPLACEMENT is its first group. A `/` in either is written `\\/`. One text may have several
 rules, separated by commas.
 """

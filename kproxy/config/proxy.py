@@ -1,11 +1,11 @@
 """Read and check the configuration of `kproxy serve` from flags, the environment and a TOML file.
 
 `Options` has one struct for each section of the file, whose fields are its keys (kproxy.config.parsing).
-`build_proxy_config` checks the options against each other and makes the `ProxyConfig`. A key is the long flag with
-underscores: `--listen` is `listen` in the section `[listen]` and `KPROXY_LISTEN__LISTEN` in the environment. Flags
-override the environment, which overrides the file. An unknown key is an error that names the nearest known key;
-otherwise a misspelt limit would have no effect. Environment variables without a double underscore (`KPROXY_DEBUG`)
-are not configuration.
+`build_proxy_config` checks the options against each other and makes the `ProxyConfig`. `--listen` is `listen` in the
+section `[listen]`, and `KPROXY_LISTEN__LISTEN` in the environment; in many sections the flag begins with the
+section's name (`--etcd-ca` is `ca` of `[etcd]`). Flags override the environment, which overrides the file. An unknown
+key is an error that names the nearest known key; otherwise a misspelt limit would have no effect. Environment variables
+without a double underscore (`KPROXY_DEBUG`) are not configuration.
 
 Every error is a StartupError of one sentence that names the value's source.
 """

@@ -19,7 +19,7 @@ _Name = Annotated[str, Meta(min_length=1, max_length=1_000)]
 
 
 class QuotaSection(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """One of `[[quotas]]`: limits that apply separately to each principal, or client id, that it matches.
+    """One of `[[quotas]]`: limits that apply separately to each principal that it matches.
 
     Rates are per second; `connections` is the number of a principal's connections at a time.
     """

@@ -104,7 +104,7 @@ class ListenerTls(PageTls, frozen=True):
 
     @property
     def principals(self) -> PrincipalMapping:
-        """Return the mapping of names. Raises ValueError if the options are not checked."""
+        """Return the mapping of names. Raises ValueError for an invalid rule or kind."""
         rules, kinds = self.principal_mapping_rules, self.principal_from
         return PrincipalMapping(
             DEFAULT_MAPPING.rules if rules is None else parse_rules(rules),

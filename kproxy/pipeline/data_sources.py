@@ -1,8 +1,8 @@
 """Give Spark two data sources: `kproxy_log`, a row for each batch of a log, and `kproxy_trail`, the rows of trails.
 
-Both read a cluster by Fetch, with `LogClient`. Spark calls them in Python workers: the driver's asks for offsets and
-plans pieces, an executor's task reads one piece. An offset of a stream is the end of each partition, by topic and
-number.
+Both read a cluster by Fetch, with `LogClient`. Spark calls them in Python workers: a worker of the driver gets offsets
+and plans pieces, a task of an executor reads one piece. An offset of a stream is the end of each partition, by topic
+and number.
 
 Invariants
 1. A log is read up to the high watermark at planning. A stream's next micro-batch begins where the last one ended.

@@ -7,8 +7,8 @@ There are three ways, and a job need not distinguish them:
    settings, its environment, and the file for its output.
 
 Executors in other processes get an archive of this package and its dependencies (`package_archive`), for
-`spark.submit.pyFiles` or `--py-files`. `kproxy`, `kproxy_codec`, kafka-python and scramp are pure Python and run from a
-zip. The archive lacks compiled libraries: pyarrow, which Spark itself needs for data sources in Python, and crc32c,
+`spark.submit.pyFiles` or `--py-files`. PACKAGES are pure Python, but for compiled parts that are left out, and run from
+a zip. The archive lacks compiled libraries: pyarrow, which Spark itself needs for data sources in Python, and crc32c,
 without which the CRCs of batches are not checked.
 
 Invariants of a JVM that this module launches

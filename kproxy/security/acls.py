@@ -1,8 +1,8 @@
 """Decide by rules, as pure functions, which operations a principal may do on resources.
 
-As in Kafka, a denial overrides any permission, and nothing is allowed without a rule. Read, write, delete and alter of
-a resource include its description; `admin` includes every operation. A rule is for a user, for every user (`User:*`),
-or for a group.
+As in Kafka, a denial overrides any permission, and nothing is allowed without a rule. To allow read, write, delete or
+alter of a resource allows describe too, but to deny one of them does not deny describe; `admin` includes every
+operation. A rule is for a user, for every user (`User:*`), or for a group.
 
 Invariants
 1. `Permissions.allows` depends on the rules and the principal alone. Its cost grows with the logarithm of the number of

@@ -1,12 +1,12 @@
 """Begin each connection to a broker, with TLS and with an identity, which is the proxy's own or a client's.
 
-A connection is not handed over until the broker has accepted it. As the refusal of a client certificate shows only at
-the first answer (TLS 1.3), one request is sent in any case. A refusal raises AccessRefused, a ConnectionError whose
-text names the remedy, so that the broker counts as unreachable.
+A connection with TLS or SASL is not handed over until the broker has accepted it. As the refusal of a client
+certificate shows only at the first answer (TLS 1.3), one request is sent even without SASL. A refusal raises
+AccessRefused, a ConnectionError whose text names the remedy, so that the broker counts as unreachable.
 
 Each authentication reads the proxy's password or token again. A session that the broker limits is renewed on the same
 connection (KIP-368). The proxy's session is renewed after `RENEW_AFTER` of its life, a client's when the client renews
-its own. The client gets the broker's limit.
+its own. A client's session at the proxy lasts no longer than its session at the broker.
 
 A broker that refuses a client's identity is not at fault. Any failure from the first message of SASL on raises
 IdentityRefused, within JUDGE_S.
@@ -173,7 +173,7 @@ class BrokerAuth:
 
     @property
     def expires_at(self) -> float | None:
-        """When the client certificate expires, in seconds since the epoch; None without one."""
+        """When the certificate shown to brokers expires, in seconds since the epoch; None without one."""
         certificate = self.tls.current.certificate if self.tls is not None else None
         return None if certificate is None else certificate.expires_at
 

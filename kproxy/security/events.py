@@ -1,4 +1,4 @@
-"""Append each security event to a file: logins, refusals, denials, changes of rules. No rate limit drops events here.
+"""Append each security event to a file: logins, refusals, denials, changes of rules. The file has no rate limit.
 
 A line is one event in JSON, in ASCII: `time` (UTC), `event` and `pid`, and the fields of EVENTS. A list has at most
 MOST_ENTRIES, and `NAME_total` is the length of the whole list. No event has a password, a token or a credential.

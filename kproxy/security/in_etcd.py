@@ -219,7 +219,7 @@ class _Kept(Generic[Value]):
 
 
 class AccessInEtcd:
-    """This process's copy of the users and rules in etcd. It has none unless `has_users`, and unless `has_acls`.
+    """This process's copy of the users (if `has_users`) and rules (if `has_acls`) in etcd.
 
     `on_acls` is called after each change of the rules. `tells`: this process, and not another worker, logs changes and
     invalid values.

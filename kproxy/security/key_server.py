@@ -6,7 +6,7 @@ States
 
 Transitions
   empty -> known   a set is fetched
-  known -> known   another set is fetched: after `refresh_s`, or because a token names a key that is not in the set
+  known -> known   another set is fetched: after `refresh_s`, or because a token names an unknown key
 
 Invariants
 1. `current` is always a set that was read whole. A failed fetch leaves it as it is, and is counted. The first failure,

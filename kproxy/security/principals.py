@@ -5,7 +5,7 @@ A principal is written `User:NAME`, as in Kafka. Its groups come from a token's 
 A certificate's names become a principal's by rules (kproxy.config.principal_rules). A character that is escaped in a
 subject (`\\,`) is one character for their patterns, which `.` and `[^,]` match and `,` does not, so that a value cannot
 imitate other parts of the name. A URI or DNS name has no escapes. All names of the kind that counts are mapped, in no
-order, and must agree, so that a name added to a certificate cannot select among several principals.
+order, and the results must agree, so that a name added to a certificate cannot select among several principals.
 """
 
 from __future__ import annotations

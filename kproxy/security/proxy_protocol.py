@@ -12,12 +12,12 @@ States
 Transitions
   signature -> addresses   the 16 bytes are correct, and more follow
   signature -> done        they are correct, and none follow
-  addresses -> done        addresses and extensions are correct
+  addresses -> done        addresses and extensions are correct, or the command is LOCAL, whose rest is ignored
   signature, addresses -> failed   anything else; `receive` raises ProxyHeaderError
 
 Invariants
 1. At most `needed` bytes are taken at a time, and never a byte that follows the header.
-2. At most MAX_BYTES are taken in total; a longer header fails unread.
+2. At most MAX_BYTES are taken in total; a longer header fails after its first 16 bytes.
 3. In `done` and `failed` nothing more is taken.
 """
 

@@ -1,9 +1,9 @@
 """Compute how long quotas make a client wait after its use, as pure functions of a time in seconds.
 
-Each principal, or client id, that a quota applies to has an account of its own, which its connections share. A rate is
-a leaky bucket: it takes the use of one second at once, and a client that uses more waits until the excess has leaked.
-The first quota of the list that names a client counts: by principal and client id, by principal, by client id, for
-everybody, in this order.
+A quota gives each principal that it applies to an account, which the principal's connections share. A rate is a leaky
+bucket: it takes the use of one second at once, and a client that uses more waits until the excess has leaked. Of the
+quotas with rates that fit a client, the most specific counts: one for a principal and client id, else for a principal,
+else for a client id, else for everybody.
 
 A process that is one of several has a share of each rate, which changes while clients use it. A client that waits
 because of a shared account is checked again after its wait, as the rate may have changed.

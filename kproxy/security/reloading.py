@@ -8,12 +8,12 @@ Transitions
   settled  -> changing   a check finds the files changed
   changing -> changing   the next check finds them changed again
   changing -> settled    the next check finds them unchanged, and they are loaded
-  any      -> settled    `reload`, or a reload of the configuration (kproxy.proxy.reload), loads them at once
+  any      -> settled    `reload`, or a reload of the configuration (kproxy.proxy.reload), loads or refuses them at once
 
 Invariants
-1. `current` is always a value that was loaded whole. An invalid file leaves the value as it is; each attempt is
-   counted, and logged in one line.
-2. Files are read on another thread, in one attempt at a time.
+1. `current` is always a value that was loaded whole. An invalid file leaves the value as it is. Each attempt is
+   counted, and logged by the process that `tells`.
+2. After the start, files are read on another thread, in one attempt at a time.
 3. Objects made from an earlier value are not changed, so open connections stay.
 """
 
@@ -73,7 +73,7 @@ class Reloading(Generic[T]):
             await self.reload(events)
 
     async def reload(self, events: SecurityEvents = NO_EVENTS) -> bool:
-        """Load the files now, and record it in `events`; return whether they could be loaded."""
+        """Load the files now, and record the outcome in `events`; return whether they could be loaded."""
         await asyncio.to_thread(self.pass_over)
         try:
             take = await asyncio.to_thread(self.prepare)
@@ -127,7 +127,7 @@ class Reloading(Generic[T]):
 
 
 class Reloads:
-    """All values of one process that are loaded from files. Who holds `turn` changes them."""
+    """All values of one process that are loaded from files. Only the holder of `turn` changes the values."""
 
     def __init__(self, events: SecurityEvents = NO_EVENTS) -> None:
         self.events = events

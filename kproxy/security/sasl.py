@@ -10,14 +10,14 @@ Transitions
   handshake     -> authenticate    SaslHandshake names a mechanism that is offered
   authenticate  -> authenticated   the mechanism's last message proves who the client is
   authenticated -> authenticate    SaslHandshake again (KIP-368), at the earliest RENEWAL_PAUSE_S after the last success
-  any           -> failed          anything else, a refusal, or the end of the permitted time
+  any           -> failed          any other request, a refusal, or the end of the permitted time
 
 Invariants
-1. No transition leads out of failed.
+1. No transition leads out of failed. In authenticated an early or misplaced SASL request gets only ILLEGAL_SASL_STATE.
 2. Outside of authenticated only SaslHandshake and SaslAuthenticate are accepted, and ApiVersions before the first
    handshake. In authenticate a new request is accepted only after the outcome of the last one (`resume`).
-3. Once there is a principal, neither it nor the mechanism changes; a renewal by another one fails. Code that passes the
-   credential on calls `may_become` first, as brokers must not see a credential that fails here.
+3. Once there is a principal, neither its name nor the mechanism changes; a renewal by another name or mechanism fails.
+   Code that passes the credential on calls `may_become` first, as brokers must not see a credential that fails here.
 4. A client gets Kafka's own answers: an error code if the protocol has one for the case, and otherwise the end of the
    connection.
 
@@ -69,7 +69,7 @@ class ForwardToBroker(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """One whole frame for the client, or an empty one for no answer. The exchange continues, or has succeeded."""
+    """One whole frame for the client. The exchange continues, or has succeeded."""
 
     frame: bytes
 

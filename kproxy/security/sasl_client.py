@@ -12,7 +12,7 @@ Transitions
   handshake    -> authenticate   the broker supports the mechanism
   authenticate -> authenticate   the mechanism has another message
   authenticate -> authenticated  the mechanism is done, and the broker reports no error
-  any          -> failed         any other answer; `receive` raises SaslRefused
+  handshake, authenticate -> failed   any other answer; `receive` raises SaslRefused
 
 Invariants
 1. No request is made in `authenticated` and `failed`.
@@ -38,7 +38,7 @@ from kproxy_codec.errors import CodecError
 
 # The bound of RFC 7677 and of Kafka's clients: with fewer a password is quickly guessed from its proof.
 LEAST_SCRAM_ITERATIONS: Final = 4_096
-# Kafka's own upper bound for credentials that it makes (ScramMechanism.maxIterations); others may go beyond.
+# Kafka itself makes credentials with at most 16384 (ScramMechanism.maxIterations); other brokers may use more.
 MAX_ITERATIONS: Final = 100_000
 _ITERATIONS: Final = re.compile(r"(?:^|,)i=([0-9]{1,10})(?:,|$)")
 _MAX_TEXT: Final = 300

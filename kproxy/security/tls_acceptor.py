@@ -10,12 +10,12 @@ States of a connection
   refused      it is closed
 
 Transitions
-  accepted -> recognised   the header is correct, or none is required
+  accepted -> recognised   the listener has TLS, and the header is correct or none is required
   recognised -> handshake  the first byte is that of a TLS handshake
-  accepted, recognised -> inside   the listener has no TLS, or the first byte is another and plain text is admitted
+  accepted -> inside       the listener has no TLS, and the header is correct or none is required
   handshake -> inside      the handshake is finished
-  any but inside -> refused   bytes that are not admitted; a failed handshake; HANDSHAKE_S are over; it is the oldest of
-                           more than `max_half_open` that are not inside; the listener closes
+  any but inside -> refused   plain text where TLS is required, or a wrong header; a failed handshake; no session for
+                           it; HANDSHAKE_S are over; it is the oldest beyond `max_half_open`; the listener closes
 
 Invariants
 1. Exactly the PROXY protocol's header is consumed, and the first byte after it is left in the socket. The event loop's

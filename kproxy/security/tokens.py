@@ -1,8 +1,8 @@
 """Verify the tokens of OAUTHBEARER, which are JSON Web Tokens, by keys from a file or from the issuer's URL.
 
-A token is accepted if a key of the set has signed it by an asymmetric algorithm, if its issuer and its audience are the
-configured ones, and if it expires in the future. Nothing in a token is trusted before these checks. Its header only
-names a key: no key and no address of keys is taken from a token.
+A token is accepted if a key of the set has signed it by an asymmetric algorithm, if it has the configured issuer and
+one of the configured audiences, and if it has not expired, give or take the clock skew. `TokenVerifier` trusts nothing
+in a token before these checks. A token's header only names a key: it supplies no key and no address of keys.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class TokenOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenVerifier:
-    """Verifies tokens by `keys`, by id. The id None stands for the only key, for tokens that name no key.
+    """Verifies tokens by `keys`, by id. The id None, for tokens without a key id, has the only key or one without id.
 
-    `on_unknown_key` is called, on any thread, if a token names another key.
+    `on_unknown_key` is called, on any thread, if no key fits a token's id.
     """
 
     keys: Mapping[str | None, Any]

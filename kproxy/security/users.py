@@ -46,7 +46,7 @@ _FORBIDDEN_MODE: Final = stat.S_IWGRP | stat.S_IRWXO
 
 
 class Credential(NamedTuple):
-    """The server's record of a password (RFC 5802). `str` shows the record, only to write it to the file."""
+    """The server's record of a password (RFC 5802). `str` shows the record, only to store it."""
 
     mechanism: str
     salt: bytes
@@ -92,7 +92,7 @@ Credentials = Mapping[str, Credential]
 
 
 def parse_credentials(texts: object) -> Credentials:
-    """Parse the list of one user. Raises ValueError, with no part of the texts in the message."""
+    """Parse the list of one user's credentials. Raises ValueError, with no part of the texts in the message."""
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise ValueError("a user must have a list of credentials")
     credentials = [parse_credential(text) for text in texts]
@@ -105,8 +105,8 @@ def parse_credentials(texts: object) -> Credentials:
 class Users:
     """The users from one reading of the file or of etcd.
 
-    An exchange does not show which users exist. An unknown user gets a salt, and the check of a password takes the same
-    work for every user.
+    An unknown user gets a salt, and the check of a password takes the same work for every name. So an exchange does not
+    show which users exist, if the credentials of one hash have equal numbers of iterations.
 
     `created` has a number for each user, which differs after the user is removed and added again. etcd has such
     numbers, the file has none.
@@ -226,7 +226,7 @@ def check_mode(file: Path, key: str) -> None:
 
 
 def write_users(file: Path, users: Mapping[str, Credentials]) -> None:
-    """Replace the file in one step, with mode 0600 or, if it exists, its own. Raises StartupError."""
+    """Replace the file in one step, with its own mode less forbidden bits, or 0600 if new. Raises StartupError."""
     lines = ["# Users of kproxy, written by `kproxy user`: salted credentials, no passwords.", "[users]"]
     for name, credentials in sorted(users.items()):
         lines.append(
@@ -250,7 +250,7 @@ def write_users(file: Path, users: Mapping[str, Credentials]) -> None:
 
 
 def read_password(file: Path) -> str:
-    """Return the password in a file's first line. Raises StartupError, which never shows it."""
+    """Return the password that a file has, without line ends after it. Raises StartupError, which never shows it."""
     content = read_file(file, "--password-file", MOST_PASSWORD_BYTES + 2, "that is not a password")
     try:
         return content.decode().rstrip("\r\n")

@@ -29,7 +29,7 @@ HEADERS: Final[Columns] = {
     "crc_ok": "boolean",
 }
 
-# The counts of `Sums` that are of the log and not of a time. Those of batches are among all batches that were read.
+# The counts of `Sums` that are of the log and not of a time. The counts of batches are of all batches that were read.
 _OF_LOG: Final = ("unclaimed", "corrupt", "unchecked", "unsequenced")
 # The counts of a partition, for one window of time or for all time. An acknowledged record counts in the window of the
 # last acknowledgement in its trail row. Windows without acknowledgements have no row.
@@ -70,7 +70,7 @@ UNREAD: Final = "unread"
 
 
 class Kind(NamedTuple):
-    """The names of one finding of a kind and of several. A fault, or something unproven, or neither."""
+    """The names of one finding of a kind and of several. The kind is a fault, or unproven, or neither."""
 
     one: str
     many: str

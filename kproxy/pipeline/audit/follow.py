@@ -4,15 +4,15 @@ A round reads the trail's new rows and the logs' new batches. In this process it
 together with earlier rows that may have the same offsets, and reports each finding once. Each round judges again which
 times the trails prove, so a proxy that falls silent is reported without any new row.
 
-States: FOLLOWING --stop--> ENDED. It also ends if brokers fail for longer than the patience, or if the state file
+States: FOLLOWING --stop--> ENDED. The job also ends if brokers fail for longer than the patience, or if the state file
 fails. After a restart with its state file it continues where it was.
 
 Invariants
 1. A round reads the rows before the logs, so that the logs must have every record that the rows acknowledge.
 2. Each reading of a log begins at the first offset that new rows acknowledge, or where the last one ended, whichever is
    lower, and replaces earlier batches from there on: the log may have been truncated or created again.
-3. Rows and batches are kept for `horizon_ms`, and at most MOST_KEPT of each: among these, offsets assigned twice and
-   repeated batches are found. Trails are kept for `horizon_ms` after their end, and at most TRAILS_AT_MOST.
+3. For `horizon_ms`, at most MOST_KEPT rows, and MOST_KEPT batches of each partition, are kept to find offsets assigned
+   twice and repeated batches. Trails are kept for `horizon_ms` after their end, and at most TRAILS_AT_MOST.
 4. The state file has the state of `horizon_ms` ago, and the findings reported since. Rows that are read again are
    judged again, but no finding is reported twice.
 5. Rows of a partition that cannot be read are judged again in the next round.

@@ -8,7 +8,7 @@ Intervals of offsets are half-open, [start, end). Times are milliseconds since t
 
 Invariants
 1. An offset counts once in its partition, and once in the window of each of its acknowledgements: as present, lost or
-   removed, and also as overlapped if it was acknowledged for two records.
+   removed, and also as overlapped if it was acknowledged for two records. Without a log it counts once (`judge_gone`).
 2. Two acknowledgements are of one record only if an idempotent producer's sequence numbers show it.
 3. A row of the trail counts once, however often it was shipped.
 4. The work is proportional to rows and batches times their logarithm, whatever offsets a forged trail names. To word

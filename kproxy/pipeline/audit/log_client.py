@@ -167,7 +167,7 @@ class Patience:
         self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
 
     def until(self, attempt: Callable[[], T], what: str) -> T:
-        """Return what `attempt` returns when a broker answers it; `what` is not to be had otherwise."""
+        """Repeat `attempt` until a broker answers, and return its result. `what`: an error's subject and verb."""
         while True:
             try:
                 return attempt()

@@ -8,10 +8,10 @@ States of a read: AT position --batches--> AT a later one; --the log begins late
 Invariants
 1. A batch is returned once, by the range that contains its base offset. The first range also takes the batch that
    begins before it and extends into it.
-2. The position rises with every answer that has batches; an answer that does not raise it ends the read.
-3. At most one answer is in memory, of `max_bytes` or one batch.
-4. A log that ends before the range is incomplete. After a change of leaders its end soon advances again; otherwise the
-   read fails.
+2. An answer with batches raises the position, or after a corrupt batch `_more_bytes`; otherwise the read fails.
+3. At most one answer is in memory, of `max_bytes` and `_more_bytes`, or one batch.
+4. A log that ends before the range's end is incomplete. After a change of leaders its end soon advances again; else
+   the read fails.
 """
 
 from __future__ import annotations

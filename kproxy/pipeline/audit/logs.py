@@ -115,7 +115,7 @@ def plan(
 ) -> list[list[LogRange]]:
     """Cut the logs up to `ends` into pieces; afterwards the client knows the leaders.
 
-    They begin at the `first` offsets that are needed, at their ends where none is; None: at the logs' beginnings.
+    A log is cut from its offset in `first`, and is left out if it has none. `first` None: from the logs' beginnings.
     """
     if not ends:
         return []

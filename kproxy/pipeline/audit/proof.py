@@ -1,7 +1,7 @@
 """Find the times that trails do not prove, because rows are missing or a trail has no end.
 
 A `TrailPart` summarizes consecutive rows of one trail. Parts can be joined, so different processes may read ranges of a
-trail. All functions are pure. Times are milliseconds since the epoch.
+trail. All functions but `merge` are pure. Times are milliseconds since the epoch.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class InProcess:
-    """Read and judge here. If it `is_bounded`, raise TooLarge beyond MOST_ROWS and the other bounds."""
+    """Read and judge in this process. If it `is_bounded`, raise TooLarge beyond MOST_ROWS and the other bounds."""
 
     is_bounded: bool = False
 
@@ -220,7 +220,7 @@ def run_audit_job(job: AuditJob, spark: SessionOptions, *, display: Report | Non
 def audit(job: AuditJob, spark: SessionOptions | None, display: Report, limits: Limits | None = None) -> Facts:
     """Audit here, or on Spark if the audit is large or a cluster is named. Errors are those of `run_audit_job`.
 
-    `spark` None: the engine is LOCAL. `limits` bounds what is listed.
+    `spark` None: the engine is LOCAL. `limits` bounds what an audit in this process lists.
     """
     if _begins_here(job, spark):
         stage = display.stage("audit", "reading the trail")

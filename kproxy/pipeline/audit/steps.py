@@ -2,8 +2,8 @@
 
 The offsets of each partition are cut into buckets, which are judged one by one (`judge.py`); the parts of a window of
 time, and those of a partition, are then added up. In this process a bucket is a whole partition. On Spark it is a range
-of offsets, so that no partition is too large for a task. Executors have this package without its dependencies, so
-nothing here needs more than the standard library.
+of offsets, so that no partition is too large for a task. Executors have the standard library and
+kproxy.pipeline.session.PACKAGES alone, so this module needs no other package.
 """
 
 from __future__ import annotations

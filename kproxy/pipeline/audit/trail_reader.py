@@ -23,7 +23,7 @@ def read_files(
 
 
 def files_of(place: TrailPlace) -> list[Path]:
-    """Return the trail's files that are whole, sorted by time."""
+    """Return the trail's files with a final name, sorted by name and so by time."""
     return sorted(Path(place.name).glob(PATTERNS[place.kind]))
 
 

@@ -192,7 +192,7 @@ def acked_in(rows: Iterable[TrailRow], since_ms: int = 0) -> Acked:
 
 
 def is_row(row: TrailRow) -> bool:
-    """Return whether a proxy may have written it."""
+    """Return whether a proxy may have written the row."""
     if row.kind not in KINDS or not 0 <= row.sequence <= MOST_OFFSETS or not 0 <= row.at <= LAST_MS:
         return False
     if any(value is not None and not 0 <= value <= LAST_MS for value in (row.interval_ms, row.mark_ms)):

@@ -1,12 +1,12 @@
 """Keep a job's identity and schema beside Spark's own checkpoint.
 
-A checkpoint directory is free (missing or empty), has our file (`kproxy-ingest.json`, written before Spark writes
-anything), or belongs to another program: it has Spark's files alone.
+A checkpoint directory has our file (`kproxy-ingest.json`, written before Spark writes anything), belongs to another
+program (it has Spark's files alone), or is free (it has neither).
 
 Invariants
 1. A job does not start if its source or target differs from the stored one: it would use another job's offsets and skip
    rows.
-2. A schema is inferred once; later starts use the stored one.
+2. A schema is inferred once; later starts use the stored one, or one that the user gives.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def valued(rows: DataFrame, schema: StructType, options: Mapping[str, str]) -> D
 
     `options` are those of Spark's CSV reader, in lower case. A text is corrupt too if it has U+FFFD and no encoding was
     named, or a carriage return at the row's end, which is part of a line end, in a file whose first line ends with a
-    newline alone. Raise StartupError for an option that is not known here.
+    newline alone. Raise StartupError for the option `locale`.
     """
     if "locale" in options:
         raise StartupError("--source-option locale is not supported: read numbers and dates as STRING with --select.")

@@ -111,7 +111,7 @@ def start(
 
 
 def write(rows: DataFrame, options: IngestOptions) -> BatchDone:
-    """Write a DataFrame that is no stream, once: again after an error. Raise StartupError, else SparkFailed."""
+    """Write a DataFrame that is no stream; a repeat writes all rows again. Raise StartupError or SparkFailed."""
     options.check()
     if options.exactly_once:
         raise StartupError("exactly_once needs a stream and its checkpoint: leave it out for a table of rows.")

@@ -78,8 +78,8 @@ class RefusedFile(Exception):
 class BatchWriter:
     """Write micro-batches of the job `job_id`.
 
-    `schema` is that of files, or of values that are JSON. It calls `on_batch` after each micro-batch and `stopping`
-    before each, both on a thread of Spark's.
+    `schema` is that of files, or of values that are JSON. The writer calls `on_batch` after each micro-batch and
+    `stopping` before each, both on the thread of Spark's that calls the writer.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ def _observed(observation: Observation) -> dict[str, int] | None:
 
 
 def _counted(rows: DataFrame) -> dict[str, int]:
-    """Return the same counts by reading all `rows` again."""
+    """Return the counts of `_write_messages` by reading all `rows` again."""
     by_reason = {row[0]: int(row[1]) for row in rows.groupBy(REASON).count().collect()}
     return {"rows": sum(by_reason.values()), **{reason: by_reason.get(reason, 0) for reason in REASONS}}
 

@@ -1,6 +1,6 @@
 """Transform rows into messages and dead letters.
 
-All functions go from DataFrame to DataFrame: no reading, no writing, no session.
+The steps below go from DataFrame to DataFrame: no reading, no writing, no session.
 
     placed -> encoded -> messages       to Kafka's sink
                       -> dead_letters   to files or a topic
@@ -10,7 +10,7 @@ nor have its rows numbered. Our columns begin with `_kproxy_`.
 
 Order is kept by key: all rows of a key go to one producer in the order of the source, and so to one Kafka partition in
 that order: by file (oldest first, then by name) and line, by source partition and offset, or by number. Rows without a
-key have no order; if the job has no key, rows stay in the tasks that read them.
+key have no order; if the job has neither a key nor `exactly_once`, rows stay in the tasks that read them.
 """
 
 from __future__ import annotations

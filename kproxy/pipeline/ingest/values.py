@@ -1,7 +1,7 @@
 """Encode values in the wire format of schema registries: a zero byte, the schema's id in four bytes, the payload.
 
-The driver registers the schema and checks the columns against it, before anything is written. Spark itself makes JSON;
-its Python workers make Avro and Protobuf, with this module and the extra `registry`.
+The driver registers the schema, and with Avro and Protobuf checks the columns against it, before anything is written.
+Spark itself makes JSON; its Python workers make Avro and Protobuf, with this module and the extra `registry`.
 """
 
 from __future__ import annotations
