@@ -123,7 +123,7 @@ FLEXIBLE_FROM: dict[int, int] = {
 
 
 def name_of(api_key: int) -> str:
-    """The key's name as Kafka's documentation writes it, in upper case; "API_KEY_n" for an unknown key."""
+    """The key's name in upper case with underscores, such as LIST_OFFSETS; "API_KEY_n" for an unknown key."""
     return _NAMES.get(api_key, f"API_KEY_{api_key}")
 
 

@@ -2,8 +2,8 @@
 
 Metadata (versions 0 to 13), DescribeCluster (0 to 2) and DescribeTopicPartitions (0) name brokers in their list, as the
 controller, and as leaders and replicas of partitions. This module writes other brokers in their place. Each partition
-then has one replica, its leader; leader epochs are -1 (unknown), racks are null. Offline and eligible replicas are
-omitted, and tagged fields, as none are known. Everything else is copied unchanged.
+then has one replica, its leader, and no error about leaders; leader epochs are -1 (unknown), racks are null. Offline
+and eligible replicas and tagged fields are omitted. Everything else is copied unchanged (but see `Named.verdict`).
 
 An answer about all topics of a large cluster may have megabytes, so it is copied in portions (`kproxy_codec.walk`).
 """
@@ -67,7 +67,7 @@ _TOPIC_COST = 5
 
 Verdict: TypeAlias = Callable[[bytes, bytes, int], tuple[int, bool] | None]
 """Maps a topic's name, id and error code to its code in the copy, and whether its name is shown; None omits it. A topic
-with an error has no partitions. The id is empty if the version has none."""
+whose code is changed has no partitions. The id is empty if the version has none."""
 
 
 class Named(NamedTuple):

@@ -1,8 +1,8 @@
 """Encode and decode small control-plane messages, with kafka-python.
 
 kafka-python contains Apache Kafka's own message schemas, so this module need not describe Metadata, CreateTopics and
-the like again. Only this module uses it (`kproxy_codec.schemas` adds some that it lacks). Its decoder trusts its input,
-so this module checks it:
+the like again. Only this module uses these (`kproxy_codec.schemas` adds some). kafka-python's decoder trusts its input,
+so this module checks the input:
 
 - errors of the decoder on bad bytes (IndexError, struct.error, ValueError, OverflowError, ...) become CodecError;
 - bytes left over (but see `decode_request`), a length that reaches past the end, and null in a field that may not be

@@ -49,7 +49,7 @@ _KEY_COST: Final = 12
 _FIND_MESSAGE_FROM = 1
 _FETCH_ERROR_FROM = 2
 FETCH_EPOCH_FROM: Final = 5
-# From these versions commits have leader epochs, the member, the id of a static member.
+# The versions from which commits have leader epochs; the generation and member; the id of a static member.
 COMMIT_EPOCH_FROM: Final = {OFFSET_COMMIT: 6, TXN_OFFSET_COMMIT: 2}
 _COMMIT_MEMBER_FROM: Final = {OFFSET_COMMIT: 1, TXN_OFFSET_COMMIT: 3}
 _COMMIT_INSTANCE_FROM: Final = {OFFSET_COMMIT: 7, TXN_OFFSET_COMMIT: 3}

@@ -34,8 +34,8 @@ Waiter = TypeVar("Waiter")
 class AwaitedAnswers(Generic[Waiter]):
     """The requests of one connection that await answers, oldest first. `frames` cuts the received bytes.
 
-    `awaited_bytes` is the size of these requests together. `sent_at` is when the request was sent that left last, in
-    the clock of its owner.
+    `awaited_bytes` is the size of these requests together. `sent_at` is when the request that was removed last (by its
+    answer, or by `end`) had been sent, by the owner's clock.
     """
 
     __slots__ = ("_last_id", "_most", "_waiting", "awaited_bytes", "frames", "sent_at")

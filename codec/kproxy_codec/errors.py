@@ -1,7 +1,7 @@
 """Define the exceptions of the codec: `CodecError` and its six kinds.
 
-Bytes from the network are hostile until parsed. Every function of this package either returns the result that its
-docstring names or raises one of these, never an IndexError, struct.error, UnicodeDecodeError or MemoryError.
+Bytes from the network are hostile until parsed. Every function that reads them returns the result that its docstring
+names or raises a CodecError, never an IndexError, struct.error, UnicodeDecodeError or MemoryError.
 """
 
 
@@ -18,7 +18,7 @@ class InvalidField(CodecError):
 
 
 class FrameTooLarge(CodecError):
-    """A frame announces more bytes than this listener admits; `first_bytes` are the bytes read as its length."""
+    """A frame announces more bytes than its reader admits; `first_bytes` are the bytes read as its length."""
 
     def __init__(self, reason: str, first_bytes: bytes = b"") -> None:
         super().__init__(reason)

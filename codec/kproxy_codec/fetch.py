@@ -157,7 +157,7 @@ class FetchRequest(PartitionedRequest):
         return self.session_epoch not in (INITIAL_EPOCH, FINAL_EPOCH)
 
     def least_bytes(self, brokers: int) -> int:
-        """The bytes of records that end its wait; not more than one of so many brokers may return."""
+        """The bytes of records that end its wait, at most the share of max_bytes that one of `brokers` may return."""
         return min(self.min_bytes, max(1, self.max_bytes // brokers))
 
     def asks_alike(self, other: FetchRequest) -> bool:

@@ -1,4 +1,4 @@
-"""Recognise clients that do not speak Kafka's protocol in plain text, and answer in their protocol.
+"""Recognise clients and servers that do not speak Kafka's protocol in plain text; answer clients in their protocol.
 
 The first bytes of a connection show the protocol: as a frame's length, they are a number that no listener admits.
 SASL is part of Kafka's protocol and is recognised by its requests.

@@ -8,19 +8,19 @@ with no other connection in between.
 States of a reader
   empty      nothing is held
   partial    the beginning of a frame is in [start, end) of a chunk
-  broken     an illegal length was seen; further bytes are refused
+  broken     an illegal length was seen, or nothing more is read (`drop`); further bytes are refused
 
 Transitions
   empty   -> partial   `buffer_updated` leaves an unfinished frame after the whole ones
   partial -> partial   more bytes arrive, perhaps after `get_buffer` moved the frame to where the rest fits
   partial -> empty     its last byte arrives with nothing after it
-  any     -> broken    FrameTooLarge, InvalidField
+  any     -> broken    FrameTooLarge, InvalidField, `drop`
 
 Invariants
 1. A chunk is reused for new bytes only past its `position`, or when nothing refers to it any more: a frame is never
    overwritten while it is referenced. Python's own export count of the bytearray decides.
-2. A length is checked before anything is allocated for it. The allocation for an announced frame is at most GROWTH
-   times its bytes that have arrived, and never less than one chunk. So a frame that only announces 2 GiB costs nothing.
+2. A length is checked before anything is allocated for it. The allocation for an announced frame is at most one chunk,
+   or GROWTH times its bytes that have arrived. So a frame that only announces 2 GiB costs at most one chunk.
 3. Bytes are moved only when a frame is unfinished and the rest does not fit after it, or another connection has used
    the chunk in between, or the chunk is full and other readers continue in the next one. Where long reads are allowed,
    a reader expects frames as large as its last one: its reads end with the frame, and it begins in a chunk with room

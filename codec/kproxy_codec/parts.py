@@ -1,8 +1,8 @@
 """Divide requests into parts and merge answers, by the schemas of their messages.
 
 A *part* is an element of an array in a request: a topic, a group, a resource. Its *result* is the element about it in
-the answer. Both have the fields that name the part (NAMES), and a topic's result has one for each of its partitions. So
-errors can be built, and answers of several brokers merged, for every API alike.
+the answer. Both have the fields that name the part (NAMES). A topic's result has a result for each of its partitions.
+So errors can be built, and answers of several brokers merged, for every API alike.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def keep(answer: Message, path: str, is_kept: Callable[[Part], bool]) -> None:
 
 
 def refused(request: Message, error_code: int, message: str | None = None, *, at: str = "", to: str = "") -> Message:
-    """The answer with this error: for the request as a whole, or where answers have none, for each part."""
+    """The answer with this error: for the request as a whole or, if answers have no such field, for each part."""
     key, version = request.API_KEY, request.version
     fields = response_fields(key)
     error = fields.get("error_code")
@@ -147,8 +147,8 @@ def _array_of(part: Part) -> str | None:
 def merged(answers: Sequence[Message], to: str, parts: Sequence[Part] = ()) -> Message:
     """One answer with all results of the others. The first error code of an answer as a whole counts.
 
-    The results are in the order of the request's `parts`; without any, each name has one. Topics of one name become
-    one, with all their partitions.
+    The results are in the order of the request's `parts`. Without `parts`, the last result of each name is kept. Topics
+    of one name become one, with all their partitions.
     """
     whole = min(answers, key=lambda answer: getattr(answer, "error_code", NONE) != NONE)
     results: dict[object, Part] = {}

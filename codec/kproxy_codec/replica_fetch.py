@@ -36,7 +36,7 @@ VERSION = 13
 READ_UNCOMMITTED = 0
 
 _NO_TAGS = encode_tagged_fields([])
-# The end of an entry of a request: one tagged field, with its tag and its length.
+# An entry of a request; it ends in one tagged field, with the number of fields, its tag and its length.
 _ASKED = Struct(f"{PARTITION_FETCH.format}bbb{TOPIC_ID_BYTES}s")
 _ONE_FIELD = (1, REPLICA_DIRECTORY_ID_TAG, TOPIC_ID_BYTES)
 # The end of a request, after the forgotten topics: no rack, no tagged fields.

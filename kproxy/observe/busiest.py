@@ -17,8 +17,8 @@ Transitions
 
 Invariants
 1. At most `most` names are shown and MOST_TRACKED tracked. Names beyond these share one Use until the next ranking.
-2. Whoever keeps a Use finds it again once it `is_over`; nothing is added to it after that.
-3. Names are ranked when the page is read, every RANK_S at most.
+2. Whoever keeps a Use calls `find` again once the Use `is_over`: nothing may be added to it after that.
+3. Names are ranked when the page is read, at most once every RANK_S.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Busiest:
             tracked.use.lead = 0
 
     def partitions(self) -> list[tuple[Name, int, int]]:
-        """Return the partition of each shown topic that Use tells, and its bytes."""
+        """Return `partition` and `partition_bytes` (see Use) of each shown topic that was written to."""
         uses = [(name, self._tracked[name].use) for name in sorted(self._shown)]
         return [(name, use.partition, use.partition_bytes) for name, use in uses if use.partition >= 0]
 

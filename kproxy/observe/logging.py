@@ -14,7 +14,7 @@ States of a kind
 
 Transitions
   unknown  -> counting   its first line
-  counting -> unknown    its minute is over, and one line, which is never left out, has said how many were left out
+  counting -> unknown    its minute is over; if lines were left out, one line, itself never left out, has said how many
 
 Invariants
 1. A line is logged or counted, and each count is logged when the minute is over or the process ends.

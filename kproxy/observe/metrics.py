@@ -63,10 +63,10 @@ class Vitals:
     `brokers` has, by id, the brokers of the table, and those that have left it lately; `upstream_connections` the
     number of open connections to a broker.
 
-    `most_requests` and `most_bytes` are in flight of one client connection, the one with the most. `slow`: the slowest
-    clients, the slowest first.
+    `most_requests` and `most_bytes` are the most that one client connection has in flight. `slow`: the slowest clients,
+    the slowest first.
 
-    `own_claims` are held by clients of this process, `own_members` are the processes that can hold claims, and
+    `own_claims` counts the claims that clients of this process hold, `own_members` the processes that can hold claims,
     `own_unsettled` the partitions whose claims wait for writes of earlier claimants through this process.
     """
 
@@ -171,7 +171,7 @@ DENIED: Final = "principal.denied."
 
 
 def denials_of(counters: Mapping[str, int]) -> dict[str, int]:
-    """Return the operations that ACLs deny, by principal."""
+    """Return the number of operations that ACLs have denied, by principal."""
     return {key.removeprefix(DENIED): count for key, count in list(counters.items()) if key.startswith(DENIED)}
 
 

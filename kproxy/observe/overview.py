@@ -226,7 +226,7 @@ class TopicLine(msgspec.Struct, frozen=True, kw_only=True):
 
     `moves` as in PartitionLine. `errors`: partitions that were answered with an error, since the process began.
     `requests` (Produce) and `received_bytes` (their batches) are per second over the last ten, None: not counted.
-    `busiest` is the partition that has more than half of the bytes: at least `busiest_bytes`.
+    `busiest`: the partition with more than half of the bytes, if any has (see Use); it has at least `busiest_bytes`.
     """
 
     topic: str

@@ -32,7 +32,7 @@ from kproxy.observe.table import MAX_PAGE_ROWS, NotOffered, ReplicaRow, TableQue
 from kproxy.ownership.replication import ReplicationReader
 from kproxy.runtime.tasks import in_portions
 
-# Replicas that the live page shows are as old as this, in seconds, or as old as COSTS times the time to read them.
+# The live page's replicas are read again after this time, in seconds, or after COSTS times the time to read them.
 REPLICAS_S = 5.0
 COSTS = 20.0
 Place = tuple[str, int]

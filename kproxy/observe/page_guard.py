@@ -4,7 +4,7 @@ A foreign web page in an operator's browser can send requests to an admin page t
 can neither read the answers nor send JSON, unless its name resolves to the admin page's address (DNS rebinding). So a
 request must call the page by an address or a known name, and one that changes something must not come from another
 origin. The pages of VITAL_PATHS are read by any name, since probes and scrapers call a machine by names that it does
-not know. A request with the token needs no known name: a foreign page has no token.
+not know. Where a token is set no name is checked: a foreign page has neither the token nor a session's cookie.
 
 A browser gives the token once (POST /login) and gets the cookie of a session, which only pages of the same site send
 (SameSite=Strict) and no script can read (HttpOnly). Sessions are bounded in number and time, are kept as digests, and

@@ -252,7 +252,7 @@ WHOLE_GROUP_TEXT = "(whole group)"
 
 
 class NotOffered(Exception):
-    """The Own API is not offered here; the message states the reason."""
+    """A page (of the Own API, of replicas) is not offered here; the message states the reason."""
 
 
 class ClaimRow(msgspec.Struct, frozen=True):

@@ -26,7 +26,7 @@ MODES: Final = ("auto", "off", "require")
 
 
 def load(mode: str) -> ModuleType | None:
-    """Return the extension; None without it. Raises StartupError if it is required but missing, or of other sources."""
+    """Return the extension or None. Raises StartupError if it is required and missing, or outdated, or `mode` bad."""
     if mode not in MODES:
         raise StartupError(f"unknown mode {VARIABLE}={mode} of the plain path; expected one of {', '.join(MODES)}.")
     if mode == "off":

@@ -136,7 +136,7 @@ class Note(NamedTuple):
 
 
 class Proven(NamedTuple):
-    """A whole read is passed on from this connection, and no other is asked for: the next one may go there at once."""
+    """A read is passed on whole from this connection, and no other one waits or is in flight: the next may go there."""
 
     read: Exchange
     connection: int
@@ -157,7 +157,7 @@ class LetGo(NamedTuple):
 
 
 class NoteLost(NamedTuple):
-    """Note that these were written to a broker that can no longer answer."""
+    """Note that batches of these partitions were written to a broker that can no longer answer."""
 
     partitions: list[Partition]
 

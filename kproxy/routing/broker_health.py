@@ -11,14 +11,14 @@ States of a breaker
 Transitions
   closed -> open     `silent`: a probe had no answer within its patience, and the broker sent nothing else since the
                      probe began
-  open   -> closed   `answered`: a probe is answered, refused or cut off; a hung broker does none of these
+  open   -> closed   `answered`: a probe is answered, refused or cut off, which a hung broker does not do
 
 Invariants
 1. Only silence opens a breaker. A refused dial and a reset connection count as answers; the retry table
    (kproxy.routing.retry) has rows of their own for these.
 2. The patience of a probe is `timeout_s` while the breaker is closed, so a hang is detected that long after the probe
-   began. While the breaker is open, each probe has twice the patience of the one before, up to LONGEST_PATIENCE_S: one
-   probe is always in flight, its answer closes the breaker at once, and a hung broker is not flooded with dials.
+   began. The first probe of an open breaker has the same patience, each later one twice that of the one before, up to
+   LONGEST_PATIENCE_S (never less than `timeout_s`). So an answer closes the breaker at once, and dials stay few.
 3. A broker that is down is dialled again after FIRST_REDIAL_S, and then after twice as long each time, up to
    LONGEST_REDIAL_S. So it is reached within that time of its return, and all requests for it together cost one dial in
    that time.

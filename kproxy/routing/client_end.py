@@ -14,9 +14,9 @@ Invariants
    is answered or lost, and the topic's next writer waits for that. If brokers keep writer fences, it is noted as lost
    instead.
 2. A piece is held once.
-3. Once a client sends no more (`has_ended_sending`), no batch of it that has an answer is sent a second time: it may be
-   gone, and send the batch again itself. A batch that no broker has received is still sent once, unless its dial takes
-   long: the client may have closed only its sending side, and wait for the answers.
+3. Once a client sends no more (`has_ended_sending`), its batches are not sent a second time, except with acks=0: the
+   client may be gone, and send a batch again itself. A batch that no broker has received is still sent once, unless its
+   dial takes long: the client may have closed only its sending side, and wait for the answers.
 """
 
 from __future__ import annotations

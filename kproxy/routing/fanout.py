@@ -6,18 +6,18 @@ and a `jitter` in [0, 1). The caller carries out all actions of an event, in ord
 the topology has changed, that is the next event.
 
 The compiled plain path (kproxy.plain), if built, sends requests whose routes are all proven, and handles their
-successes. They enter by `adopt` before an event that may concern them: an answer that is not a success, a due deadline,
-a lost connection, a changed topology that concerns the core, the end of the client's data.
+successes. These requests enter the core by `adopt` before an event that may concern them: an answer that is not a
+success, a due deadline, a lost connection, a topology change (`is_concerned`), the end of the client's data.
 
 The states are those of the core's parts: kproxy.routing.merge for an exchange, kproxy.routing.lanes for a lane,
 kproxy.routing.in_flight for a broker connection, kproxy.routing.client_end for the client. kproxy.routing.routes
 decides where batches may be pipelined, kproxy.routing.outcomes decides about failed attempts.
 
 Invariants
-1. A partition's entry is in one place at any time: a piece in flight, a lane, or done.
+1. An open entry of a Produce or ListOffsets request is in one place at any time: a piece in flight or a lane.
 2. An entry that is sent again goes through a lane; nothing of its partition overtakes it.
 3. On a new route one batch goes first, and the next ones follow its success (kproxy.routing.routes).
-4. If a topology change moves a partition away from the broker of its unanswered batches, it waits for them.
+4. If a topology change moves a partition away from the broker of its unanswered batches, later batches wait for them.
 5. Nothing is sent again after its deadline, or for the first time after waiting until then. An entry that a broker may
    have seen keeps its lane until it is answered or its connection has ended; entries that the client sent after it are
    given up with it.
@@ -27,12 +27,12 @@ Invariants
 8. A request is answered once, or never if it is dropped. The acknowledgement of an entry is noted once, before that.
 9. Each error that a client gets is counted. A loss for a client that gets no answer (acks=0) is reported as
    Undeliverable.
-10. Reads have connections of their own, and rules of their own for what is asked and answered (kproxy.routing.reads).
-   Each event ends with a look at the present read.
+10. Reads have connections apart from those of batches, and rules of their own (kproxy.routing.reads). Each event ends
+   with a look at the present read.
 11. Batches of claimed partitions are sent with the fences in force at that moment. Whether the claims are live is not
    decided here: the caller checks it when it writes.
-12. An event judges at most MOST_AT_ONCE entries that have no broker, and sends as many from lanes that are due. The
-   others wait in their lanes for the next wake.
+12. An event judges at most MOST_AT_ONCE entries that have neither a broker nor a lane; `woken` sends from at most as
+   many due lanes. The other entries wait in lanes for the next wake.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Fanout:
     def gate(self) -> tuple[Mapping[LaneKey, Any], Mapping[Hashable, Any], OpenExchanges]:
         """The objects that decide whether requests may use the plain path.
 
-        The first two must be empty; the partitions of the third are open as well. The objects are never replaced.
+        The first two must be empty; the third counts the core's open `partitions`. The objects are never replaced.
         """
         return self.lanes.table, self._exchanges.refused_lanes, self._exchanges
 
@@ -374,9 +374,9 @@ class Fanout:
         return self._part(ClientState.SEVERED, now, jitter)
 
     def closing(self, now: float, jitter: float) -> list[Action]:
-        """Note that the client is gone: drop its requests that have an answer.
+        """Note that the client is gone: drop its requests, except those with acks=0.
 
-        The client sends these again itself. Requests with acks=0 are still sent.
+        The client sends the dropped ones again itself. Requests with acks=0 are still sent.
         """
         self._begin(now, jitter)
         for exchange in self._exchanges:

@@ -10,8 +10,8 @@ everything else, on one event loop: a synchronous step reads one consistent view
 Invariants
 1. There is always at least one proxy.
 2. No two proxies have the same node id or the same address, and they are ordered by node id.
-3. The same proxies give the same choice everywhere (`rendezvous`). When a proxy leaves, only its share moves; when one
-   comes, only the share that it gets moves.
+3. The same proxies give the same choice everywhere. When a proxy leaves, only its share of leaders and coordinators
+   moves (`rendezvous`); when one comes, only the share that it gets moves.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Fleet:
 
     @property
     def controller(self) -> Proxy:
-        """The proxy with the lowest id; the choice changes only when that proxy leaves."""
+        """The proxy with the lowest id. The choice changes when that proxy leaves, or one with a lower id comes."""
         return next(iter(self._by_id.values()))
 
     def leaders(self, topic: bytes, partition_indexes: Sequence[int]) -> list[Proxy]:

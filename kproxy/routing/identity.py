@@ -25,7 +25,7 @@ LaneKey: TypeAlias = Hashable
 
 
 def lane_key(exchange: Exchange, entry: Entry) -> LaneKey:
-    """The key of an entry's lane: its partition for produce. Reads are not ordered, so each has its own lane."""
+    """The key of an entry's lane: the partition for Produce. Each entry of another request has a lane of its own."""
     topic, partition_index = exchange.partition(entry)
     if exchange.api.api_key == PRODUCE:
         return topic, partition_index

@@ -12,12 +12,12 @@ Transitions
   dialling -> open     `opened`
   dialling, open -> closed     `closed`
 
-A broker answers a connection in order, and lets a read wait for data. So reads have connections of their own, and
-batches do not wait behind them (kproxy.routing.reads).
+A broker answers a connection in order, and lets a read wait for data. So reads have other connections than batches
+(kproxy.routing.reads). ListOffsets goes on one of the read connections that is free, else on that of batches.
 
 Invariants
 1. Of the connections to a broker that are not closed at most one has batches, and at most READERS have reads.
-2. `of` names exactly the sequences with a piece in flight for a partition, under the partition's current name.
+2. `of` has exactly the ordered requests (`is_ordered`) with a piece in flight for a partition, by its current name.
 3. A connection's `open_count` is the number of its pieces; `reading` is the one that is a read, one at a time.
 4. At most MAX_PARTITIONS partitions of a connection are remembered for each WINDOW_S (`RecentBatches`).
 """
@@ -59,7 +59,7 @@ _NEXT: Final[Mapping[ConnectionState, Sequence[ConnectionState]]] = {
 
 
 class BrokerConnection:
-    """One connection to `broker`; `reader` is its place among those for reads, from 1 on; 0: it is for batches."""
+    """One connection to `broker`; `reader` is its place among those for reads, from 1 on, or 0 for batches."""
 
     __slots__ = ("_unconfirmed", "broker", "number", "open_count", "reader", "reading", "state")
 
@@ -185,7 +185,7 @@ class InFlight:
         return self._readers.get(broker, ()) if self._readers else ()
 
     def free_reader(self, broker: int) -> BrokerConnection | None:
-        """A connection for reads on which nothing is unanswered, or a new one; None if there are enough."""
+        """A connection for reads on which nothing is unanswered, or a new one; None if all READERS are busy."""
         self._readers = self._readers or {}
         readers = self._readers.setdefault(broker, [])
         for connection in readers:

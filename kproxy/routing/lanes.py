@@ -3,8 +3,8 @@
 A lane is the queue of one partition's batches of one client connection. Normally there is none: on a proven route
 (kproxy.routing.routes) the batches of a partition follow one another on one upstream connection, and the broker answers
 that connection in order. A partition has a lane while its route is new and the first batch on it is unanswered; while
-its batch N is refused and waits for its retry; while N is unresolved on an earlier route and N+1 goes elsewhere; while
-a broker that may have seen a batch has not answered, and the client was answered at the batch's deadline.
+its batch N waits for its retry; while N is unresolved on an earlier route and N+1 goes elsewhere; while a broker may
+have seen a batch that its client got an error for. An entry of another API has a lane of its own while it waits.
 
 States of a lane
   blocked    items wait: some are still unanswered on an earlier route, or the back-off is not over. The back-off ends
@@ -16,8 +16,8 @@ Transitions
   (new)   -> blocked   `refused`, `put_off`, `block`, `give_up` or `probe`
   blocked -> probing   `probe`: a batch goes first on a new route; `ready`: nothing is outstanding, the back-off is
                        over, and the first item goes
-  probing -> blocked   `refused` of the item in flight, or `settled`: its success releases all waiting items, in order,
-                       its failure gives all of them up; `rename` into another lane
+  probing -> blocked   `refused` of the item in flight; `rename` into another lane; `settled`: all waiting items are
+                       given up if the item was `given_up`, else (success, final refusal) released in order
   blocked -> gone      nothing waits or is outstanding any more. `settled` of a later batch that was appended after all
                        gives up all waiting items
 
@@ -229,7 +229,7 @@ class Lanes:
         return Release([], waiting) if given_up else Release(waiting, [])
 
     def give_up(self, key: LaneKey, sequence: int, up_to: int, outstanding: Iterable[int]) -> list[Item]:
-        """Give up a batch that is answered at its deadline.
+        """Give up a batch that is answered with an error, at its deadline or after its last attempt.
 
         The client does not know it yet. `up_to` is the newest request read so far, `outstanding` are this partition's
         sequences in flight. Returns the waiting items from that batch on, which are no longer sent.

@@ -193,7 +193,7 @@ class Exchange:
         return self.open_count == 0
 
     def begin_read(self, until: float, wait_s: float) -> None:
-        """Begin a read that waits for data so long, until then; its deadline is some time later."""
+        """Begin a read that waits `wait_s` for data, to the time `until`; its deadline is READ_GRACE_S later."""
         self.until, self.wait_s, self.deadline = until, wait_s, until + READ_GRACE_S
 
     def selection(self, part: Selection | None) -> Selection:
@@ -302,7 +302,7 @@ class Exchange:
         self._results = None
 
     def release(self) -> None:
-        """Discard the results after the answer: brokers may still be asked for this read, and refer to it."""
+        """Discard the results after the answer: pieces of this read may stay in flight, and refer to it."""
         self.request.take_out()
         self._results = self._sizes = None
 

@@ -5,7 +5,7 @@ attempts, batches before and behind in the lane, deadlines, the client's end. En
 kproxy.routing.fanout sends them at the end of the event.
 
 Rules
-1. Nothing is resent after its deadline, to a broker that hangs, or after the client's end or the end of its data.
+1. Nothing is resent after its deadline, to a broker that hangs, or where kproxy.routing.client_end forbids it.
 2. A batch behind a refused one is resent behind it, and uses none of its attempts.
 3. If an attempt may have been appended, the batch is resent only if brokers recognise it.
 4. An out-of-order error behind a refused batch is not the batch's own outcome: producers overreact to it. librdkafka

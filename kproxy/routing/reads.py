@@ -1,8 +1,8 @@
 """Serve the reads (Fetch requests) of one client connection: ask all brokers of a read, and answer with the first data.
 
 A broker answers the requests of a connection in order, and lets a read wait for data as long as its client wishes. So
-reads are sent on connections that nothing else uses (kproxy.routing.in_flight). When one broker has data the client
-gets it at once, though the others still wait. Their pieces stay in flight and serve the client's next read, which
+reads have connections without batches, with one request at a time (kproxy.routing.in_flight). The client gets the first
+data at once, though other brokers wait. Their pieces stay in flight and serve the client's next read, which
 usually asks for the same offsets there. Ending the others' waits would cost a new connection for each, and asking them
 without a wait would need a pause between attempts, which delays data or burdens brokers.
 
@@ -14,13 +14,13 @@ read; its `until` is the end of its wait.
 
 States of one broker for the present read
   covered   a piece in flight, of this read or of one before, asks for the same offsets with the same limits
-  busy      something else is wanted, but all READERS connections wait for what is wanted as well: it is asked for when
-            one of them has answered. A connection that waits only for what nobody wants is closed instead
+  busy      something else is wanted, but all READERS connections have an unanswered request: it is asked for when one
+            of them has answered. If one waits only for what nobody wants, it is closed and replaced instead
   late      it has not answered LATE_AFTER_S after the end of its wait: reads do not wait for it, nor ask it for more
   found     it has answered
 
 The present read is answered
-  at once     if it has an error, or if a broker throttles the client, or answers without data before its wait is over
+  at once     if it has an error, or a broker throttles the client, or answers early with less data than asked for
   with data   as soon as there are min_bytes over all brokers. A read that does not wait (max_wait or min_bytes is 0) is
               answered when all brokers have answered
   without     when its time is over and all have answered, or LATE_AFTER_S later
@@ -34,7 +34,7 @@ Invariants
    unless the client's wishes change.
 4. A partition without an answer has no records and the offsets of its last result. One that waits for its retry has the
    error of its last attempt.
-5. No piece asks again within the read for what a broker did not wait for.
+5. A broker that answers early, with too little data and no error, is not asked again in the read: that is answered.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class Reads:
         return connection
 
     def _least_bytes(self, read: Exchange, selection: Selection) -> int:
-        """The bytes of records that a broker waits for: its share of the least, or what is lacking if it has that."""
+        """The bytes of records that a broker waits for: its share, or, once it has that, all that the others lack."""
         least = as_fetch(read.request).least_bytes(read.shares)
         share = -(-least // read.shares)
         here = read.found_at(entries_of(selection))

@@ -29,10 +29,10 @@ def route(
 ) -> int:
     """The broker to send this partition to, or NO_OWNER.
 
-    An owned partition goes only to its owner, even if the owner's address is unknown (then NO_OWNER). A partition
-    without an owner goes to the broker in `taken_by`. Otherwise, if the topology's brokers accept partitions, it is
-    offered to the one that rendezvous hashing prefers among `takers`, except those in `refused_by`: a stopping broker
-    accepts no more. It is not offered if `topic` is an unknown topic id, which may be that of a deleted topic.
+    An owned partition goes only to its owner, even if the owner's address is unknown (then NO_OWNER). One without an
+    owner goes nowhere if the topology's brokers accept no partitions, or if `topic` is an unknown topic id, which may
+    be that of a deleted topic. Else it goes to `taken_by`, if known, or to the broker that rendezvous hashing prefers
+    among `takers`. Those in `refused_by`, which may be stopping, are left out unless no other taker remains.
     """
     owner = topology.owner(topic, partition_index)
     if owner != NO_OWNER:

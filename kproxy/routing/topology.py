@@ -1,20 +1,20 @@
 """Hold the routing table: each partition's owner, and the brokers' addresses.
 
 State: for each topic, by partition index, (owner, revision); for each broker id, its address. One instance per process,
-changed only by an ownership source and read by everything else, all on one event loop. A reader sees one consistent
-snapshot because it looks up every partition of a request within one synchronous step: nothing here awaits.
+changed only by ownership sources and, with `doubt`, by broker watches; all of it on one event loop. A reader sees one
+consistent snapshot, as it looks up every partition of a request within one synchronous step: nothing here awaits.
 
 Invariants
-1. An entry's revision only grows: a change at or below the entry's own revision is ignored. A removal keeps its
-   revision, so that a late event of an earlier owner cannot bring that owner back.
+1. An entry's revision only grows, except in `begin_rebuild`: a change at or below the entry's own revision is ignored.
+   A removal keeps its revision, so that a late event of an earlier owner cannot bring that owner back.
 2. `revision` is the highest revision seen; it decreases only in `begin_rebuild` (a restored etcd).
 3. `version` grows by one with every change that could alter a route. `moved_since` names every partition whose entry
    has changed since a version, or returns None: a change was of another kind, or is too long ago. Versions, not
    revisions, identify the state of this table when a request was sent: a read of one partition may return a revision
    before the watch delivers a lower one of another partition.
 4. A topic id (KIP-516, 16 bytes) is another name of its topic: lookups by either find the same entry, at the same cost.
-   A topic has at most one id; with a new id it is a new topic, and the old id finds nothing. Kafka's ids are UUIDs of
-   version 4, whose bytes are never all ASCII: none of them is the name of a topic.
+   A topic has at most one id. A new id replaces the old one, which then finds nothing; the owners stay until the source
+   changes them. Kafka's ids are UUIDs of version 4, whose bytes are never all ASCII: none is the name of a topic.
 5. `owned_count` is the number of partitions that have an owner.
 6. A broker may be doubted: it may not answer at its address. `takers`, which are offered partitions without an owner,
    are the brokers that are not doubted, or all if all are doubted. Partitions that a doubted broker owns still go to

@@ -2,7 +2,7 @@
 
 `kproxy dev`, the supervisor of workers and a test run keep a pipe open (`ParentPipe`). They pass its read end to their
 children, and its number in the environment. A thread of the child blocks on it (`end_with_parent`). Nothing is ever
-written, so the thread wakes only when the parent has ended, even by SIGKILL. This works on every platform.
+written, so the thread wakes only when the parent has ended, even by SIGKILL. This works on Linux and macOS alike.
 """
 
 from __future__ import annotations
@@ -125,9 +125,9 @@ def send_signal(process: asyncio.subprocess.Process, number: signal.Signals) -> 
 
 
 def raise_open_file_limit() -> int | None:
-    """Raise the soft limit of open files (descriptors) to the hard one.
+    """Raise the soft limit of open files (descriptors) to the hard one, at most to MOST_OPEN_FILES.
 
-    Return it as `open_file_limit`.
+    Return the new limit as `open_file_limit` does.
 
     Each connection and each segment of a broker's log uses one descriptor. Child processes inherit the limit.
     """

@@ -3,8 +3,8 @@
 Every connection to a broker begins with this protocol, and connections for small requests keep it. The proxy's own
 traffic continues on kproxy.proxy.broker_connection.
 
-States: connected --the other side ends it, or an answer is malformed--> ended. The first reason is kept, and raised by
-every later `exchange`.
+States: connected --the other side or `abort` ends it, or an answer is malformed--> ended. The first reason is kept, and
+raised by every later `exchange`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RequestProtocol(asyncio.BufferedProtocol):
     async def exchange(
         self, api_key: int, api_version: int, body: bytes, max_answer_bytes: int | None = None
     ) -> memoryview:
-        """Send an encoded body; return the whole answer, of at most this length. Raises OSError, CodecError."""
+        """Send an encoded body; return the whole answer, of at most `max_answer_bytes`. Raises OSError, CodecError."""
         self.check()
         if self._transport is None:
             raise RuntimeError("it is not connected")

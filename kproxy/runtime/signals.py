@@ -78,7 +78,7 @@ def _has_terminal() -> bool:
 
 
 async def until_stopped(serve: Callable[[Signals], Coroutine[Any, Any, None]]) -> None:
-    """Run `serve` until SIGTERM or SIGINT, then cancel it; `serve` stops in order when it is cancelled."""
+    """Run `serve` until `Signals.stop` is set, then cancel it; `serve` stops in order when it is cancelled."""
     with Signals() as signals:
         serving = asyncio.create_task(serve(signals))
         stopping = asyncio.create_task(signals.stop.wait())

@@ -1,15 +1,15 @@
 """Note acknowledged batches for the audit trail, on the path of a request.
 
 For each batch, `ConnectionAcks.note` reads the base offset from the broker's answer and some fields of the batch's
-header from the request, each in place. A batch that continues its producer's last one changes a few numbers of `Acked`,
-the batches of one client connection that one owner of a partition acknowledged.
+header from the request, each in place. `Acked` has the batches of one client connection that one owner of a partition
+acknowledged. A batch that continues its producer's last one changes only a few numbers there.
 
 States of `Acked`
   idle   no batch has come since the last look
   open   a batch has come; mostly a chunk is open: `volume` is not 0
 
 Transitions
-  idle -> open   `begin` or `add`, which notify the trail
+  idle -> open   `add`, or `begin` of the compiled OpenChunk; both notify the trail (`woken`)
   open -> open   a batch continues the chunk; or the chunk is finished, and the batch opens another
   open -> idle   `take`, by the trail's look
 
@@ -264,7 +264,7 @@ class ConnectionAcks:
         """Note one acknowledged entry.
 
         `result` is its part of the answer, `routed_at` the table's version when it was sent. The revision of the
-        ownership is the owner's own unless the partition has moved since; then it is the last one before that.
+        ownership is the owner's own. If the partition has moved since, it is one below that of the new ownership.
         """
         request = exchange.request
         acked = self._find(request.frame, *exchange.partition(entry), owner, routed_at)

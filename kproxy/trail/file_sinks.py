@@ -11,7 +11,7 @@ States: no file --a page--> one open --a failure, or `file_bytes` written--> no 
 
 Invariants
 1. When `write` returns, the pages and the file's name are on the disk.
-2. A file whose process was not killed holds whole lines: a failed write is cut off, or its file removed.
+2. A file whose process was not killed holds whole lines: a failed write is cut off or its file removed, if possible.
 3. A file that failed to be written or synced is not written to again: after a failed fsync the kernel may have dropped
    the data and would report the next fsync as a success.
 """

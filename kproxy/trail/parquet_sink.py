@@ -1,8 +1,8 @@
 """Write the trail to Parquet files, each of a minute or some MiB.
 
 A file is written as `.tmp`, synced and renamed, so readers of `*.parquet` see whole files only. Rows of all kinds share
-one table; fields that a kind does not have are null. Arrow parses the lines and releases the interpreter's lock
-meanwhile, so the event loop does not wait.
+one table; fields that a kind does not have are null, and digests and macs (kproxy.trail.signature) are left out. Arrow
+releases the interpreter's lock while it parses the lines, so the event loop does not wait.
 """
 
 from __future__ import annotations

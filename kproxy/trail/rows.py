@@ -29,7 +29,7 @@ class Begin(_Row, kw_only=True, tag="begin"):
     """The first row: the process begins to serve.
 
     An acknowledgement is in a row that is closed at most `interval_ms` later. Without acknowledgements a mark comes at
-    least every `mark_ms`.
+    most `interval_ms` after the last row of acknowledgements, and then every `mark_ms`.
     """
 
     interval_ms: int
@@ -41,7 +41,7 @@ class Mark(_Row, kw_only=True, tag="mark"):
 
 
 class End(_Row, kw_only=True, tag="end"):
-    """The last row of a process that stopped cleanly: the trail is complete."""
+    """The last row of a trail that ended cleanly (the process stopped, or its sink changed): nothing follows."""
 
 
 class Range(_Row, kw_only=True, tag="range"):

@@ -10,7 +10,7 @@ Invariants
 1. A batch is sent, always with the same sequence, until it is confirmed; only then comes the next one. One that is too
    large for the topic is cut in two, and later ones are smaller.
 2. After a refusal for good, or DELIVERY_S, the producer is discarded. The next one, with an id of its own, writes the
-   pages again. A page may then be there twice, never changed, and never out of order by more.
+   pages again. So pages may be in the topic twice, but none is changed or skipped, and their first copies are in order.
 3. Every dial and answer takes TIMEOUT_S at most.
 """
 

@@ -8,16 +8,16 @@ States
 Transitions
   not begun -> running   `begin`: the process serves
   running   -> ended     `end`: its last client is gone
-  any       -> running   `go_on_as`: a trail of another incarnation, for another sink
+  any       -> running   `go_on_as` with an `offer`: a trail of another incarnation, for another sink; without: ended
 
 Invariants
 1. The next look (`look`), at most LOOK_S later, judges acknowledged offsets, whether anything is shipped or not.
 2. An acknowledgement is in a row that is closed at most `interval_s` later; LATE_S is allowed for a late event loop.
 3. Rows get sequence numbers in the order in which they are closed, each once, and the digest of the row before. An
-   acknowledgement that fits no row also takes a number, which is not shipped. So every gap means that something is
-   missing.
-4. While the trail runs a row comes at least every MARK_S, and a mark within `interval_s` of the last row. Durations are
-   measured on the monotonic clock; the wall clock only dates rows.
+   acknowledgement that cannot be put into a row also takes a number, which is not shipped. So every gap means that
+   something is missing.
+4. Without acknowledgements a mark comes about `interval_s` after the last row of acknowledgements, then every MARK_S.
+   Durations are measured on the monotonic clock; the wall clock only dates rows.
 5. Memory is bounded: MAX_OPEN_ROWS rows with twice MAX_SPANS spans each, and the acknowledgements between two looks.
 """
 
