@@ -3,7 +3,7 @@
 State: four tables. A PrefixMirror and this broker's own transactions fill them, whichever comes first.
 
 Invariants
-1. An entry changes only to a higher mod_revision: events older than our own transaction are ignored.
+1. Apart from a snapshot, which replaces all, an entry changes only to a higher mod_revision: older events are ignored.
 2. Subscribers are called for every change, after the tables have it. A snapshot is one change that names no entry.
 3. An unreadable value is logged and counts as absent; it never ends the mirror.
 """

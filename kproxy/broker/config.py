@@ -62,7 +62,7 @@ class BrokerConfig:
     - `admin`: where the admin page is served; None: nowhere.
     - `isr_lag_s`: how long a follower may lag and stay in sync (Kafka's replica.lag.time.max.ms).
     - `follower_grace_s`: how long an in-sync follower may be disconnected if enough other replicas are in sync.
-    - `leader_rebalance_s`: how long this broker continues to lead after the preferred replica returns.
+    - `leader_rebalance_s`: how long this broker leads a partition before it may go back to its preferred replica.
     - `num_partitions`, `default_replication_factor`: for topics created without a number; the latter is limited by the
       number of live brokers.
     - `min_insync_replicas`: None means 2 with three replicas or more, else 1.

@@ -106,7 +106,7 @@ class DataDir:
         """Open the partition's log; blocks while it is read.
 
         Raises OSError, LogFailed. The log of an earlier topic of the same name is set aside, not opened. A log that
-        lacks committed records gets another id, because other replicas have more; a sole replica is not opened.
+        lacks committed records gets another id, because other replicas have more; a sole replica's is not opened.
         """
         directory = self.partition_path(topic, partition_index)
         identity: dict[str, object] = {"topic": topic, "partition": partition_index, "topic_id": str(topic_id)}
@@ -155,7 +155,7 @@ class DataDir:
         return log
 
     def log_id_of(self, topic_id: uuid.UUID, partition_index: int) -> uuid.UUID | None:
-        """Return the id of the log; None if there never was one. Raises OSError, LogFailed for a damaged file."""
+        """Return the id of the log; None if no id is kept here. Raises OSError, LogFailed for a damaged file."""
         path = self._id_file(topic_id, partition_index)
         kept = read_json(path)
         try:

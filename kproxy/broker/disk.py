@@ -21,7 +21,7 @@ _SCRATCH = ".new"
 
 
 class DiskError(OSError):
-    """One sentence that names the disk and the directory; `errno` is the file system's."""
+    """One sentence that names the disk and the directory, or the file; `errno` is the file system's."""
 
     def __str__(self) -> str:
         return str(self.strerror)
@@ -118,7 +118,7 @@ def write_file(path: Path, content: bytes, replacing: AbstractContextManager[obj
         raise
 
 
-# The size of the largest batch: a disk without room for one counts as failing.
+# About the default limit of a batch: a disk without room for one counts as failing.
 _PROBE_BYTES = 1 << 20
 
 

@@ -6,8 +6,8 @@ States of the disk
   failing   a probe has failed, or takes longer than half of the patience; probes follow until one succeeds
 
 A replica is in trouble (`Partition.disk_trouble`) while its writes or reads fail, one flush is under way, or its log
-has failed. Trouble is a fault once it has lasted for the patience (`patience_s`), and only of this replica: one
-unreadable sector concerns one partition. While the disk is failing, all replicas have a fault.
+has failed. Trouble is a fault once it has lasted for the patience (`patience_s`), and only of this replica: one bad
+sector concerns one partition. Once the disk has been failing for half of the patience, all replicas have a fault.
 
 Invariants
 1. One probe runs at a time, in a thread of its own. So a disk that hangs holds one thread, and no code waits for it.

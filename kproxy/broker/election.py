@@ -149,7 +149,7 @@ _POLL_S = 0.01
 
 
 class LeaderRebalance:
-    """Partitions that this broker leads, and since when. None is given up before `after_s` seconds.
+    """Selects the led partitions to give up to their first replica, none before `after_s` seconds as their leader.
 
     Partitions whose first replica is this broker are forgotten.
     """
@@ -176,7 +176,7 @@ class LeaderRebalance:
     def next_batch(self) -> list[PartitionKey]:
         """Return at most HAND_OVER_BATCH partitions to be given up: their first replica is another broker and in sync.
 
-        None while one of the last batch has no owner, for at most `after_s`: the brokers that take them are busy.
+        Empty while one of the last batch has no owner, for at most `after_s`: the brokers that take them are busy.
         """
         now = asyncio.get_running_loop().time()
         is_busy = any(key.topic in self._view.topics and self._view.ownership(*key) is None for key in self._given)

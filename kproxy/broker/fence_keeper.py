@@ -154,7 +154,7 @@ class FenceKeeper:
             return error_codes.NOT_LEADER_OR_FOLLOWER
         if found_topic is None or found_topic.mod_revision != topic.mod_revision:
             return error_codes.UNKNOWN_TOPIC_OR_PARTITION
-        # The lease is ours, so this broker put it itself, without an answer.
+        # The lease is ours, so this broker has put the stored fence itself, and lost the answer.
         partition.writers.keep(kept_fence(fence, partition.topic_id))
         return error_codes.NONE
 

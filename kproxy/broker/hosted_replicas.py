@@ -8,7 +8,7 @@ Invariants
 1. A replica's newest obeyed leadership and its failed read are kept when it is closed: once reopened, it obeys no lower
    epoch, and does not count as readable.
 2. A follower follows the holder of the lease key, in the epoch of the stored state; it follows no broker while the key
-   is absent or this broker's own.
+   or the state is absent, the holder is not live, or the key is this broker's own.
 3. Each reason why a log cannot be opened is logged once, with the remedy.
 """
 
@@ -46,7 +46,7 @@ _logger = structlog.get_logger(__name__)
 class HostedReplicas:
     """Opens and closes replicas, and points them at their leaders; keys are (topic name as bytes, index).
 
-    `on_leaders_changed` is called when a follower gets another leader, and when a replica is opened or closed.
+    `on_leaders_changed` is called when a replica gets another leader or epoch, loses its leader, or is closed.
     """
 
     view: ClusterView

@@ -1,7 +1,7 @@
 """Take and release a partition's lease key by etcd transactions.
 
 Take: if the lease key is absent, and the state and the topic are unchanged since the decision, put the lease key on the
-broker's lease, and the state with the next leader epoch and the same ISR. It is atomic: no partition has an owner
+broker's lease, and the state with the next leader epoch and the same ISR. This is atomic: no partition has an owner
 without a state, no two brokers both believe that they took it, and no broker takes it after leaving the ISR. The same
 transaction reads the writers' fence. The fence changes only under the lease key of this transaction, so the new leader
 knows the highest one.

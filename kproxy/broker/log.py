@@ -4,14 +4,14 @@ The log has the offsets from `log_start_offset` to `log_end_offset`.
 
 States
   open      appended to and read by one thread
-  failed    a write failed and could not be undone, a flush failed, or the log was cut off and its producers could not
-            be read again; every later call raises LogFailed
+  failed    a failed write could not be undone, a flush or a removal failed, or the producers could not be read again
+            after a truncation; every later append, read, removal, flush and checkpoint raises LogFailed
   closed    the files are closed; offsets can still be read
 
 Invariants
 1. log_start_offset <= every offset in the log < log_end_offset; the next batch gets log_end_offset. There is no gap.
 2. Bytes are appended only behind the last whole batch, and appended bytes never change. Bytes are removed in whole
-   batches from the end (`truncate_to`), in whole segments from the start (retention), or all at once.
+   batches from the end (`truncate_to`, `undo_append`), in whole segments from the start, or all at once (`reset_to`).
 3. Opening reads every batch that the files of `snapshot` do not cover, up to the first damage: a bad batch, or a gap
    between segments. The recovery point is the high watermark of the last checkpoint. From there on, a killed process or
    a power cut may leave damage, also in the middle of the log, because a segment begins before the one before it is on
@@ -22,8 +22,8 @@ Invariants
    end. Producers from a snapshot may have written what retention has removed since.
 6. One thread works on a log and never waits for the disk. `flush` and `checkpoint` wait, in other threads, one of each
    at a time; `close` waits for neither.
-7. All below `flushed_offset` is on the disk, names of segments included, unless it has been removed. The names of
-   segments from the recovery point on do not count when a log is opened.
+7. All below `flushed_offset` is on the disk, names of segments included, unless it has been removed. When a log is
+   opened, the names of segments that begin at or above the recovery point count as not on the disk.
 8. Removing from the start leaves at least one segment whose name is on the disk, unless `flush` is never: a directory
    without segments would look like a log that begins at 0.
 """
@@ -114,10 +114,10 @@ class Log:
     def open(cls, directory: Path, *, options: LogOptions | None = None, is_only_replica: bool = False) -> Log:
         """Open the log in `directory`, creating it if needed.
 
-        `truncated_bytes` of the result is the size of a torn tail that was cut off; `high_watermark_checkpoint` and
-        `leadership` are the last ones written, or 0 and NO_LEADERSHIP. With the flush policy `always`, the log is
-        flushed first. A log that lacks committed records opens unless it `is_only_replica`: no other replica has them.
-        Raises LogFailed (LogCorrupt), OSError.
+        `truncated_bytes` of the result counts the bytes cut off at the first damage; `high_watermark_checkpoint` and
+        `leadership` are the last ones written, or 0 and NO_LEADERSHIP. With the flush policy `always` the log is first
+        flushed; with `interval` only a new log is. An undamaged log that lacks committed records opens, unless it
+        `is_only_replica`: then no other replica has them. Raises LogFailed (LogCorrupt), OSError.
         """
         directory.mkdir(parents=True, exist_ok=True)
         segments: list[Segment] = []
@@ -554,7 +554,7 @@ class Log:
             self._snapshot_at = (index.base_offset, index.size_in_bytes, state.offset)
 
     def checkpoint(self, high_watermark: int, leadership: Leadership, state: LogState | None = None) -> None:
-        """Write the two beside the log, and a snapshot of `state`. An older leadership is not written. Blocks.
+        """Write the high watermark, the newest leadership and a snapshot of `state` beside the log. Blocks.
 
         Everything below the high watermark is flushed first, except with the flush policy `never`: then the checkpoint
         is limited to the flushed part. Damage above the checkpoint counts as a power cut's. Raises OSError, LogFailed.
@@ -611,7 +611,7 @@ class Log:
 class Checkpoint(NamedTuple):
     """The content of checkpoint.json, which is replaced in one step.
 
-    All zeros for a log without one. The high watermark may be old, so nothing is ever truncated to it. It is also
+    A log without the file has the defaults. The high watermark may be old, so no log is truncated to it. It is also
     Kafka's recovery point: it is written only once everything below is on the disk, names of segments included, and
     nothing below it is ever removed from the end. So damage below it is the disk's fault, and damage above it may come
     from a power cut. The leadership is the highest one that this replica has obeyed. The leader epoch serves a log that

@@ -1,8 +1,8 @@
 """Flush logs, write their checkpoints and apply retention periodically.
 
 A round of each kind ends before the next of that kind begins. Flushes and checkpoints wait for the disk, so they run in
-threads; retention runs on the event loop, between appends, and waits for no disk. A replica is at rest
-(`Partition.is_at_rest`) once its log is flushed and its checkpoint written; it is skipped until it changes.
+threads; retention runs on the event loop, between appends. A replica is at rest (`Partition.is_at_rest`) once its log
+is flushed and its checkpoint written; flushes and checkpoints skip it until it changes.
 
 Invariants
 1. A log that is closed or removed meanwhile is skipped without an error, and never written again.
@@ -10,7 +10,7 @@ Invariants
    that it could not write. `replica_manager` moves the partition to another broker.
 3. A high watermark is written only once everything below it is on the disk (`Log.checkpoint`): a segment begins while
    the one before it is still being flushed, and nothing below a written high watermark is ever cut off.
-4. Work that fails for lack of room is retried in the next round; no round delays the others.
+4. Work that fails for lack of room is retried in the next round. One round at a time uses the threads; others wait.
 """
 
 from __future__ import annotations

@@ -9,15 +9,15 @@ Invariants
 2. A leader serves neither clients nor followers unless the fence is certain to live.
 3. Producer state is updated only by batches that are in the log.
 4. An offset is assigned once: `append_as_leader` runs on one event loop and never awaits.
-5. A follower's log changes only by the answer to its last request, from the leader it follows, in the epoch it follows
-   in; any other answer is late and dropped.
+5. Apart from retention, a follower's log changes only by the answer to its last request, from the leader and in the
+   epoch that it follows; any other answer is late and dropped.
 6. A replica obeys no leadership older than its newest. `log_maintenance` writes the newest beside the log, soon but not
    at once: the disk would be too slow when a broker fails and many partitions move.
-7. A writer that the partition's fence refuses (`writer_fence`) appends no batch, and not even its duplicates are
-   answered.
+7. A writer that the partition's fence refuses (`writer_fence`) appends no batch, and gets an error even for a
+   duplicate.
 8. A follower whose leader lacks records that are committed here stops for good; `failure` says why.
-9. With `--flush always` a replica reports no record before it is on the disk: not in an answer, not in the high
-   watermark, not in the follower's next fetch. A thread waits for the disk (LogFlusher).
+9. With `--flush always` a record on a replica is not acknowledged to a producer, not counted in a leader's high
+   watermark and not confirmed by a follower's next fetch before it is on that disk. A thread of LogFlusher waits.
 10. A replica at rest (`is_at_rest`) has nothing to flush or to write beside its log, and no trouble with its disk. Any
     change ends this state. So thousands of idle replicas need no checks every second.
 """
@@ -54,7 +54,7 @@ _logger = structlog.get_logger(__name__)
 
 
 class AppendResult(NamedTuple):
-    """`base_offset` is -1 if nothing was appended; the answer waits for `last_offset`."""
+    """`base_offset` is -1 after an error, the earlier batch's for a duplicate; the answer waits for `last_offset`."""
 
     error_code: int
     base_offset: int = -1
@@ -261,7 +261,7 @@ class Partition:
         """Append one checked batch; write its offset and epoch into `records`.
 
         `bound` is the writer's fence. Error codes 5, 6, 19, 44, 56 and the producer's own mean that nothing was
-        appended; 7 means that this is uncertain: an invalid write could not be undone. Every answer, even a
+        appended; 7 means that the fence died during the write, and it could not be undone. Every answer, even a
         duplicate's, must wait for `wait_for_isr(last_offset)` with acks=all, for `wait_for_disk(last_offset)` with
         acks=1.
         """
@@ -423,7 +423,7 @@ class Partition:
     def replica_asks(self, replica_id: int, asked: PartitionFetch) -> PartitionFetched | None:
         """Note a follower's progress; return the answer if it gets no records.
 
-        It must name its epoch and its log: without a log any broker could have sent the request.
+        The request must name an epoch and a log: without a log any broker could have sent it.
         """
         index = self.partition_index
         if not self.serves_reads():

@@ -17,7 +17,7 @@ Invariants
    An appended batch counts as written now, a batch read from the log as written at its timestamp. Since producers
    choose timestamps, nothing expires in the first GRACE_MS after states are read (Kafka checks periodically too).
 2. At most `max_producers` ids are remembered, to bound memory. Beyond that the one that wrote longest ago is dropped;
-   if it had not expired, that is counted and logged, because its resend would become a second record.
+   if it had not expired, it is counted and each doubling of the count logged: its resend would be a second record.
 3. A verdict changes nothing; only `update`, called once a batch is in the log, does.
 4. The remembered state of a producer is replaced, never changed: copies share it.
 """

@@ -13,9 +13,9 @@ Transitions
   working   -> led         Txn: lease key absent, state and topic unchanged -> lease key on our lease, leader epoch + 1
   working   -> following   the Txn succeeded but the log cannot begin an epoch: the key is released, for other brokers
                            or a retry after the next sweep
-  led       -> absent      our key is gone or belongs to another broker, the lease is lost, the topic is deleted, the
-                           log has failed, its disk fails while another live replica is in sync (`disk_watch`), or the
-                           preferred replica is back and leads again; then as from absent
+  led       -> absent      our key is gone or another broker's, the lease is lost, the disk fails while another live
+                           replica is in sync (`disk_watch`), or the preferred replica is in sync again and is to lead
+  any       -> absent      the topic is deleted; or the log has failed or cannot be opened: then the sweep tries again
 
 `election` decides which broker takes a partition, and when.
 
@@ -174,7 +174,7 @@ class ReplicaManager:
             await asyncio.sleep(0)
 
     def drop_all(self, reason: str) -> None:
-        """Drop every leadership because the lease is gone; the replicas become followers."""
+        """Drop every leadership because the lease is gone; the replicas are closed, and reopened as followers."""
         self._fence = None
         for topic, partition_index in list(self.partitions):
             self._drop(PartitionKey(topic.decode(), partition_index), reason)

@@ -42,7 +42,7 @@ _OPEN_FLAGS = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC
 
 
 class LogFailed(Exception):
-    """The log may no longer match its offsets; `__cause__` is the file system's error, if any."""
+    """The log is closed, damaged or may no longer match its offsets; `__cause__` is the file system's error, if any."""
 
 
 class TimestampAndOffset(NamedTuple):
@@ -128,9 +128,9 @@ class Segment:
         return is_last and batch.end == length and crc_is_valid(found, batch)
 
     def index_below(self, offset: int) -> SegmentIndex:
-        """Return the index of the batches below `offset`, which is one's end; nothing below it is cut off meanwhile.
+        """Return the index of the batches below `offset`, where a batch must end. Raises OSError, LogFailed.
 
-        For another thread than the one that appends. Raises OSError, LogFailed.
+        May run in another thread than appends; meanwhile the caller cuts nothing off below `offset`.
         """
         with self._close_lock:
             if self._fd < 0:
@@ -391,7 +391,7 @@ class Segment:
                     os.close(fd)
 
     def delete(self) -> None:
-        """Close and remove the file. Raises OSError."""
+        """Close and remove the file, and remove its index. Raises OSError."""
         self.close()
         self.path.unlink(missing_ok=True)
         self.path.with_suffix(INDEX_SUFFIX).unlink(missing_ok=True)

@@ -1,11 +1,11 @@
 """Read and write index and snapshot files beside a log, so that opening the log need not read most of it.
 
-  {base offset}.index   a whole segment that nothing is appended to: its index
-  log.snapshot          what the log had up to an offset: the index of the segment that holds the offset, up to there,
-                        leader epochs and producers
+  {base offset}.index   the index of a whole segment, to which no more batches are appended
+  log.snapshot          the log's state up to an offset: leader epochs, producers, and the index of the segment that
+                        holds the offset, up to the offset
 
-Each file holds the result of reading the log up to there. Opening reads the log after the snapshot, and every earlier
-segment without an index. A snapshot is written whenever the log has grown by INTERVAL_BYTES, and at a stop.
+Opening reads the log after the snapshot, and every earlier segment without an index. A snapshot is written when
+the log has grown by about INTERVAL_BYTES, or by about HISTORY_INTERVAL_BYTES into a new segment, and at a stop.
 
 Invariants
 1. A file covers only batches below the high watermark in the checkpoint: these are on the disk and never removed from

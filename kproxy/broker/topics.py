@@ -3,7 +3,7 @@
 A topic's record names its replicas and configuration. It is put once, only if the topic has none, and never changed.
 The named brokers then take its partitions; the broker that created it waits for that as long as its client allows.
 
-Each partition has a state when the topic exists: it never had a leader, and the logs of its replicas are in sync. So an
+Each partition has a state from the topic's creation on: no leader yet, and the logs of its live replicas in sync. So an
 etcd restored to any later time names the logs that may lead. A replaced disk is not among them, however old etcd's
 state is.
 

@@ -14,8 +14,8 @@ Transitions
   owned -> owned   bind, with a higher fence
   any   -> open    release, with a higher fence
 
-A lower bind is refused; a lower release is ignored. Neither takes effect before etcd keeps it, under this broker's
-lease, so that the next leader knows it.
+A lower bind is refused; a release that is not higher is ignored. No transition happens before etcd keeps the fence,
+under this broker's lease, so that the next leader knows it.
 
 Invariants
 1. The fence never goes down while this broker leads, nor from one leader to the next.

@@ -11,8 +11,8 @@ Invariants
 2. The addresses for clients are tried before anything is started, so a taken port leaves no files or processes.
 3. Topics and records are in `data_dir` and survive a restart; ports may differ. The replication factor applies to new
    topics; an existing topic keeps its replicas.
-4. A broker is in `_brokers` while it is expected to run, and in `_down` from just before it is killed, or restarted
-   after it ended by itself, until it is ready.
+4. A broker is in `_brokers` while it is expected to run. It moves to `_down` just before it is killed, or restarted
+   after it ended by itself, and back when it is ready.
 5. A part whose restart failed has no process.
 """
 
@@ -43,7 +43,7 @@ class Layout(msgspec.Struct):
 
 
 def default_data_dir() -> Path:
-    """Return the user's: in XDG_DATA_HOME if set, else ~/Library/Application Support on macOS, else ~/.local/share."""
+    """Return kproxy/dev in XDG_DATA_HOME if set, else in ~/Library/Application Support (macOS) or ~/.local/share."""
     configured = os.environ.get("XDG_DATA_HOME", "")
     if configured and Path(configured).is_absolute():
         return Path(configured) / "kproxy" / "dev"

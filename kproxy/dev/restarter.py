@@ -16,7 +16,7 @@ Invariants
 1. A pause is at least twice as long as the one before, up to MAX_PAUSE_S, until the part has run for STEADY_S.
 2. Each transition, except to `starting`, is reported in one line, an end or a failure with its reason.
 3. A stopped part (SIGSTOP) has not ended.
-4. Before a dead broker is restarted its lease has ended, and other brokers lead its partitions.
+4. With several replicas, a broker that failed is restarted after its lease has ended and others lead its partitions.
 5. `keep` raises ChildEnded when nothing is served any more: the proxy is left, or all attempts to start etcd failed.
    Brokers may be left; the others continue to serve.
 """

@@ -2,16 +2,16 @@
 
 kproxy_codec.own has its format.
 
-- A bound fence applies to all later writes on this connection, and etcd keeps it. Connections bound lower, or not at
-  all, are refused with POLICY_VIOLATION until the fence is released with a higher one.
+- A bound fence applies to later writes to its partition on this connection, and etcd keeps it. A write on a connection
+  bound lower gets POLICY_VIOLATION; so does one on an unbound connection until a release with a higher fence.
 - A fence below the known one gets POLICY_VIOLATION with the highest fence; then the connection may not write.
 - A partition that this broker does not lead gets NOT_LEADER_OR_FOLLOWER; the connection counts as bound if this broker
   leads it by the time of its next requests. An unknown topic or partition gets UNKNOWN_TOPIC_OR_PARTITION. This broker
-  first takes a partition that never had a leader, if it may.
+  first takes a partition without an owner, if it may.
 - If etcd does not answer, the binding does not change: COORDINATOR_NOT_AVAILABLE if nothing was done, REQUEST_TIMED_OUT
   if that is unknown.
 - A fence below 1 or above etcd's revision gets INVALID_REQUEST, as does every partition of a request that names one
-  twice.
+  twice or would exceed MAX_BINDINGS.
 """
 
 from __future__ import annotations

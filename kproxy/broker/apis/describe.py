@@ -1,6 +1,6 @@
 """Handle Metadata, and the Describe APIs of the cluster, topics and configurations.
 
-DescribeCluster, versions 0-1 (KIP-700)
+DescribeCluster, versions 0-2 (KIP-700)
 - Endpoint type 1 (brokers) is offered; 2 (controllers) gets MISMATCHED_ENDPOINT_TYPE, others UNSUPPORTED_ENDPOINT_TYPE.
 
 DescribeConfigs, versions 1-4
@@ -16,7 +16,7 @@ DescribeTopicPartitions, version 0 (KIP-966)
 While this broker has no lease, the Describe requests close the connection (`Broker.check_knows_cluster`).
 
 Metadata, versions 0-13
-- A partition's leader is the owner of its lease; a partition without one has LEADER_NOT_AVAILABLE and leader -1.
+- A partition's leader is the owner of its lease; without a live owner it has LEADER_NOT_AVAILABLE and leader -1.
 - A topic that does not exist is created, with the broker's default numbers of partitions and replicas, if the request
   (from version 4) and the broker allow it; the answer waits a few seconds for its leaders. Otherwise the topic gets
   UNKNOWN_TOPIC_OR_PARTITION.

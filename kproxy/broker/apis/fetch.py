@@ -3,8 +3,8 @@
 Fetch, versions 4-18 (followers fetch in another way: `replication.open_fetches`)
 - There are no sessions (KIP-227): every answer has session 0; a request that continues one gets
   FETCH_SESSION_ID_NOT_FOUND.
-- The answer waits up to max_wait_ms for min_bytes. An error or a diverging epoch of any partition ends the wait. A move
-  of the high watermark causes another look.
+- The answer waits up to max_wait_ms for min_bytes. An error of any partition ends the wait. A move of the high
+  watermark causes another look. last_fetched_epoch is ignored: no answer to a client has a diverging epoch.
 - The first batch of the answer is whole, however large; beyond that the limits of the request, of each partition and of
   this broker hold. The last batch may be partial.
 - An offset outside the log gets OFFSET_OUT_OF_RANGE. From version 13 an unknown topic id gets UNKNOWN_TOPIC_ID.
@@ -54,7 +54,7 @@ from kproxy_codec.primitives import Buffer
 
 
 class _Found(NamedTuple):
-    """The results by topic, in the order of the request. `is_urgent`: a partition has an error or a diverging epoch."""
+    """The results by topic, in the order of the request. `is_urgent`: a partition has an error."""
 
     topics: list[list[PartitionFetched]]
     size_in_bytes: int

@@ -4,7 +4,7 @@ JoinGroup 0-9, SyncGroup 0-5, Heartbeat 0-4, LeaveGroup 0-5, OffsetCommit 2-10, 
 ListGroups 0-5, DescribeGroups 0-6, DeleteGroups 0-2
 - A group of another coordinator gets NOT_COORDINATOR; a group whose journal is being read,
   COORDINATOR_LOAD_IN_PROGRESS; a group whose journal has too few in-sync replicas, COORDINATOR_NOT_AVAILABLE. An empty
-  group id gets INVALID_GROUP_ID, except for offsets.
+  group id gets INVALID_GROUP_ID from JoinGroup, SyncGroup, Heartbeat, LeaveGroup and OffsetDelete only.
 - JoinGroup from version 4 first assigns a member id (KIP-394); from version 9 a restarted static leader may skip the
   assignment (KIP-814). `groups.group.Options` bounds a group's members and their metadata.
 - OffsetCommit refuses a topic that does not exist with UNKNOWN_TOPIC_OR_PARTITION, metadata above MAX_METADATA_LENGTH

@@ -2,8 +2,8 @@
 
 - Offered from version 0, otherwise librdkafka silently drops compression; 0 to 2 close the connection.
 - Each partition gets one batch of magic 2; it is appended as received, with its offset and leader epoch patched in.
-- A partition that this broker does not lead gets 6 (NOT_LEADER_OR_FOLLOWER), before anything is appended; from version
-  10 with its leader (KIP-951). This broker first takes a partition that never had a leader, if it may.
+- A partition that this broker does not lead gets 6 (NOT_LEADER_OR_FOLLOWER), and nothing is appended to it; from
+  version 10 with its leader (KIP-951). This broker first takes a partition without an owner, if it may.
 - An unknown topic or partition gets 3 (UNKNOWN_TOPIC_OR_PARTITION), an internal topic INVALID_TOPIC_EXCEPTION. From
   version 13 topics are named by id (KIP-516); an unknown one gets UNKNOWN_TOPIC_ID.
 - If a partition is named twice, every partition gets INVALID_REQUEST. acks other than -1, 0, 1 get

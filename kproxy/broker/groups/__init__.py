@@ -1,1 +1,1 @@
-"""Coordinate consumer groups: `group` is the state of one, `journal` its records, `coordinator` serves all groups."""
+"""Coordinate consumer groups: `group` is one group, `journal` has its records, `coordinator` serves all groups."""

@@ -14,10 +14,10 @@ Transitions
   any     -> absent    this broker leads it no more, or stops: waiting members are answered NOT_COORDINATOR
 
 Invariants
-1. Memory changes only after a successful append to the journal (`_run`): a failed append changes nothing. Memory is
-   dropped with the leadership, so that it never differs from the log.
-2. No success is answered before all in-sync replicas have the group's last record, and never without a live lease: an
-   answer holds even if this broker dies.
+1. What the journal records changes in memory only after a successful append. (Sessions and pending member ids are not
+   recorded.) Memory is dropped with the leadership, so that it never differs from the log.
+2. No success is answered without a live lease, nor, except to Heartbeat, ListGroups and DescribeGroups, before all
+   in-sync replicas have the group's last record: an answer holds even if this broker dies.
 3. Appends, and what they change in memory, happen in one step of the event loop.
 """
 

@@ -9,9 +9,9 @@ States (Kafka's)
   STABLE       all have an assignment
 
 Transitions
-  EMPTY, STABLE, COMPLETING -> PREPARING   a member joins, joins again with other metadata, leaves, or times out
-  PREPARING  -> COMPLETING   all members have joined, or the rebalance timeout is over: the next generation
-  PREPARING  -> EMPTY        as above, without members
+  EMPTY, STABLE, COMPLETING -> PREPARING   a member joins, joins again (with other metadata, or as leader of a STABLE
+                                           group), leaves, or times out
+  PREPARING  -> COMPLETING (EMPTY if nobody is left)   all have joined, or the rebalance timeout is over
   COMPLETING -> STABLE       the leader's SyncGroup
 
 A group that is forgotten was EMPTY and without offsets: that is Kafka's state Dead.

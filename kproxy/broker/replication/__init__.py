@@ -1,4 +1,4 @@
 """Replicate partitions between reference brokers, with in-sync replicas and a high watermark.
 
-It follows the replication of the StreamBus text, but truncates logs by leader epochs.
+The package follows the replication of the StreamBus text, but truncates logs by leader epochs.
 """

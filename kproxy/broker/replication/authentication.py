@@ -13,7 +13,7 @@ States, of either handshake
 
 Transitions
   first -> final -> done    one message of the other side each
-  first, final -> failed    AuthenticationFailed; a handshake in any other state raises it again
+  first, final -> failed    AuthenticationFailed is raised; a message in `done` or `failed` raises it too
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Fetch the records of the partitions that this broker follows from their leaders.
 
-Each broker that leads a partition followed here has one task, a fetcher, and one connection.
+For each broker that leads a followed partition there is one task, a fetcher, which has one connection to that broker.
 
 States of a connection
   dialling         the connection is being made, with TLS where `encryption` says so
@@ -22,12 +22,13 @@ States of a fetcher
   dialling   the leader is not reached yet; tried again with a growing pause
   fetching   one Fetch is under way, with the new questions; the leader keeps those that it has not answered
   resting    there is no partition to ask for, and none is open at the leader
-  ended      no partition is followed from this leader any more, or its address has changed
+  ended      no partition is followed from this leader any more, it is no longer live, or its address has changed
 
 Transitions
   dialling -> fetching   both sides are authenticated
   fetching -> fetching   the answer is applied; the next request reports the new log end, for which the leader waits
-  fetching -> resting    there is nothing to ask;   resting -> fetching   a leadership changed, a pause is over
+  fetching -> resting    there is nothing to ask
+  resting -> fetching    a leadership changed, or a partition's pause or flush is over
   fetching, resting -> dialling   the connection is lost, or the leader's answer is invalid
   any -> ended           `ReplicaFetchers` sees that leaderships or brokers changed
 
@@ -36,13 +37,12 @@ Invariants of a fetcher
    keeps the question open on this connection (`open_fetches`). So an answer always meets the log that it was asked for.
    A partition that is followed no more, or whose log was opened again, is withdrawn: otherwise the leader would rely on
    records of the earlier log.
-2. An answer has only partitions that are open, each once; otherwise nothing of it counts and the connection ends.
+2. An answer names open or just withdrawn partitions, each once; otherwise nothing of it counts and the connection ends.
 3. A partition whose answer could not be applied waits PARTITION_PAUSE_S; the others are fetched meanwhile.
 4. If there is a new question while the leader waits for records, a second request ends that wait.
-5. A request names at most MAX_PARTITIONS partitions and asks for at most MAX_BYTES of records; the leader first answers
+5. A request asks for at most MAX_PARTITIONS partitions and at most MAX_BYTES of records; the leader first answers
    partitions that had no room before.
-6. Nothing is requested without a live lease: another process may have the broker's id by then, and the leader would
-   take our reports for its reports.
+6. Without a live lease nothing is asked: another process may have the broker's id, and our reports would count for it.
 7. If records must be on the disk, later records are not requested before that (`Partition.next_fetch`). A disk that is
    slow, or hangs, delays other partitions by at most FLUSH_PATIENCE_S.
 8. Replication leaves both sides time for clients, however many partitions are followed: see REST_S_PER_PARTITION.
@@ -264,7 +264,7 @@ MAX_BYTES = 4 << 20
 ANSWER_PATIENCE_S = 10.0
 PARTITION_PAUSE_S = 0.1
 LONGEST_STEP_S = 0.01
-# The wait for a flush of applied records, after which the next request continues behind them.
+# The longest wait for a flush of applied records before the next request.
 FLUSH_PATIENCE_S = 0.05
 # About the cost of one partition in a request. Beyond PARTITIONS_WITHOUT_REST other tasks get as much time between an
 # answer and the next request, so that appends to many partitions are fetched together.

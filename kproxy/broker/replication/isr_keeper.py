@@ -3,7 +3,7 @@
 The next leader reads the in-sync replicas when it takes over.
 
 A change of one partition's ISR
-  wanted     ReplicationManager.wanted_isr returns the ISR that it should be
+  wanted     ReplicationManager.wanted_isr returns the ISR that the partition should have
   proposed   the partition has noted it, and the transaction is under way: additions count from here on
   settled    the transaction's answer has etcd's ISR, which counts from here on
 
@@ -15,8 +15,8 @@ Invariants
    change its meaning.
 3. At most one change of a partition is under way, at most CONCURRENT_CHANGES of all. A round continues where it had to
    stop, so that no partition is checked twice before every other one is.
-4. A round checks the partitions whose ISR may have to change by now (`is_isr_due`), and all when a broker comes or
-   goes. So thousands of partitions with a full ISR cost almost nothing.
+4. A round checks the partitions whose ISR may have to change by now (`is_isr_due`), and all when a broker or its
+   follower (FollowerPresence) comes or goes. So thousands of partitions with a full ISR cost almost nothing.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class FollowerPresence:
     Invariants
     1. Only `gone` has consequences, and only those that the lease or the lag would have later as well.
     2. A follower that was gone counts as present only once it has been connected for a time. That time doubles from the
-       grace with each time that it was gone, up to `longest_s`, and starts over when it has been present for that long.
-       So a follower whose connection breaks often changes the ISR more and more rarely.
+       grace with each time that it was gone, up to `longest_s`, and starts over when it has been present for longer
+       than `longest_s`. So a follower whose connection breaks often changes the ISR more and more rarely.
     """
 
     def __init__(self, grace_s: float, longest_s: float) -> None:

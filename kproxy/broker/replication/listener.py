@@ -1,17 +1,17 @@
 """Accept the followers of other brokers, authenticate them, and answer their fetches.
 
 States of a connection, with TLS once its handshake is finished (kproxy.security.tls_acceptor)
-  new             ApiVersions and SaslHandshake are answered
+  new             SaslHandshake is answered
   handshaking     the mechanism is agreed on: SaslAuthenticate is answered
   authenticated   the other side has proved to be one of the cluster's brokers: Fetch is answered
-  closed
+  closed          nothing is answered; in every other state ApiVersions is answered too
 
 Transitions
   new -> handshaking             SaslHandshake names our mechanism
   handshaking -> authenticated   the second SaslAuthenticate proves it
   handshaking -> closed          the live broker of that id has another data directory, according to etcd
   authenticated -> closed        the same broker has authenticated on another connection
-  any -> closed                  anything else; AUTHENTICATION_TIMEOUT_S without being authenticated
+  any -> closed                  either side closes it, or authentication takes longer than AUTHENTICATION_TIMEOUT_S
 
 Invariants
 1. Before a connection is authenticated nothing of the broker's state can be read or changed through it, and its frames

@@ -163,7 +163,7 @@ class OpenFetches:
     # Questions
 
     def take(self, asked: Iterable[Asked], withdrawn: Iterable[_Key]) -> None:
-        """Add a request's questions. It repeats the ones that are open."""
+        """End the withdrawn questions and add a request's; each replaces an open one for the same partition."""
         self._contact.heard()
         for key in withdrawn:
             self._end(self._open.get(key))

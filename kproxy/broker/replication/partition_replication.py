@@ -12,15 +12,15 @@ Transitions
   follower -> leader     `become_leader`: a take-over transaction named us, with its epoch and ISR
   follower -> follower   `become_follower`: another leader, or another epoch
   leader   -> resigned   `resign`: the broker stops, or another broker is to lead
-  resigned -> leader     `resume`: the other broker could not take over
+  resigned -> leader     `resume`: the followers did not catch up in time, or no other broker can lead
   any      -> closed     `close`. A leader never becomes a follower: its state in memory is dropped, and the log is
-                         opened again. Any other change of role raises WrongRole and changes nothing.
+                         opened again. `become_leader` and `become_follower` raise WrongRole unless it follows.
 
 Invariants
 1. The high watermark never moves back, and never passes the log end offset of any in-sync replica. In sync are the
    replicas in etcd's ISR and those proposed: an expansion counts from the moment it is proposed, a shrink only once its
    transaction succeeded. So every replica that may be elected has all records below it.
-2. It does not move while etcd's ISR has fewer than min_insync_replicas members.
+2. A leader's high watermark does not move while etcd's ISR has fewer than min_insync_replicas members.
 3. A replica's progress counts only in the epoch in which it was reported, and only for the reported log: a broker that
    returns with another disk is another replica (ReplicaKey), and late reports of the old one do not count.
 4. A waiter is answered once: 0 when the high watermark has passed its offset; NOT_ENOUGH_REPLICAS_AFTER_APPEND when the
@@ -132,7 +132,7 @@ class ReplicationManager:
 
     It reads only the end of the log, through `log_end`. `counted_end` is the end of our own log for the high watermark:
     `log_end`, or less if records must be on the disk first. `isr_lag_s` is how long a follower may lag (Kafka's
-    replica.lag.time.max.ms). `on_high_watermark` is called after it has moved.
+    replica.lag.time.max.ms). `on_high_watermark` is called after a leader's high watermark has moved.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class ReplicationManager:
             self.role = Role.RESIGNED
 
     def resume(self) -> None:
-        """Lead again: the followers did not catch up in time."""
+        """Lead again: no other broker takes over."""
         if self.role is Role.RESIGNED:
             self.role = Role.LEADER
             self._isr_due_at = float("-inf")
