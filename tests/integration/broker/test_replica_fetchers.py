@@ -487,8 +487,8 @@ async def test_second_answer_of_leader_is_rejected(tmp_path: Path) -> None:
     with capture_logs() as logs:
         async with lied_to(tmp_path, liar):
             await eventually(lambda: liar.dialled >= 3)
-    assert {each["reason"][:33] for each in logs if each["event"] == "leader not reachable"} == {
-        "an answer that matches no request"
+    assert {each["reason"][:29] for each in logs if each["event"] == "leader not reachable"} == {
+        "the answer matches no request"
     }
 
 

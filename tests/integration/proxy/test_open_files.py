@@ -65,7 +65,7 @@ def test_soft_limit_of_workers_is_raised_too(tmp_path: Path) -> None:
 )
 def test_low_hard_limit_on_files_is_reported(tmp_path: Path, limits: dict[str, int], words: list[str] | None) -> None:
     with static_proxy(tmp_path, {1: 1}, command=under("-n 512"), limits=limits) as process:
-        said = [line for line in process.stderr().splitlines() if "open files" in line]
+        said = [line for line in process.stderr().splitlines() if "open file" in line]
         assert [all(word in line for word in words or ()) for line in said] == [True] * (words is not None), said
 
 
