@@ -237,9 +237,9 @@ class SaslClient:
     def _go_on(self, body: memoryview) -> Request | None:
         answer = decode_response(keys.SASL_AUTHENTICATE, self._version, body)
         if answer.error_code != NONE:
-            told = str(answer.error_message or "")[:_MAX_TEXT]
-            says = f": {self._mechanism.shown(told)}" if told else ""
-            to_client = told if answer.error_code == SASL_AUTHENTICATION_FAILED else None
+            told = str(answer.error_message or "")
+            says = f": {self._mechanism.shown(told)[:_MAX_TEXT]}" if told else ""
+            to_client = told[:_MAX_TEXT] if answer.error_code == SASL_AUTHENTICATION_FAILED else None
             raise SaslRefused(f"it refuses the identity with {name_of(answer.error_code)}{says}", to_client)
         message = self._mechanism.next(bytes(answer.auth_bytes or b""))
         if message is not None:

@@ -175,6 +175,16 @@ def test_failed_handshake_is_reported(case: str) -> None:
     assert client.state is State.FAILED
 
 
+@pytest.mark.parametrize("name", ["PLAIN", "OAUTHBEARER"])
+def test_long_echoed_secret_is_not_shown(name: str) -> None:
+    """Not even a part of it, where the message is cut."""
+    secret = "s3cr3t" * 100
+    client, _ = begun(name, secret)
+    with pytest.raises(SaslRefused) as raised:
+        client.receive(answer(error_code=58, error_message=f"unknown: {secret}"))
+    assert str(raised.value).endswith("unknown: ***")
+
+
 @pytest.mark.parametrize(
     ("code", "option", "says"),
     [(33, "sasl.mechanism", "set sasl.mechanism"), (34, "broker_sasl.mechanism", "or use no SASL")],
