@@ -44,7 +44,7 @@ def parse_kinds(given: Iterable[str]) -> tuple[str, ...]:
     kinds = tuple(dict.fromkeys(given))
     for kind in kinds:
         if kind not in KINDS:
-            raise ValueError(f"unknown kind of name {kind[:80]!r}; expected some of {', '.join(KINDS)}")
+            raise ValueError(f"unknown kind of name {kind[:80]!r}: give some of {', '.join(KINDS)}")
     return kinds
 
 
